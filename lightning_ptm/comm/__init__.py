@@ -11,6 +11,7 @@ from lightning_ptm.comm.agreement import (
     NeededCollective,
     Teams,
 )
+from lightning_ptm.comm.arrivals import Arrivals
 from lightning_ptm.comm.communicator import Communicator, SoloCommunicator
 from lightning_ptm.comm.foreign import ForeignCollectives
 from lightning_ptm.comm.mesh import Communicators
@@ -23,6 +24,7 @@ __all__ = [
     "TOGETHER",
     "UNLIKE",
     "Agreement",
+    "Arrivals",
     "Boundary",
     "Communicator",
     "Communicators",

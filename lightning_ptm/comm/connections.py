@@ -250,9 +250,11 @@ def connected(
         met: dict[int, tuple[Peer, int]] = {}
         # Before anybody waits for a call that never comes, as from a process of another user.
         for step in (partial(_call, paths[:rank], called), partial(_meet, rank, world_size, called, door, own, met)):
-            if not all(gather(_done(step))):
-                for call in called:
-                    call.close()
+            done = _done(step)
+            if not done:  # the others may wait for this rank's answer, before they say so
+                _hang_up(door, called)
+            if not all(gather(done)):
+                _hang_up(door, called)
                 for peer, file in met.values():
                     peer.close()
                     if file >= 0:
@@ -261,6 +263,12 @@ def connected(
     files = {other: file for other, (_, file) in met.items()} | ({} if own is None else {rank: own})
     peers = {other: peer for other, (peer, _) in sorted(met.items())}
     return Connections(rank, peers, limit.total_seconds()), [file for _, file in sorted(files.items())]
+
+
+def _hang_up(door: socket.socket, called: Sequence[socket.socket]) -> None:
+    """Who has called, or was called, waits no longer."""
+    for each in (door, *called):
+        each.close()
 
 
 def _done(act: Callable[[], None]) -> bool:

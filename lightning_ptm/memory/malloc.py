@@ -35,6 +35,9 @@ settings; page faults and CPU time of a step are then the single device's (213,0
 Trimming between steps (3,254) leaves the holes that arise within one. Gradients cannot go before the next forward, behind
 which Lightning forgets them: somebody may read them until then.
 
+**When a run has ended** (`end_settings`), the process goes on with what glibc's own settings come to once a block of 32 MiB
+has been freed. Else it would keep whatever it frees from then on for a step that never comes.
+
 With other C libraries than glibc (musl, macOS) nothing here has an effect; each function says what it returns then.
 """
 
@@ -48,6 +51,8 @@ _M_MMAP_THRESHOLD = -3
 _M_MMAP_MAX = -4
 _GLIBC_TRIM_THRESHOLD_BYTES = 128 * 1024
 _GLIBC_MMAP_MAX = 65536
+_GLIBC_GROWN_TRIM_THRESHOLD_BYTES = 64 * 1024 * 1024
+"""Twice the threshold that it has come to."""
 
 MMAP_THRESHOLD_BYTES = 4 * 1024 * 1024
 LARGE_BYTES = 32 * 1024 * 1024
@@ -78,7 +83,7 @@ def give_freed_memory_back() -> bool:
     """Make glibc give freed activations back to the system; True when it took the settings.
 
     Blocks of 4 MiB and more get memory of their own, and the threshold no longer grows. The setting is the process's, and
-    replaces that of `keep_freed_memory`; glibc's own, which adapt, cannot be had back. False on other C libraries.
+    replaces that of `keep_freed_memory`. False on other C libraries.
     """
     return _set(
         (_M_MMAP_MAX, _GLIBC_MMAP_MAX),
@@ -99,6 +104,18 @@ def keep_freed_memory(*, but_large: bool = False) -> bool:
     if but_large:
         return _set((_M_MMAP_MAX, _GLIBC_MMAP_MAX), (_M_MMAP_THRESHOLD, LARGE_BYTES), (_M_TRIM_THRESHOLD, -1))
     return _set((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1))
+
+
+def end_settings() -> bool:
+    """Make glibc treat what is freed as it does by itself; True when it took the settings.
+
+    They no longer adapt: nothing makes them do so again. False on other C libraries.
+    """
+    return _set(
+        (_M_MMAP_MAX, _GLIBC_MMAP_MAX),
+        (_M_MMAP_THRESHOLD, LARGE_BYTES),
+        (_M_TRIM_THRESHOLD, _GLIBC_GROWN_TRIM_THRESHOLD_BYTES),
+    )
 
 
 def _set(*options: tuple[int, int]) -> bool:

@@ -143,7 +143,7 @@ class Engine:
         """What gives up the parts that there are: each of them, whatever becomes of those before; the last one first."""
         self.heap = None if backend.apart else Heap(blueprint.freed_memory)
         if self.heap is not None:
-            self._undo.callback(self.heap.steps_end)
+            self._undo.callback(self.heap.close)
         try:
             self._build(recompute, given or Given(), poison, file_ops)
         except BaseException:

@@ -9,7 +9,7 @@ import enum
 import math
 from time import monotonic
 
-from lightning_ptm.memory.malloc import give_freed_memory_back, keep_freed_memory, trim
+from lightning_ptm.memory.malloc import end_settings, give_freed_memory_back, keep_freed_memory, trim
 from lightning_ptm.runtime.machine import free_host_bytes
 
 _RESERVE_BYTES = 1 << 30
@@ -28,7 +28,7 @@ class Freed(enum.Enum):
 
 
 class Heap:
-    """The process's heap during one run on a CPU. The settings are the process's: the newest run decides."""
+    """The process's heap during one run on a CPU. The settings are the process's: the newest run decides, until it ends."""
 
     def __init__(self, freed: Freed) -> None:
         self._keep = freed is not Freed.LEAVES
@@ -50,4 +50,9 @@ class Heap:
 
     def steps_end(self) -> None:
         """No step follows: nothing comes back for what they have freed."""
+        trim()
+
+    def close(self) -> None:
+        """The run has ended: its settings would be those of whatever the process does next."""
+        end_settings()
         trim()

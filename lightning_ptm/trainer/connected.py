@@ -6,6 +6,7 @@ Knows no pages: what a run in progress changes in the answers is running.py's.
 from __future__ import annotations
 
 import datetime
+import uuid
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
-from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator
+from lightning_ptm.comm import Arrivals, Communicator, ProcessGroupCommunicator, SoloCommunicator
 from lightning_ptm.config import Settings
-from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.errors import ConfigError, RankError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend, backend_of
 from lightning_ptm.parallel.exchange import RankGroup
@@ -66,6 +67,8 @@ class ConnectedStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._timeout = timeout
         self._device_mesh: DeviceMesh | None = None
+        self._arrivals: Arrivals | None = None
+        """While a run of several ranks is set up."""
         self._tensor_group: RankGroup | None = None
         """The ranks that compute the same batches with parts of parameters; None where they are whole."""
         self._data_group: ProcessGroup | None = None
@@ -245,17 +248,25 @@ class ConnectedStrategy(ParallelStrategy):
         """Process groups of the ranks that differ along one axis; collective.
 
         Raises:
-            RankError: ranks have settings by which they would wait for each other.
+            RankError: ranks have settings by which they would wait for each other, or one is gone.
         """
         size = self.settings.tensor_parallel_size
         made_of = (self.world_size, size, self.root_device.type)
         mesh = self._device_mesh or last_mesh(*made_of)
         told: list[Any] = [None] * self.world_size
         ours = decisive(self.settings, str(self.precision_plugin.precision))
-        torch.distributed.all_gather_object(told, (ours, mesh is not None))
-        refuse_other_settings([words for words, _ in told])
+        try:
+            torch.distributed.all_gather_object(told, (ours, mesh is not None, uuid.uuid4().hex))
+        except RuntimeError as error:
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise RankError(
+                f"rank {self.global_rank} begins a run, and another rank is gone, or does not come ({first_line}); at Ctrl-C "
+                f"Lightning ends all processes that it has started: start the script again"
+            ) from error
+        self._arrivals = Arrivals(told[0][2], self.global_rank, self.world_size)
+        refuse_other_settings([words for words, _, _ in told])
         # Groups are not made anew for each run, unless one has failed on some rank.
-        if mesh is None or not all(has for _, has in told):
+        if mesh is None or not all(has for _, has, _ in told):
             mesh = mesh_of(*made_of)
         self._device_mesh = mesh
         self._module._device_mesh = mesh
@@ -272,13 +283,23 @@ class ConnectedStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups cannot be copied; a copy makes its own.
-        groups = ("_device_mesh", "_tensor_group", "_data_group", "_same_batches")
+        groups = ("_arrivals", "_device_mesh", "_tensor_group", "_data_group", "_same_batches")
         return {**super().__getstate__(), **dict.fromkeys(groups)}
 
     def _make_communicator(self, events: Events) -> Communicator:
         if not self._has_ranks:
             return SoloCommunicator()
+        self._await_others()
         return ProcessGroupCommunicator(self._backend, self._timeout, events)
+
+    def _await_others(self) -> None:
+        """In front of a collective of set-up.
+
+        Raises:
+            RankError: another rank has failed on its way to it.
+        """
+        if self._arrivals is not None:
+            self._arrivals.wait()
 
     def _is_alone(self) -> bool:
         """Whether there is no other rank, or none that could be waited for."""
@@ -289,6 +310,7 @@ class ConnectedStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         if self._is_alone():
             return
+        self._await_others()
         if torch.distributed.get_backend() == "nccl":
             torch.distributed.barrier(device_ids=[self.root_device.index])
         else:

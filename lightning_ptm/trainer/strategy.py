@@ -110,6 +110,7 @@ class AngelPTMStrategy(RearrangingStrategy):
         self.model = self.precision_plugin.convert_module(self._module)
         if fitting:
             self.setup_optimizers(trainer)  # I1
+        self._await_others()
         self._cut_module(self._tensor_group)
         self._trains = fitting
         known = self._began_with() if self._began_with is not None else None
@@ -119,7 +120,7 @@ class AngelPTMStrategy(RearrangingStrategy):
         if self._restored is not None or known is not self._module:
             self._ended = dataclasses.replace(self._ended, torn=False)
         self._build(trainer)
-        self._setting_up = False
+        self._setting_up, self._arrivals = False, None
         restored, self._restored = self._restored, None
         if restored is not None:
             restored.fill(self.engine)
@@ -221,12 +222,14 @@ class AngelPTMStrategy(RearrangingStrategy):
             self._engine.fail(exception)
         elif self._communicator is not None:  # during set-up
             self._communicator.fail(in_a_line(exception))
+        elif self._arrivals is not None:  # before there are lines
+            self._arrivals.fail(in_a_line(exception))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     @override
     def teardown(self) -> None:
-        self._setting_up, self._restored = False, None
+        self._setting_up, self._arrivals, self._restored = False, None, None
         if self._resuming is not None:
             self._resuming.undo()
             self._resuming = None

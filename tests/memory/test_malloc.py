@@ -36,6 +36,7 @@ spec.loader.exec_module(malloc)
 settings = {
     "give_freed_memory_back": malloc.give_freed_memory_back,
     "keep_freed_memory": malloc.keep_freed_memory,
+    "end_settings": malloc.end_settings,
     "keep_all_but_large": lambda: malloc.keep_freed_memory(but_large=True),
 }
 libc = ctypes.CDLL(None)
@@ -59,6 +60,19 @@ def step():
 step()
 before = resident_mib()
 step()
+print(resident_mib() - before)
+"""
+)
+
+LEFT = (
+    PRELUDE
+    + """
+def resident_mib():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) // 1024
+before = resident_mib()
+for size in (1 << 20, 64 << 20):
+    for block in [take(size) for _ in range((192 << 20) // size)]:
+        libc.free(ctypes.c_void_p(block))
 print(resident_mib() - before)
 """
 )
@@ -107,6 +121,14 @@ def test_all_but_large_blocks_are_there_for_the_next_step() -> None:
     for before in ("", "keep_freed_memory+", "give_freed_memory_back+"):
         assert in_a_process(FAULTS.replace("64 << 20", "20 << 20"), before + "keep_all_but_large") < 1_000
         assert in_a_process(FAULTS, before + "keep_all_but_large") > 100_000
+
+
+@needs_glibc
+def test_what_is_freed_after_a_run_goes_as_in_a_process_without_one() -> None:
+    for run in ("give_freed_memory_back", "keep_freed_memory", "keep_all_but_large"):
+        assert in_a_process(LEFT, f"{run}+end_settings") < 70  # glibc keeps 64 MiB at most
+    assert in_a_process(LEFT, "keep_freed_memory") > 150
+    assert in_a_process(FAULTS.replace("64 << 20", "8 << 20"), "give_freed_memory_back+end_settings") < 1_000
 
 
 def test_calls_do_no_harm_where_they_have_no_effect() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -422,3 +423,20 @@ def test_each_rank_has_the_files_of_all() -> None:
         each.close()
     for file in {file for _, theirs in made for file in theirs}:
         os.close(file)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_no_rank_waits_for_one_that_can_open_no_more(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has been called, and answers nobody: all go on without connections, at once."""
+    accept, calls = socket.socket.accept, []
+
+    def refused(door: socket.socket) -> Any:
+        calls.append(door)
+        if len(calls) == 1:
+            raise OSError(errno.EMFILE, "too many open files")
+        return accept(door)
+
+    monkeypatch.setattr(socket.socket, "accept", refused)
+    table, before = Table(size), len(os.listdir("/proc/self/fd"))
+    assert all_ranks(size, lambda rank: connected(rank, size, LIMIT, table.gather(rank))) == [None] * size
+    assert len(os.listdir("/proc/self/fd")) == before

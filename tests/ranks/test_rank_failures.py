@@ -222,6 +222,29 @@ def test_a_rank_hangs_longer_than_the_timeout(tmp_path: Path) -> None:
     assert outcomes[1].value.startswith("RankError: ")
 
 
+def fits_again_alone() -> str:
+    """Rank 1 is gone between two runs, as after Ctrl-C, at which Lightning ends what it has started."""
+    training = Training(Tower, batches=1)
+    for run in range(2):
+        if run and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        strategy = AngelPTMStrategy(page_size="64KiB", poison=True)
+        try:
+            make_trainer(training, strategy, 2).fit(training.build(), loader(tokens(training, 2), 2))
+        except Exception as error:
+            return f"{run}: {type(error).__name__}: {error}"
+    raise AssertionError("fit ended without an error")
+
+
+def test_a_rank_that_is_gone_before_the_next_run_is_told_of() -> None:
+    outcomes = watch_ranks(fits_again_alone, 2)
+    assert outcomes[0].end is End.RETURNED, outcomes
+    assert outcomes[0].value.startswith(
+        "1: RankError: rank 0 begins a run, and another rank is gone, or does not come ("
+    )
+    assert outcomes[0].value.endswith("start the script again")
+
+
 # -- a disk that fails on one rank ------------------------------------------------------------------------------------
 
 

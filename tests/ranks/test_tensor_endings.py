@@ -227,6 +227,4 @@ def fails_to_configure() -> str:
 def test_where_one_rank_fails_before_the_run_is_set_up_the_others_say_so() -> None:
     first, second = run_ranks(fails_to_configure, 2)
     assert second == "ValueError: no such rate"
-    assert first.startswith(
-        "RankError: another rank of the tensor group of rank 0 has failed, or hangs, while the run was set up"
-    )
+    assert first.startswith("RankError: rank 1 failed with ValueError: no such rate while the run was set up")

@@ -6,8 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from plain_loop import make_trainer, tokens
+from test_lockfree import built
 
-from lightning_ptm.runtime import heap
+from lightning_ptm import CapacityError
+from lightning_ptm.runtime import engine, heap
 from lightning_ptm.runtime.heap import Freed, Heap
 
 GIB = 1 << 30
@@ -21,7 +24,7 @@ class Library:
         self.free_bytes = 8 * GIB
         self.looks = 0
         self.now_s = 0.0
-        for name in ("give_freed_memory_back", "trim"):
+        for name in ("give_freed_memory_back", "end_settings", "trim"):
             monkeypatch.setattr(heap, name, lambda name=name: self.done.append(name))
         monkeypatch.setattr(heap, "keep_freed_memory", self.keep)
         monkeypatch.setattr(heap, "free_host_bytes", self.free)
@@ -96,6 +99,30 @@ def test_at_the_end_it_leaves_in_any_case(library: Library, freed: Freed) -> Non
     library.since()
     ended.steps_end()
     assert library.since() == ["trim"]
+
+
+@pytest.mark.parametrize("freed", Freed)
+def test_the_settings_end_with_the_run(library: Library, freed: Freed) -> None:
+    """Else what the process frees later would stay in it for good."""
+    ended = Heap(freed)
+    library.since()
+    ended.close()
+    assert library.since() == ["end_settings", "trim"]
+
+
+def test_a_run_ends_its_settings_and_so_does_one_that_is_not_set_up(
+    library: Library, strategy_at, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_trainer(strategy_at("ram")).fit(built(), tokens(2).loader())
+    assert library.since()[-2:] == ["end_settings", "trim"]
+
+    def full(*_: object, **__: object) -> None:
+        raise CapacityError("no room")
+
+    monkeypatch.setattr(engine, "Pages", full)
+    with pytest.raises(CapacityError):
+        make_trainer(strategy_at("ram")).fit(built(), tokens(2).loader())
+    assert library.since()[-2:] == ["end_settings", "trim"]
 
 
 PEAK = """

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 
+from lightning_ptm import RankError
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.trainer.same_batches import FIRST, SameBatches, digest
+from lightning_ptm.trainer.same_batches import FIRST, SameBatches, digest, take_first_rank_s_values
 
 
 @dataclasses.dataclass
@@ -134,3 +136,21 @@ def test_random_numbers_are_told_with_a_batch() -> None:
         same.check([numbers()], "train", index=1)
         torch.rand(1)
     assert told[0] != told[1]
+
+
+def test_a_rank_that_has_gone_without_a_word_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that the system has killed while it configured its optimizers."""
+
+    class Group:
+        def size(self) -> int:
+            return 2
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Connection closed by peer\nand more")
+
+    monkeypatch.setattr(dist, "all_gather_object", gone)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    with pytest.raises(
+        RankError, match=r"tensor group of rank 3 has failed, or hangs, .* \(Connection closed by peer\)"
+    ):
+        take_first_rank_s_values(torch.nn.Linear(2, 2), Group(), CpuBackend())  # type: ignore[arg-type]
