@@ -52,7 +52,8 @@ class Arrivals:
         here, failed = f"{self._key}/{self._points}", f"{self._key}/failed"
         until_s, look_s = time.monotonic() + self._long_s, _FIRST_LOOK_S
         reason = ""
-        with contextlib.suppress(RuntimeError):  # the board is gone with the rank that kept it: the collective will tell
+        # The board is gone with the rank that kept it: the collective will tell.
+        with contextlib.suppress(RuntimeError):
             self._board.add(here, 1)
             while not reason and self._board.add(here, 0) < self._size and time.monotonic() < until_s:
                 if self._board.check([failed]):
