@@ -40,6 +40,11 @@ _THIS_MACHINE = Path("this machine")
 _DEVICE_SHARES = 16
 """`device_memory` is looked for among so many equal parts of a device's memory."""
 
+_MOST_RANKS = 1 << 20
+"""Groups of ranks are lists of them: with more, a plan would take minutes, and then all memory."""
+_MOST_SAMPLES = 1 << 30
+"""Of a rank; the bytes that a model keeps of more need not be a number that tensors can have."""
+
 
 @contextmanager
 def without_collections() -> Iterator[None]:
@@ -88,6 +93,11 @@ def forecast(
     if goal is not None and not node.apart:
         raise ConfigError(
             f"device_memory is {goal!r}, and {node.name} is a CPU, whose device tier is RAM; leave it out, or give a size"
+        )
+    if nodes * node.ranks_per_node > _MOST_RANKS:
+        raise ConfigError(
+            f"nodes is {nodes}, which makes {nodes * node.ranks_per_node:,} ranks, and no more than {_MOST_RANKS:,} are "
+            f"planned; lower it"
         )
     node.rates(nodes)  # what it lacks is found before anything is built
     if largest is None:
@@ -261,6 +271,8 @@ def _wanted_batch(batch_size: str | int | None) -> Literal["auto"] | int | None:
         samples = int(batch_size)
     except ValueError:
         samples = 0
-    if samples < 1:
-        raise ConfigError(f"batch_size is {batch_size!r}; give a number from 1 up, or 'auto' for the largest that fits")
+    if not 1 <= samples <= _MOST_SAMPLES:
+        raise ConfigError(
+            f"batch_size is {batch_size!r}; give a number from 1 to {_MOST_SAMPLES}, or 'auto' for the largest that fits"
+        )
     return samples

@@ -362,7 +362,9 @@ class _Kept(L.Callback):
 )
 def test_freed_memory_is_kept_where_there_is_enough(strategy_at, tier, precision, freed, kept) -> None:
     seen = _Kept()
-    make_trainer(strategy_at(tier, freed_memory=freed), precision=precision, callbacks=[seen]).fit(make(), BATCHES.loader())
+    make_trainer(strategy_at(tier, freed_memory=freed), precision=precision, callbacks=[seen]).fit(
+        make(), BATCHES.loader()
+    )
     assert seen.freed is kept
 
 
