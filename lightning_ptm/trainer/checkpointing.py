@@ -261,6 +261,7 @@ class CheckpointingStrategy(RunningStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self._saves.finish()  # it may be the one in progress: Lightning's tuner saves, and goes back a few steps later
         # From the first look at the path: one rank alone may be refused it, or have none of that name.
         with self._setting_up_together() if self._setting_up else nullcontext():
             checkpoint = self._read_checkpoint(checkpoint_path, weights_only)
