@@ -75,8 +75,7 @@ def forecast(
         ConfigError: config, hardware file or an argument that cannot work.
         CapacityError: model states fit in no placement; says which number decides.
     """
-    if nodes < 1:
-        raise ConfigError(f"nodes is {nodes}, and nothing runs on less than 1 machine; raise it")
+    _check_nodes(nodes)
     wanted = _wanted_batch(batch_size)
     settings = dict(strategy or {})
     document = read_config(Path(config_file))
@@ -94,11 +93,7 @@ def forecast(
         raise ConfigError(
             f"device_memory is {goal!r}, and {node.name} is a CPU, whose device tier is RAM; leave it out, or give a size"
         )
-    if nodes * node.ranks_per_node > _MOST_RANKS:
-        raise ConfigError(
-            f"nodes is {nodes}, which makes {nodes * node.ranks_per_node:,} ranks, and no more than {_MOST_RANKS:,} are "
-            f"planned; lower it"
-        )
+    _check_nodes(nodes, node.ranks_per_node)
     node.rates(nodes)  # what it lacks is found before anything is built
     if largest is None:
         question = _Question(PlannedRun(document, config_file, settings, node), config_file, node, nodes, wanted)
@@ -260,6 +255,16 @@ def _disk_paths(document: Mapping[str, Any], changed: Mapping[str, Any]) -> tupl
     settings = Settings.of({**ours, **changed})
     on_disk = "disk" in (settings.parameter_home, settings.wanted_master_home)
     return settings.disk_paths or ((Path.cwd(),) if on_disk else ())
+
+
+def _check_nodes(nodes: int, ranks_per_node: int = 1) -> None:
+    if nodes < 1:
+        raise ConfigError(f"nodes is {nodes}, and nothing runs on less than 1 machine; raise it")
+    if nodes * ranks_per_node > _MOST_RANKS:
+        raise ConfigError(
+            f"nodes is {nodes}, which makes {nodes * ranks_per_node:,} ranks or more, and no more than {_MOST_RANKS:,} are "
+            f"planned; lower it"
+        )
 
 
 def _wanted_batch(batch_size: str | int | None) -> Literal["auto"] | int | None:
