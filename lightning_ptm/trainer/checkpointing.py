@@ -130,7 +130,8 @@ class CheckpointingStrategy(RunningStrategy):
         if self._engine is not None and not self._trains and self.settings.state_dict_type == "sharded":
             raise UsageError(
                 "a sharded checkpoint in the middle of an evaluation has no place for the states of the fit before; save "
-                "when the evaluation is over, or give save_checkpoint(..., weights_only=True)"
+                "when the evaluation is over, or give save_checkpoint(..., weights_only=True); Lightning's tuner needs a "
+                "Trainer that has not trained"
             )
         if self._cut_off:
             return {}
