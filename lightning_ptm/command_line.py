@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 from jsonargparse import Namespace
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import AcceleratorRegistry
@@ -208,7 +209,9 @@ class PTMCommandLine(LightningCLI):
         self._print_losses()
         saves = self.trainer.checkpoint_callback
         if isinstance(saves, ModelCheckpoint) and saves.best_model_path:
-            print(f"checkpoint: {saves.best_model_path}")
+            path = saves.best_model_path
+            missing = not get_filesystem(path).exists(path)  # with failed_save="go_on"
+            print(f"no checkpoint: {path} could not be written" if missing else f"checkpoint: {path}")
 
     def _print_losses(self) -> None:
         metrics = self.trainer.callback_metrics

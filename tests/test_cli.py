@@ -72,6 +72,14 @@ def test_an_unknown_name_on_the_command_line_is_a_usage_error(capsys: pytest.Cap
     assert "gpt.yaml" in message
 
 
+def test_a_config_that_is_no_text_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "saved.ckpt").write_bytes(b"PK\x80")
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", str(tmp_path / "saved.ckpt")])
+    assert stop.value.code == 2
+    assert "saved.ckpt is no text" in capsys.readouterr().err
+
+
 def test_the_main_config_is_found_from_here() -> None:
     assert any((folder / "gpt.yaml").samefile(CONFIGS / "gpt.yaml") for folder in CONFIG_FOLDERS if folder.is_dir())
 
@@ -181,6 +189,21 @@ def test_a_disk_without_room_is_said_in_a_sentence(text: Path, monkeypatch: pyte
         r"lightning-ptm fit: disk_path .* needs \d+ bytes for pages .*free some space", str(stop.value.code)
     )
     assert "\n" not in str(stop.value.code)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_that_could_not_be_written_is_not_named_as_one(
+    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    saves = ("--trainer.callbacks=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=3")
+    go_on = "--trainer.strategy.init_args.failed_save=go_on"
+    main(["fit", *quiet(text, "--trainer.limit_val_batches=0", *saves, go_on)])
+    assert not list(text.parent.glob("**/*.ckpt"))
+    assert re.search(r"^no checkpoint: .*step=3\.ckpt could not be written$", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -12,6 +12,9 @@ CONFIG_FOLDERS = (Path(__file__).parents[1] / "configs", Path(__file__).parents[
 
 CONFIG_OPTIONS = ("--config", "-c")
 
+_PIECE = 1 << 16
+"""Characters that are read of a file at once."""
+
 
 def resolve_config_names(arguments: Sequence[str], folders: Sequence[Path] = CONFIG_FOLDERS) -> list[str]:
     """Replaces the values of `--config` and `-c` that are bare names by the file of that name in one of `folders`.
@@ -20,7 +23,7 @@ def resolve_config_names(arguments: Sequence[str], folders: Sequence[Path] = CON
     is taken as it is.
 
     Raises:
-        ConfigError: a bare name that is no file.
+        ConfigError: a bare name that is no file, or a file that is no text.
     """
     resolved: list[str] = []
     value_follows = False
@@ -38,6 +41,7 @@ def resolve_config_names(arguments: Sequence[str], folders: Sequence[Path] = CON
 
 def _resolve(name: str, folders: Sequence[Path]) -> str:
     if Path(name).name != name or Path(name).is_file():
+        _check_text(name)
         return name
     for folder in folders:
         for candidate in (folder / name, folder / f"{name}.yaml"):
@@ -48,6 +52,18 @@ def _resolve(name: str, folders: Sequence[Path]) -> str:
         f"there is no config file {name!r}, neither in {Path.cwd()} nor among the installed ones "
         f"({', '.join(known) or 'none'}); name one of these or give a path"
     )
+
+
+def _check_text(name: str) -> None:
+    """Refuses a file such as a checkpoint, before all of it is read as YAML. What cannot be read is told by its reader."""
+    try:
+        with open(name, encoding="utf-8") as file:
+            while file.read(_PIECE):
+                pass
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} is no text ({error}), and a config is a YAML file of `fit`; name one") from error
+    except OSError:
+        return
 
 
 def config_first(arguments: Sequence[str]) -> list[str]:

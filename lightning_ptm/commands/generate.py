@@ -170,7 +170,7 @@ def trainer_for(
                 enable_progress_bar=False,
                 enable_model_summary=False,
             )
-    except (ValueError, MisconfigurationException) as error:
+    except (ValueError, MisconfigurationException, ModuleNotFoundError) as error:
         if isinstance(error, AngelPTMError):
             raise
         # Lightning's words name the setting, and what it may be.

@@ -40,6 +40,11 @@ _THIS_MACHINE = Path("this machine")
 _DEVICE_SHARES = 16
 """`device_memory` is looked for among so many equal parts of a device's memory."""
 
+_MOST_RANKS = 1 << 20
+"""Groups of ranks are lists of them: with more, a plan would take minutes, and then all memory."""
+_MOST_SAMPLES = 1 << 30
+"""Of a rank; the bytes that a model keeps of more need not be a number that tensors can have."""
+
 
 @contextmanager
 def without_collections() -> Iterator[None]:
@@ -70,8 +75,7 @@ def forecast(
         ConfigError: config, hardware file or an argument that cannot work.
         CapacityError: model states fit in no placement; says which number decides.
     """
-    if nodes < 1:
-        raise ConfigError(f"nodes is {nodes}, and nothing runs on less than 1 machine; raise it")
+    _check_nodes(nodes)
     wanted = _wanted_batch(batch_size)
     settings = dict(strategy or {})
     document = read_config(Path(config_file))
@@ -89,6 +93,7 @@ def forecast(
         raise ConfigError(
             f"device_memory is {goal!r}, and {node.name} is a CPU, whose device tier is RAM; leave it out, or give a size"
         )
+    _check_nodes(nodes, node.ranks_per_node)
     node.rates(nodes)  # what it lacks is found before anything is built
     if largest is None:
         question = _Question(PlannedRun(document, config_file, settings, node), config_file, node, nodes, wanted)
@@ -252,6 +257,16 @@ def _disk_paths(document: Mapping[str, Any], changed: Mapping[str, Any]) -> tupl
     return settings.disk_paths or ((Path.cwd(),) if on_disk else ())
 
 
+def _check_nodes(nodes: int, ranks_per_node: int = 1) -> None:
+    if nodes < 1:
+        raise ConfigError(f"nodes is {nodes}, and nothing runs on less than 1 machine; raise it")
+    if nodes * ranks_per_node > _MOST_RANKS:
+        raise ConfigError(
+            f"nodes is {nodes}, which makes {nodes * ranks_per_node:,} ranks or more, and no more than {_MOST_RANKS:,} are "
+            f"planned; lower it"
+        )
+
+
 def _wanted_batch(batch_size: str | int | None) -> Literal["auto"] | int | None:
     if batch_size is None:
         return None
@@ -261,6 +276,8 @@ def _wanted_batch(batch_size: str | int | None) -> Literal["auto"] | int | None:
         samples = int(batch_size)
     except ValueError:
         samples = 0
-    if samples < 1:
-        raise ConfigError(f"batch_size is {batch_size!r}; give a number from 1 up, or 'auto' for the largest that fits")
+    if not 1 <= samples <= _MOST_SAMPLES:
+        raise ConfigError(
+            f"batch_size is {batch_size!r}; give a number from 1 to {_MOST_SAMPLES}, or 'auto' for the largest that fits"
+        )
     return samples

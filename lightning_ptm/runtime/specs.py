@@ -157,8 +157,7 @@ def _stride(item: UnitParameter) -> tuple[int, ...] | None:
     stride = parameter.stride()
     sizes = [max(1, size) for size in parameter.shape]
     contiguous = tuple(math.prod(sizes[dimension + 1 :]) for dimension in range(len(sizes)))
-    expanded = any(step == 0 and size > 1 for step, size in zip(stride, parameter.shape, strict=True))
-    if stride == contiguous or expanded:  # a parameter that was let go is one expanded NaN
+    if stride == contiguous or 0 in stride:  # a parameter that was let go is one expanded NaN, one of one element, too
         return None
     expected = 1
     for step, size in sorted((step, size) for step, size in zip(stride, sizes, strict=True) if size > 1):

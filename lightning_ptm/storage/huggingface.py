@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,7 +181,7 @@ def write(
         CheckpointError: a disk is full or fails, or the checkpoint is damaged. Nothing is left in the folder then.
     """
     target = folder.resolve()  # the folder, where a link to it was given
-    if target.exists() and not target.is_dir():
+    if os.path.exists(target) and not target.is_dir():  # a name that no file can have is told by the draft
         raise CheckpointError(f"{folder} is a file, and weights are exported into a folder; give another name")
     if target == Path.cwd():
         raise CheckpointError(

@@ -130,7 +130,8 @@ class CheckpointingStrategy(RunningStrategy):
         if self._engine is not None and not self._trains and self.settings.state_dict_type == "sharded":
             raise UsageError(
                 "a sharded checkpoint in the middle of an evaluation has no place for the states of the fit before; save "
-                "when the evaluation is over, or give save_checkpoint(..., weights_only=True)"
+                "when the evaluation is over, or give save_checkpoint(..., weights_only=True); Lightning's tuner needs a "
+                "Trainer that has not trained"
             )
         if self._cut_off:
             return {}
@@ -261,6 +262,7 @@ class CheckpointingStrategy(RunningStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self._saves.finish()  # it may be the one in progress: Lightning's tuner saves, and goes back a few steps later
         # From the first look at the path: one rank alone may be refused it, or have none of that name.
         with self._setting_up_together() if self._setting_up else nullcontext():
             checkpoint = self._read_checkpoint(checkpoint_path, weights_only)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from judged import MakeStrategy
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 from twins import Twin, assert_alike, quietly, trainer, vectors
 
@@ -170,3 +171,34 @@ def test_a_checkpoint_inside_of_an_evaluation(home: str, kind: str, strategy_at:
             trainer(make(), max_epochs=2).fit(again, vectors(), ckpt_path=module.path, weights_only=False)
             resumed.append(again)
     assert_alike(*resumed)
+
+
+class Sized(Evaluated):
+    batch_size = 2
+
+    def val_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(vectors().dataset, batch_size=self.batch_size)
+
+
+@pytest.mark.parametrize("settings", [("ram", "full"), ("ram", "sharded"), ("all_on_disk", "full")], ids="-".join)
+def test_batch_sizes_of_an_evaluation_are_looked_for_by_a_trainer_that_has_not_trained(
+    settings: tuple[str, str], strategy_at: MakeStrategy, tmp_path: Path
+) -> None:
+    """Lightning's tuner saves what it goes back to, inside of the evaluation."""
+
+    def searched(chosen: Any) -> int | None:
+        module.batch_size = 2
+        return Tuner(chosen).scale_batch_size(module, method="validate", max_trials=2, steps_per_trial=1)
+
+    home, kind = settings
+    with quietly():
+        module = Sized()
+        chosen = trainer(strategy_at(home, state_dict_type=kind), default_root_dir=tmp_path)
+        chosen.fit(module, vectors())
+        found = searched(trainer(default_root_dir=tmp_path))
+        if settings == ("ram", "full"):
+            assert searched(chosen) == found
+        else:
+            with pytest.raises(UsageError, match=r"Lightning's tuner needs a Trainer that has not trained"):
+                searched(chosen)
+        assert searched(trainer(strategy_at(home, state_dict_type=kind), default_root_dir=tmp_path)) == found

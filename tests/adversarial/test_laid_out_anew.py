@@ -294,6 +294,19 @@ def test_states_that_a_checkpoint_has_of_what_is_frozen_are_there_when_it_trains
     assert_alike(went_on(lambda: strategy_at(home, state_dict_type=kind), "ours"), went_on(lambda: None, "plain"))
 
 
+class OneElement(Adding):
+    """A bias of one element, in a unit that has been let go of when the run is laid out anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 1)
+
+
+def test_a_parameter_of_one_element_is_no_strided_one(strategy_at: MakeStrategy) -> None:
+    strategy = strategy_at("all_on_disk", state_dict_type="sharded", units=["Linear"])
+    assert_alike(run(OneElement, strategy, max_epochs=2), run(OneElement, None, max_epochs=2))
+
+
 def test_what_callbacks_keep_of_weights_goes_on(strategy_at: MakeStrategy) -> None:
     ours = run(Adding, strategy_at("masters_on_disk"), max_epochs=3, callbacks=[EMAWeightAveraging()])
     assert_alike(ours, run(Adding, None, max_epochs=3, callbacks=[EMAWeightAveraging()]))

@@ -292,6 +292,7 @@ def test_places_and_options_that_cannot_work(trained: Any, tmp_path: Path, capsy
     assert "is not empty" in refused(capsys, trained.sharded, tmp_path / "used")
     assert "is a file" in refused(capsys, trained.sharded, tmp_path / "file")
     assert "a file is where a folder has to be" in refused(capsys, trained.sharded, tmp_path / "file" / "out")
+    assert "File name too long" in refused(capsys, trained.sharded, tmp_path / ("n" * 300))
     assert "is the working directory" in refused(capsys, trained.sharded, Path(".").absolute())
     assert (tmp_path / "file").read_text() == (tmp_path / "used" / "config.json").read_text() == "mine"
     assert "dtype='int8'" in refused(capsys, trained.sharded, out, "--dtype=int8")

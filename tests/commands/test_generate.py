@@ -291,6 +291,7 @@ def test_checkpoints_of_other_classes_are_said(saved: Saved, tmp_path: Path) -> 
     assert "has 500 tokens, and generate reads and writes bytes" in refusal(f"--ckpt={words}")
     assert "temperature is -1" in refusal(f"--ckpt={saved.full}", "--temperature=-1")
     assert "top_k is 0, so there is no token to draw" in refusal(f"--ckpt={saved.full}", "--top-k=0")
+    assert "no such Trainer" in refusal(f"--ckpt={saved.full}", "--accelerator=tpu")
     assert re.search("no such Trainer.*bf17.*bf16-mixed", refusal(f"--ckpt={saved.full}", "--precision=bf17"))
 
 

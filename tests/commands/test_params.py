@@ -156,6 +156,10 @@ def test_what_names_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     empty.write_text("model: {class_path: lightning_ptm.models.GPT, init_args: {widht: 3}}")
     with pytest.raises(ConfigError, match="widht"):
         count(empty)
+    (tmp_path / "saved.ckpt").write_bytes(b"PK\x80")
+    for command in ("params", "plan"):
+        with pytest.raises(SystemExit, match=rf"{command}: .*saved\.ckpt is no text"):
+            main([command, str(tmp_path / "saved.ckpt")])
     with pytest.raises(SystemExit, match=r"'no-such'.*gpt3_175b\.yaml"):
         main(["params", "no-such"])
     with pytest.raises(SystemExit):

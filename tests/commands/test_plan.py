@@ -477,6 +477,8 @@ def test_what_does_not_fit_says_which_number_decides(tmp_path: Path, capsys: pyt
     [
         (["--hardware", "no-such"], "no hardware file 'no-such'"),
         (["--hardware", "h200_x1", "--nodes", "0"], "nodes is 0"),
+        (["--hardware", "a100_40gb_x8", "--nodes", "1000000000"], "nodes is 1000000000, .* lower it"),
+        (["--hardware", "h200_x1", "--batch-size", "9" * 30], "batch_size is .?9{30}.*from 1 to 1073741824"),
         (["--hardware", "h200_x1", "--nodes", "2"], "inter_node_bytes_per_s is missing"),
         (["--hardware", "h200_x1", "--batch-size", "0"], "batch_size is .?0"),
         (["--hardware", "h200_x1", "--batch-size", "some"], "batch_size is 'some'"),

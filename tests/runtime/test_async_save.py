@@ -21,10 +21,12 @@ import pytest
 import torch
 from checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, sharded, small_files
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.tuner import Tuner
 from plain_loop import Outcome, make_trainer
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.checkpoints import saving
+from lightning_ptm.checkpoints.saves import Saves
 from lightning_ptm.errors import CheckpointError, ConfigError
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
@@ -94,6 +96,27 @@ def test_it_holds_the_moment_at_which_it_began(strategy_at, tier: str, expected,
     for name in ("epoch=0.ckpt", "epoch=1.ckpt"):
         assert same(load(tmp_path / "behind" / name), load(expected[1] / name)), name
     assert not list((tmp_path / "behind").glob(f"{PARTIAL}*"))
+
+
+def test_who_loads_a_checkpoint_that_is_in_progress_waits_for_it(
+    strategy_at, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Lightning's search for a learning rate does, a few steps after it has saved."""
+    gate, finish = Gate(), Saves.finish
+
+    def opens(saves: Saves) -> None:
+        if saves._current is not None:
+            gate.opened.set()
+        finish(saves)
+
+    monkeypatch.setattr(Saves, "finish", opens)
+    strategy = behind(strategy_at, "ram", gate)
+    trainer, module = make_trainer(strategy, default_root_dir=tmp_path / "root"), Full()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    found = Tuner(trainer).lr_find(module, BATCHES.loader(), num_training=3, update_attr=False)
+    assert found is not None and len(found.results["lr"]) > 0
+    assert same(dict(module.state_dict()), before)
+    assert list((tmp_path / "root").iterdir()) == []
 
 
 @pytest.mark.one_in(3)

@@ -135,6 +135,8 @@ LYING: dict[str, tuple[torch.Tensor, tuple[int, ...] | None]] = {
     "channels_last": (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), (60, 1, 15, 3)),
     "one long": (torch.zeros(6, 1).as_strided((6, 1), (1, 9)), (1, 9)),
     "expanded": (torch.zeros(()).expand(4, 6), None),
+    "expanded to one element": (torch.zeros(()).expand(1), None),
+    "expanded to one row of one": (torch.zeros(()).expand(1, 1), None),
 }
 
 
