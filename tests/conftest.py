@@ -123,6 +123,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # A worker of xdist that has been given many tests of several ranks would be the last for a minute.
+    if getattr(config.option, "maxschedchunk", 0) is None:
+        config.option.maxschedchunk = 16
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     catch_logs_where_asked(session.config)
 
