@@ -41,7 +41,7 @@ _DEVICE_SHARES = 16
 """`device_memory` is looked for among so many equal parts of a device's memory."""
 
 _MOST_RANKS = 1 << 20
-"""Groups of ranks are lists of them: with more, a plan would take minutes, and then all memory."""
+"""Groups of ranks are lists of them: time and memory of a plan grow with them."""
 _MOST_SAMPLES = 1 << 30
 """Of a rank; the bytes that a model keeps of more need not be a number that tensors can have."""
 

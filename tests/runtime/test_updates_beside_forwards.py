@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from plain_loop import make_trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -55,7 +56,7 @@ class Net(L.LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         IN_FORWARD.set()
-        assert torch.get_default_dtype() is torch.float64
+        assert torch.get_default_dtype() is not torch.float32
         time.sleep(0.01)
         loss = torch.tanh(self.layers(batch)).square().mean()
         IN_FORWARD.clear()
@@ -65,22 +66,11 @@ class Net(L.LightningModule):
         return self.optimizer(self.parameters())
 
 
-def weights(strategy: Any, optimizer: Callable[[Any], Optimizer]) -> dict[str, Tensor]:
+def weights(strategy: Any, optimizer: Callable[[Any], Optimizer], precision: str) -> dict[str, Tensor]:
     IN_FORWARD.clear()
     module = Net(optimizer)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        precision="64-true",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    rows = torch.randn(24, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=4))
+    rows = torch.randn(24, 16, generator=torch.Generator().manual_seed(1))
+    make_trainer(strategy, precision).fit(module, torch.utils.data.DataLoader(rows, batch_size=4))
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
@@ -107,21 +97,25 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return steps
 
 
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 @pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.ASGD, MakesNumbers])
-def test_lock_free(optimizer: Callable[[Any], Optimizer], strategy_at: Any, late: list[bool]) -> None:
-    expected = weights("auto", optimizer)
-    found = weights(strategy_at("lock_free", units=["Linear"]), optimizer)
+def test_lock_free(optimizer: Callable[[Any], Optimizer], precision: str, strategy_at: Any, late: list[bool]) -> None:
+    expected = weights("auto", optimizer, precision)
+    found = weights(strategy_at("lock_free", units=["Linear"]), optimizer, precision)
     assert any(late)  # some have met a forward
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 @pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.ASGD, MakesNumbers])
-def test_that_a_forward_makes_itself(optimizer: Callable[[Any], Optimizer], strategy_at: Any, late: list[bool]) -> None:
-    expected = weights("auto", optimizer)
+def test_that_a_forward_makes_itself(
+    optimizer: Callable[[Any], Optimizer], precision: str, strategy_at: Any, late: list[bool]
+) -> None:
+    expected = weights("auto", optimizer, precision)
     strategy = strategy_at("masters_on_disk", units=["Linear"])
     strategy.file_ops = SlowDisk()
-    found = weights(strategy, optimizer)
+    found = weights(strategy, optimizer, precision)
     assert any(late)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0)
