@@ -125,6 +125,8 @@ class Allocator:
             self._machine = CopyMachine(page_size, made, disk, copy_streams(backend), backend.apart)
             self._copier = Copier(self._machine, io, self._ledgers, self._lock, events)
             self._poison_page = poison_page
+            wholes = [region.tensor.untyped_storage() for region in made.values()]
+            self._addresses = [(whole.data_ptr(), whole.data_ptr() + whole.nbytes()) for whole in wholes]
             self._made = backend.mark()
             self._resources = undo.pop_all()
 
@@ -156,9 +158,9 @@ class Allocator:
             return self._copier.disk_stats()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the pages of the device tier."""
-        whole = self._machine.regions[Tier.DEVICE].tensor
-        return tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        """Whether a tensor's storage lies in the memory of pages, whichever part of it the storage covers."""
+        address = tensor.untyped_storage().data_ptr()
+        return any(start <= address < end for start, end in self._addresses)
 
     # Tensors.
 

@@ -22,18 +22,35 @@ from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.runtime.arrangement import Arrangement
 from lightning_ptm.runtime.doors import Doors
+from lightning_ptm.runtime.page_views import PageViews
 from lightning_ptm.runtime.parameter_data import set_data
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
-    """A saved tensor that is a view of a flat, named instead of kept (section 4 of the design)."""
+    """A saved tensor over a parameter's bytes in pages, named instead of kept (section 4 of the design).
 
-    unit: int
-    flat: int
+    Attributes:
+        slot: of the parameter, in the flat of `binding`.
+        offset: elements of `dtype` before its first, counted from the parameter's first byte.
+        dtype, shape, stride, conj, neg: how the bytes are looked at, which need not be how the parameter does.
+        change: how often the parameter's values had changed when it was saved.
+    """
+
+    binding: FlatBinding
+    slot: int
     offset: int
+    dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    conj: bool
+    neg: bool
+    change: int
+
+    @property
+    def name(self) -> str:
+        """Of the parameter."""
+        return self.binding.layout.slots[self.slot].spec.name
 
 
 class FlatBinding:
@@ -43,6 +60,7 @@ class FlatBinding:
         is_copy: the parameters are copies, of more precise ones or of pages elsewhere, so what is written into them by hand
             would be lost.
         closes: they may be read while they are used only (I2): see `Doors`.
+        views: makes the storages of parameters in pages, for all flats of a run.
     """
 
     def __init__(
@@ -54,6 +72,7 @@ class FlatBinding:
         *,
         is_copy: bool = False,
         closes: bool = False,
+        views: PageViews | None = None,
     ) -> None:
         if len(parameters) != len(layout.slots):
             raise InternalError(f"flat {layout.index} has {len(layout.slots)} slots and {len(parameters)} parameters")
@@ -65,10 +84,13 @@ class FlatBinding:
         self._shapes = self.arrangement.shapes
         self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
         self._is_copy = is_copy
+        self._views = (views or PageViews()).of_flat(self)
         self.doors = Doors(parameters, self._refusal, closes=closes)
         # state
         self._base: Tensor | None = None
         self._versions: list[int] = []
+        self.changes = [0] * len(parameters)
+        """By slot, how often the values have changed: by updates, and by edits in `gathered`. Read by others."""
         self._written: str | None = None
         self._theirs: dict[int, Tensor] = {}
         """What `replaced` has told, while the parameters are lent."""
@@ -98,10 +120,9 @@ class FlatBinding:
         """Makes the parameters views of `full`, a 1-D tensor of at least padded_numel elements."""
         self._note_writes()
         with torch._C.DisableTorchFunctionSubclass():  # closed ones, too
-            for slot in range(len(self.parameters)):
+            for slot, view in enumerate(self._views.at(full)):
                 self._check_shape(slot)
-                theirs = self._theirs.get(slot)
-                self._set(slot, self.arrangement.view(full, slot) if theirs is None else theirs)
+                self._set(slot, self._theirs.get(slot, view))
             self._versions = [parameter._version for parameter in self.parameters]
         self._base = full
         self._theirs = {}
@@ -122,7 +143,20 @@ class FlatBinding:
         self._base = None
         self.lent = False
         self._ended = ended
+        if ended:
+            self._views.close()
         self.doors.values_are(bound=False, lent=False)
+
+    def values_change(self, slots: Iterable[int] | None = None) -> None:
+        """Parameters of these slots (all of them by default) get other values from here on: what autograd has saved of them
+        before is refused in a backward pass, as it is where a plain optimizer counts its writes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in range(len(self.parameters)) if slots is None else slots:
+                self.changes[slot] += 1
+                parameter = self.parameters[slot]
+                if self._base is not None and not self.lent and not parameter.is_inference():
+                    torch.autograd.graph.increment_version(parameter)
+                    self._versions[slot] += 1
 
     def leave(self, dtypes: Sequence[torch.dtype]) -> None:
         """As `unbind`, for good: other pages will have the parameters, and look at their strides and these dtypes."""
@@ -287,29 +321,45 @@ class FlatBinding:
     def forget(self) -> None:
         """Lets go of the flat; the parameters, which have storage of their own, stay as they are (end of a run)."""
         self._base = None
+        self._views.close()
         self.doors.forget()
 
-    def pack(self, tensor: Tensor) -> Packed | None:
-        """Names `tensor` if it lies inside the bound flat."""
-        if self._base is None or tensor.dtype != self.dtype:
-            return None
-        offset = tensor.data_ptr() - self._base.data_ptr()
-        if not 0 <= offset < self.layout.padded_numel * self.layout.itemsize:
-            return None
-        return Packed(
-            self.layout.unit,
-            self.layout.index,
-            offset // self.layout.itemsize,
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-        )
+    def lies_at(self, slot: int, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage that a parameter of the flat once had is where the flat is now."""
+        base = self._base
+        start = self.layout.slots[slot].start
+        return base is not None and storage.data_ptr() == base.data_ptr() + start * base.itemsize
 
-    def unpack(self, packed: Packed) -> Tensor:
+    def name(self, slot: int, tensor: Tensor) -> Packed:
+        """Names a tensor over the bytes of the parameter of `slot`, whose storage it shares."""
+        offset, shape, stride = int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+        looked_at = tensor.dtype, shape, stride, tensor.is_conj(), tensor.is_neg()
+        return Packed(self, slot, offset, *looked_at, self.changes[slot])
+
+    def unpack(self, packed: Packed, *, copied: bool) -> Tensor:
+        """What was named, over the bytes of the parameter where they are now, or over a copy of these.
+
+        Raises:
+            UsageError: the values have changed since.
+        """
         if self._base is None:
-            raise InternalError(f"unit {packed.unit} is not gathered while a saved tensor of it is read")
-        start = self._base.storage_offset() + packed.offset
+            raise InternalError(f"{packed.name} is not gathered while a saved tensor of it is read")
+        if self.changes[packed.slot] != packed.change:
+            raise UsageError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{packed.name} has changed {self.changes[packed.slot] - packed.change} times since the forward that saved "
+                f"it (an optimizer's step, or an edit of weights), so gradients would be of other weights than the loss; run "
+                f"the backward before the step, or compute the forward again behind it"
+            )
+        place = self.layout.slots[packed.slot]
+        part = self._base[place.start : place.start + place.numel].view(torch.uint8)
+        part = part.clone() if copied else part
+        start = part.storage_offset() // packed.dtype.itemsize + packed.offset
+        found = torch.empty(0, dtype=packed.dtype, device=part.device)
+        found.set_(part.untyped_storage(), start, packed.shape, packed.stride)
         # Counting writes by itself: updates write to other pages of this memory meanwhile, and torch would blame its readers.
-        return torch.as_strided(self._base, packed.shape, packed.stride, start).data
+        found = found.conj() if packed.conj else found
+        return torch._neg_view(found) if packed.neg else found
 
     def _check_shape(self, slot: int) -> None:
         found = self.parameters[slot]

@@ -227,6 +227,7 @@ class Engine:
         )
         self._undo.callback(self._close_pages)
         pages = Pages(blueprint, self.allocator, self.communicators, self.device, kept, self.stream)
+        self._views = pages.views
         self.stores = tuple(pages.store(index) for index in range(len(blueprint.units)))
         self.updater = Updater(
             self.allocator,
@@ -352,6 +353,7 @@ class Engine:
             self.backwards,
             recomputed_units(len(blueprint.units), recompute),
             self.stream,
+            self._views,
             self.offload,
         )
         self._undo.callback(self.hooks.close)

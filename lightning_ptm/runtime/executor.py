@@ -189,6 +189,10 @@ class Executor:
         """Whether a call of `unit`, or its backward, is in progress."""
         return self._leases.used(unit)
 
+    def leased(self, unit: int) -> bool:
+        """Whether `unit` is used or held, and so stays where it is."""
+        return self._leases.leased(unit)
+
     def held(self, unit: int) -> bool:
         """Whether somebody holds `unit`."""
         return self._leases.held(unit)

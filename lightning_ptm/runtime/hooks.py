@@ -37,6 +37,7 @@ from lightning_ptm.runtime.graphs import (
 )
 from lightning_ptm.runtime.guards import Guards
 from lightning_ptm.runtime.offload import Offload
+from lightning_ptm.runtime.page_views import PageViews
 from lightning_ptm.runtime.pass_in_progress import BackwardListener, PassInProgress
 from lightning_ptm.runtime.recompute import Recompute, in_backward, replace
 from lightning_ptm.runtime.saved import SavedTensors, inside_checkpoint
@@ -65,6 +66,7 @@ class Hooks:
         listener: is told of gradients.
         recompute: indices of the units whose activations are recomputed.
         stream: of the run.
+        views: knows whose storage lies where in pages.
         offload: takes activations to RAM; None: they stay.
     """
 
@@ -79,6 +81,7 @@ class Hooks:
         listener: BackwardListener,
         recompute: frozenset[int],
         stream: ComputeStream,
+        views: PageViews,
         offload: Offload | None = None,
     ) -> None:
         self.stream = stream
@@ -89,7 +92,7 @@ class Hooks:
         self._handles: list[Any] = []
         self._restore: list[Callable[[], None]] = []
         self._recompute = Recompute(units[0].module, self._recompute_starts)
-        self._saved = SavedTensors(stores, executor, stream, offload)
+        self._saved = SavedTensors(stores, executor, stream, views, offload)
         names = [unit.name for unit in units]
         self._ends = CallEnds(units, self._inputs_come, self._inputs_done)
         self._calls = self._ends.calls
@@ -146,9 +149,11 @@ class Hooks:
         self._pass.forget()
         self._calls.forget()
 
-    def backward(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def backward(self) -> Iterator[None]:
         """Inside, a backward pass of the whole loss runs; what it has left open is ended after it."""
-        return self._pass.of_the_loss(self._recompute.checked())
+        with self._saved.watching(), self._pass.of_the_loss(self._recompute.checked()):
+            yield
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -156,7 +161,8 @@ class Hooks:
         if torch.is_grad_enabled() and self._saved.any_to_name:
             self._saved.begin(0)
         try:
-            yield
+            with self._saved.watching():
+                yield
         except RuntimeError as error:
             if "don't yet support saved tensor hooks" not in str(error):
                 raise

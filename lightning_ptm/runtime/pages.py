@@ -22,6 +22,7 @@ from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.gradient_pages import GradientPages, PageSupply
 from lightning_ptm.runtime.gradients import FlatGradient
 from lightning_ptm.runtime.heirlooms import Heirlooms
+from lightning_ptm.runtime.page_views import PageViews
 from lightning_ptm.runtime.pieces import PieceBuffers
 from lightning_ptm.runtime.route import Waits
 from lightning_ptm.runtime.stock import gradient_row, taken_dtype
@@ -58,6 +59,8 @@ class Pages:
 
         self._stream = stream
         self._heirlooms = heirlooms or Heirlooms()
+        self.views = PageViews(allocator.holds)
+        """The storages that parameters have in pages."""
         self._of_flats = {what: blueprint.inventory.of_flats(what) for what in _OF_FLATS}
 
         self.gradient_pages: GradientPages | None = None
@@ -81,6 +84,7 @@ class Pages:
                 or layout.code is not None
                 or not blueprint.placement.homes[unit].parameter.computes,
                 closes=blueprint.copies[layout.index] or (late and layout.trainable),
+                views=self.views,
             )
             (home,) = self._of_flat(What.PARAMETERS, layout)
             communicator = self._communicators.along(blueprint.holders.of_flat(layout).axes)

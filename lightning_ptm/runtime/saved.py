@@ -1,35 +1,39 @@
-"""Parameters that autograd saves are named instead of kept, so that their pages may be released (design section 4).
+"""What autograd saves of page memory is named instead of kept, so that pages may be released (design section 4).
 
-Owns the hooks on saved tensors that are in force during forward calls. Decides nothing about when pages move.
+Owns the hooks on saved tensors that are in force during steps and calls of units. Decides nothing about when pages move.
 
-I1: between `begin` and `end` a saved tensor that is a view of a flat of the unit, or of a unit whose call is around it,
-is packed as (unit, flat, offset, shape, stride) and read from whatever pages the flat has when backward wants it.
-I2: others' hooks on saved tensors keep their effect: what is no parameter of ours is handed on to the hooks around ours.
+I1: a saved tensor whose storage lies in pages is packed by name (parameter, offset, shape, strides, dtype) and read from
+    wherever the parameter is when the backward wants it, whichever unit computes and whoever saves it; one that lies in pages
+    and is no parameter's is refused. Where the parameter stays in one place, torch's own check of versions is left to it.
+I2: others' hooks on saved tensors keep their effect on all else, whether they were entered around ours or inside.
 I3: with `activations="host"`, what else a call of a unit saves is handed to runtime/offload.py, unless hooks of others are
-in force. The root's own calls keep theirs: the loss and its logits are read first in the backward.
+    in force. The root's own calls keep theirs: the loss and its logits are read first in the backward.
 I4: nothing is named inside a non-reentrant checkpoint: it keeps nothing of its forward, and counts what is saved, so the
-recomputed forward must save the same.
-I5: what is saved is used as it was: torch, which looks for changes in place where there are no hooks, asks nothing of what
-hooks have packed.
+    recomputed forward must save the same. What the recomputed forward saves of pages stays where it is until its pass ends.
+I5: what is saved is used as it was, or refused: a named parameter, too, has the values that it had (`Packed.change`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import _recomputation_hook, checkpoint
 
-from lightning_ptm.errors import InternalError, UsageError
+from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.streams import ComputeStream
 from lightning_ptm.runtime.binding import Packed
 from lightning_ptm.runtime.executor import Executor
 from lightning_ptm.runtime.offload import Offload, SavedView
-from lightning_ptm.runtime.store import FlatStore, UnitStore
+from lightning_ptm.runtime.page_views import PageViews
+from lightning_ptm.runtime.store import UnitStore
 
 _CHECKPOINT = checkpoint.__module__
 
@@ -62,15 +66,18 @@ class _Kept:
     version: int
 
 
+class _OwnHooks(saved_tensors_hooks):
+    """Hooks of one call. A class of their own, so that they are known from others'."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Scope:
-    """Our hooks of one call: `flats` are those of its unit and of the calls around it, `outer` is the next pair of others."""
+    """Our hooks of one call; `outer` is the next pair of others."""
 
     unit: int
-    context: torch.autograd.graph.saved_tensors_hooks
+    context: _OwnHooks
     pack: Callable[[Tensor], Any]
     offloads: bool
-    flats: tuple[FlatStore, ...]
     outer: tuple[Any, Any] | None
 
 
@@ -81,18 +88,28 @@ class SavedTensors:
         stores: by unit.
         executor: makes a unit live when backward reads it.
         stream: of the run.
+        views: knows whose storage lies where in pages.
         offload: takes activations to RAM; None: they stay.
     """
 
     def __init__(
-        self, stores: Sequence[UnitStore], executor: Executor, stream: ComputeStream, offload: Offload | None = None
+        self,
+        stores: Sequence[UnitStore],
+        executor: Executor,
+        stream: ComputeStream,
+        views: PageViews,
+        offload: Offload | None = None,
     ) -> None:
         self._stores = stores
         self._stream = stream
         self._executor = executor
+        self._views = views
         self._offload = offload
         self._any_to_name = any(not flat.resident for store in stores for flat in store.flats)
+        self._staying = {id(flat.binding) for store in stores for flat in store.flats if flat.resident}
+        # state
         self._scopes: list[_Scope] = []
+        self._watches = 0
 
     @property
     def any_to_name(self) -> bool:
@@ -101,19 +118,17 @@ class SavedTensors:
 
     def hooks_in(self, unit: int) -> bool:
         """Whether there is anything to do for calls of a unit."""
-        return self._offload is not None or not self._stores[unit].resident
+        return self._offload is not None or self._any_to_name
 
     def begin(self, unit: int) -> None:
         """A call that uses a unit's parameters starts; `end` must follow in the reverse order."""
-        flats = tuple(flat for flat in self._stores[unit].flats if not flat.resident)
         outer = _hooks_in_force()
         around = self._scopes[-1] if self._scopes else None
         if around is not None and outer is not None and outer[0] is around.pack:
-            flats, outer = flats + around.flats, around.outer
+            outer = around.outer
         offload = self._offload if unit != 0 else None
-        pack = partial(self._pack, flats, outer, offload)
-        context = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
-        scope = _Scope(unit, context, pack, offload is not None, flats, outer)
+        pack = partial(self._pack, unit, outer, offload)
+        scope = _Scope(unit, _OwnHooks(pack, self._unpack), pack, offload is not None, outer)
         if offload is not None:
             offload.begin(self._stores[unit].unit.name)
         scope.context.__enter__()
@@ -134,13 +149,83 @@ class SavedTensors:
         if self._offload is not None:
             self._offload.begin_iteration()
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, hooks that others enter get no page memory to keep (I1, I2): autograd calls the innermost hooks alone."""
+        if not self._any_to_name or self._watches:
+            yield
+            return
+        enter = saved_tensors_hooks.__enter__
+
+        def entered(hooks: saved_tensors_hooks) -> None:
+            if isinstance(hooks, _recomputation_hook):
+                hooks.pack_hook = self._recomputed(hooks.pack_hook)
+            elif not isinstance(hooks, _OwnHooks) and type(hooks).__module__ != _CHECKPOINT:
+                outer = hooks.pack_hook, hooks.unpack_hook
+                # The object may be entered again, and is its owner's.
+                hooks = saved_tensors_hooks(partial(self._pack, None, outer, None), self._unpack)
+            enter(hooks)
+
+        self._watches += 1
+        saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+            self._watches -= 1
+
+    def _recomputed(self, keep: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """What a checkpoint keeps of a recomputed forward stays in place until the iteration ends (I4)."""
+
+        def pack(tensor: Tensor) -> Any:
+            found = self._name(None, tensor)
+            if found is not None:
+                unit = found.binding.layout.unit
+                if not self._executor.leased(unit):
+                    self._executor.hold(unit)
+            return keep(tensor)
+
+        pack.__module__ = _CHECKPOINT  # as `inside_checkpoint` asks
+        return pack
+
+    def _name(self, unit: int | None, tensor: Tensor) -> Packed | None:
+        """The name of what may be released; None: nothing of it may.
+
+        Args:
+            unit: whose call saves it, if that is known.
+
+        Raises:
+            UsageError: it lies in pages, and cannot be named.
+        """
+        for part in _with_storage(tensor):
+            if not self._views.holds(part):
+                continue
+            found = self._views.find(part)
+            if found is None or not found[0].lies_at(found[1], part.untyped_storage()):
+                self._refuse(unit, tensor, found)
+            if id(found[0]) in self._staying:
+                continue
+            if part is not tensor:
+                self._refuse(unit, tensor, found)
+            return found[0].name(found[1], tensor)
+        return None
+
+    def _refuse(self, unit: int | None, tensor: Tensor, found: tuple[Any, int] | None) -> NoReturn:
+        where = "" if unit is None else f" in a call of {self._stores[unit].unit.name or 'the root module'}"
+        what = "bytes in pages" if found is None else found[0].layout.slots[found[1]].spec.name
+        raise UsageError(
+            f"autograd saves a tensor of shape {tuple(tensor.shape)} ({type(tensor).__name__}, {tensor.layout}){where} that is "
+            f"a view of {what} and would hold other bytes when the backward reads it: a view of a weight that was "
+            f"taken in an earlier call, or that is a part of another tensor; take the view where it is used, or compute with a "
+            f"copy (`weight.clone()`)"
+        )
+
     def _pack(
-        self, flats: Sequence[FlatStore], outer: tuple[Any, Any] | None, offload: Offload | None, tensor: Tensor
+        self, unit: int | None, outer: tuple[Any, Any] | None, offload: Offload | None, tensor: Tensor
     ) -> Packed | SavedView | _HandedOn | _Kept:
-        for flat in flats:
-            packed = flat.binding.pack(tensor)
-            if packed is not None:
-                return packed
+        packed = self._name(unit, tensor) if self._any_to_name else None
+        if packed is not None:
+            return packed
         if outer is not None:
             return _HandedOn(outer[0](tensor), outer[1])
         # Not `tensor` itself: an output that its own node keeps, with the node behind it, would never be freed where no
@@ -158,15 +243,33 @@ class SavedTensors:
             return self._offload.unpack(saved)
         if isinstance(saved, _HandedOn):
             return saved.unpack(saved.packed)
-        store = self._stores[saved.unit]
-        self._executor.saved_is_read(saved.unit)
-        if not store.live:
+        unit = saved.binding.layout.unit
+        self._executor.saved_is_read(unit)
+        # Nobody keeps the unit while autograd computes with it, so what is fetched next may take its pages.
+        passing = not self._executor.leased(unit)
+        if not self._stores[unit].live:
             with self._stream.entered():
-                self._executor.require(saved.unit)
-        for flat in store.flats:
-            if flat.layout.index == saved.flat:
-                return flat.binding.unpack(saved)
-        raise InternalError(f"unit {saved.unit} has no flat {saved.flat}, of which a tensor was saved")
+                self._executor.require(unit)
+        return saved.binding.unpack(saved, copied=passing)
+
+
+def _with_storage(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor, or what it is made of: those of its parts that have memory of their own."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _with_storage(getattr(tensor, name))
+    elif tensor.layout is torch.sparse_coo:
+        yield from _with_storage(tensor._indices())
+        yield from _with_storage(tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        yield from (each for part in parts for each in _with_storage(part))
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+        yield from (each for part in parts for each in _with_storage(part))
+    elif torch._C._has_storage(tensor):
+        yield tensor
 
 
 def _refuse_changed(saved: _Kept) -> NoReturn:

@@ -124,6 +124,7 @@ class FlatStore:
             raise InternalError(f"flat {self.layout.index} is {self.state.value} while its home is replaced")
         self.await_reads()  # whoever gets the old pages writes to them
         old, self.home = self.home, home
+        self.binding.values_change()
         if self.resident:
             self.bind_resident()
         return old

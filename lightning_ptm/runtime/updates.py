@@ -145,6 +145,8 @@ class UpdateScheduler(abc.ABC):
     def _begin(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
         self._first_under_way |= id(flat) not in self._updated
         self._updated.add(id(flat))
+        present = flat.gradient.dot_grad.present()
+        flat.store.binding.values_change(slot for slot, here in enumerate(present) if here)
         self._update(unit, flat, hyper, transform)
 
     def settle_first(self) -> None:

@@ -22,6 +22,7 @@ from lightning_ptm.runtime.binding import FlatBinding
 from lightning_ptm.runtime.gradient_pages import PageSupply
 from lightning_ptm.runtime.pieces import read
 from lightning_ptm.runtime.route import GradientRoute
+from lightning_ptm.runtime.page_views import PageViews
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.runtime.units import Unit, discover
 from lightning_ptm.terms import Tier
@@ -158,6 +159,7 @@ class Parts:
             io_threads_per_path=1,
             poison=True,
         )
+        self.views = PageViews(self.allocator.holds)
         self.communicator: Any = SoloCommunicator() if world_size == 1 else Twin()
         self.sharing = everybodys(Mesh({Axis.DATA: world_size})).everybody.whole
         self.log: list[str] = []
@@ -171,7 +173,7 @@ class Parts:
         flats = []
         for layout in self.layout.flats_of(unit.index):
             parameters = [by_name[slot.spec.name] for slot in layout.slots]
-            binding = FlatBinding(layout, parameters, dtype, torch.device("cpu"), **settings)
+            binding = FlatBinding(layout, parameters, dtype, torch.device("cpu"), views=self.views, **settings)
             whole = torch.zeros(layout.padded_numel, dtype=dtype)
             for slot, parameter in enumerate(parameters):
                 binding.arrangement.view(whole, slot).copy_(parameter.detach())

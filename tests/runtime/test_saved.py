@@ -78,7 +78,9 @@ class Calls:
     def __init__(self, made: Parts, offloads: bool) -> None:
         self.parts = made
         self.log: Any = Log(made)
-        self.saved = SavedTensors(made.stores, self.log, ComputeStream(CpuBackend()), self.log if offloads else None)
+        self.saved = SavedTensors(
+            made.stores, self.log, ComputeStream(CpuBackend()), made.views, self.log if offloads else None
+        )
 
     @contextmanager
     def call(self, unit: int) -> Iterator[None]:

@@ -1,0 +1,99 @@
+"""Parameters as tensors over their own bytes in pages, and which parameter a tensor over pages belongs to.
+
+Owns the storages that parameters get while their flat is bound. A storage covers one parameter's bytes and no more: what
+code can ask of it (its size, what lies at an offset, what `torch.save` writes) is what a plain parameter answers, and its
+neighbours in the page are out of reach. It keeps the region of the pages alive, as any view of it does.
+
+I1: each storage belongs to one slot of one flat, at one address. A tensor over pages whose storage is not known here, or
+whose flat is elsewhere now, is of bytes that may hold something else by now.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+if TYPE_CHECKING:
+    from lightning_ptm.runtime.binding import FlatBinding
+
+_PLACES_KEPT = 8
+"""Addresses of one flat whose storages are kept: plans fetch a flat to the same few places again and again."""
+
+
+class PageViews:
+    """The storages of parameters in pages, of all flats of a run.
+
+    Args:
+        holds: whether a tensor's storage lies in the memory of pages.
+    """
+
+    def __init__(self, holds: Callable[[Tensor], bool] = lambda tensor: False) -> None:
+        self.holds = holds
+        self._known: dict[int, tuple[FlatBinding, int]] = {}
+        """By the identity of a storage, which nobody else can have while somebody holds it."""
+
+    def of_flat(self, binding: FlatBinding) -> FlatViews:
+        """The storages of one flat's parameters, which `find` then knows."""
+        return FlatViews(binding, self._known)
+
+    def find(self, tensor: Tensor) -> tuple[FlatBinding, int] | None:
+        """The flat and the slot whose storage `tensor` has, wherever the flat is now; None: it is nobody's any more (I1)."""
+        return self._known.get(tensor.untyped_storage()._cdata)
+
+
+class FlatViews:
+    """The storages of one flat's parameters at each address that it had lately. Made by `PageViews.of_flat`.
+
+    Args:
+        known: where each storage is written down under its identity.
+    """
+
+    def __init__(self, binding: FlatBinding, known: dict[int, tuple[FlatBinding, int]]) -> None:
+        self._binding = binding
+        self._known = known
+        self._at: OrderedDict[int, Sequence[Tensor]] = OrderedDict()
+
+    def at(self, full: Tensor) -> Sequence[Tensor]:
+        """By slot, the parameter as a view of `full`, (padded_numel,), over a storage of its own."""
+        address = full.data_ptr()
+        found = self._at.get(address)
+        if found is None:
+            # In inference mode these would be inference tensors, which autograd refuses ever after.
+            with torch.inference_mode(False):
+                found = self._at[address] = self._made(full)
+            while len(self._at) > _PLACES_KEPT:
+                self._forget(self._at.popitem(last=False)[1])
+        self._at.move_to_end(address)
+        return found
+
+    def close(self) -> None:
+        """Forgets all of them."""
+        while self._at:
+            self._forget(self._at.popitem()[1])
+
+    def _made(self, full: Tensor) -> Sequence[Tensor]:
+        arrangement, made = self._binding.arrangement, []
+        for slot, place in enumerate(self._binding.layout.slots):
+            own = _over_own_storage(full[place.start : place.start + place.numel])
+            strides = place.spec.stride
+            shape = arrangement.shapes[slot]
+            made.append(own.view(shape) if strides is None else own.as_strided(shape, strides))
+            self._known[own.untyped_storage()._cdata] = self._binding, slot
+        return made
+
+    def _forget(self, views: Sequence[Tensor]) -> None:
+        for view in views:
+            del self._known[view.untyped_storage()._cdata]
+
+
+def _over_own_storage(part: Tensor) -> Tensor:
+    """The same elements in the same memory, as a tensor whose storage begins and ends with them."""
+    if not part.numel():
+        return torch.empty_like(part)
+    # By way of bytes: DLPack does not know every dtype.
+    return from_dlpack(torch._C._to_dlpack(part.view(torch.uint8))).view(part.dtype)
