@@ -25,6 +25,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 from quick_cases import Turn, mark_slow
 from quick_start import catch_logs_where_asked, leave_out_of_collections, look_for_callbacks_once
 
+from least_memory import LEAST, strategy_with
+
 from lightning_ptm import AngelPTMStrategy
 
 look_for_callbacks_once()
@@ -46,8 +48,17 @@ TIERS: dict[str, dict[str, Any]] = {
         "lock_free": True,
         "max_staleness": 0,
     },
+    "tight": {"device_memory": LEAST, "parameter_home": "disk", "master_home": "disk"},
+    "tight_recomputed": {
+        "device_memory": LEAST,
+        "parameter_home": "disk",
+        "master_home": "disk",
+        "recompute": "all",
+        "poison": False,
+    },
 }
-"""Settings by name. A tier apart from RAM for the device, too small for a whole model, is what `three_tiers` has."""
+"""Settings by name. A tier apart from RAM for the device, too small for a whole model, is what `three_tiers` has; in the `tight`
+ones it is as small as the plan takes, so that pages are used again between a forward and its backward."""
 
 # Lightning's launcher watches over the processes that it started, and looks every five seconds whether there are any.
 _OTHERS_THREADS = (
@@ -164,7 +175,7 @@ def strategy_at(disk: Path) -> MakeStrategy:
 
     def make(tier: str, **settings: Any) -> AngelPTMStrategy:
         chosen = {"page_size": "64KiB", "poison": True, "disk_path": disk, **TIERS[tier], **settings}
-        return AngelPTMStrategy(**chosen)
+        return strategy_with(**chosen)
 
     return make
 

@@ -12,8 +12,10 @@ its dtype changes once, to the compute dtype.
 from __future__ import annotations
 
 import dataclasses
+import gc
+import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.runtime.arrangement import Arrangement
 from lightning_ptm.runtime.doors import Doors
-from lightning_ptm.runtime.page_views import PageViews
+from lightning_ptm.runtime.page_views import PageViews, over_own_storage
 from lightning_ptm.runtime.parameter_data import set_data
 
 
@@ -324,6 +326,25 @@ class FlatBinding:
         self._views.close()
         self.doors.forget()
 
+    def check_views(self) -> None:
+        """Refuses that the flat is given up while somebody holds a view of a parameter, whose bytes will be others.
+
+        Raises:
+            UsageError: there is such a view.
+        """
+        # What a traceback's frames hold is read by nobody any more.
+        if self._base is None or self.lent or sys.exc_info()[1] is not None or not self._views.held_beside(self._base):
+            return
+        gc.collect()
+        held = self._views.held_beside(self._base)
+        if held:
+            raise UsageError(
+                f"a view of {self.layout.slots[held[0]].spec.name} (of its data, detached, transposed or reshaped) is kept "
+                f"beyond the call that has computed with it, and its bytes will be others when the weight's pages are given "
+                f"up; keep a copy (`weight.detach().clone()`), save it with `ctx.save_for_backward` in an autograd function, or "
+                f"take the view where it is used"
+            )
+
     def lies_at(self, slot: int, storage: torch.UntypedStorage) -> bool:
         """Whether a storage that a parameter of the flat once had is where the flat is now."""
         base = self._base
@@ -345,19 +366,12 @@ class FlatBinding:
         if self._base is None:
             raise InternalError(f"{packed.name} is not gathered while a saved tensor of it is read")
         if self.changes[packed.slot] != packed.change:
-            raise UsageError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{packed.name} has changed {self.changes[packed.slot] - packed.change} times since the forward that saved "
-                f"it (an optimizer's step, or an edit of weights), so gradients would be of other weights than the loss; run "
-                f"the backward before the step, or compute the forward again behind it"
-            )
+            refuse_older(packed.name, self.changes[packed.slot] - packed.change)
         place = self.layout.slots[packed.slot]
         part = self._base[place.start : place.start + place.numel].view(torch.uint8)
-        part = part.clone() if copied else part
-        start = part.storage_offset() // packed.dtype.itemsize + packed.offset
+        part = part.clone() if copied else over_own_storage(part)
         found = torch.empty(0, dtype=packed.dtype, device=part.device)
-        found.set_(part.untyped_storage(), start, packed.shape, packed.stride)
-        # Counting writes by itself: updates write to other pages of this memory meanwhile, and torch would blame its readers.
+        found.set_(part.untyped_storage(), packed.offset, packed.shape, packed.stride)
         found = found.conj() if packed.conj else found
         return torch._neg_view(found) if packed.neg else found
 
@@ -370,3 +384,12 @@ class FlatBinding:
                 f"{tuple(found.shape)} now; its pages do not fit it any more; change shapes between two batches, inside of "
                 f"`with strategy.gathered(module):`"
             )
+
+
+def refuse_older(name: str, times: int) -> NoReturn:
+    """Raises UsageError, which begins as torch's own error: a parameter has changed so often since a forward used it."""
+    raise UsageError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {name} has changed "
+        f"{times} times since the forward that used it (an optimizer's step, or an edit of weights), so gradients would be of "
+        f"other weights than the loss; run the backward before the step, or compute the forward again behind it"
+    )

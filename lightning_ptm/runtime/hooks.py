@@ -91,7 +91,7 @@ class Hooks:
         self._listener = listener
         self._handles: list[Any] = []
         self._restore: list[Callable[[], None]] = []
-        self._recompute = Recompute(units[0].module, self._recompute_starts)
+        self._recompute = Recompute(units[0].module, self._recompute_starts, self._changes_of)
         self._saved = SavedTensors(stores, executor, stream, views, offload)
         names = [unit.name for unit in units]
         self._ends = CallEnds(units, self._inputs_come, self._inputs_done)
@@ -213,12 +213,24 @@ class Hooks:
 
     def _recompute_calls(self, unit: Unit) -> None:
         name = "forward" if unit.module._compiled_call_impl is None else "_compiled_call_impl"
-        original = getattr(unit.module, name)
+        original = vars(unit.module).get(name)
         if isinstance(original, AroundRecomputed):
             recomputed: Callable[..., Any] = original.with_inside(self._recompute.of(unit, original.inside))
         else:
             recomputed = self._recompute.of(unit, original)
         self._restore.append(replace(unit.module, **{name: recomputed}))
+
+    def _changes_of(self, module: nn.Module) -> Callable[[], dict[str, int]]:
+        """What tells how often each parameter of a module has changed, by name."""
+        inside = {id(parameter) for parameter in module.parameters()}
+        places = [
+            (binding, slot, place.spec.name)
+            for store in self._stores
+            for binding in store.bindings
+            for slot, place in enumerate(binding.layout.slots)
+            if id(binding.parameters[slot]) in inside
+        ]
+        return lambda: {name: binding.changes[slot] for binding, slot, name in places}
 
     def _call_of_unit(
         self, index: int, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any

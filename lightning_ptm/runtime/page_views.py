@@ -4,6 +4,9 @@ Owns the storages that parameters get while their flat is bound. A storage cover
 code can ask of it (its size, what lies at an offset, what `torch.save` writes) is what a plain parameter answers, and its
 neighbours in the page are out of reach. It keeps the region of the pages alive, as any view of it does.
 
+What holds a storage beside its parameter holds bytes that will be another's when the flat is released: who does is found then
+(`held_beside`).
+
 I1: each storage belongs to one slot of one flat, at one address. A tensor over pages whose storage is not known here, or
 whose flat is elsewhere now, is of bytes that may hold something else by now.
 """
@@ -16,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 if TYPE_CHECKING:
     from lightning_ptm.runtime.binding import FlatBinding
@@ -58,6 +60,11 @@ class FlatViews:
         self._known = known
         self._at: OrderedDict[int, Sequence[Tensor]] = OrderedDict()
 
+    def held_beside(self, full: Tensor) -> Sequence[int]:
+        """Slots whose storage at `full` somebody holds beside the parameter, which is bound to it."""
+        views = self._at.get(full.data_ptr(), ())
+        return [slot for slot, view in enumerate(views) if view.numel() and _holders(view) > _OWN_HOLDERS]
+
     def at(self, full: Tensor) -> Sequence[Tensor]:
         """By slot, the parameter as a view of `full`, (padded_numel,), over a storage of its own."""
         address = full.data_ptr()
@@ -79,7 +86,7 @@ class FlatViews:
     def _made(self, full: Tensor) -> Sequence[Tensor]:
         arrangement, made = self._binding.arrangement, []
         for slot, place in enumerate(self._binding.layout.slots):
-            own = _over_own_storage(full[place.start : place.start + place.numel])
+            own = over_own_storage(full[place.start : place.start + place.numel])
             strides = place.spec.stride
             shape = arrangement.shapes[slot]
             made.append(own.view(shape) if strides is None else own.as_strided(shape, strides))
@@ -91,9 +98,18 @@ class FlatViews:
             del self._known[view.untyped_storage()._cdata]
 
 
-def _over_own_storage(part: Tensor) -> Tensor:
+def _holders(view: Tensor) -> int:
+    """How many tensors, and objects of Python's, hold the storage of a tensor."""
+    return int(torch._C._storage_Use_Count(view.untyped_storage()._cdata))  # type: ignore[attr-defined]
+
+
+_OWN_HOLDERS = 4
+"""Of a storage that a bound parameter has: the parameter, the view that is kept here, and two of who asks."""
+
+
+def over_own_storage(part: Tensor) -> Tensor:
     """The same elements in the same memory, as a tensor whose storage begins and ends with them."""
     if not part.numel():
         return torch.empty_like(part)
     # By way of bytes: DLPack does not know every dtype.
-    return from_dlpack(torch._C._to_dlpack(part.view(torch.uint8))).view(part.dtype)
+    return torch._C._from_dlpack(torch._C._to_dlpack(part.view(torch.uint8))).view(part.dtype)

@@ -3,26 +3,35 @@
 Owns torch's checkpoints around units. Knows nothing of pages; who is told that a recomputed forward starts gathers them.
 
 I1: what a checkpoint of the user's recomputes already is recomputed once, not twice.
-I2: a forward that does not repeat itself is refused with the name of its unit.
-I3: buffers that a forward changes (running statistics, the vectors of a spectral norm) are for the recomputed forward what
-they were for the first, and are changed once. I4: what ranks have exchanged in a forward (`once`) is kept, and not exchanged
-again.
+I2: a forward that does not repeat itself is refused with the name of its unit: what it saves for the backward is compared
+with what the first has saved, by fingerprints (on a CPU; on other devices by number, shapes and dtypes alone).
+I3: what a module holds (parameters, buffers, other attributes, submodules, hooks, its class) and the containers among its
+arguments are for the recomputed forward what they were for the first, and what a forward changes of them is changed once.
+I4: what ranks have exchanged in a forward (`once`) is kept, and not exchanged again. I5: weights that have changed since, and
+tensors among the arguments that were written to, are refused.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils.checkpoint import CheckpointError, _allowed_determinism_checks_to_fns, checkpoint
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.runtime.saved import inside_checkpoint
+from lightning_ptm.memory.fingerprint import fingerprint
+from lightning_ptm.runtime.binding import refuse_older
+from lightning_ptm.runtime.graphs import tensors_in
+from lightning_ptm.runtime.saved import inside_checkpoint, refuse_changed
 from lightning_ptm.runtime.units import Unit
 
 Call = Callable[..., Any]
@@ -79,36 +88,122 @@ def compiled_around(root: nn.Module, units: Iterable[Unit]) -> list[str]:
     return found
 
 
-class _Buffers:
-    """A module's buffers as they are before a call; after `keep_changed`, of large ones those that it has changed only."""
+_CONTAINERS = (list, dict, set, deque)
+"""Attributes of these classes are copied before a call, one level deep."""
+_REGISTRIES = ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks")
+"""Attributes of a module that hold others, under names."""
+
+
+class _Held:
+    """What a module and its submodules hold before a call: which objects, and tensors that a forward may write to as copies.
+
+    Parameters are objects here, whose values I5 is about; `keep_changed` lets go of copies of large tensors that the call has
+    not changed.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._known = [
-            (owner, name, buffer, buffer._version, buffer.clone())
+        self._owners = [
+            (owner, type(owner), dict(vars(owner)), {name: dict(vars(owner)[name]) for name in _REGISTRIES})
             for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None and not buffer.is_inference()
+        ]
+        self._tensors = [
+            (held, name, value, value._version, value.clone())
+            for owner in module.modules()
+            for held in (owner._buffers, vars(owner))
+            for name, value in held.items()
+            if isinstance(value, Tensor) and not value.is_inference() and not isinstance(value, nn.Parameter)
+        ]
+        self._copies = [
+            (vars(owner), name, value.copy())
+            for owner in module.modules()
+            for name, value in vars(owner).items()
+            if type(value) in _CONTAINERS and name not in _OF_TORCH
         ]
 
     def keep_changed(self) -> None:
         # Running statistics are small, and torch's batch_norm writes to them without counting it as a change.
-        self._known = [
-            (owner, name, buffer, version, before)
-            for owner, name, buffer, version, before in self._known
-            if buffer.numel() <= _SMALL_NUMEL or owner._buffers.get(name) is not buffer or buffer._version != version
+        self._tensors = [
+            (held, name, value, version, before)
+            for held, name, value, version, before in self._tensors
+            if value.numel() <= _SMALL_NUMEL or held.get(name) is not value or value._version != version
         ]
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Inside, they have their old values, in memory of their own; what happens to these is forgotten."""
-        now = [(owner, name, owner._buffers.get(name)) for owner, name, *_ in self._known]
-        for owner, name, _, _, before in self._known:
-            owner._buffers[name] = before.clone()
+        """Inside, all of it is as it was, tensors and containers as copies; what happens to these is forgotten."""
+        now = [
+            (owner, type(owner), dict(vars(owner)), {name: dict(vars(owner)[name]) for name in _REGISTRIES})
+            for owner, *_ in self._owners
+        ]
+        buffers = [(held, name, held.get(name, _nothing)) for held, name, *_ in self._tensors]
+        _put(self._owners)
+        for held, name, *_, before in self._tensors:
+            held[name] = before.clone()
+        for attributes, name, copy in self._copies:
+            attributes[name] = copy.copy()
         try:
             yield
         finally:
-            for owner, name, buffer in now:
-                owner._buffers[name] = buffer
+            _put(now)
+            for held, name, value in buffers:
+                if value is _nothing:
+                    held.pop(name, None)
+                else:
+                    held[name] = value
+
+
+_nothing = object()
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+
+def _put(owners: Iterable[tuple[nn.Module, type, dict[str, Any], dict[str, dict[str, Any]]]]) -> None:
+    """Gives modules their class, attributes and registered objects."""
+    for owner, kind, attributes, registries in owners:
+        if type(owner) is not kind:
+            owner.__class__ = kind
+        _set_items(vars(owner), attributes)
+        for name, items in registries.items():
+            _set_items(vars(owner)[name], items)
+
+
+def _set_items(target: dict[str, Any], items: dict[str, Any]) -> None:
+    """Makes `target` hold the same objects under the same names as `items`, in their order, where it does not."""
+    if len(target) != len(items) or any(target.get(name, _nothing) is not value for name, value in items.items()):
+        target.clear()
+        target.update(items)
+
+
+class _Arguments:
+    """Arguments of a call as they are before it: containers among them as copies, and versions of tensors inside of these
+    or given by name. Those that are given in order are torch's to keep, and to compare."""
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._args = {at: _copied(value) for at, value in enumerate(args) if type(value) in _NESTED}
+        self._kwargs = {name: _copied(value) for name, value in kwargs.items() if type(value) in _NESTED}
+        inside = (*self._args.values(), *kwargs.values())
+        self._versions = [(each, each._version) for each in tensors_in(inside) if not each.is_inference()]
+
+    def changed(self) -> Tensor | None:
+        """A tensor that was written to since."""
+        return next((tensor for tensor, version in self._versions if tensor._version != version), None)
+
+    def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The same arguments, containers as they were before the call."""
+        again = [_copied(self._args[at]) if at in self._args else value for at, value in enumerate(args)]
+        return again, kwargs | {name: _copied(value) for name, value in self._kwargs.items()}
+
+
+_NESTED = (list, tuple, dict)
+
+
+def _copied(value: Any) -> Any:
+    """Lists, tuples and dicts, and those inside of them, as new ones with the same contents."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    return value
 
 
 class _Kept:
@@ -138,6 +233,69 @@ class _Kept:
         # What was written to since, in place, is not what was exchanged; it was so on all ranks, which do the same.
         return compute() if found is None or found[0]._version != found[1] else found[0].detach()
 
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _FirstCall:
+    """One call of a unit, for when it is computed again."""
+
+    forward: Call
+    held: _Held
+    kept: _Kept
+    arguments: _Arguments
+    changes: dict[str, int]
+
+    def check(self, changes: dict[str, int]) -> None:
+        """Raises UsageError (I5).
+
+        Args:
+            changes: how often each parameter has changed by now.
+        """
+        for name, times in self.changes.items():
+            if changes.get(name) != times:
+                refuse_older(name, changes.get(name, times) - times)
+        written = self.arguments.changed()
+        if written is not None:
+            refuse_changed(written)
+
+
+class _Looks:
+    """What a checkpoint compares of a tensor that a forward saves: shape, dtype, and a fingerprint where that costs little.
+
+    Of a weight, which is compared by its changes (I5), the first forward takes none, and so the recomputed one is not asked.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._known = tensor.shape, tensor.dtype, tensor.device
+        self._tensor: Tensor | None = tensor
+        self._fingerprint: tuple[int, int] | None = None
+        if not in_backward():  # in a forward, of which nothing is kept
+            base = tensor if tensor._base is None else tensor._base
+            if not (base.is_leaf and base.requires_grad) and _has_bytes(tensor):
+                self._fingerprint = fingerprint(tensor)
+            self._tensor = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Looks) or self._known != other._known:
+            return False
+        one, two = (self, other) if self._tensor is None else (other, self)
+        if one._fingerprint is None or two._tensor is None:
+            return one._fingerprint == two._fingerprint or two._tensor is not None
+        return one._fingerprint == fingerprint(two._tensor)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{self._known}, {self._fingerprint}"
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    """Whether it is a plain dense tensor in RAM."""
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return plain and not (tensor.is_nested or tensor.is_quantized or is_fake(tensor) or in_transform())
+
+
+_SAME_BYTES = "same bytes"
+_allowed_determinism_checks_to_fns[_SAME_BYTES] = _Looks
 
 _of_thread = threading.local()
 
@@ -172,11 +330,18 @@ class Recompute:
     Args:
         root: the module that all units are in.
         starts: is told the index of the unit whose forward is about to be computed again.
+        changes: how often each parameter of a module has changed, by name.
     """
 
-    def __init__(self, root: nn.Module, starts: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        starts: Callable[[int], None],
+        changes: Callable[[nn.Module], Callable[[], dict[str, int]]],
+    ) -> None:
         self._root = root
         self._starts = starts
+        self._changes = changes
         self._last: Unit | None = None
         self._restore: list[Callable[[], None]] = []
 
@@ -185,35 +350,47 @@ class Recompute:
         while self._restore:
             self._restore.pop()()
 
-    def of(self, unit: Unit, original: Call) -> Call:
-        """`original`, a call of the unit's module, recomputed in the backward pass."""
+    def of(self, unit: Unit, original: Call | None = None) -> Call:
+        """A call of the unit's module that is recomputed in the backward pass.
+
+        Args:
+            original: what is called and recomputed; by default the forward of the class that the module has then.
+        """
         module = unit.module
         by_itself = _checkpoints_itself(module)
         if by_itself:
             self._tell_models_around(module)
+        changes = self._changes(module)
+        compiled = any(each._compiled_call_impl is not None for each in module.modules())
+        # A compiled forward may be computed again by other code than the first, which rounds otherwise.
+        check = "default" if compiled else _SAME_BYTES
 
-        def again(buffers: _Buffers, kept: _Kept, *args: Any, **kwargs: Any) -> Any:
+        def again(first: _FirstCall, *args: Any, **kwargs: Any) -> Any:
             if not in_backward():
-                with kept.inside(again=False):
-                    output = original(*args, **kwargs)
-                buffers.keep_changed()
+                with first.kept.inside(again=False):
+                    output = first.forward(*args, **kwargs)
+                first.held.keep_changed()
                 return output
             self._last = unit
             self._starts(unit.index)
-            with buffers.as_before(), kept.inside(again=True):
+            first.check(changes())
+            args_again, kwargs_again = first.arguments.of(args, kwargs)
+            with first.held.as_before(), first.kept.inside(again=True):
                 try:
-                    return original(*args, **kwargs)
+                    return first.forward(*args_again, **kwargs_again)
                 except StopIteration as error:  # loops, Lightning's too, would take it for their end
                     raise _differs(unit) from error
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            forward = partial(type(module).forward, module) if original is None else original
             # Inside a user's checkpoint, which recomputes this unit already, it must do the same both times. What a
             # transform computes cannot be computed again outside of it.
             if not torch.is_grad_enabled() or in_backward() or inside_checkpoint() or in_transform():
-                return original(*args, **kwargs)
+                return forward(*args, **kwargs)
             if by_itself and module.gradient_checkpointing and module.training:
-                return original(*args, **kwargs)  # the user has switched it on
-            return checkpoint(again, _Buffers(module), _Kept(), *args, use_reentrant=False, **kwargs)
+                return forward(*args, **kwargs)  # the user has switched it on
+            known = _FirstCall(forward, _Held(module), _Kept(), _Arguments(args, kwargs), changes())
+            return checkpoint(again, known, *args, use_reentrant=False, determinism_check=check, **kwargs)
 
         # Not to be traced as a part of what is compiled around it; what it calls may be.
         return cast(Call, torch.compiler.disable(call, recursive=False))

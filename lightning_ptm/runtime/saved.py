@@ -179,11 +179,13 @@ class SavedTensors:
 
         def pack(tensor: Tensor) -> Any:
             found = self._name(None, tensor)
-            if found is not None:
-                unit = found.binding.layout.unit
-                if not self._executor.leased(unit):
-                    self._executor.hold(unit)
-            return keep(tensor)
+            if found is None:
+                return keep(tensor)
+            unit = found.binding.layout.unit
+            if not self._executor.leased(unit):
+                self._executor.hold(unit)
+            # Of what no gradient asks for, the checkpoint keeps this for as long as the graph.
+            return keep(found.binding.unpack(found, copied=False))
 
         pack.__module__ = _CHECKPOINT  # as `inside_checkpoint` asks
         return pack
@@ -236,7 +238,7 @@ class SavedTensors:
     def _unpack(self, saved: Packed | SavedView | _HandedOn | _Kept) -> Tensor:
         if isinstance(saved, _Kept):
             if saved.tensor._version != saved.version:
-                _refuse_changed(saved)
+                refuse_changed(saved.tensor, saved.version)
             return saved.tensor
         if isinstance(saved, SavedView):
             assert self._offload is not None  # it has packed this
@@ -272,9 +274,15 @@ def _with_storage(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
-def _refuse_changed(saved: _Kept) -> NoReturn:
+def refuse_changed(tensor: Tensor, version: int | None = None) -> NoReturn:
+    """Raises UsageError: a tensor was written to after a forward had used it.
+
+    Args:
+        version: that it had then, if that is to be told.
+    """
+    told = "" if version is None else f" (version {tensor._version}, not {version})"
     raise UsageError(
-        f"a tensor of shape {tuple(saved.tensor.shape)} that the backward pass needs was changed in place after the "
-        f"forward (version {saved.tensor._version}, not {saved.version}), so gradients would be wrong; change a clone of it, "
+        f"a tensor of shape {tuple(tensor.shape)} that the backward pass needs was changed in place after the "
+        f"forward{told}, so gradients would be wrong; change a clone of it, "
         f"or, if it goes into a unit whose forward is recomputed, set recompute='none'"
     )

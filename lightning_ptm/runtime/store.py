@@ -213,6 +213,7 @@ class FlatStore:
         if self.state is FullState.FETCHING:
             self._order()
         self._expect(FullState.RELEASED)
+        self.binding.check_views()
         self.binding.unbind()
         self._allocator.release(self._taken())
         self._full = None

@@ -1,0 +1,54 @@
+"""Runs with the least device memory that their plan accepts: what is stale then is not right by chance."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.errors import CapacityError
+from lightning_ptm.runtime.blueprint import Blueprint, Request
+from lightning_ptm.runtime.handed_on import HandedOn
+
+LEAST = "least"
+"""The value of `device_memory` that `strategy_with` understands beside the strategy's own."""
+_MOST_PAGES = 1 << 14
+
+
+class LeastMemoryStrategy(AngelPTMStrategy):
+    """Has as many pages of device memory as the plan of a run needs, and no more.
+
+    `pages` is what the last run had.
+    """
+
+    pages = 0
+
+    def _decided(self, request: Request, handed: HandedOn | None) -> Blueprint:
+        refused, accepted = 0, 4
+        while (made := self._accepted(accepted, request, handed)) is None:
+            refused, accepted = accepted, 2 * accepted
+        while accepted - refused > 1:
+            pages = (refused + accepted) // 2
+            fewer = self._accepted(pages, request, handed)
+            if fewer is None:
+                refused = pages
+            else:
+                accepted, made = pages, fewer
+        self.pages = accepted
+        return made
+
+    def _accepted(self, pages: int, request: Request, handed: HandedOn | None) -> Blueprint | None:
+        settings = dataclasses.replace(request.settings, device_memory=pages * request.settings.page_bytes)
+        try:
+            return super()._decided(dataclasses.replace(request, settings=settings), handed)
+        except CapacityError:
+            if pages >= _MOST_PAGES:
+                raise
+            return None
+
+
+def strategy_with(*, device_memory: Any = "auto", **settings: Any) -> AngelPTMStrategy:
+    """A strategy; with `device_memory=LEAST`, one of a `LeastMemoryStrategy`."""
+    if device_memory != LEAST:
+        return AngelPTMStrategy(device_memory=device_memory, **settings)
+    return LeastMemoryStrategy(device_memory="64MiB", **settings)
