@@ -26,7 +26,7 @@ from lightning_ptm.errors import RankError
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.loss import cross_entropy
 from lightning_ptm.parallel.views import View, view_of
-from lightning_ptm.runtime.recompute import in_transform
+from lightning_ptm.runtime.graphs import in_transform
 
 Value = TypeVar("Value")
 Each = Callable[[Tensor], Tensor]

@@ -28,7 +28,7 @@ from torch import Tensor
 from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.comm.patience import OF_A_BATCH, Exchanged
 from lightning_ptm.comm.process_group import Exchange, NearExchange
-from lightning_ptm.runtime.recompute import in_backward
+from lightning_ptm.runtime.graphs import in_backward
 from lightning_ptm.runtime.rendezvous import Rendezvous
 
 

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from lightning_ptm.comm import Agreement, Communicator, Meeting
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.divided_experts import ATTRIBUTE, DividedExperts
-from lightning_ptm.runtime.recompute import in_backward
+from lightning_ptm.runtime.graphs import in_backward
 
 _EXCHANGES = 4
 """Of a layer: rows to experts, results back, and the gradients of both."""

@@ -28,6 +28,18 @@ _OPAQUE = (str, int, float, type, nn.Module, types.ModuleType, types.FunctionTyp
 DERIVATIVES = "a derivative of torch.func (grad, vjp, jvp, jacrev, hessian...)"
 
 
+@torch.compiler.disable
+def in_backward() -> bool:
+    """Whether this thread is inside an autograd backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+@torch.compiler.disable
+def in_transform() -> bool:
+    """Whether this is computed inside of a transform of torch.func, such as vmap."""
+    return bool(torch._C._functorch.maybe_current_level() is not None)
+
+
 def in_derivative() -> bool:
     """Whether this is computed inside of a derivative of torch.func, which autograd's hooks hear nothing of. Not to be asked
     where torch.compile traces."""
@@ -45,15 +57,20 @@ def refuse_derivative(unit: str) -> NoReturn:
     )
 
 
+def double_backward() -> UsageError:
+    """The error of a backward pass that is to be differentiated in its turn."""
+    return UsageError(
+        "backward with create_graph=True (double backward) was started; a unit's parameters may be released "
+        "before the second pass reads them, so this is refused; compute that loss in a module outside this "
+        "strategy, or use a strategy that keeps all parameters in place"
+    )
+
+
 def refuse_double_backward() -> None:
     """Raises UsageError: a gradient is computed so that it can be differentiated in its turn."""
     # Gradients run with grad mode off unless create_graph is set (a recomputed forward turns it on for itself).
     if torch.is_grad_enabled():
-        raise UsageError(
-            "backward with create_graph=True (double backward) was started; a unit's parameters may be released "
-            "before the second pass reads them, so this is refused; compute that loss in a module outside this "
-            "strategy, or use a strategy that keeps all parameters in place"
-        )
+        raise double_backward()
 
 
 def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:

@@ -29,6 +29,7 @@ from lightning_ptm.runtime.forwards import AroundRecomputed
 from lightning_ptm.runtime.graphs import (
     DERIVATIVES,
     OwnHook,
+    in_backward,
     in_derivative,
     not_compiled,
     refuse_derivative,
@@ -39,7 +40,7 @@ from lightning_ptm.runtime.guards import Guards
 from lightning_ptm.runtime.offload import Offload
 from lightning_ptm.runtime.page_views import PageViews
 from lightning_ptm.runtime.pass_in_progress import BackwardListener, PassInProgress
-from lightning_ptm.runtime.recompute import Recompute, in_backward, replace
+from lightning_ptm.runtime.recompute import Recompute, replace
 from lightning_ptm.runtime.saved import SavedTensors, inside_checkpoint
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.units import Unit

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.memory.fingerprint import fingerprint
 from lightning_ptm.runtime.parts import cut
 from lightning_ptm.runtime.store import FlatStore
 from lightning_ptm.runtime.wholes import flats_of
@@ -73,6 +74,7 @@ class Lending:
                 f"give the outer block write=True"
             )
         wholes: list[tuple[FlatBinding, FlatStore | None, Tensor]] = []
+        before: list[list[tuple[int, int]]] = []
         lent: set[int] = set()
         try:
             for store in chosen:
@@ -81,15 +83,17 @@ class Lending:
                     lent.add(store.unit.index)
                 for binding, flat in flats:
                     whole = self._values.precise_of(store, binding, flat).clone()
+                    views = [binding.arrangement.view(whole, slot) for slot in range(len(binding.parameters))]
                     wholes.append((binding, flat, whole))
-                    binding.lend(binding.arrangement.view(whole, slot) for slot in range(len(binding.parameters)))
+                    before.append([fingerprint(view) for view in views] if write else [])
+                    binding.lend(views)
             if not write:
                 self._read_only |= lent
             yield
         finally:
             self._read_only -= lent
             write = write and may_write()
-            for binding, flat, whole in wholes:
+            for (binding, flat, whole), prints in zip(wholes, before, strict=True):
                 if write:
                     self.resized |= binding.give_up_resized(whole)
                     self._collect_edits(binding, whole)
@@ -100,6 +104,10 @@ class Lending:
                     binding.unbind()
                 else:
                     flat.rebind(whole if write else None)
+                if write:
+                    now = (fingerprint(binding.arrangement.view(whole, slot)) for slot in range(len(prints)))
+                    pairs = enumerate(zip(prints, now, strict=True))
+                    binding.values_change(slot for slot, (one, other) in pairs if one != other)
 
     @contextmanager
     def lent(self, values: Mapping[int, Tensor] | None) -> Iterator[None]:

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointError, _allowed_determinism_checks_
 from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.fingerprint import fingerprint
 from lightning_ptm.runtime.binding import refuse_older
-from lightning_ptm.runtime.graphs import tensors_in
+from lightning_ptm.runtime.graphs import in_backward, in_transform, tensors_in
 from lightning_ptm.runtime.saved import inside_checkpoint, refuse_changed
 from lightning_ptm.runtime.units import Unit
 
@@ -42,18 +42,6 @@ _SMALL_NUMEL = 1 << 14
 _SELF_CHECKPOINTING = "GradientCheckpointingLayer"
 """Base class of transformers' layers. They can checkpoint themselves (`gradient_checkpointing`), and where the models
 around them are told of it, these fill no cache of keys and values, which a recomputed forward would fill twice."""
-
-
-@torch.compiler.disable
-def in_backward() -> bool:
-    """Whether this thread is inside an autograd backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-@torch.compiler.disable
-def in_transform() -> bool:
-    """Whether this is computed inside of a transform of torch.func, such as vmap."""
-    return bool(torch._C._functorch.maybe_current_level() is not None)
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:
@@ -370,6 +358,7 @@ class Recompute:
                 with first.kept.inside(again=False):
                     output = first.forward(*args, **kwargs)
                 first.held.keep_changed()
+                first.changes.update(changes())  # behind it: lock-free units get newer values when they are first read
                 return output
             self._last = unit
             self._starts(unit.index)
@@ -389,7 +378,7 @@ class Recompute:
                 return forward(*args, **kwargs)
             if by_itself and module.gradient_checkpointing and module.training:
                 return forward(*args, **kwargs)  # the user has switched it on
-            known = _FirstCall(forward, _Held(module), _Kept(), _Arguments(args, kwargs), changes())
+            known = _FirstCall(forward, _Held(module), _Kept(), _Arguments(args, kwargs), {})
             return checkpoint(again, known, *args, use_reentrant=False, determinism_check=check, **kwargs)
 
         # Not to be traced as a part of what is compiled around it; what it calls may be.

@@ -31,6 +31,7 @@ from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.streams import ComputeStream
 from lightning_ptm.runtime.binding import Packed
 from lightning_ptm.runtime.executor import Executor
+from lightning_ptm.runtime.graphs import double_backward, in_backward
 from lightning_ptm.runtime.offload import Offload, SavedView
 from lightning_ptm.runtime.page_views import PageViews
 from lightning_ptm.runtime.store import UnitStore
@@ -213,6 +214,8 @@ class SavedTensors:
         return None
 
     def _refuse(self, unit: int | None, tensor: Tensor, found: tuple[Any, int] | None) -> NoReturn:
+        if found is None and in_backward() and not inside_checkpoint():
+            raise double_backward()  # whose graph saves what this one has unpacked
         where = "" if unit is None else f" in a call of {self._stores[unit].unit.name or 'the root module'}"
         what = "bytes in pages" if found is None else found[0].layout.slots[found[1]].spec.name
         raise UsageError(

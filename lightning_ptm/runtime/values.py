@@ -263,6 +263,7 @@ class Values:
                 if flat is None:
                     continue
                 self._fill(flat, given, seen)
+                binding.values_change(slot for slot, value in enumerate(given) if value is not None)
                 for slot, theirs in binding.replaced().items():
                     if (value := given[slot]) is not None:
                         theirs.copy_(cut(value, binding.arrangement.boxes[slot]))

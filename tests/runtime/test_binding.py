@@ -195,29 +195,50 @@ def test_what_was_replaced_is_replaced_again_behind_a_loan() -> None:
 # -- saved tensors ----------------------------------------------------------------------------------------------------
 
 
-def test_tensors_inside_the_flat_are_named() -> None:
-    binding, values = made(), full()
+def test_a_view_of_a_parameter_is_named_and_read_from_wherever_the_flat_is() -> None:
+    binding = made()
+    binding.bind(full())
     weight = binding.parameters[0]
-    assert binding.pack(values) is None
-    binding.bind(values)
-    packed = binding.pack(weight[1].detach())
-    assert packed is not None and (packed.offset, packed.shape, packed.stride) == (5, (5,), (1,))
-    assert (packed.unit, packed.flat) == (0, 0)
-    last = binding.pack(values[-1:])
-    assert last is not None and last.offset == binding.layout.padded_numel - 1
-    for other in (torch.ones(3), values.double(), values.view(torch.int32)):
-        assert binding.pack(other) is None
-    long = torch.cat((full(), torch.zeros(1)))
-    binding.bind(long[:-1])
-    assert binding.pack(long[-1:]) is None and binding.pack(long[-2:-1]) is not None
-    binding.bind(full() + 1)  # unpacked from wherever the flat is
-    assert binding.unpack(packed).tolist() == [6, 7, 8, 9, 10]
-    inside = torch.cat((torch.zeros(64), full()))[64:]
-    binding.bind(inside)
-    assert binding.unpack(packed).tolist() == [5, 6, 7, 8, 9]
+    packed = binding.name(0, weight[1].detach())
+    assert (packed.slot, packed.offset, packed.shape, packed.stride) == (0, 5, (5,), (1,))
+    for copied in (False, True):
+        binding.bind(full() + 1)
+        assert binding.unpack(packed, copied=copied).tolist() == [6, 7, 8, 9, 10]
+        inside = torch.cat((torch.zeros(64), full()))[64:]
+        binding.bind(inside)
+        assert binding.unpack(packed, copied=copied).tolist() == [5, 6, 7, 8, 9]
+    inside[:15] += 1
+    assert binding.unpack(packed, copied=False).tolist() == [6, 7, 8, 9, 10]
     binding.unbind()
-    with pytest.raises(InternalError, match="unit 0 is not gathered while a saved tensor of it is read"):
-        binding.unpack(packed)
+    with pytest.raises(InternalError, match="p0 is not gathered while a saved tensor of it is read"):
+        binding.unpack(packed, copied=False)
+
+
+def test_a_parameter_in_pages_has_a_storage_of_its_own() -> None:
+    binding = made()
+    whole = full()
+    for _ in range(2):
+        binding.bind(whole)
+        for parameter in binding.parameters:
+            assert parameter.untyped_storage().nbytes() == parameter.numel() * parameter.itemsize
+            assert parameter.storage_offset() == 0
+        binding.parameters[0].data[0, 0] = 7
+        assert whole[0] == 7  # the flat's own memory
+        with pytest.raises(RuntimeError, match="out of bounds for storage"):
+            binding.parameters[0].as_strided((1,), (1,), binding.parameters[0].numel())
+        binding.unbind()
+
+
+def test_values_that_change_are_counted_as_autograd_counts_writes() -> None:
+    binding = made()
+    binding.bind(full())
+    before = [parameter._version for parameter in binding.parameters]
+    binding.values_change([0, 3])
+    assert [parameter._version - old for parameter, old in zip(binding.parameters, before, strict=True)] == [1, 0, 0, 1]
+    assert binding.changes == [1, 0, 0, 1] and binding.written is None
+    binding.unbind()
+    binding.values_change()
+    assert binding.changes == [2, 1, 1, 2]
 
 
 # -- the end of a run -------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def hooked(*, recompute: frozenset[int] = frozenset()) -> Iterator[tuple[Any, He
     """The units of a model of two, the root's index aside: `units[0]` is unit 1."""
     with parts(Model(2), home=Tier.DEVICE) as made:
         heard: Any = Heard()
-        hooks = Hooks(made.units, made.stores, heard, heard, recompute, ComputeStream(CpuBackend()))
+        hooks = Hooks(made.units, made.stores, heard, heard, recompute, ComputeStream(CpuBackend()), made.views)
         try:
             yield made.module.parts, heard, hooks
         finally:
@@ -108,7 +108,7 @@ def hooked_elsewhere(recompute: frozenset[int]) -> Iterator[tuple[Any, Any, Hook
     with parts(Model(2), home=Tier.DEVICE) as made:
         stream = OtherStream()
         heard: Any = Queued(stream)
-        hooks = Hooks(made.units, made.stores, heard, heard, recompute, stream)
+        hooks = Hooks(made.units, made.stores, heard, heard, recompute, stream, made.views)
         try:
             yield made.module.parts, heard, hooks
         finally:
@@ -241,7 +241,7 @@ def test_closed_hooks_leave_the_modules_as_they_were() -> None:
     with parts(Model(2), home=Tier.DEVICE) as made:
         before = [dict(module.__dict__) for module in made.module.modules()]
         heard: Any = Heard()
-        hooks = Hooks(made.units, made.stores, heard, heard, frozenset({1}), ComputeStream(CpuBackend()))
+        hooks = Hooks(made.units, made.stores, heard, heard, frozenset({1}), ComputeStream(CpuBackend()), made.views)
         assert [dict(module.__dict__) for module in made.module.modules()] != before
         hooks.close()
         assert [dict(module.__dict__) for module in made.module.modules()] == before
@@ -268,7 +268,7 @@ def test_what_cannot_be_hooked_leaves_no_hook_behind() -> None:
         units = [*made.units[:2], dataclasses.replace(made.units[2], parameters=(weight, no_leaf))]
         heard: Any = Heard()
         with pytest.raises(RuntimeError, match="leaf"):
-            Hooks(units, made.stores, heard, heard, frozenset({1}), ComputeStream(CpuBackend()))
+            Hooks(units, made.stores, heard, heard, frozenset({1}), ComputeStream(CpuBackend()), made.views)
         for module in made.module.modules():
             assert not {"_call_impl", "forward"} & set(vars(module))
         for parameter in made.module.parameters():

@@ -111,9 +111,7 @@ def test_what_autograd_reads_counts_its_own_writes() -> None:
         (flat,) = made.flats
         fetch(flat)
         flat.finish_fetch()
-        packed = flat.binding.pack(flat.binding.parameters[1])
-        assert packed is not None
-        saved = flat.binding.unpack(packed)
+        saved = flat.binding.unpack(flat.binding.name(1, flat.binding.parameters[1]), copied=False)
         before = saved._version
         flat.full()[:64] += 1  # as an update of another unit's pages does, which are parts of the same memory
         assert saved._version == before

@@ -241,11 +241,40 @@ class RemembersWithinAStep(Stack):
         return super().loss(batch, index)
 
 
-def test_a_forward_that_does_not_repeat_itself_is_not_recomputed(strategy_at, tier) -> None:
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_what_a_forward_leaves_in_its_module_is_not_there_when_it_is_recomputed(strategy_at, tier, recompute) -> None:
     expected = PlainLoop(RemembersWithinAStep).run(BATCHES)
-    fit(RemembersWithinAStep, BATCHES, strategy_at(tier)).assert_equal(expected)
-    with pytest.raises(UsageError, match=r"blocks\.3 \(_Remembering\) did something else .*recompute='none'"):
-        fit(RemembersWithinAStep, BATCHES, strategy_at(tier, recompute="all"))
+    fit(RemembersWithinAStep, BATCHES, strategy_at(tier, recompute=recompute)).assert_equal(expected)
+
+
+class _RemembersOutside(_Remembering):
+    """The same, out of sight of its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kept: list[Tensor] = []
+        self.remember = lambda compute: kept[0] if kept else (kept.append(compute()) or kept[0])
+        self.forget = kept.clear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.remember(lambda: self.up(self.norm(x)))))  # type: ignore[no-any-return]
+
+
+class RemembersOutside(Stack):
+    def __init__(self) -> None:
+        super().__init__(make_block=_RemembersOutside)
+
+    def loss(self, batch: Any, index: int) -> Tensor | None:
+        for block in self.blocks:
+            block.forget()
+        return super().loss(batch, index)
+
+
+def test_a_forward_that_does_not_repeat_itself_is_not_recomputed(strategy_at, tier) -> None:
+    expected = PlainLoop(RemembersOutside).run(BATCHES)
+    fit(RemembersOutside, BATCHES, strategy_at(tier, recompute="none")).assert_equal(expected)
+    with pytest.raises(UsageError, match=r"blocks\.3 \(_RemembersOutside\) did something else .*recompute='none'"):
+        fit(RemembersOutside, BATCHES, strategy_at(tier, recompute="all"))
 
 
 class RemembersInsideACheckpoint(RemembersWithinAStep):
