@@ -14,6 +14,7 @@ tensors among the arguments that were written to, are refused.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -28,7 +29,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils.checkpoint import CheckpointError, _allowed_determinism_checks_to_fns, checkpoint
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.memory.fingerprint import fingerprint
+from lightning_ptm.memory.fingerprint import sampled
 from lightning_ptm.runtime.binding import refuse_older
 from lightning_ptm.runtime.graphs import in_backward, in_transform, tensors_in
 from lightning_ptm.runtime.saved import inside_checkpoint, refuse_changed
@@ -229,6 +230,7 @@ class _FirstCall:
     forward: Call
     held: _Held
     kept: _Kept
+    saves: _Saves
     arguments: _Arguments
     changes: dict[str, int]
 
@@ -246,38 +248,75 @@ class _FirstCall:
             refuse_changed(written)
 
 
-class _Looks:
-    """What a checkpoint compares of a tensor that a forward saves: shape, dtype, and a fingerprint where that costs little.
+_SAMPLES_ONE_IN = 8
+"""Of what a call saves, one tensor in so many is sampled: by turns, so that each has been after as many calls of its unit."""
 
-    Of a weight, which is compared by its changes (I5), the first forward takes none, and so the recomputed one is not asked.
+
+class _Saves:
+    """Samples of what a call saves for the backward: of what it saves last, which depends on nearly all that it computes, and
+    by turns of the rest. More would take over a hundredth of a step.
+
+    Args:
+        turn: how many calls of the unit there were before.
     """
+
+    def __init__(self, turn: int) -> None:
+        self._turn = turn
+        self._last: tuple[_Looks, Tensor, int] | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, the call computes."""
+        before = getattr(_of_thread, "saves", None)
+        _of_thread.saves = self
+        try:
+            yield
+        finally:
+            _of_thread.saves = before
+            last, self._last = self._last, None
+        if last is not None:
+            looks, tensor, version = last
+            # What was written to since it was saved is refused by torch, if it is read.
+            looks.sample = sampled(tensor) if tensor._version == version else None
+
+    def come(self, looks: _Looks, tensor: Tensor) -> None:
+        """A tensor is saved."""
+        base = tensor if tensor._base is None else tensor._base
+        if (base.is_leaf and base.requires_grad) or not _has_bytes(tensor):
+            return  # a weight, which is compared by its changes (I5)
+        self._turn += 1
+        if self._turn % _SAMPLES_ONE_IN == 0:
+            looks.sample = sampled(tensor)
+        self._last = looks, tensor.detach(), tensor._version
+
+
+class _Looks:
+    """What a checkpoint compares of a tensor that a forward saves: shape, dtype, and a sample if `_Saves` has taken one."""
+
+    __slots__ = ("_known", "_tensor", "sample")
 
     def __init__(self, tensor: Tensor) -> None:
         self._known = tensor.shape, tensor.dtype, tensor.device
-        self._tensor: Tensor | None = tensor
-        self._fingerprint: tuple[int, int] | None = None
-        if not in_backward():  # in a forward, of which nothing is kept
-            base = tensor if tensor._base is None else tensor._base
-            if not (base.is_leaf and base.requires_grad) and _has_bytes(tensor):
-                self._fingerprint = fingerprint(tensor)
-            self._tensor = None
+        self.sample: int | None = None
+        self._tensor = tensor if in_backward() else None
+        saves: _Saves | None = getattr(_of_thread, "saves", None)
+        if self._tensor is None and saves is not None:
+            saves.come(self, tensor)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Looks) or self._known != other._known:
+    def __eq__(self, recomputed: object) -> bool:
+        if not isinstance(recomputed, _Looks) or self._known != recomputed._known:
             return False
-        one, two = (self, other) if self._tensor is None else (other, self)
-        if one._fingerprint is None or two._tensor is None:
-            return one._fingerprint == two._fingerprint or two._tensor is not None
-        return one._fingerprint == fingerprint(two._tensor)
+        tensor = recomputed._tensor
+        return tensor is None or self.sample is None or self.sample == sampled(tensor)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"{self._known}, {self._fingerprint}"
+        return f"{self._known}"
 
 
 def _has_bytes(tensor: Tensor) -> bool:
-    """Whether it is a plain dense tensor in RAM."""
+    """Whether it is a plain strided tensor in RAM."""
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
     return plain and not (tensor.is_nested or tensor.is_quantized or is_fake(tensor) or in_transform())
 
@@ -349,13 +388,14 @@ class Recompute:
         if by_itself:
             self._tell_models_around(module)
         changes = self._changes(module)
+        turns = itertools.count()
         compiled = any(each._compiled_call_impl is not None for each in module.modules())
         # A compiled forward may be computed again by other code than the first, which rounds otherwise.
         check = "default" if compiled else _SAME_BYTES
 
         def again(first: _FirstCall, *args: Any, **kwargs: Any) -> Any:
             if not in_backward():
-                with first.kept.inside(again=False):
+                with first.kept.inside(again=False), first.saves.watched():
                     output = first.forward(*args, **kwargs)
                 first.held.keep_changed()
                 first.changes.update(changes())  # behind it: lock-free units get newer values when they are first read
@@ -378,7 +418,7 @@ class Recompute:
                 return forward(*args, **kwargs)
             if by_itself and module.gradient_checkpointing and module.training:
                 return forward(*args, **kwargs)  # the user has switched it on
-            known = _FirstCall(forward, _Held(module), _Kept(), _Arguments(args, kwargs), {})
+            known = _FirstCall(forward, _Held(module), _Kept(), _Saves(next(turns)), _Arguments(args, kwargs), {})
             return checkpoint(again, known, *args, use_reentrant=False, determinism_check=check, **kwargs)
 
         # Not to be traced as a part of what is compiled around it; what it calls may be.
