@@ -35,14 +35,14 @@ def fingerprint(tensor: Tensor) -> tuple[int, int]:
     return int(body.view(torch.int64).sum()), int(rest.sum(dtype=torch.int64))
 
 
-_LEAST_SAMPLED = 1 << 10
-_ONE_IN = 1 << 8
+_LEAST_SAMPLED = 1 << 8
+_ONE_IN = 1 << 10
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def sampled(tensor: Tensor) -> int:
-    """Of one element in 256 of a strided tensor, and of 1024 if it has so many: one of a row (along the last dimension), of as
+    """Of one element in 1024 of a strided tensor, and of 256 if it has so many: one of a row (along the last dimension), of as
     many rows as that makes.
 
     Raises: as `fingerprint`.
