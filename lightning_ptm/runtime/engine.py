@@ -334,6 +334,7 @@ class Engine:
             self.offload = activations_offload(self.module, self.backend, self.stream, self.allocator, self.events)
             self._undo.callback(self.offload.close)
         for flat in self._all_flats():
+            flat.gradient.shard.give_units_up = self.executor.release_all
             self._undo.callback(flat.gradient.dot_grad.let_go)
             self._undo.callback(flat.gradient.shard.end_additions)
         self.backwards: Backwards = Backwards(

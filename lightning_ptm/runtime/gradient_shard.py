@@ -120,6 +120,8 @@ class GradientShard:
         """Whether what is added up has a wider dtype than what comes."""
         self.before_change: Callable[[], None] = _nothing
         """Called before gradients are written to otherwise than by a backward pass: an update may still read them."""
+        self.give_units_up: Callable[[], None] = _nothing
+        """Has units that nobody uses give their device pages up."""
         # state
         self._pages: PagedTensor | None = None
         self._arriving: _Arriving | None = None
@@ -237,11 +239,19 @@ class GradientShard:
             raise InternalError(f"flat {self._layout.index} has no gradient pages")
         if self._pages.tier.addressable:
             return self._pages.tensor()
-        buffer = self.take("gradient copy", self._layout.shard_numel, self._dtype)
+        buffer = self._take_copy()
         transfer = self._allocator.copy(self._pages, buffer)
         transfer.wait(host=True)
         self._leaving.append((transfer, buffer))
         return buffer.tensor()
+
+    def _take_copy(self) -> PagedTensor:
+        what, numel = "gradient copy", self._layout.shard_numel
+        try:
+            return self.take(what, numel, self._dtype)
+        except CapacityError:
+            self.give_units_up()  # no plan counts what users do to `.grad`
+            return self.take(what, numel, self._dtype)
 
     @contextmanager
     def changing(self) -> Iterator[Tensor]:

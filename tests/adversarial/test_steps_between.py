@@ -1,0 +1,216 @@
+"""Weights that change between a forward and the backward through it: refused wherever they live, as torch refuses it.
+
+A plain Trainer raises torch's error, but where a fused kernel or `.data` hides the change from torch: it then mixes two versions
+of the weights, and what is refused here has no number to be compared with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kinds import Odd, assert_same, outcome, plain_outcome
+from torch import Tensor
+
+PLACES = ["ram", "masters_on_disk", "all_on_disk", "three_tiers", "lock_free", "tight", "tight_recomputed"]
+
+
+class Between(Odd):
+    """Two losses are computed, then one is stepped with, then the backward of the other comes."""
+
+    manual = True
+    fused = False
+
+    def optimizers_of(self) -> Any:
+        first = [*self.stem.parameters(), *self.blocks[0].parameters()]
+        rest = [*self.blocks[1:].parameters(), *self.head.parameters()]
+        how = {"fused": True} if self.fused else {"foreach": False}
+        return [torch.optim.AdamW(each, lr=1e-2, **how) for each in (first, rest)]
+
+    def step(self, run: Any, x: Tensor) -> None:
+        one, two = run.optimizers()
+        early, late = self.loss(x), self.loss(x)
+        two.zero_grad()
+        run.manual_backward(late)
+        self.change(run, two)
+        one.zero_grad()
+        run.manual_backward(early)
+        one.step()
+
+    def change(self, run: Any, optimizer: Any) -> None:
+        optimizer.step()
+
+
+class Fused(Between):
+    """With torch's fused kernel, which hides it from torch's own check."""
+
+    fused = True
+
+
+class Retained(Between):
+    """The same graph twice, with a step in between."""
+
+    def step(self, run: Any, x: Tensor) -> None:
+        one, two = run.optimizers()
+        loss = self.loss(x)
+        run.manual_backward(loss, retain_graph=True)
+        two.step()
+        run.manual_backward(loss)
+        one.step()
+
+
+class RetainedFused(Retained):
+    """With the fused kernel."""
+
+    fused = True
+
+
+class OfTheBatchBefore(Between):
+    """The loss of a batch goes backward in the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Tensor] = []
+
+    def step(self, run: Any, x: Tensor) -> None:
+        one, two = run.optimizers()
+        self.waiting.append(self.loss(x))
+        if len(self.waiting) > 1:
+            run.manual_backward(self.waiting.pop(0))
+        else:
+            run.manual_backward(self.loss(x))
+        one.step()
+        two.step()
+
+
+class Adversary(Between):
+    """A generator's loss is computed before the critic's step, and goes backward through the critic behind it."""
+
+    fused = True
+
+    def optimizers_of(self) -> Any:
+        critic = [*self.blocks[2:].parameters(), *self.head.parameters()]
+        return [
+            torch.optim.AdamW([*self.stem.parameters(), *self.blocks[:2].parameters()], lr=1e-2, fused=True),
+            torch.optim.AdamW(critic, lr=1e-2, fused=True),
+        ]
+
+    def step(self, run: Any, x: Tensor) -> None:
+        generator, critic = run.optimizers()
+        made = self.blocks[1](self.blocks[0](self.stem(x)))
+        fooled = self.head(self.blocks[3](self.blocks[2](made))).mean()
+        told = self.head(self.blocks[3](self.blocks[2](made.detach()))).square().mean()
+        critic.zero_grad()
+        run.manual_backward(told)
+        critic.step()
+        generator.zero_grad()
+        run.manual_backward(fooled)
+        generator.step()
+
+
+class EditedWhileGathered(Between):
+    """A weight is edited inside of `gathered` (a plain Trainer's: where it is)."""
+
+    def change(self, run: Any, optimizer: Any) -> None:
+        strategy = run.trainer.strategy
+        if not hasattr(strategy, "gathered"):
+            with torch.no_grad():
+                self.blocks[2].up.weight.mul_(0.5)
+            return
+        with strategy.gathered(self.blocks[2]), torch.no_grad():
+            self.blocks[2].up.weight.mul_(0.5)
+
+
+class DataEditedWhileGathered(EditedWhileGathered):
+    """By way of `.data`, which torch does not see."""
+
+    def change(self, run: Any, optimizer: Any) -> None:
+        strategy = run.trainer.strategy
+        if not hasattr(strategy, "gathered"):
+            self.blocks[2].up.weight.data.mul_(0.5)
+            return
+        with strategy.gathered(self.blocks[2]):
+            self.blocks[2].up.weight.data.mul_(0.5)
+
+
+RAISES_IN_PLAIN = [Between, Retained, OfTheBatchBefore, EditedWhileGathered]
+HIDDEN_IN_PLAIN = [Fused, RetainedFused, Adversary, DataEditedWhileGathered]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("program", RAISES_IN_PLAIN + HIDDEN_IN_PLAIN, ids=lambda program: program.__name__)
+def test_a_change_between_a_forward_and_its_backward_is_refused(strategy_at, program: type[Odd], place: str) -> None:
+    ours = outcome(program, strategy_at(place))
+    assert isinstance(ours, RuntimeError) and "modified by an inplace operation" in str(ours), ours
+
+
+@pytest.mark.parametrize("program", RAISES_IN_PLAIN, ids=lambda program: program.__name__)
+def test_a_plain_trainer_raises_the_same(program: type[Odd]) -> None:
+    plain = plain_outcome(program)
+    assert isinstance(plain, RuntimeError) and "modified by an inplace operation" in str(plain)
+
+
+class ReadWhileGathered(EditedWhileGathered):
+    """A weight is read alone, in a block that would keep edits."""
+
+    fused = True
+
+    def change(self, run: Any, optimizer: Any) -> None:
+        strategy = run.trainer.strategy
+        if hasattr(strategy, "gathered"):
+            with strategy.gathered(self.blocks[2]):
+                float(self.blocks[2].up.weight.sum())
+
+
+class StepOfOthers(Fused):
+    """What is stepped with in between has no weight in the graph of the other loss."""
+
+    def step(self, run: Any, x: Tensor) -> None:
+        one, two = run.optimizers()
+        early = self.blocks[0](self.stem(x)).square().mean()
+        late = self.head(self.blocks[3](self.stem(x).detach())).square().mean()
+        two.zero_grad()
+        run.manual_backward(late)
+        two.step()
+        one.zero_grad()
+        run.manual_backward(early)
+        one.step()
+        run.losses.append(early.detach().clone())
+
+
+class TwiceWithoutAStep(Fused):
+    """The same graph twice, and the steps behind both."""
+
+    def step(self, run: Any, x: Tensor) -> None:
+        loss = self.loss(x)
+        run.manual_backward(loss, retain_graph=True)
+        run.manual_backward(loss)
+        for optimizer in run.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+        run.losses.append(loss.detach().clone())
+
+
+class InTurn(Between):
+    """Each loss is computed behind the step before."""
+
+    fused = True
+
+    def step(self, run: Any, x: Tensor) -> None:
+        for optimizer in run.optimizers():
+            loss = self.loss(x)
+            run.odd.zero_grad()
+            run.manual_backward(loss)
+            optimizer.step()
+            run.losses.append(loss.detach().clone())
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("place", [each for each in PLACES if each != "lock_free"])
+@pytest.mark.parametrize(
+    "program", [ReadWhileGathered, StepOfOthers, TwiceWithoutAStep, InTurn], ids=lambda program: program.__name__
+)
+def test_what_changes_no_weight_of_the_graph_is_as_a_plain_trainer(strategy_at, program: type[Odd], place: str) -> None:
+    assert_same(program, strategy_at(place))
