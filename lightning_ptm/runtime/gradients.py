@@ -111,7 +111,12 @@ class FlatGradient:
         given = dot_grad.assigned()
         if given:
             shown = dot_grad.lay_aside(given)
-            self.collect()
+            try:
+                self.collect()
+            except CapacityError:  # no plan counts gradients that users put there
+                self.shard.settle()
+                self.shard.give_units_up()
+                self.collect()
             dot_grad.show_again(shown)
 
     def collect(self, present: Sequence[bool] | None = None) -> None:

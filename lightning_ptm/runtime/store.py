@@ -147,6 +147,8 @@ class FlatStore:
             self.binding.bind(full)
         else:
             self.binding.unbind()
+            if changed is not None and self.state is FullState.FETCHING:
+                self.release()  # what is on its way are the values of before
 
     def full(self) -> Tensor:
         """The bound flat (padded_numel,)."""
@@ -213,8 +215,9 @@ class FlatStore:
         if self.state is FullState.FETCHING:
             self._order()
         self._expect(FullState.RELEASED)
-        self.binding.check_views()
-        self.binding.unbind()
+        if not self.binding.lent:  # else what the parameters are is the user's
+            self.binding.check_views()
+            self.binding.unbind()
         self._allocator.release(self._taken())
         self._full = None
         self.state = FullState.RELEASED
