@@ -28,8 +28,7 @@ from lightning_ptm.parallel.between import Between
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.sequence import Again, Gather, Join, Product, Scatter, Split, of_each
 from lightning_ptm.runtime.forwards import Around, AroundRecomputed, Forward
-from lightning_ptm.runtime.graphs import others_hear_of
-from lightning_ptm.runtime.graphs import in_backward
+from lightning_ptm.runtime.graphs import in_backward, others_hear_of
 
 
 class Parts:

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.runtime.calls import Calls
-from lightning_ptm.runtime.graphs import before_outputs, nodes_of, tensors_in, ways_out
-from lightning_ptm.runtime.graphs import in_backward
+from lightning_ptm.runtime.graphs import before_outputs, in_backward, nodes_of, tensors_in, ways_out
 from lightning_ptm.runtime.units import Unit
 
 Told = Callable[[int, int, Any], None]

@@ -16,8 +16,7 @@ from torch import nn
 
 from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
 from lightning_ptm.runtime.executor import Executor
-from lightning_ptm.runtime.graphs import in_derivative, refuse_derivative
-from lightning_ptm.runtime.graphs import in_backward
+from lightning_ptm.runtime.graphs import in_backward, in_derivative, refuse_derivative
 
 
 class Guards:

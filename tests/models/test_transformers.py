@@ -310,6 +310,8 @@ def assert_same(ours: Wrapped, theirs: Wrapped) -> None:
         ("three_tiers", NEAR_FULL),
         ("three_tiers", {**NEAR_FULL, "recompute": "all"}),
         ("lock_free", {}),
+        ("tight", {}),
+        ("tight", {"recompute": "all"}),
     ],
     ids=lambda value: value if isinstance(value, str) else value.get("recompute", "none").replace(" ", "_"),
 )

@@ -20,9 +20,9 @@ from lightning_ptm.planning.holders import Axis, Mesh, everybodys
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.runtime.binding import FlatBinding
 from lightning_ptm.runtime.gradient_pages import PageSupply
+from lightning_ptm.runtime.page_views import PageViews
 from lightning_ptm.runtime.pieces import read
 from lightning_ptm.runtime.route import GradientRoute
-from lightning_ptm.runtime.page_views import PageViews
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.runtime.units import Unit, discover
 from lightning_ptm.terms import Tier

@@ -258,7 +258,10 @@ def test_a_view_of_an_earlier_fetch_is_refused_when_it_is_saved(monkeypatch: pyt
         binding = it.parts.stores[FIRST].flats[0].binding
         monkeypatch.setattr(binding, "check_views", lambda: None)
         it.parts.stores[FIRST].release()
-        with it.call(FIRST), pytest.raises(UsageError, match=r"in a call of .* that is a view of .* would hold other bytes"):
+        with (
+            it.call(FIRST),
+            pytest.raises(UsageError, match=r"in a call of .* that is a view of .* would hold other bytes"),
+        ):
             torch.ones(5, requires_grad=True) * view
 
 
