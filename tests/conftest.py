@@ -56,8 +56,8 @@ TIERS: dict[str, dict[str, Any]] = {
         "poison": False,
     },
 }
-"""Settings by name. A tier apart from RAM for the device, too small for a whole model, is what `three_tiers` has; in the `tight`
-ones it is as small as the plan takes, so that pages are used again between a forward and its backward."""
+"""Settings by name. A tier apart from RAM for the device, too small for a whole model, is what `three_tiers` has; in the
+`tight` ones it is as small as the plan takes, so that pages are used again between a forward and its backward."""
 
 # Lightning's launcher watches over the processes that it started, and looks every five seconds whether there are any.
 _OTHERS_THREADS = (

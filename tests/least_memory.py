@@ -18,10 +18,11 @@ _MOST_PAGES = 1 << 14
 class LeastMemoryStrategy(AngelPTMStrategy):
     """Has as many pages of device memory as the plan of a run needs, and no more.
 
-    `pages` is what the last run had.
+    `pages` is what the last run had, `spare_pages` how many it has beside what the plan needs: for what no plan counts.
     """
 
     pages = 0
+    spare_pages = 0
 
     def _decided(self, request: Request, handed: HandedOn | None) -> Blueprint:
         refused, accepted = 0, 4
@@ -34,7 +35,10 @@ class LeastMemoryStrategy(AngelPTMStrategy):
                 refused = pages
             else:
                 accepted, made = pages, fewer
-        self.pages = accepted
+        if self.spare_pages:
+            made = self._accepted(accepted + self.spare_pages, request, handed)
+            assert made is not None
+        self.pages = accepted + self.spare_pages
         return made
 
     def _accepted(self, pages: int, request: Request, handed: HandedOn | None) -> Blueprint | None:
@@ -47,8 +51,10 @@ class LeastMemoryStrategy(AngelPTMStrategy):
             return None
 
 
-def strategy_with(*, device_memory: Any = "auto", **settings: Any) -> AngelPTMStrategy:
-    """A strategy; with `device_memory=LEAST`, one of a `LeastMemoryStrategy`."""
+def strategy_with(*, device_memory: Any = "auto", spare_pages: int = 0, **settings: Any) -> AngelPTMStrategy:
+    """A strategy; with `device_memory=LEAST`, a `LeastMemoryStrategy` with so many pages to spare."""
     if device_memory != LEAST:
         return AngelPTMStrategy(device_memory=device_memory, **settings)
-    return LeastMemoryStrategy(device_memory="64MiB", **settings)
+    strategy = LeastMemoryStrategy(device_memory="64MiB", **settings)
+    strategy.spare_pages = spare_pages
+    return strategy

@@ -1,8 +1,8 @@
 """Fingerprints of tensors' bytes: equal bytes have equal ones, and others almost never do.
 
-A fingerprint is a sum of bits as integers. It is computed at the speed of memory, by all threads of torch, and does not depend
-on their number. That of a sample costs microseconds, and finds what changes whole rows, as whatever goes through a matrix
-product does.
+A fingerprint is a sum of bits as integers. It is computed at the speed of memory, by all threads of torch, and does not
+depend on their number. That of a sample costs microseconds, and finds what changes whole rows, as whatever goes through a
+matrix product does.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def sampled(tensor: Tensor) -> int:
-    """Of one element in 1024 of a strided tensor, and of 256 if it has so many: one of a row (along the last dimension), of as
-    many rows as that makes.
+    """Of one element in 1024 of a strided tensor, and of 256 if it has so many: one of a row (along the last dimension), of
+    as many rows as that makes.
 
     Raises: as `fingerprint`.
     """

@@ -340,9 +340,9 @@ class FlatBinding:
         if held:
             raise UsageError(
                 f"a view of {self.layout.slots[held[0]].spec.name} (of its data, detached, transposed or reshaped) is kept "
-                f"beyond the call that has computed with it, and its bytes will be others when the weight's pages are given "
-                f"up; keep a copy (`weight.detach().clone()`), save it with `ctx.save_for_backward` in an autograd function, or "
-                f"take the view where it is used"
+                f"beyond the call that has computed with it, and its bytes will be others when the weight's pages are "
+                f"given up; keep a copy (`weight.detach().clone()`), save it with `ctx.save_for_backward` in an autograd "
+                f"function, or take the view where it is used"
             )
 
     def lies_at(self, slot: int, storage: torch.UntypedStorage) -> bool:
@@ -350,6 +350,14 @@ class FlatBinding:
         base = self._base
         start = self.layout.slots[slot].start
         return base is not None and storage.data_ptr() == base.data_ptr() + start * base.itemsize
+
+    def slot_at(self, storage: torch.UntypedStorage) -> int | None:
+        """The slot of the bound parameter whose first byte is a storage's first; None: there is none."""
+        base = self._base
+        if base is None or self.lent or not 0 <= storage.data_ptr() - base.data_ptr() < base.numel() * base.itemsize:
+            return None
+        places = enumerate(self.layout.slots)
+        return next((slot for slot, place in places if place.numel and self.lies_at(slot, storage)), None)
 
     def name(self, slot: int, tensor: Tensor) -> Packed:
         """Names a tensor over the bytes of the parameter of `slot`, whose storage it shares."""
@@ -389,7 +397,7 @@ class FlatBinding:
 def refuse_older(name: str, times: int) -> NoReturn:
     """Raises UsageError, which begins as torch's own error: a parameter has changed so often since a forward used it."""
     raise UsageError(
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: {name} has changed "
-        f"{times} times since the forward that used it (an optimizer's step, or an edit of weights), so gradients would be of "
-        f"other weights than the loss; run the backward before the step, or compute the forward again behind it"
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {name} has "
+        f"changed {times} times since the forward that used it (an optimizer's step, or an edit of weights), so gradients "
+        f"would be of other weights than the loss; run the backward before the step, or compute the forward again behind it"
     )

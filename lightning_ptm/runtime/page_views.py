@@ -36,16 +36,24 @@ class PageViews:
 
     def __init__(self, holds: Callable[[Tensor], bool] = lambda tensor: False) -> None:
         self.holds = holds
+        self._flats: list[FlatBinding] = []
         self._known: dict[int, tuple[FlatBinding, int]] = {}
         """By the identity of a storage, which nobody else can have while somebody holds it."""
 
     def of_flat(self, binding: FlatBinding) -> FlatViews:
         """The storages of one flat's parameters, which `find` then knows."""
+        self._flats.append(binding)
         return FlatViews(binding, self._known)
 
     def find(self, tensor: Tensor) -> tuple[FlatBinding, int] | None:
-        """The flat and the slot whose storage `tensor` has, wherever the flat is now; None: it is nobody's any more (I1)."""
-        return self._known.get(tensor.untyped_storage()._cdata)
+        """The flat and the slot whose storage `tensor` has, wherever the flat is now; of a storage that is none of these, which
+        `over_own_storage` makes for whoever computes at once, whose bytes lie there. None: nobody's any more (I1)."""
+        storage = tensor.untyped_storage()
+        known = self._known.get(storage._cdata)
+        if known is not None:
+            return known
+        found = ((binding, binding.slot_at(storage)) for binding in self._flats)
+        return next(((binding, slot) for binding, slot in found if slot is not None), None)
 
 
 class FlatViews:
@@ -100,7 +108,7 @@ class FlatViews:
 
 def _holders(view: Tensor) -> int:
     """How many tensors, and objects of Python's, hold the storage of a tensor."""
-    return int(torch._C._storage_Use_Count(view.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(view.untyped_storage()._cdata))
 
 
 _OWN_HOLDERS = 4

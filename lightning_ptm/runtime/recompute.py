@@ -109,6 +109,10 @@ class _Held:
             if type(value) in _CONTAINERS and name not in _OF_TORCH
         ]
 
+    def addresses(self) -> frozenset[int]:
+        """Of the tensors, where they have memory."""
+        return frozenset(value.data_ptr() for *_, value, _, _ in self._tensors if torch._C._has_storage(value))
+
     def keep_changed(self) -> None:
         # Running statistics are small, and torch's batch_norm writes to them without counting it as a change.
         self._tensors = [
@@ -124,7 +128,9 @@ class _Held:
             (owner, type(owner), dict(vars(owner)), {name: dict(vars(owner)[name]) for name in _REGISTRIES})
             for owner, *_ in self._owners
         ]
-        buffers = [(held, name, held.get(name, _nothing)) for held, name, *_ in self._tensors]
+        buffers: list[tuple[Any, str, Any]] = [
+            (held, name, held.get(name, _nothing)) for held, name, *_ in self._tensors
+        ]
         _put(self._owners)
         for held, name, *_, before in self._tensors:
             held[name] = before.clone()
@@ -258,10 +264,12 @@ class _Saves:
 
     Args:
         turn: how many calls of the unit there were before.
+        buffers: addresses of the module's tensors.
     """
 
-    def __init__(self, turn: int) -> None:
+    def __init__(self, turn: int, buffers: frozenset[int]) -> None:
         self._turn = turn
+        self._buffers = buffers
         self._last: tuple[_Looks, Tensor, int] | None = None
 
     @contextmanager
@@ -282,8 +290,8 @@ class _Saves:
     def come(self, looks: _Looks, tensor: Tensor) -> None:
         """A tensor is saved."""
         base = tensor if tensor._base is None else tensor._base
-        if (base.is_leaf and base.requires_grad) or not _has_bytes(tensor):
-            return  # a weight, which is compared by its changes (I5)
+        if (base.is_leaf and base.requires_grad) or not _is_compared(tensor) or tensor.data_ptr() in self._buffers:
+            return  # a weight is compared by its changes (I5); a buffer is another one in the recomputed forward
         self._turn += 1
         if self._turn % _SAMPLES_ONE_IN == 0:
             looks.sample = sampled(tensor)
@@ -315,8 +323,11 @@ class _Looks:
         return f"{self._known}"
 
 
-def _has_bytes(tensor: Tensor) -> bool:
-    """Whether it is a plain strided tensor in RAM."""
+def _is_compared(tensor: Tensor) -> bool:
+    """Whether it is a plain strided tensor of numbers in RAM. Others are masks, places, and what kernels keep for their
+    backward, of which they leave some bytes as they are."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
     return plain and not (tensor.is_nested or tensor.is_quantized or is_fake(tensor) or in_transform())
 
@@ -418,7 +429,9 @@ class Recompute:
                 return forward(*args, **kwargs)
             if by_itself and module.gradient_checkpointing and module.training:
                 return forward(*args, **kwargs)  # the user has switched it on
-            known = _FirstCall(forward, _Held(module), _Kept(), _Saves(next(turns)), _Arguments(args, kwargs), {})
+            held = _Held(module)
+            saves = _Saves(next(turns), held.addresses())
+            known = _FirstCall(forward, held, _Kept(), saves, _Arguments(args, kwargs), {})
             return checkpoint(again, known, *args, use_reentrant=False, determinism_check=check, **kwargs)
 
         # Not to be traced as a part of what is compiled around it; what it calls may be.

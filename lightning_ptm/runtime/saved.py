@@ -219,10 +219,10 @@ class SavedTensors:
         where = "" if unit is None else f" in a call of {self._stores[unit].unit.name or 'the root module'}"
         what = "bytes in pages" if found is None else found[0].layout.slots[found[1]].spec.name
         raise UsageError(
-            f"autograd saves a tensor of shape {tuple(tensor.shape)} ({type(tensor).__name__}, {tensor.layout}){where} that is "
-            f"a view of {what} and would hold other bytes when the backward reads it: a view of a weight that was "
-            f"taken in an earlier call, or that is a part of another tensor; take the view where it is used, or compute with a "
-            f"copy (`weight.clone()`)"
+            f"autograd saves a tensor of shape {tuple(tensor.shape)} ({type(tensor).__name__}, {tensor.layout}){where} "
+            f"that is a view of {what} and would hold other bytes when the backward reads it: a view of a weight that was "
+            f"taken in an earlier call, or that is a part of another tensor; take the view where it is used, or compute with "
+            f"a copy (`weight.clone()`)"
         )
 
     def _pack(
@@ -260,10 +260,11 @@ class SavedTensors:
 
 def _with_storage(tensor: Tensor) -> Iterator[Tensor]:
     """The tensor, or what it is made of: those of its parts that have memory of their own."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
+    whole: Any = tensor
+    if is_traceable_wrapper_subclass(whole):
+        names, _ = whole.__tensor_flatten__()
         for name in names:
-            yield from _with_storage(getattr(tensor, name))
+            yield from _with_storage(getattr(whole, name))
     elif tensor.layout is torch.sparse_coo:
         yield from _with_storage(tensor._indices())
         yield from _with_storage(tensor._values())

@@ -1,7 +1,7 @@
 """Weights that change between a forward and the backward through it: refused wherever they live, as torch refuses it.
 
-A plain Trainer raises torch's error, but where a fused kernel or `.data` hides the change from torch: it then mixes two versions
-of the weights, and what is refused here has no number to be compared with.
+A plain Trainer raises torch's error, but where a fused kernel or `.data` hides the change from torch: it then mixes two
+versions of the weights, and what is refused here has no number to be compared with.
 """
 
 from __future__ import annotations

@@ -116,7 +116,9 @@ def test_as_in_turn(strategy_at, tier, kind, order, precision) -> None:
 def test_recomputed(strategy_at, tier, recompute) -> None:
     kind = Staged if recompute == "all" else Reentrant
     plain = PlainLoop(lambda: kind(IN_FLIGHT)).run(BATCHES)
-    fit(lambda: kind(IN_FLIGHT), BATCHES, strategy_at(tier, recompute=recompute)).assert_equal(plain)
+    # Reentrant checkpoints over several micro-batches hold their units to the end of the pass.
+    settings = {"spare_pages": 8} if tier.startswith("tight") and recompute == "none" else {}
+    fit(lambda: kind(IN_FLIGHT), BATCHES, strategy_at(tier, recompute=recompute, **settings)).assert_equal(plain)
 
 
 def test_one_trunk_for_all(strategy_at, tier) -> None:

@@ -223,7 +223,7 @@ def test_a_view_that_outlives_its_unit_is_refused_when_the_unit_goes() -> None:
     with calls() as it:
         weight, _ = it.fetched(FIRST)
         kept = [weight.detach()[0, :5]]
-        with pytest.raises(UsageError, match=r"a view of .* is kept beyond the call .* `weight.detach\(\).clone\(\)`"):
+        with pytest.raises(UsageError, match=r"a view of .* is kept beyond the call .*`weight.detach\(\).clone\(\)`"):
             it.parts.stores[FIRST].release()
         kept.append(kept.pop().clone())
         it.parts.stores[FIRST].release()
@@ -280,7 +280,7 @@ def test_sparse_tensors_are_kept_but_over_a_weight_refused(layout: str) -> None:
                 over = torch.sparse_coo_tensor(torch.stack((places, places)), values, (3, 3))
             else:
                 over = torch.sparse_csr_tensor(torch.arange(4), places, values, (3, 3))
-            with pytest.raises(UsageError, match="that is a view of .* or that is a part of another tensor"):
+            with pytest.raises(UsageError, match=r"that is a view of .* or that is a part of another tensor"):
                 over @ x
         output.backward()
         assert x.grad is not None and torch.equal(x.grad, torch.ones(3, 2))
@@ -296,7 +296,7 @@ def test_values_that_have_changed_since_are_an_error_of_the_backward() -> None:
         binding.values_change([1])  # of the bias
         output.backward()
         binding.values_change()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation: .* has changed 1 times since"):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .* has changed 1 times since"):
             other.backward()
 
 

@@ -83,7 +83,9 @@ class PassesTheEmbedding(Stack):
     [(Nested, ["Outer", "Inner"]), (PassesAWeight, ["_Around", "_Taking"]), (PassesTheEmbedding, "auto")],
 )
 def test_nested_units(strategy_at, tier, build, units, recompute) -> None:
-    settings = {"device_memory": "2MiB"} if tier == "three_tiers" else {}
+    settings: dict[str, Any] = {"device_memory": "2MiB"} if tier == "three_tiers" else {}
+    # Units inside of others leave holes, for which no plan has room.
+    settings |= {"spare_pages": 2} if tier.startswith("tight") else {}
     ours = fit(build, BATCHES, strategy_at(tier, units=units, recompute=recompute, **settings))
     ours.assert_equal(PlainLoop(build).run(BATCHES))
 
@@ -178,7 +180,9 @@ class GradientOfTheInput(Stack):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_gradient_of_an_activation_inside_the_step(strategy_at, tier, recompute) -> None:
-    ours = fit(GradientOfTheInput, BATCHES, strategy_at(tier, recompute=recompute))
+    # A recomputed unit that a pass of the user's leaves without gradients stays to the end of the pass.
+    settings = {"spare_pages": 4} if tier.startswith("tight") and recompute == "all" else {}
+    ours = fit(GradientOfTheInput, BATCHES, strategy_at(tier, recompute=recompute, **settings))
     ours.assert_equal(PlainLoop(GradientOfTheInput).run(BATCHES))
 
 
