@@ -49,9 +49,10 @@ class Disk:
             chunk = self._chunk_of.get(id(transfer))
             if chunk is None:
                 return done(transfer)
-            if not slow:
-                wait(transfer)
-            return not slow or chunk <= self._landed
+            if slow and chunk > self._landed:
+                return False
+            wait(transfer)
+            return True
 
         def land(transfer: Transfer, host: bool = True) -> None:
             self._landed = max(self._landed, self._chunk_of.get(id(transfer), -1))

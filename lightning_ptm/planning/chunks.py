@@ -7,6 +7,9 @@ I1: chunks of a flat are updated by one job after the other, in the order of sub
 I2: a chunk is read only after its last write has landed, and after a read of it that nobody wants any more has ended:
     else its next write could meet that read.
 I3: at most `staging` chunks hold buffers. One that cannot be computed yet gives its buffers up to one that could be.
+I4: while a job is unfinished, `advance` can do something, or `awaited` names a read, a write or a gradient that has not come.
+    So a chunk that lacks columns of its job gets them as soon as they can be read, also where an earlier job of the queue has
+    no room: it keeps its buffers until it is computed. tests/planning/test_chunk_states.py visits every state.
 """
 
 from __future__ import annotations
@@ -83,7 +86,9 @@ class Job(abc.ABC, Generic[F, C]):
         self.lacking: list[C] = []
         """Those of them that are not whole."""
         self.predecessor: Self | None = None
-        """The job before this one on the same flat, until it is computed."""
+        """The job before this one on the same flat, until it has ended."""
+        self.ended = False
+        """Written by `Chunks`."""
 
     @abc.abstractmethod
     def has_gradient(self) -> bool:
@@ -95,9 +100,8 @@ class Job(abc.ABC, Generic[F, C]):
 
     def may_start(self) -> bool:
         """True when no earlier job on the same flat has arithmetic left."""
-        if self.predecessor is None:
-            return True
-        if self.predecessor.computed:
+        # A job without chunks is computed from the first, and still keeps its place among those of its flat.
+        if self.predecessor is not None and self.predecessor.ended:
             self.predecessor = None
         return self.predecessor is None
 
@@ -195,7 +199,7 @@ class Chunks(Generic[F, J, C]):
         self._wanted = [wanted for wanted in self._wanted if wanted.flat is not flat]
         for chunk in [chunk for chunk in self._ahead if chunk.flat is flat]:
             self._ahead.remove(chunk)
-            if chunk.start in job.waiting:
+            if job.streams and chunk.start in job.waiting:
                 job.waiting.remove(chunk.start)
                 job.active.append(chunk)
                 job.lacking.append(chunk)
@@ -288,23 +292,25 @@ class Chunks(Generic[F, J, C]):
         return moved
 
     def _issue(self) -> bool:
-        moved = False
+        moved, room = False, True
         for job in self.queue:
             if not job.streams or not job.may_start() or not (job.reads_ahead or job.has_gradient()):
                 continue
+            # Also behind a job that has no room: these chunks hold the buffers that it waits for (I4).
             for chunk in [*job.lacking]:
-                moved = self._hands.read(job, chunk) or moved
+                moved = self._hands.read(job, chunk) or chunk.whole or moved
                 if chunk.whole:
                     job.lacking.remove(chunk)
-            while job.waiting and not self._is_busy(job.flat, job.waiting[-1]):
+            while room and job.waiting and not self._is_busy(job.flat, job.waiting[-1]):
                 if self._held >= self.staging and not self._make_room(job):
-                    return moved
+                    room = False
+                    break
                 start = job.waiting.pop()
                 chunk = self._read(job, job.active, job.flat, start, job.cuts.length_from(start))
                 if not chunk.whole:
                     job.lacking.append(chunk)
                 moved = True
-        return self._issue_ahead() or moved if self._wanted else moved
+        return self._issue_ahead() or moved if room and self._wanted else moved
 
     def _issue_ahead(self) -> bool:
         moved = False
@@ -388,6 +394,7 @@ class Chunks(Generic[F, J, C]):
 
     def _end(self, job: J) -> None:
         self.queue.remove(job)
+        job.ended = True
         self._hands.end(job)
         if self.told is not None:
             self.told(ChunkAct(ChunkEvent.ENDED, job.flat, numel=job.cuts.numel))

@@ -213,7 +213,8 @@ class Pipeline:
             if column.reads and (not is_slot or chunk.flat.started(chunk.start, chunk.numel)):
                 chunk.reads[column.role] = self._allocator.copy(column.home, buffer, source_start=start, numel=numel)
                 self.stats.bytes_read += numel * column.home.dtype.itemsize
-        chunk.whole = progress is not None and len(chunk.buffers) == len(columns)
+        # What was read ahead may be more than the job needs: one without any gradient only copies the master parameter.
+        chunk.whole = progress is not None and all(column.role in chunk.buffers for column in columns)
         return bool(missing)
 
     def free(self, chunk: JobChunk) -> None:

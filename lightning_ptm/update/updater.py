@@ -4,6 +4,8 @@ Owns the thread, when there is one, and the error that ended the work. All else 
 I1: the pipeline is touched by one thread at a time: the caller's, or, between `run_in_thread` and `stop`, the worker.
     Callers then only put commands into a queue.
 I2: after an error nothing is updated any more; every later call raises that error, with the traceback of its origin.
+I3: whoever does the work advances, waits for a transfer or a gradient, or raises; a thread waits for commands only when no
+    job is left, so a caller that waits for a job cannot wait for ever.
 """
 
 from __future__ import annotations
@@ -317,7 +319,9 @@ class Updater:
             while not self._stopping.is_set():
                 while not self._commands.empty():
                     self._commands.get()()
-                if not self._pipeline.advance_or_wait(None, self._wait_or_command):
+                if self._pipeline.busy:
+                    self._go_on(None, self._wait_or_command)
+                elif not self._pipeline.advance_or_wait(None, self._wait_or_command):
                     self._commands.get()()
 
     def _wait_or_command(self, blocker: Blocker) -> None:

@@ -155,7 +155,9 @@ def test_news_ends_a_wait_at_once(started: Buffering, twin: Twin, monkeypatch: p
 
 @pytest.mark.parametrize("whose", ["buffering", "update"])
 def test_when_a_thread_was_stopped_it_has_ended(whose: str, started: Buffering, twin: Twin) -> None:
-    thread = next(each for each in threading.enumerate() if each.name == f"lightning_ptm {whose}")
+    # By the run that it is of: threads of other tests' runs have the same name.
+    thread = started._thread if whose == "buffering" else twin.updater._thread
+    assert thread is not None and thread.name == f"lightning_ptm {whose}"
     busy = threading.Event()
 
     def something() -> None:
