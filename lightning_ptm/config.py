@@ -239,14 +239,16 @@ class Settings:
         self._check_without_effect()
 
     def _check_without_effect(self) -> None:
-        """Raises ConfigError for a setting that would change nothing beside the others: whoever gives it expects something."""
+        """Raises ConfigError for a setting that would change nothing beside the others: whoever gives it expects a change."""
         for needs in _NEEDS:
             if needs.met(self):
                 continue
             for name in needs.names:
                 value, default = getattr(self, name), getattr(type(self), name)
                 if value != default and (value or default):  # an empty list is an empty tuple
-                    raise ConfigError(f"{name}={value!r} with {needs.otherwise}; give {needs.give}, or leave {name} out")
+                    raise ConfigError(
+                        f"{name}={value!r} with {needs.otherwise}; give {needs.give}, or leave {name} out"
+                    )
 
     def _check_lock_free(self) -> None:
         for name in ("max_staleness", "staleness_warmup"):

@@ -100,7 +100,7 @@ def test_the_main_config_is_found_from_here() -> None:
         ("model.init_args.widht=3", "lightning_ptm.models.GPT has no setting 'widht'; did you mean 'width'?"),
         (
             "trainer.strategy.init_args.max_staleness=1.5",
-            "lightning_ptm.AngelPTMStrategy: max_staleness: Expected a <class 'int'>. Got value: 1.5",
+            "lightning_ptm.AngelPTMStrategy: max_staleness='1.5': give a number of steps, 0 or more",
         ),
         (
             "trainer.strategy.init_args.timeout=60",
