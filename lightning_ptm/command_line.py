@@ -52,15 +52,6 @@ _NAMED_CHECKPOINTS = ("best", "last", "hpc")
 """Those that Lightning finds itself."""
 
 
-_LOADERS = {
-    "fit": "train_dataloader",
-    "validate": "val_dataloader",
-    "test": "test_dataloader",
-    "predict": "predict_dataloader",
-}
-"""What a LightningModule needs to have for a subcommand where no data is given beside it."""
-
-
 class _OwnError(BaseException):
     """What the constructor of a model or of data has raised, on its way through jsonargparse, which takes an `Exception` for
     a value that some type did not want and, before 4.49, forgets it."""
@@ -156,10 +147,28 @@ class PTMCommandLine(LightningCLI):
             if not _is_lightnings(error):
                 raise
             self.parser.error(" ".join(str(error).split()))  # what Lightning says of the Trainer's arguments
-        hook = _LOADERS.get(str(self.subcommand))
-        if hook is not None and self.datamodule is None and not is_overridden(hook, self.model):
+
+    def before_fit(self) -> None:
+        """Called by LightningCLI."""
+        self._check_data("train_dataloader")
+
+    def before_validate(self) -> None:
+        """Called by LightningCLI."""
+        self._check_data("val_dataloader")
+
+    def before_test(self) -> None:
+        """Called by LightningCLI."""
+        self._check_data("test_dataloader")
+
+    def before_predict(self) -> None:
+        """Called by LightningCLI."""
+        self._check_data("predict_dataloader")
+
+    def _check_data(self, loader: str) -> None:
+        if self.datamodule is None and not is_overridden(loader, self.model):
             self.parser.error(
-                f"--data is missing, and {type(self.model).__name__} has no {hook}() of its own; give --data=my_module.MyData"
+                f"--data is missing, and {type(self.model).__name__} has no {loader}() of its own; give "
+                f"--data=my_module.MyData"
             )
 
     def _take_for_a_class(self, part: str, kind: type[Strategy] | type[Accelerator], known: Sequence[str]) -> None:
