@@ -191,3 +191,19 @@ def answer(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         main(["fit", *arguments])
     assert stop.value.code == 2, stop.value.code
     return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "content", [b"hello world", b"model: {class_path: GPT}", b"\x89PNG\r\n", b"<!DOCTYPE html>", b"e"]
+)
+def test_a_file_that_is_no_checkpoint_is_not_called_damaged(my_modules: Path, content: bytes) -> None:
+    """Nor is it offered to be trusted, which would run what is in it."""
+    (my_modules / "other.ckpt").write_bytes(content)
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *QUIET, "--model=my_module.NetWithData", "--trainer.strategy=angel_ptm", "--ckpt_path=other.ckpt"])
+    told = str(stop.value.code)
+    assert re.search(
+        r"other\.ckpt was not written by torch\.save: it begins with b.*; give the path of a checkpoint", told
+    )
+    assert "trust" not in told and "damaged" not in told
