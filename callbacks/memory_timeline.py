@@ -1,7 +1,7 @@
 """Bytes of pages in each tier, tick by tick: what the plan says beside what was measured.
 
 Owns the tables of one recorded batch, and what its picture shows; lightning_ptm/drawing.py draws. I1: the picture needs
-Pillow, which TensorBoard needs for pictures anyway; without it there is a warning and no picture.
+Pillow; without it there is a warning and no picture.
 """
 
 from __future__ import annotations

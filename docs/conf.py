@@ -31,6 +31,7 @@ PAGES = {
     "README.md": "index.md",
     "ARCHITECTURE.md": "architecture.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/LOG.md": "log.md",
     "benchmarks/results/paper.md": "paper.md",

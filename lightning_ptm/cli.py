@@ -7,6 +7,7 @@ version. The Trainer's subcommands are LightningCLI's (command_line.py).
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ from lightning_ptm.errors import AngelPTMError
 def main(args: Sequence[str] | None = None) -> None:
     """The console script: one of COMMANDS, or a subcommand of LightningCLI. An error of ours ends it with status 1."""
     arguments = list(sys.argv[1:] if args is None else args)
+    _find_modules_of_the_current_folder()
     if arguments and arguments[0] in COMMANDS:
         _run(*arguments)
     elif top.answers(arguments):
@@ -27,6 +29,14 @@ def main(args: Sequence[str] | None = None) -> None:
         from lightning_ptm.command_line import run_trainer
 
         run_trainer(None if args is None else arguments)
+
+
+def _find_modules_of_the_current_folder() -> None:
+    """Makes `--model=my_module.Net` find `my_module.py` where the command is called, as `python -m` would, unless Python was
+    told not to look there (`python -P`). The path of a console script begins with the script's own folder."""
+    folder = os.getcwd()
+    if not sys.flags.safe_path and not {"", folder} & set(sys.path):
+        sys.path.insert(0, folder)
 
 
 def _run(name: str, *given: str) -> None:

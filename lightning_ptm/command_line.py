@@ -1,20 +1,16 @@
 """The Trainer's subcommands: `lightning-ptm fit --config gpt.yaml`.
 
-LightningCLI with four additions: most mistakes are answered in a sentence, a bare name of a config file is also looked up in
-`configs/`, the config of a run may be written over the one of an earlier run in the same folder, and `fit` ends by printing
-its losses and its checkpoint. Commands beside those of the Trainer are in commands/entries.py.
-
-What jsonargparse says differs between its versions; the oldest and the newest that pyproject.toml allows are tested.
+LightningCLI with six additions: most mistakes are answered in a sentence, a bare name of a config file is also looked up in
+`configs/`, a strategy or an accelerator may be given as a class's path alone, `--data` may be left out, the config of a run
+may be written over the one of an earlier run in the same folder, and `fit` ends by printing its losses and its checkpoint.
+Commands beside those of the Trainer are in commands/entries.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-import inspect
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -23,24 +19,24 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from jsonargparse import Namespace
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import lightning_ptm.commands.configured  # noqa: F401  our models and data are known by their bare names
 from lightning_ptm.commands.config_names import resolve_config_names
-from lightning_ptm.commands.entries import COMMANDS
+from lightning_ptm.commands.mistakes import in_short, nearest, subclasses_of
 from lightning_ptm.commands.top import parser_settings
 from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import AngelPTMError, CapacityError, CheckpointError, ConfigError, PageIOError, some
-from lightning_ptm.habits import unknown_setting
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 REFUSALS = (ConfigError, CapacityError, CheckpointError)
@@ -66,7 +62,15 @@ class _OwnError(BaseException):
 
 
 class Parser(LightningArgumentParser):
-    """LightningCLI's, but that a mistake is answered with what is wrong, and not with a hundred lines of usage before it."""
+    """LightningCLI's, but that a mistake is answered with what is wrong, and not with a hundred lines of usage before it, and
+    that no `--data` is needed: a LightningModule may have its own."""
+
+    def add_lightning_class_args(
+        self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
+    ) -> list[str]:
+        """Adds the options of the Trainer, the model and the data."""
+        needed = required and lightning_class is not LightningDataModule
+        return super().add_lightning_class_args(lightning_class, nested_key, subclass_mode, needed)
 
     def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Adds one whose errors pass as they are (`_OwnError`)."""
@@ -89,58 +93,8 @@ class Parser(LightningArgumentParser):
         parser = getattr(ex, "subcommand_parser", None) or self
         name = parser.prog.replace(" [options]", "")
         options = [option for action in parser._actions for option in action.option_strings]
-        sys.stderr.write(f"{name}: {_in_short(message, options)} (see {name} --help)\n")
+        sys.stderr.write(f"{name}: {in_short(message, options)} (see {name} --help)\n")
         self.exit(2)
-
-
-_REFUSED_NAME = re.compile(
-    r"Problem with given class_path '([\w.]+)':\s+(?:Option '([\w.]+)' is not accepted|"
-    r"Validation failed: Key '([\w.]+)' is not expected)"
-)
-_REFUSED_VALUE = re.compile(
-    r"Problem with given class_path '([\w.]+)':\s+Parser key \"([\w.]+)\":\s+(?:Not of type \w+: )?(Expected .*)"
-)
-_UNKNOWN_COMMAND = re.compile(r"argument subcommand: invalid choice: '([^']*)'")
-_UNKNOWN_OPTION = re.compile(r"[Uu]nrecognized arguments: (--[\w.-]+)(?:[=\s].*)?$", re.DOTALL)
-
-
-def _in_short(message: str, options: Sequence[str]) -> str:
-    """A misspelt name with the nearest that exists, a value of another type, without the types that were tried; what is
-    neither as it is.
-
-    Args:
-        message: jsonargparse's. options: of the command line, as `--name`.
-    """
-    if (found := _REFUSED_NAME.search(message)) is not None:
-        path, name = found[1], found[2] or found[3]
-        return f"{path} has no setting {name!r}{_instead(path, name)}"
-    if (found := _REFUSED_VALUE.search(message)) is not None:
-        path, name, problem = found.groups()
-        return f"{path}: {name}: {problem.rstrip('.')}"
-    commands = [*LightningCLI.subcommands(), *COMMANDS]
-    if (found := _UNKNOWN_COMMAND.search(message)) is not None:
-        near = _nearest(found[1], commands) or f"; the commands are {', '.join(commands)}"
-        return f"there is no command {found[1]!r}{near}"
-    if message.startswith('expected "subcommand"'):
-        return f"give a command: {', '.join(commands)}"
-    if (found := _UNKNOWN_OPTION.search(message)) is not None:
-        return f"there is no option {found[1]!r}{_nearest(found[1], options)}"
-    return message
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _instead(path: str, name: str) -> str:
-    """What to give in place of a setting that the class of this path does not have, as far as that is known."""
-    module, _, class_name = path.rpartition(".")
-    found = getattr(sys.modules.get(module), class_name, None)
-    known = [] if found is None else list(inspect.signature(found).parameters)
-    if found is AngelPTMStrategy:
-        return f"; {hint}" if (hint := unknown_setting(name, known)) else ""
-    return _nearest(name, known)
 
 
 class PTMCommandLine(LightningCLI):
@@ -169,11 +123,12 @@ class PTMCommandLine(LightningCLI):
         Raises:
             ConfigError: a setting of the model or of the data that cannot work.
         """
+        self._take_for_a_class("strategy", Strategy, ["auto", *StrategyRegistry.available_strategies()])
+        self._take_for_a_class(
+            "accelerator", Accelerator, ["auto", "gpu", *AcceleratorRegistry.available_accelerators()]
+        )
         strategy = self._get(self.config, "trainer.strategy")
         names = {field.name for field in dataclasses.fields(Settings)}
-        known = ["auto", *StrategyRegistry.available_strategies()]
-        if isinstance(strategy, str) and strategy not in known:
-            self.parser.error(f"there is no strategy {strategy!r}{_nearest(strategy, known)}")
         if isinstance(strategy, Namespace) and strategy.get("class_path", "").endswith(AngelPTMStrategy.__name__):
             given = vars(strategy.get("init_args") or Namespace())
             try:
@@ -188,11 +143,51 @@ class PTMCommandLine(LightningCLI):
             super().instantiate_classes()
         except _OwnError as passed:
             raise passed.error from passed.error.__cause__
-        except (MisconfigurationException, ValueError) as error:
-            modules = _modules_of(error)
-            if modules[-1] != "lightning" or set(modules) - sys.stdlib_module_names - LIBRARIES:
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            if not _is_lightnings(error):
                 raise
             self.parser.error(" ".join(str(error).split()))  # what Lightning says of the Trainer's arguments
+
+    def before_fit(self) -> None:
+        """Called by LightningCLI."""
+        self._check_data("train_dataloader")
+
+    def before_validate(self) -> None:
+        """Called by LightningCLI."""
+        self._check_data("val_dataloader")
+
+    def before_test(self) -> None:
+        """Called by LightningCLI."""
+        self._check_data("test_dataloader")
+
+    def before_predict(self) -> None:
+        """Called by LightningCLI."""
+        self._check_data("predict_dataloader")
+
+    def _check_data(self, loader: str) -> None:
+        if self.datamodule is None and not is_overridden(loader, self.model):
+            self.parser.error(
+                f"--data is missing, and {type(self.model).__name__} has no {loader}() of its own; give "
+                f"--data=my_module.MyData"
+            )
+
+    def _take_for_a_class(self, part: str, kind: type[Strategy] | type[Accelerator], known: Sequence[str]) -> None:
+        """A part of the Trainer that is a registered name or an object: what is given alone and is no such name is a class
+        without settings. To jsonargparse any text is a name."""
+        trainer = self._get(self.config, "trainer")
+        given = trainer.get(part)
+        if not isinstance(given, str) or given in known:
+            return
+        if "." not in given and given not in {each.__name__ for each in subclasses_of(kind)}:
+            ours_first = sorted(known, key=lambda name: not name.startswith(AngelPTMStrategy.strategy_name))
+            near = nearest(given, known) or f"; there are {some(ours_first, 8)}"
+            self.parser.error(f"there is no {part} {given!r}{near}")
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_subclass_arguments(kind, part)
+        try:
+            trainer[part] = parser.parse_object({part: {"class_path": given}})[part]
+        except ArgumentError as error:
+            self.parser.error(f"--trainer.{in_short(str(error), ()).removeprefix('--')}")
 
     def _no_checkpoint(self) -> str:
         """What is wrong with `--ckpt_path`; empty if nothing is, or only the run can know."""
@@ -264,6 +259,12 @@ def _modules_of(error: BaseException) -> list[str]:
     return [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
 
 
+def _is_lightnings(error: BaseException) -> bool:
+    """Whether Lightning has raised it, called by no code of the user's: it is about what was given."""
+    modules = _modules_of(error)
+    return modules[-1] == "lightning" and not set(modules) - sys.stdlib_module_names - LIBRARIES
+
+
 def _of_users_code(error: BaseException) -> bool:
     """Whether a refusal was made of an error that code of the user's had a part in: then the place is worth showing."""
     cause = error.__cause__
@@ -304,6 +305,10 @@ def run_trainer(args: list[str] | None) -> None:
         if _of_users_code(error) or (isinstance(error, PageIOError) and error.page is not None):
             raise
         _stop(args, str(error))
+    except MisconfigurationException as error:
+        if not _is_lightnings(error):
+            raise
+        _stop(args, " ".join(str(error).split()))
     except RuntimeError as error:
         if not (told := _of_another_model(error)):
             raise

@@ -236,6 +236,19 @@ class Settings:
         named = not isinstance(self.units, str) and self.units and all(isinstance(name, str) for name in self.units)
         if self.units != "auto" and not named:
             raise ConfigError(f"units={self.units!r}: give 'auto' or a list of class names such as ['Block']")
+        self._check_without_effect()
+
+    def _check_without_effect(self) -> None:
+        """Raises ConfigError for a setting that would change nothing beside the others: whoever gives it expects a change."""
+        for needs in _NEEDS:
+            if needs.met(self):
+                continue
+            for name in needs.names:
+                value, default = getattr(self, name), getattr(type(self), name)
+                if value != default and (value or default):  # an empty list is an empty tuple
+                    raise ConfigError(
+                        f"{name}={value!r} with {needs.otherwise}; give {needs.give}, or leave {name} out"
+                    )
 
     def _check_lock_free(self) -> None:
         for name in ("max_staleness", "staleness_warmup"):
@@ -244,16 +257,6 @@ class Settings:
                 raise ConfigError(f"{name}={steps!r}: give a number of steps, 0 or more")
         if isinstance(self.forecast_reach, bool) or not isinstance(self.forecast_reach, int) or self.forecast_reach < 1:
             raise ConfigError(f"forecast_reach={self.forecast_reach!r}: give a number of steps, 1 or more")
-        if self.staleness_warmup and not self.lock_free:
-            raise ConfigError(
-                f"staleness_warmup={self.staleness_warmup} with lock_free=False: each step waits for its update anyway; give "
-                f"lock_free=True, or leave it out"
-            )
-        if self.forecast_reach != type(self).forecast_reach and not self.lock_free:
-            raise ConfigError(
-                f"forecast_reach={self.forecast_reach} with lock_free=False: each step waits for its update, and nothing is "
-                f"forecast; give lock_free=True, or leave it out"
-            )
         if self.hold_updates and not (self.lock_free and self.max_staleness >= LEAST_HELD_STALENESS):
             raise ConfigError(
                 f"hold_updates=True with lock_free={self.lock_free} and max_staleness={self.max_staleness} has no room to "
@@ -293,11 +296,6 @@ class Settings:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}: give a number of ranks, 1 (which divides nothing) or more")
-        if self.sequence_parallel and self.tensor_parallel_size == 1:
-            raise ConfigError(
-                "sequence_parallel=True divides sequences over the ranks of a tensor group, and tensor_parallel_size=1 makes "
-                "none; give a tensor_parallel_size of 2 or more, or leave it out"
-            )
         if self.tensor_parallel_plan != "auto" and not isinstance(self.tensor_parallel_plan, Mapping):
             raise ConfigError(
                 f"tensor_parallel_plan={self.tensor_parallel_plan!r}: give 'auto', or a dictionary such as "
@@ -393,6 +391,56 @@ class Settings:
             raise ConfigError(f"recompute={self.recompute!r}: use 'none', 'all', or 'every 2nd', 'every 3rd', ...")
         return int(match.group(1))
 
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Needs:
+    """Settings that have an effect only where others of the same object do not switch it off.
+
+    Attributes:
+        names: of the settings.
+        met: whether they have an effect.
+        otherwise: what switches it off, and why nothing happens then. give: the remedy.
+    """
+
+    names: tuple[str, ...]
+    met: Callable[[Settings], bool]
+    otherwise: str
+    give: str
+
+
+_NEEDS = (
+    _Needs(
+        ("max_staleness", "staleness_warmup", "forecast", "forecast_reach"),
+        lambda settings: settings.lock_free,
+        "lock_free=False: each step waits for its update anyway, so no parameter is late and nothing is forecast",
+        "lock_free=True",
+    ),
+    _Needs(
+        ("forecast_reach",),
+        lambda settings: settings.forecast,
+        "forecast=False: nothing is forecast",
+        "forecast=True",
+    ),
+    _Needs(
+        ("sequence_parallel", "tensor_parallel_plan"),
+        lambda settings: settings.tensor_parallel_size > 1,
+        "tensor_parallel_size=1: there is no group of ranks that could divide layers or sequences",
+        "a tensor_parallel_size of 2 or more",
+    ),
+    _Needs(
+        ("weights_map", "weights_new", "weights_strict"),
+        lambda settings: settings.weights is not None,
+        "weights=None: no files are read that it could be about",
+        "weights='/a/folder' with safetensors files",
+    ),
+    _Needs(
+        ("disk_memory",),
+        lambda settings: bool(settings.disk_paths) or "disk" in (settings.parameter_home, settings.wanted_master_home),
+        "disk_path=None and no home on disk: there is no disk tier that it could bound",
+        "disk_path='/a/folder' (or master_home='disk')",
+    ),
+)
+"""Kept to what this object alone can tell: what has an effect on one machine and none on another is no mistake."""
 
 _WORDS = {
     name: get_args(get_type_hints(Settings)[name])

@@ -1,7 +1,7 @@
 """Pictures of bytes over ticks and of what was busy over time, drawn with Pillow: the one way of drawing.
 
 Owns scales, colours and labels; knows numbers and names, not what they are of. The standard library alone until something
-is drawn: Pillow comes with TensorBoard, and who has neither gets an error that says so.
+is drawn: whoever installed without dependencies and has no Pillow gets an error that says so.
 
 I1: what exceeds a panel's limit is in OVER and nothing else is. I2: a tick or a busy stretch narrower than a pixel still
 shows: a column of pixels shows the fullest of its ticks, and the busy share of its time.

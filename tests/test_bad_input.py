@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import re
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMPrecision, AngelPTMStrategy, CapacityError, ConfigError, PageIOError
 from lightning_ptm.command_line import command_line
+from lightning_ptm.config import Settings
 from lightning_ptm.memory.disk import FileOps
 
 
@@ -133,6 +135,61 @@ def test_settings_that_cannot_work(settings: dict[str, Any], message: str) -> No
         AngelPTMStrategy(**settings)
 
 
+WITHOUT_EFFECT = [
+    (
+        {"max_staleness": 4},
+        "max_staleness=4 with lock_free=False: each step waits .* give lock_free=True, or leave max_st",
+    ),
+    ({"max_staleness": 0}, "max_staleness=0 with lock_free=False"),
+    ({"staleness_warmup": 10}, "staleness_warmup=10 with lock_free=False"),
+    ({"forecast": False}, "forecast=False with lock_free=False: .* nothing is forecast"),
+    ({"forecast_reach": 3}, "forecast_reach=3 with lock_free=False"),
+    (
+        {"lock_free": True, "forecast": False, "forecast_reach": 3},
+        "forecast_reach=3 with forecast=False: .*forecast=True",
+    ),
+    (
+        {"sequence_parallel": True},
+        "sequence_parallel=True with tensor_parallel_size=1: .* tensor_parallel_size of 2 or more",
+    ),
+    ({"tensor_parallel_plan": {"a": 1}}, "tensor_parallel_plan=.* with tensor_parallel_size=1"),
+    ({"weights_map": {"a": "b"}}, "weights_map=.* with weights=None: no files are read"),
+    ({"weights_new": ["*.lora_*"]}, r"weights_new=\['\*.lora_\*'\] with weights=None"),
+    ({"weights_strict": False}, "weights_strict=False with weights=None: .* give weights='/a/folder'"),
+    (
+        {"disk_memory": "1GiB"},
+        "disk_memory='1GiB' with disk_path=None and no home on disk: .* give disk_path='/a/folder'",
+    ),
+    ({"disk_memory": 1 << 30, "master_home": "host"}, "disk_memory=1073741824 with disk_path=None"),
+    ({"async_save": True}, "async_save=True writes checkpoints from pages, .* set state_dict_type='sharded'"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WITHOUT_EFFECT)
+def test_settings_that_would_have_no_effect(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AngelPTMStrategy(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lock_free": True, "max_staleness": 4, "staleness_warmup": 10, "forecast_reach": 3},
+        {"lock_free": True, "forecast": False},
+        {"lock_free": True, "disk_memory": "1GiB"},
+        {"parameter_home": "disk", "disk_memory": "1GiB"},
+        {"disk_path": "/disk", "disk_memory": "1GiB"},
+        {"tensor_parallel_size": 2, "sequence_parallel": True, "tensor_parallel_plan": {}},
+        {"weights": "w", "weights_map": {"a": "b"}, "weights_new": ["a"], "weights_strict": False},
+        {"weights_new": []},  # as a config file says nothing
+        {field.name: field.default for field in dataclasses.fields(Settings)},  # as a saved config says it
+    ],
+)
+def test_settings_that_have_one(settings: dict[str, Any]) -> None:
+    """The refusals above are no empty caution, and whoever writes a default has asked for nothing."""
+    AngelPTMStrategy(**settings)
+
+
 def test_sizes_in_words_and_numbers() -> None:
     for size in ("128KiB", "128 KiB", "128k", "0.125MiB", 131072, "131072", "131.072kB"):
         assert AngelPTMStrategy(page_size=size).settings.page_bytes == 131072
@@ -181,8 +238,8 @@ def test_ram_too_small_for_one_tick() -> None:
     message = refused(small(host_memory="512KiB"), Stack(), CapacityError)
     # (up and down) x 64 x 256 weights in fp32, gathered, and their gradients: more than eight pages.
     assert re.search(r"tick \d+ \(blocks\.\d+ backward\) needs \d+ pages at once \(.* [KM]iB\)", message), message
-    assert "of 64 KiB" in message
-    assert "raise host_memory" in message
+    assert "RAM has 0 of 64 KiB" in message
+    assert "raise host_memory" in message and "device" not in message
 
 
 def test_device_too_small_for_one_tick() -> None:

@@ -100,7 +100,7 @@ def test_the_main_config_is_found_from_here() -> None:
         ("model.init_args.widht=3", "lightning_ptm.models.GPT has no setting 'widht'; did you mean 'width'?"),
         (
             "trainer.strategy.init_args.max_staleness=1.5",
-            "lightning_ptm.AngelPTMStrategy: max_staleness: Expected a <class 'int'>. Got value: 1.5",
+            "lightning_ptm.AngelPTMStrategy: max_staleness='1.5': give a number of steps, 0 or more",
         ),
         (
             "trainer.strategy.init_args.timeout=60",
@@ -161,7 +161,7 @@ REFUSED = {
     "--data.init_args.sequence_length=300": "TextBytes gives sequences of 300 tokens and GPT reads 256 at most",
     "--data.init_args.path=/no/such/text": "/no/such/text is no folder and no file",
     "--data.init_args.sequence_length=100000 --model.init_args.sequence_length=100000": "one window takes 100001",
-    "--trainer.strategy.init_args.host_memory=64KiB": r"whole pages of 4 MiB is .* more than the device tier .*host_memory",
+    "--trainer.strategy.init_args.host_memory=64KiB": r"pages of 4 MiB is .* more than RAM has .*raise host_memory",
 }
 
 

@@ -2,16 +2,105 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import shutil
 import subprocess
+import sys
 import sysconfig
 import tomllib
+import zipfile
 from collections import Counter
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+REQUIRED = {
+    canonicalize_name(each.name): each for each in (Requirement(text) for text in PROJECT["project"]["dependencies"])
+}
+OPTIONAL = {
+    "apex": "used where the user's own optimizers or kernels are Apex's",
+    "numpy": "its random numbers are looked after where it is there",
+}
+"""Imported modules that no dependency brings, and why a run goes on without."""
+
+
+def test_what_is_imported_is_declared() -> None:
+    """What comes with a dependency today may not come with it tomorrow."""
+    files = [path for folder in ("lightning_ptm", "callbacks") for path in (ROOT / folder).rglob("*.py")]
+    imported = {name: path for path in files for name in _imports(path)}
+    brings = packages_distributions()
+    undeclared = {
+        name: str(path.relative_to(ROOT))
+        for name, path in imported.items()
+        if name not in (*OPTIONAL, "lightning_ptm", *sys.stdlib_module_names)
+        and not {canonicalize_name(each) for each in brings.get(name, [name])} & REQUIRED.keys()
+    }
+    assert not undeclared
+    assert set(OPTIONAL) <= imported.keys()
+
+
+def _imports(path: Path) -> set[str]:
+    """Top-level modules that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {each.name.partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("name", ["lightning", "pytorch-lightning"])
+@pytest.mark.parametrize(
+    ("version", "allowed"),
+    [("2.5.6", False), ("2.6.0", True), ("2.6.1", True), ("2.6.2", False), ("2.6.3", False), ("2.6.4", True)],
+)
+def test_releases_that_somebody_else_uploaded_are_not_installed(name: str, version: str, allowed: bool) -> None:
+    """GHSA-w37p-236h-pfx3. `lightning` brings `pytorch-lightning` in any version, so it is excluded by its own name, too."""
+    assert REQUIRED[name].specifier.contains(version) is allowed
+
+
+def test_no_extra_allows_what_the_dependencies_exclude() -> None:
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    named = {canonicalize_name(Requirement(text).name) for extra in extras for text in extra}
+    assert not named & {"lightning", "pytorch-lightning"}
+
+
+def test_the_versions_that_are_tested_are_read_from_all_dependencies() -> None:
+    """.ci/versions takes each apart with this pattern."""
+    pattern = re.search(r're\.fullmatch\(r"(.*)", each\)', (ROOT / ".ci" / "versions").read_text())
+    assert pattern is not None
+    assert not [each for each in PROJECT["project"]["dependencies"] if not re.fullmatch(pattern[1], each)]
+
+
+def test_a_wheel_says_that_it_is_typed_and_has_the_configs(tmp_path: Path) -> None:
+    """Built of a copy: setuptools leaves a folder behind."""
+    tree = tmp_path / "tree"
+    for name in ("lightning_ptm", "callbacks", "configs"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    build = "import setuptools.build_meta as build; print(build.build_wheel('.'))"
+    built = subprocess.run([sys.executable, "-c", build], cwd=tree, capture_output=True, text=True, timeout=120)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tree.glob("*.whl")
+    files = set(zipfile.ZipFile(wheel).namelist())
+    assert {"lightning_ptm/py.typed", "lightning_ptm/configs/gpt.yaml", "lightning_ptm/callbacks/__init__.py"} <= files
+    metadata = zipfile.ZipFile(wheel).read(next(name for name in files if name.endswith("/METADATA"))).decode()
+    assert "Classifier: Typing :: Typed" in metadata and "\nProject-URL: Paper, https://arxiv.org/" in metadata
+
+
+def test_urls_are_those_that_the_readme_names() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert not [url for url in PROJECT["project"]["urls"].values() if url not in readme]
 
 
 def test_every_package_is_installed() -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import yaml  # type: ignore[import-untyped,unused-ignore]
 from jsonargparse import ArgumentError, ArgumentParser
 
+from lightning_ptm.commands.mistakes import in_short
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models import GPT, T5, T5MoE
@@ -51,7 +52,7 @@ def builder(kind: type[Built], part: str, given: Any, path: str | Path) -> Calla
     try:
         parsed = parser.parse_object({part: given})
     except ArgumentError as error:
-        raise ConfigError(f"the {part} of {path} cannot be built: {error}") from error
+        raise ConfigError(f"the {part} of {path} cannot be built: {in_short(str(error), ())}") from error
     # Later versions of jsonargparse warn of the longer name, earlier ones have no other.
     instantiate = parser.instantiate if hasattr(parser, "instantiate") else parser.instantiate_classes
 

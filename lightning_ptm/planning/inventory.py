@@ -116,9 +116,9 @@ class Inventory:
                 found[row.what] = found.get(row.what, 0) + filled.add(row) * self.page_size
         return {what: size for what, size in found.items() if size}
 
-    def in_words(self, tier: Tier) -> str:
-        """What most of a tier's pages are for; empty when it has none."""
-        return uses_in_words(tier, {what.value: size for what, size in self.by_what(tier).items()})
+    def in_words(self, tier: Tier, unified: bool = False) -> str:
+        """What most of a tier's pages are for; empty when it has none. `unified`: the device tier is RAM."""
+        return uses_in_words(tier, {what.value: size for what, size in self.by_what(tier).items()}, unified)
 
 
 NOTHING = Inventory(0, ())

@@ -28,7 +28,7 @@ from lightning_ptm.planning.inventory import What
 from lightning_ptm.planning.layout import ModelLayout, round_up
 from lightning_ptm.planning.lifetime import Uses, uses_of
 from lightning_ptm.planning.occupancy import Occupancy
-from lightning_ptm.planning.report import device_refusal, format_bytes, with_uses
+from lightning_ptm.planning.report import device_refusal, format_bytes, setting_for, tier_in_words, with_uses
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import Kind, Tier
 
@@ -343,9 +343,7 @@ class _Problem:
     def _device_error(self) -> CapacityError:
         left = min(self._left[Tier.DEVICE])
         have_pages = left // self._layout.page_size
-        setting = self._setting(Tier.DEVICE)
-        if self._unified and not self._budget[Tier.DISK]:
-            setting += ", give a disk_path"  # which nothing else says to who has RAM alone
+        only_ram = self._unified and not self._budget[Tier.DISK]
         return device_refusal(
             self._layout,
             self._trace,
@@ -353,13 +351,10 @@ class _Problem:
             need_pages=self._demand.peak(),
             have_pages=have_pages,
             reserved_bytes=self._budget[Tier.DEVICE] - left,
-            setting=setting,
+            unified=self._unified,
+            further=", give a disk_path" if only_ram else "",  # which nothing else says to who has RAM alone
             uses=self._given[Tier.DEVICE],
         )
-
-    def _setting(self, tier: Tier) -> str:
-        """What a user raises for a larger tier."""
-        return (Tier.HOST if self._unified and tier.computes else tier).setting
 
     def _homeless(self, missing: list[tuple[int, int]], kind: Kind, tiers: Sequence[Tier]) -> CapacityError:
         need_bytes = sum(size for _, size in missing)
@@ -367,19 +362,19 @@ class _Problem:
         names = f"{len(missing)} units ({first} to {last})" if len(missing) > 1 else first
         what = "master states" if kind is Kind.MASTER else "parameters"
         rooms = ", ".join(
-            f"the {_name(tier)} tier has {format_bytes(max(min(self._left[tier]), 0))} left of "
+            f"{tier_in_words(tier, self._unified)} has {format_bytes(max(min(self._left[tier]), 0))} left of "
             f"{format_bytes(self._budget[tier])}"
             for tier in tiers
         )
-        settings = " or ".join(self._setting(tier) for tier in tiers)
+        settings = " or ".join(setting_for(tier, self._unified) for tier in tiers)
         if all(tier.addressable for tier in tiers) and self._wishes.master is None:
-            settings = f"{settings or self._setting(Tier.DEVICE)} or give a disk_path"
+            settings = f"{settings or setting_for(Tier.DEVICE, self._unified)} or give a disk_path"
         text = (
             f"the {what} of {names} need {format_bytes(need_bytes)} ({need_bytes} bytes) of home; "
             f"{rooms or 'no tier is left for them'}; raise {settings}"
         )
         # The last is the largest that could take them.
-        return CapacityError(with_uses(text, tiers[-1], self._given[tiers[-1]]) if tiers else text)
+        return CapacityError(with_uses(text, tiers[-1], self._given[tiers[-1]], self._unified) if tiers else text)
 
 
 def _whole_pages(size: int, page_size: int) -> int:

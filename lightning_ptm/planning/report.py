@@ -28,24 +28,39 @@ def format_bytes(count: int) -> str:
     return f"{size:.4g} TiB"
 
 
-def uses_in_words(tier: Tier, uses: Mapping[str, int]) -> str:
+def tier_in_words(tier: Tier, unified: bool) -> str:
+    """'the host tier'; 'RAM' for the device tier where it is RAM, and whoever has no GPU knows of no device.
+
+    Args:
+        unified: the device tier is RAM.
+    """
+    return "RAM" if unified and tier.computes else f"the {tier.name.lower()} tier"
+
+
+def setting_for(tier: Tier, unified: bool) -> str:
+    """The setting that a user raises for a larger tier. Args as `tier_in_words`."""
+    return (Tier.HOST if unified and tier.computes else tier).setting
+
+
+def uses_in_words(tier: Tier, uses: Mapping[str, int], unified: bool = False) -> str:
     """'the host tier is for optimizer states 60 MiB, master parameters 30 MiB, gradients 8 MiB, others 2 MiB': the largest
     first; empty when it is for nothing.
 
     Args:
         uses: bytes by what they are for.
+        unified: the device tier is RAM.
     """
     largest = sorted(((size, what) for what, size in uses.items() if size), key=lambda each: -each[0])
     named = [f"{what} {format_bytes(size)}" for size, what in largest[:_NAMED_USES]]
     others = sum(size for size, _ in largest[_NAMED_USES:])
     if others:
         named.append(f"others {format_bytes(others)}")
-    return f"the {tier.name.lower()} tier is for {', '.join(named)}" if named else ""
+    return f"{tier_in_words(tier, unified)} is for {', '.join(named)}" if named else ""
 
 
-def with_uses(text: str, tier: Tier, uses: Mapping[str, int]) -> str:
+def with_uses(text: str, tier: Tier, uses: Mapping[str, int], unified: bool = False) -> str:
     """A refusal, and what takes the tier's bytes."""
-    told = uses_in_words(tier, uses)
+    told = uses_in_words(tier, uses, unified)
     return f"{text} ({told})" if told else text
 
 
@@ -65,10 +80,11 @@ def device_refusal(
     need_pages: int,
     have_pages: int,
     reserved_bytes: int,
-    setting: str = "device_memory",
+    unified: bool,
+    further: str = "",
     uses: Mapping[str, int] = _NOTHING_KNOWN,
 ) -> CapacityError:
-    """The error for a tick whose gathered units and gradients do not fit on the device.
+    """The error for a tick whose gathered units and gradients do not fit on the device, or in RAM where that is the device.
 
     Args:
         layout: names the unit.
@@ -77,23 +93,25 @@ def device_refusal(
         need_pages: pages that it needs at once.
         have_pages: pages of the tier that are there for it; negative when what is reserved alone is too much.
         reserved_bytes: device bytes that are taken already: homes and staging.
-        setting: what to raise; where the device tier is RAM, that is another one.
+        unified: the device tier is RAM.
+        further: what to do beside raising the tier's setting.
         uses: of `reserved_bytes`, bytes by what they are for.
     """
     label = tick_label(layout, trace, tick)
+    where, setting = tier_in_words(Tier.DEVICE, unified), f"{setting_for(Tier.DEVICE, unified)}{further}"
     if need_pages == 0:
         page = format_bytes(layout.page_size)
         text = (
             f"homes and staging take {format_bytes(reserved_bytes)} at {label}, which in whole pages of {page} is "
-            f"{format_bytes(-have_pages * layout.page_size)} more than the device tier has, before any unit computes; "
+            f"{format_bytes(-have_pages * layout.page_size)} more than {where} has for pages, before any unit computes; "
             f"raise {setting} or use smaller units"
         )
-        return CapacityError(with_uses(text, Tier.DEVICE, uses))
+        return CapacityError(with_uses(text, Tier.DEVICE, uses, unified))
     have_pages = max(have_pages, 0)
     verb = "needs" if label.startswith("tick") else "the plan needs"
     text = (
-        f"{label} {verb} {need_pages} pages at once ({format_bytes(need_pages * layout.page_size)}), the device tier "
+        f"{label} {verb} {need_pages} pages at once ({format_bytes(need_pages * layout.page_size)}), {where} "
         f"has {have_pages} of {format_bytes(layout.page_size)} beside {format_bytes(reserved_bytes)} of homes and "
         f"staging; raise {setting} or use smaller units"
     )
-    return CapacityError(with_uses(text, Tier.DEVICE, uses))
+    return CapacityError(with_uses(text, Tier.DEVICE, uses, unified))

@@ -132,6 +132,7 @@ class _Scheduler:
                 need_pages=self._occupancy.peak(),
                 have_pages=self._limit,
                 reserved_bytes=self._reserved_bytes,
+                unified=self._placement.staging_tier.computes,
             )
 
     def _overlap_one_tick(self) -> None:

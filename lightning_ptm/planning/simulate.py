@@ -281,6 +281,7 @@ class _Replay:
             need_pages=pages,
             have_pages=self._limit,
             reserved_bytes=self._reserved_bytes,
+            unified=self._placement.staging_tier.computes,
         )
 
     def _passes(self, unit: int) -> bool:

@@ -222,7 +222,7 @@ class Engine:
             file_ops=file_ops,
             events=self.events,
             progress=self.bars,
-            uses={tier: blueprint.inventory.in_words(tier) for tier in blueprint.budget},
+            uses={tier: blueprint.inventory.in_words(tier, blueprint.unified) for tier in blueprint.budget},
             heritage=kept.heritage,
         )
         self._undo.callback(self._close_pages)

@@ -79,7 +79,8 @@ class Planner:
         try:
             plan = make_plan(self._blueprint, mode, trace)
         except CapacityError as error:
-            raise CapacityError(f"{error} ({self._blueprint.inventory.in_words(Tier.DEVICE)})") from error
+            told = self._blueprint.inventory.in_words(Tier.DEVICE, self._blueprint.unified)
+            raise CapacityError(f"{error} ({told})") from error
         _check_alike(plan_lines(plan, self._blueprint.layout), self._communicator, self._rank)
         return plan
 

@@ -256,11 +256,21 @@ def _blocks(view: Tensor) -> Iterator[Tensor]:
             yield from _blocks(view[first])
 
 
+_BEGINNINGS = (b"PK", b"\x80")
+"""Of what torch.save writes: archives, and the pickles of versions before 1.6."""
+
+
 def unreadable(path: Path, error: Exception, *, weights_only: bool, remedy: str) -> CheckpointError:
     """What torch.load has raised, in our words. `remedy` is what someone who trusts the file may do."""
     if isinstance(error, OSError):
         return unread(path, error)
-    text = str(error).strip()
+    with path.open("rb") as file:
+        head = file.read(2)
+    if head and not head.startswith(_BEGINNINGS):
+        return CheckpointError(
+            f"{path} was not written by torch.save: it begins with {head!r}; give the path of a checkpoint"
+        )
+    text = "" if isinstance(error, LookupError) else str(error).strip()  # whose text is a key alone
     first = text.splitlines()[0] if text else type(error).__name__
     if weights_only and "weights_only" in text.lower():
         return CheckpointError(

@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
-from lightning_ptm.errors import CheckpointError, ConfigError
+from lightning_ptm.errors import CheckpointError, ConfigError, InternalError, PageIOError, RankError, UsageError
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.storage.index import INDEX
 from lightning_ptm.storage.reading import is_file, is_folder
@@ -67,6 +67,8 @@ class Resuming:
         self._own: Callable[..., None] | None = type(connector).resume_start.__get__(connector)
         """Lightning's method, while ours is in its place."""
         self._resumed = False
+        self._unloaded: Path | None = None
+        """The checkpoint that this run goes on from, until its weights are loaded."""
         connector.resume_start = Replacement(connector, "resume_start", self._start)  # type: ignore[method-assign]
 
     @staticmethod
@@ -102,11 +104,14 @@ class Resuming:
                         files.check(path)  # a sharded one is checked as it is read
                 restore(str(path), weights_only=weights_only)
             except (CheckpointError, OSError) as error:  # OSError: it has gone meanwhile, perhaps for this rank alone
+                if not _is_about(error, path):
+                    raise
                 unread.append(error)
                 rank_zero_warn(f"resume='auto' passes over {path}: {error}")
                 continue
             if self._is_of_a_run():
                 self._resumed = True
+                self._unloaded = path
                 return
             rank_zero_info(f"resume='auto' passes over {path}, which has weights only")
         restore(None)
@@ -119,6 +124,26 @@ class Resuming:
         renamed = any(_RENAMED.fullmatch(part) for place in places for part in place.parts)
         hint = ", whose name is another one at each start: give ModelCheckpoint a dirpath" if renamed else ""
         rank_zero_info(f"resume='auto' begins anew: there is no checkpoint in {where}{hint}")
+
+    @contextmanager
+    def loading_weights(self) -> Iterator[None]:
+        """The module takes the weights of the checkpoint. Whoever named none is told which one it is that does not suit.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model.
+        """
+        path = self._unloaded
+        try:
+            yield
+        except RuntimeError as error:
+            if path is None or isinstance(error, (InternalError, RankError, UsageError)):
+                raise
+            raise CheckpointError(
+                f"resume='auto' goes on from {path}, the newest checkpoint of its ModelCheckpoint, and the model cannot "
+                f"load it: {' '.join(str(error).split())}; give the model the settings that it was saved with, or the "
+                f"callback another folder, to begin anew"
+            ) from error
+        self._unloaded = None
 
     def _is_of_a_run(self) -> bool:
         """Whether what was read has more than weights; else it is dropped."""
@@ -156,6 +181,15 @@ class Resuming:
                 callback.last_model_path = callback.format_checkpoint_name({}, callback.CHECKPOINT_NAME_LAST)
 
 
+def _is_about(error: CheckpointError | OSError, path: Path) -> bool:
+    """Whether an error that came while `path` was read is about its files, so that an earlier one may do. The disk tier's is
+    not, and neither is that of another file, which the user's own hooks read."""
+    if isinstance(error, PageIOError):
+        return False
+    named = getattr(error, "filename", None)
+    return not isinstance(named, (str, os.PathLike)) or Path(named).absolute().is_relative_to(path)
+
+
 def newest_first(places: Iterable[Path], suffixes: Collection[str] = (SUFFIX,)) -> list[Path]:
     """Full checkpoints (files) and sharded ones (folders) in these folders and those below, without links.
 
@@ -165,6 +199,13 @@ def newest_first(places: Iterable[Path], suffixes: Collection[str] = (SUFFIX,)) 
     Raises:
         OSError, CheckpointError: a folder is there and cannot be read.
     """
+    places = tuple(places)
+    for place in places:
+        if place.exists() and not place.is_dir():
+            raise CheckpointError(
+                f"resume='auto' looks for checkpoints in {place}, which is a file; give ModelCheckpoint the dirpath of a "
+                f"folder"
+            )
     found = {path: _completed_ns(path) for place in places for path in _in(place, suffixes)}
     times = {path: time for path, time in found.items() if time is not None}
     return sorted(times, key=lambda path: (times[path], path.name), reverse=True)

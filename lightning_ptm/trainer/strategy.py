@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -84,6 +84,11 @@ class AngelPTMStrategy(RearrangingStrategy):
             self._resuming = Resuming(trainer, self._setting_up_together, self.broadcast)
 
     # -- set-up -------------------------------------------------------------------------------------------------------
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with nullcontext() if self._resuming is None else self._resuming.loading_weights():
+            super().load_model_state_dict(checkpoint, strict)
 
     @override
     def setup(self, trainer: Trainer) -> None:

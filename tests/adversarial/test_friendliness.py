@@ -167,7 +167,7 @@ def test_mistakes_of_the_trainer_are_a_sentence_before_anything_is_set_up(
         for name in ("gpu", "cuda"):
             said = refused(capsys, f"--trainer.accelerator={name}")
             assert re.search(rf"accelerator={name}: torch .* (without CUDA|no GPU).*; leave it out", said)
-    assert "invalid accelerator name: `accelerator='gpuu'`" in refused(capsys, "--trainer.accelerator=gpuu")
+    assert "there is no accelerator 'gpuu'; did you mean 'gpu'?" in refused(capsys, "--trainer.accelerator=gpuu")
     assert "`Trainer(devices='0')` value is not a valid input" in refused(capsys, "--trainer.devices=0")
     assert "that is DeepSpeed's" in refused(capsys, "--trainer.strategy.init_args.offload_optimizer=true")
 

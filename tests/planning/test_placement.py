@@ -169,7 +169,7 @@ def test_the_most_demanding_tick_is_named() -> None:
     assert placed(layout, pages(10, disk=1000), wishes=wish).gather_bytes == 10 * PAGE
     with pytest.raises(
         CapacityError,
-        match=r"tick 5 \(layers.1 backward\) needs 10 pages at once \(640 KiB\), the device tier has 9 of 64 KiB "
+        match=r"tick 5 \(layers.1 backward\) needs 10 pages at once \(640 KiB\), RAM has 9 of 64 KiB "
         r".*raise host_memory or use smaller units",
     ):
         placed(layout, pages(9, disk=1000), wishes=wish)
@@ -199,7 +199,7 @@ def test_a_refusal_tells_what_has_the_bytes() -> None:
         placed(layout, pages(100, host=10), wishes=Wishes(parameter=Tier.HOST), update_on_device=False)
     with pytest.raises(CapacityError, match=r"raise host_memory, give a disk_path or use smaller units"):
         placed(layout, pages(4), update_on_device=True)
-    told = r"raise host_memory or use smaller units \(the device tier is for staging of updates 64 KiB\)$"
+    told = r"raise host_memory or use smaller units \(RAM is for staging of updates 64 KiB\)$"
     with pytest.raises(CapacityError, match=told):
         placed(
             layout, pages(4, disk=1000), wishes=Wishes(parameter=DISK, master=DISK), staging_bytes=PAGE, unified=True

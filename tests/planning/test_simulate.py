@@ -191,7 +191,7 @@ def test_a_plan_that_exceeds_the_device_is_refused_by_tick() -> None:
     layout, placement, plan, trace, budget = VALID["one rank, roomy"]
     smaller = Budget({**budget, Tier.DEVICE: 12 * PAGE})
     with pytest.raises(
-        CapacityError, match=r"tick \d+ \(.* (for|back)ward\) needs 14 pages at once .* has 12 of 64 KiB.*device_memory"
+        CapacityError, match=r"tick \d+ \(.* (for|back)ward\) needs 14 pages at once .* has 12 of 64 KiB.*host_memory"
     ):
         simulate(layout, placement, plan, trace, smaller)
     with pytest.raises(CapacityError, match=r"homes on the disk tier .* raise disk_memory"):

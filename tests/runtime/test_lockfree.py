@@ -768,7 +768,7 @@ def test_a_unit_that_takes_part_in_some_steps_only(strategy_at, where) -> None:
         ({"staleness_warmup": 10}, "staleness_warmup=10 with lock_free=False: each step waits for its update anyway"),
         (
             {"forecast_reach": 16},
-            "forecast_reach=16 with lock_free=False: each step waits for its update, and nothing is",
+            "forecast_reach=16 with lock_free=False: each step waits for its update anyway, so no parameter",
         ),
         ({"lock_free": True, "max_staleness": 1.5}, "max_staleness=1.5: give a number of steps"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_ptm import AngelPTMStrategy, CheckpointError, ConfigError
+from lightning_ptm import AngelPTMStrategy, CheckpointError, ConfigError, PageIOError
 from lightning_ptm.storage.index import INDEX, PARTIAL
 
 
@@ -52,8 +53,7 @@ def trainer_of(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        default_root_dir=folder,
-        **given,
+        **{"default_root_dir": folder, **given},
     )
 
 
@@ -158,9 +158,48 @@ def test_nothing_begins_anew_beside_checkpoints_that_cannot_be_read(tmp_path: Pa
 def test_the_folder_of_another_model_is_refused_and_stays_as_it_was(tmp_path: Path) -> None:
     fit(trainer_of(tmp_path, 2))
     there = sorted(tmp_path.rglob("*"))
-    with pytest.raises(RuntimeError, match="size mismatch"):
+    with pytest.raises(CheckpointError, match=rf"goes on from {tmp_path}/step=2.ckpt, .* size mismatch .* settings"):
         fit(trainer_of(tmp_path, 3), Module(width=12))
     assert sorted(tmp_path.rglob("*")) == there
+
+
+def test_a_full_one_of_another_model_is_named(tmp_path: Path) -> None:
+    fit(trainer_of(tmp_path, 2, "full"))
+    with pytest.raises(CheckpointError, match=rf"resume='auto' goes on from {tmp_path}/step=2.ckpt, .* size mismatch"):
+        fit(trainer_of(tmp_path, 3, "full"), Module(width=12))
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    module = Module()
+    with pytest.raises(
+        CheckpointError, match=r"looks for checkpoints in .*/file, which is a file; give ModelCheckpoint the"
+    ):
+        fit(trainer_of(tmp_path / "file", 1, default_root_dir=tmp_path), module)
+    assert module.began_at == -1
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PageIOError("the disk tier is full", path="/disk", page=None, errno=errno.ENOSPC), "^the disk tier is full"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/my/vocabulary.txt"), r"/my/vocabulary\.txt"),
+        (PermissionError(errno.EACCES, "Permission denied", "/my/vocabulary.txt"), r"/my/vocabulary\.txt"),
+    ],
+)
+@pytest.mark.filterwarnings("error:resume='auto' passes over")
+def test_what_is_not_the_checkpoints_fault_is_not_said_of_it(
+    error: OSError, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was passed over for an earlier one, and in the end the folder was blamed."""
+    fit(trainer_of(tmp_path, 2, "full"))
+
+    def failing(*given: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("lightning_ptm.checkpoints.file_io.FileCheckpointIO.check", failing)
+    with pytest.raises(type(error), match=message):
+        fit(trainer_of(tmp_path, 3, "full"))
 
 
 def test_a_save_that_was_killed_is_never_chosen_and_its_rest_is_removed(tmp_path: Path) -> None:

@@ -1,0 +1,209 @@
+"""Wrong command lines and configs, read as a newcomer would: each is answered in a line that names what is wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_ptm.cli import main
+
+MINE = """
+import torch
+from lightning.pytorch import LightningModule
+
+class Net(LightningModule):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(width, width)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class NetWithData(Net):
+    def train_dataloader(self):
+        width = self.layer.in_features
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(2, width)))
+"""
+
+
+@pytest.fixture
+def my_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, with modules of a user's. It is not among those that Python looks in, as with a console script."""
+    (tmp_path / "my_module.py").write_text(MINE)
+    (tmp_path / "my_missing.py").write_text("import no_such_library\n")
+    (tmp_path / "my_syntax.py").write_text("class Net(:\n")
+    (tmp_path / "my_raising.py").write_text("raise ValueError('a mistake of mine')\n")
+    (tmp_path / "other_kind.yaml").write_text("model: {class_path: torch.nn.Linear}\ndata: {class_path: TextBytes}\n")
+    (tmp_path / "misspelt.yaml").write_text("modle: {class_path: GPT}\n")
+    before = set(sys.modules)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", os.getcwd())])
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("my_") and name not in before]:
+        del sys.modules[name]
+
+
+QUIET = [
+    *("--trainer.accelerator=cpu", "--trainer.max_steps=1", "--trainer.logger=false", "--trainer.default_root_dir=."),
+    *(
+        "--trainer.enable_progress_bar=false",
+        "--trainer.enable_model_summary=false",
+        "--trainer.enable_checkpointing=false",
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--model=my_module.NetWithData"],
+        ["--model=my_module.NetWithData", "--trainer.strategy=lightning_ptm.AngelPTMStrategy"],
+        ["--model=my_module.NetWithData", "--trainer.strategy=AngelPTMStrategy"],
+        ["--model=my_module.NetWithData", "--trainer.strategy=angel_ptm"],
+        [
+            *("--model=my_module.NetWithData", "--trainer.strategy=lightning_ptm.AngelPTMStrategy"),
+            "--trainer.strategy.init_args.host_memory=1GiB",
+        ],
+        ["--model=my_module.NetWithData", "--trainer.strategy=lightning.pytorch.strategies.SingleDeviceStrategy"],
+        ["--model=my_module.NetWithData", "--trainer.accelerator=lightning.pytorch.accelerators.CPUAccelerator"],
+        ["--config=strategy.yaml"],
+        ["--config=strategy.yaml", "--trainer.strategy.init_args.host_memory=1GiB"],
+    ],
+)
+def test_a_class_is_given_by_its_path_and_looked_for_in_the_current_folder(
+    my_modules: Path, arguments: list[str]
+) -> None:
+    named = {"model": {"class_path": "my_module.NetWithData"}}
+    named["trainer"] = {"strategy": "lightning_ptm.AngelPTMStrategy"}  # type: ignore[dict-item]
+    (my_modules / "strategy.yaml").write_text(yaml.safe_dump(named))
+    main(["fit", *QUIET, *arguments])
+
+
+CLASSES = {
+    "--model=no_module.Net": r"there is no class no_module\.Net: No module named 'no_module', neither in the current folder, "
+    r"\S+, nor among the installed packages",
+    "--data=no_module.Data": r"there is no class no_module\.Data: .* nor among the installed packages",
+    "--model=my_module.Nett": r"there is no class my_module\.Nett: my_module \(\S+my_module\.py\) has no 'Nett'; did you "
+    r"mean 'Net'\?",
+    "--model=my_missing.Net": r"my_missing\.Net cannot be imported: No module named 'no_such_library', which my_missing",
+    "--model=my_syntax.Net": r"--model: my_syntax\.Net cannot be imported: invalid syntax \(my_syntax\.py, line 1\)",
+    "--model=my_raising.Net": r"--model: my_raising\.Net cannot be imported: a mistake of mine",
+    "--model=my_module.py": r"my_module\.py is a file; give its class as Python imports it, such as my_module\.MyClass",
+    "--model=./my_module.py": r"\./my_module\.py is a file; give its class as Python imports it, such as my_module\.MyClass",
+    "--model=GTP": r"--model: there is no class 'GTP' that is known by this name alone; did you mean 'GPT'\?; other classes",
+    "--model=torch.nn.Linear": r"--model: torch\.nn\.Linear is no LightningModule",
+    "--config=other_kind.yaml": r"--model: torch\.nn\.Linear is no LightningModule",
+    "--model=my_module.Net": r"--data is missing, and Net has no train_dataloader\(\) of its own; give --data=",
+    "--model=my_module.Net --data.init_args.path=x": "--data names no class whose setting 'path' could be; give one",
+    "--model=my_module.Net --model.init_args.height=3": r"my_module\.Net has no setting 'height'; its settings are width",
+    "--data=TextBytes": "--model is missing; give it, or --config with a file that names it",
+    "--config=misspelt.yaml": "a config of fit has no 'modle'; did you mean 'model'",
+    "--config=/no/such.yaml": r"--config: there is no file /no/such\.yaml",
+}
+
+
+@pytest.mark.parametrize("arguments", CLASSES)
+def test_a_class_that_is_not_there(my_modules: Path, arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said what is missing, and where was looked."""
+    assert re.search(rf"^\S+( fit)?: (--model: )?{CLASSES[arguments]}", answer([*QUIET, *arguments.split()], capsys))
+
+
+OPTIONS = {
+    "trainer.strategy=lightning_ptm.AngelPTMStrateg": r"there is no class lightning_ptm\.AngelPTMStrateg: .*; did you mean "
+    r"'AngelPTMStrategy'\?",
+    "trainer.strategy=torch.nn.Linear": r"--trainer\.strategy: torch\.nn\.Linear is no Strategy",
+    "trainer.strategy=no_module.Strategy": r"there is no class no_module\.Strategy: No module named",
+    "trainer.strategy=xyz": "there is no strategy 'xyz'; there are angel_ptm, angel_ptm_",
+    "trainer.accelerator=cpuu": r"there is no accelerator 'cpuu'; did you mean 'cpu'\?",
+    "trainer.accelerator=torch.nn.Linear": r"--trainer\.accelerator: torch\.nn\.Linear is no Accelerator",
+    "trainer.callbacks=lightning_ptm.callbacks.Thruput": r"there is no class .* no 'Thruput'; did you mean 'Throughput'\?",
+    "trainer.logger=TensorBoardLoger": r"--trainer\.logger: .* did you mean 'TensorBoardLogger'\?",
+    "trainer.precision=bf17-mixed": r"--trainer\.precision='bf17-mixed': give 64, .*bf16-mixed, .* or null",
+    "trainer.max_steps=ten": r"--trainer\.max_steps='ten': give a whole number",
+    "trainer.devices=two": "`devices` selected with `CPUAccelerator` should be an int > 0",
+    "trainer.strategy.init_args.units=Blok": r"units='Blok': give 'auto' or a list of class names such as \['Block'\]",
+    "trainer.strategy.init_args.state_dtype=fp16": "state_dtype='fp16': use 'auto', 'bf16' or 'int8', or a dictionary",
+    "trainer.strategy.init_args.resume=yes": "resume='yes': use 'never' or 'auto'",
+    "trainer.strategy.init_args.poison=yess": "poison='yess' is neither on nor off",
+    "trainer.strategy.init_args.weights_new=*.lora": r"weights_new='\*\.lora': give a list of names",
+    "trainer.strategy.init_args.tensor_parallel_plan=x": "tensor_parallel_plan='x': give 'auto', or a dictionary",
+    "trainer.strategy.init_args.max_staleness=4": "max_staleness=4 with lock_free=False: .* give lock_free=True",
+    "model.init_args.lr=3": r"lightning_ptm\.models\.GPT has no setting 'lr'; its settings are .*learning_rate",
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_that_cannot_be(my_modules: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is answered in one line, in which none of the types is named that were tried."""
+    told = answer(["--config=gpt.yaml", *QUIET, "--seed_everything=false", f"--{option}"], capsys)
+    assert re.search(OPTIONS[option], told) and not re.search(r"Union|<class|NestedArg|typing\.", told), told
+
+
+def test_settings_of_a_name_that_stands_for_settings(my_modules: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--trainer.strategy=angel_ptm", "--trainer.strategy.init_args.host_memory=2GiB"]
+    assert re.search(
+        r"--trainer\.strategy is 'angel_ptm', a name that stands for settings and takes no others \(host_memory\); give the "
+        r"class, such as --trainer\.strategy=lightning_ptm\.AngelPTMStrategy, before its settings",
+        answer([*QUIET, "--model=my_module.NetWithData", *options], capsys),
+    )
+
+
+def test_the_current_folder_is_left_out_where_python_was_told_so(my_modules: Path) -> None:
+    """`python -P` is for folders in which others may write."""
+    code = "from lightning_ptm.cli import main\ntry: main(['--version'])\nexcept SystemExit: import my_module"
+    there = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    refused = subprocess.run([sys.executable, "-P", "-c", code], env=there, capture_output=True, text=True, timeout=60)
+    assert "No module named 'my_module'" in refused.stderr
+
+
+@pytest.mark.parametrize("command", ["params", "plan"])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{class_path: no_module.Net}", "there is no class no_module.Net: No module named 'no_module', neither in the"),
+        ("{class_path: torch.nn.Linear}", "--model: torch.nn.Linear is no LightningModule"),
+        ("{class_path: GPT, init_args: {widht: 3}}", "GPT has no setting 'widht'; did you mean 'width'?"),
+    ],
+)
+def test_models_of_other_commands(my_modules: Path, command: str, config: str, message: str) -> None:
+    (my_modules / "c.yaml").write_text(f"model: {config}\ndata: {{class_path: TextBytes}}\n")
+    hardware = ["--hardware=v100_32gb_x8"] if command == "plan" else []
+    with pytest.raises(SystemExit) as stop:
+        main([command, "./c.yaml", *hardware])
+    assert message in str(stop.value.code) and "\n" not in str(stop.value.code)
+
+
+def answer(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The last line that `fit` says; a usage error."""
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *arguments])
+    assert stop.value.code == 2, stop.value.code
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "content", [b"hello world", b"model: {class_path: GPT}", b"\x89PNG\r\n", b"<!DOCTYPE html>", b"e"]
+)
+def test_a_file_that_is_no_checkpoint_is_not_called_damaged(my_modules: Path, content: bytes) -> None:
+    """Nor is it offered to be trusted, which would run what is in it."""
+    (my_modules / "other.ckpt").write_bytes(content)
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *QUIET, "--model=my_module.NetWithData", "--trainer.strategy=angel_ptm", "--ckpt_path=other.ckpt"])
+    told = str(stop.value.code)
+    assert re.search(
+        r"other\.ckpt was not written by torch\.save: it begins with b.*; give the path of a checkpoint", told
+    )
+    assert "trust" not in told and "damaged" not in told
