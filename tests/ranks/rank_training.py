@@ -24,6 +24,8 @@ from rank_models import VOCABULARY, Tower
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from least_memory import LEAST, strategy_with
+
 from lightning_ptm import AngelPTMStrategy
 
 BATCH = 4
@@ -42,6 +44,8 @@ TIERS: dict[str, dict[str, Any]] = {
     "lock_free": {"lock_free": True, "max_staleness": 0},
 }
 """Where model states live, as settings of the strategy."""
+PLACES = {**TIERS, "tight": {"device_memory": LEAST, "parameter_home": "disk", "master_home": "disk"}}
+"""The same, and everything on disk with the least device memory that the plan takes."""
 
 
 def tiers_together(*quick: str) -> pytest.MarkDecorator:
@@ -49,13 +53,13 @@ def tiers_together(*quick: str) -> pytest.MarkDecorator:
 
     With `covering`, each of them meets few values of a test's other parameters.
     """
-    together = [["ram", "all_on_disk"], ["masters_on_disk", "lock_free"], ["three_tiers"]]
+    together = [["ram", "all_on_disk"], ["masters_on_disk", "lock_free"], ["three_tiers", "tight"]]
     marks = [() if "+".join(tiers) in quick else pytest.mark.in_turn for tiers in together]
     cases = [pytest.param(tiers, marks=mark) for tiers, mark in zip(together, marks, strict=True)]
     return pytest.mark.parametrize("tiers", cases, ids=lambda tiers: "+".join(tiers))
 
 
-TIERS_TOGETHER = tiers_together("ram+all_on_disk", "masters_on_disk+lock_free", "three_tiers")
+TIERS_TOGETHER = tiers_together("ram+all_on_disk", "masters_on_disk+lock_free", "three_tiers+tight")
 """All of them are quick."""
 
 
@@ -120,8 +124,8 @@ def loader(rows: Tensor, world_size: int, batch_size: int = BATCH) -> DataLoader
 
 def make_strategy(folder: Path | str, tier: str = "ram", **settings: Any) -> AngelPTMStrategy:
     """With the smallest pages, poisoned when they are released."""
-    chosen = {"page_size": "64KiB", "poison": True, "disk_path": str(folder), **TIERS[tier], **settings}
-    return AngelPTMStrategy(timeout=timedelta(seconds=TIMEOUT_S), **chosen)
+    chosen = {"page_size": "64KiB", "poison": True, "disk_path": str(folder), **PLACES[tier], **settings}
+    return strategy_with(timeout=timedelta(seconds=TIMEOUT_S), **chosen)
 
 
 def make_trainer(training: Training, strategy: AngelPTMStrategy, world_size: int, **options: Any) -> L.Trainer:

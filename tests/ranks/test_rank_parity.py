@@ -12,7 +12,7 @@ import torch
 from rank_harness import run_ranks
 from rank_models import MomentumTower, SkipsAnother, Tower, Uneven
 from rank_training import (
-    TIERS,
+    PLACES,
     TIERS_TOGETHER,
     Outcome,
     Training,
@@ -42,7 +42,7 @@ def outcomes(training: Training, world_size: int, folder: Path, tiers: Sequence[
 
 
 def test_each_tier_is_among_those_that_are_tried_together() -> None:
-    assert sorted(itertools.chain(*(case.values[0] for case in TIERS_TOGETHER.args[1]))) == sorted(TIERS)
+    assert sorted(itertools.chain(*(case.values[0] for case in TIERS_TOGETHER.args[1]))) == sorted(PLACES)
     assert not any(case.marks for case in TIERS_TOGETHER.args[1])
 
 
@@ -64,7 +64,7 @@ def test_every_tier_is_plain_data_parallelism(
 
 @pytest.mark.one_in(2)
 @pytest.mark.covering(1)
-@tiers_together("masters_on_disk+lock_free", "three_tiers")
+@tiers_together("masters_on_disk+lock_free", "three_tiers+tight")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     "settings", [{"recompute": "all"}, {"update_in_backward": False}], ids=["recompute", "no_early"]
@@ -78,7 +78,7 @@ def test_settings_that_change_no_bit(settings: dict[str, Any], precision: str, t
 
 @pytest.mark.one_in(2)
 @pytest.mark.covering(1)
-@tiers_together("ram+all_on_disk", "three_tiers")
+@tiers_together("ram+all_on_disk", "three_tiers+tight")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_accumulation(world_size: int, precision: str, tiers: list[str], disk: Path) -> None:
@@ -129,7 +129,7 @@ def test_reductions_that_are_not_needed_are_not_made(disk: Path) -> None:
 
 
 @pytest.mark.covering(1)
-@tiers_together("masters_on_disk+lock_free", "three_tiers")
+@tiers_together("masters_on_disk+lock_free", "three_tiers+tight")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_clipping_by_norm(precision: str, accumulate: int, tiers: list[str], disk: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from rank_harness import run_ranks
 from rank_models import NobodyUsesABlock, SkipsABlock
 from rank_training import (
-    TIERS,
+    PLACES,
     Training,
     expected,
     fit,
@@ -67,7 +67,7 @@ def test_gradients_that_some_or_all_ranks_lack(build: Any, disk: Path) -> None:
 
 @pytest.mark.one_in(2)
 @pytest.mark.covering(1)
-@tiers_together("masters_on_disk+lock_free", "three_tiers")
+@tiers_together("masters_on_disk+lock_free", "three_tiers+tight")
 @pytest.mark.parametrize("build", [WithAdafactor, WithHybrid])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_accumulation(precision: str, build: Any, tiers: list[str], disk: Path) -> None:
