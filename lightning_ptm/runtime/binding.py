@@ -24,6 +24,9 @@ from lightning_ptm.runtime.arrangement import Arrangement
 from lightning_ptm.runtime.doors import Doors
 from lightning_ptm.runtime.parameter_data import set_data
 
+ENDED = "ended with its run, which could not put them back into the module; load them from a checkpoint"
+"""What has become of values that nobody has: see `FlatBinding.absent`."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
@@ -65,7 +68,7 @@ class FlatBinding:
         self._shapes = self.arrangement.shapes
         self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
         self._is_copy = is_copy
-        self.doors = Doors(parameters, self._refusal, closes=closes)
+        self.doors = Doors(parameters, self._refusal, closes=closes, absent=lambda: bool(self.absent))
         # state
         self._base: Tensor | None = None
         self._versions: list[int] = []
@@ -74,7 +77,8 @@ class FlatBinding:
         """What `replaced` has told, while the parameters are lent."""
         self._left: dict[int, Tensor] = {}
         """Gradients that wait for the parameter of their slot to come back to their device."""
-        self._ended = False
+        self.absent = ""
+        """Why nobody has values of the parameters now, and what to do; empty: somebody has."""
         self.lent = False
         """Whether the parameters are in the user's hands, with storage that is not ours."""
 
@@ -108,11 +112,11 @@ class FlatBinding:
         self.lent = False
         self.doors.values_are(bound=True, lent=False)
 
-    def unbind(self, *, ended: bool = False) -> None:
+    def unbind(self, *, absent: str = "") -> None:
         """Lets go of the flat; the parameters cannot be read until they are bound again.
 
         Args:
-            ended: which they will not be in this run.
+            absent: which they will not be in this run: what has become of their values, and what to do.
         """
         self._note_writes()
         with torch._C.DisableTorchFunctionSubclass():
@@ -121,12 +125,12 @@ class FlatBinding:
                 self._set(slot, nothing)
         self._base = None
         self.lent = False
-        self._ended = ended
+        self.absent = absent
         self.doors.values_are(bound=False, lent=False)
 
     def leave(self, dtypes: Sequence[torch.dtype]) -> None:
         """As `unbind`, for good: other pages will have the parameters, and look at their strides and these dtypes."""
-        self.unbind(ended=True)
+        self.unbind(absent=ENDED)
         with torch._C.DisableTorchFunctionSubclass():
             for slot, dtype in enumerate(dtypes):
                 shape, strides = self._shapes[slot], self.layout.slots[slot].spec.stride
@@ -151,11 +155,8 @@ class FlatBinding:
         inside = (each for item in given for each in (item if isinstance(item, (list, tuple)) else (item,)))
         slots = [known[id(each)] for each in inside if id(each) in known]
         name = self.layout.slots[slots[0]].spec.name if slots else "a parameter"
-        if self._ended:
-            return UsageError(
-                f"{name} was read or written, and its values ended with its run, which could not put them back into the "
-                f"module; load them from a checkpoint"
-            )
+        if self.absent:
+            return UsageError(f"{name} was read or written, and its values {self.absent}")
         kept = (
             "of which the module has a copy, rounded or not up to date"
             if self.bound
