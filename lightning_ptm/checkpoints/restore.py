@@ -7,6 +7,7 @@ alone; where these do not, the caller writes them to disk. What was never traine
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
 import warnings
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.optimizer_states import give_back_optimizer_state
 from lightning_ptm.config import format_bytes
+from lightning_ptm.errors import PageIOError
 from lightning_ptm.runtime.binding import ENDED
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.machine import free_host_bytes
@@ -84,7 +86,20 @@ def foretold(engine: Engine, *, ranks_here: int, whole: bool = False) -> str:
     )
 
 
-def weights(engine: Engine, back: Back, *, again: str = "", path: str = "") -> bool:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Returned:
+    """What became of the weights.
+
+    Attributes:
+        given: what was trained has its values.
+        failure: what an update has raised that nobody has heard of yet.
+    """
+
+    given: bool
+    failure: Exception | None = None
+
+
+def weights(engine: Engine, back: Back, *, again: str = "", path: str = "") -> Returned:
     """Puts whole, precise weights into the module's parameters; lets go of others: they cannot be read then.
 
     Args:
@@ -92,18 +107,15 @@ def weights(engine: Engine, back: Back, *, again: str = "", path: str = "") -> b
         again: how frozen parameters get their values in a next run; empty: somebody has to load them.
         path: where weights were written to instead.
 
-    Returns:
-        Whether what was trained has its values.
-
     Raises:
-        What the last updates of a run have met that nobody else has heard of yet, e.g. PageIOError.
+        What the last updates of a run have met that nobody else has heard of yet, if no weights come back, e.g. PageIOError.
     """
     if engine.rendezvous.failed and not engine.communicator.alone:
         log.warning(
             "this run has failed, so the module's parameters have no values any more; load them from a checkpoint"
         )
         engine.lending.let_go()
-        return False
+        return Returned(False)
     if back in (Back.NONE, Back.WRITTEN):
         absent = f"were written to {path} when its run ended, for want of RAM; load them from there" if path else ENDED
         try:
@@ -111,10 +123,10 @@ def weights(engine: Engine, back: Back, *, again: str = "", path: str = "") -> b
                 engine.drain("weights at the end")
         finally:
             engine.lending.let_go(absent)
-        return False
+        return Returned(False)
     left_out = engine.lending.untrained() if back is Back.TRAINED else []
     try:
-        engine.drain("weights at the end")
+        failure = _drained(engine)
         engine.executor.release_all()
         written = engine.lending.written()
         engine.lending.restore(left_out, _left_out(again))
@@ -129,8 +141,26 @@ def weights(engine: Engine, back: Back, *, again: str = "", path: str = "") -> b
         if not engine.rendezvous.failed:
             raise  # the first to hear of the last step's update: nobody else would report it
         log.warning("the weights could not be given back to the module: %s", error)
-        return False
-    return True
+        return Returned(False)
+    if failure is not None:
+        log.warning("an update has failed, so that some of the module's weights may be of the step before: %s", failure)
+    return Returned(True, None if engine.rendezvous.failed else failure)
+
+
+def _drained(engine: Engine) -> Exception | None:
+    """All updates are done, or none is under way any more: the error that has ended them.
+
+    Raises:
+        It, where it says nothing of pages (PageIOError: what they hold is unknown), or where ranks would have to agree.
+    """
+    try:
+        engine.drain("weights at the end")
+    except Exception as error:
+        if isinstance(error, PageIOError) or not engine.update_failed or not engine.communicator.alone:
+            raise
+        engine.stop_updates()
+        return error
+    return None
 
 
 def _left_out(again: str) -> str:

@@ -490,6 +490,21 @@ class Engine:
                 flat.await_reads()
         self.rendezvous.come_together(Together.BY_HAND, deed)
 
+    @property
+    def update_failed(self) -> bool:
+        """Whether an update has raised, so that parameters may be of two steps, and states of them are of no use."""
+        return self.updater.failure is not None
+
+    def stop_updates(self) -> None:
+        """After an update has failed: nothing is updated any more, and the master states in pages, each element that of a
+        step or of the one before, may be read."""
+        self.stream.begin()
+        self.updates.close()
+        self.updater.close()
+        for store in self.stores:
+            for flat in store.flats:
+                flat.await_reads()
+
     def _settle(self, deed: str) -> None:
         """I1, on all ranks."""
         self.drain(deed)

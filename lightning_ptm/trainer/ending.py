@@ -197,7 +197,8 @@ class EndingStrategy(BuildingStrategy):
         cut_here = self._cut is not None
         if path:
             self._ended = dataclasses.replace(self._ended, path=path)
-        if restore.weights(engine, back, again=self._again(engine), path=path):
+        returned = restore.weights(engine, back, again=self._again(engine), path=path)
+        if returned.given:
             self._uncut(partial(put_together, communicator=engine.communicator))
             self._ended = dataclasses.replace(self._ended, weights=True, parts=self._ended.parts and not cut_here)
             complete = not any(isinstance(each, ClosedParameter) for each in self._module.parameters())
@@ -207,9 +208,14 @@ class EndingStrategy(BuildingStrategy):
             if (
                 self._trains
                 and not self._cut_off
+                and not engine.update_failed
                 and restore.optimizer_states(engine, self.optimizers, keep_here, whole=cut_here)
             ):
                 self._ended = dataclasses.replace(self._ended, optimizer_states=True)
+        if engine.update_failed:
+            self._ended = dataclasses.replace(self._ended, torn=True)
+        if returned.failure is not None:
+            raise returned.failure
 
     def _again(self, engine: Engine) -> str:
         """How frozen parameters get their values in a next run of this strategy; empty: by the user alone."""

@@ -216,6 +216,15 @@ class Shadow:
         self._try_on_zeros(hyper, group, scalars, like, keep=after)
         return {key: copy_value(after[key]) for key in self.traits.group_slots if key in after}
 
+    def check(self, hyper: GroupValues, group: int, scalars: ScalarState | None, like: torch.Tensor) -> None:
+        """Try a step on a few zeros, whose outcome nobody needs: what the class refuses with these hyper-parameters, and
+        states that it wants and pages do not have, are then known before any parameter has changed. Args: as `advance`.
+
+        Raises:
+            UsageError: as `step`; and whatever the class raises.
+        """
+        self._try_on_zeros(hyper, group, scalars, like, check=True)
+
     @torch.no_grad()
     def _try_on_zeros(
         self,
@@ -224,6 +233,8 @@ class Shadow:
         scalars: ScalarState | None,
         like: torch.Tensor,
         keep: dict[str, Any] | None = None,
+        *,
+        check: bool = False,
     ) -> dict[str, Any]:
         zeros = torch.zeros(self.traits.groups[group].small, dtype=like.dtype, device=like.device)
         clone = self._clone
@@ -233,6 +244,9 @@ class Shadow:
             clone.state[zeros] = self._state(hyper, run)
             clone.param_groups = [{"params": [zeros], **self._values(hyper, group)}]
             self._take_step()
+            # Of zeros' gradients some classes make only a part of their first state.
+            if check and (scalars is not None or all(clone.state[zeros].get(name) is not None for name in run.slots)):
+                self._collect(run)
             if keep is not None:
                 keep.update(clone.param_groups[0])
             return dict(clone.state[zeros])
