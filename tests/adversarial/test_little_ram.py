@@ -197,6 +197,7 @@ def test_what_was_trained_comes_back_where_that_fits(
     assert_same(dict(ours), {name: theirs[name] for name in trained})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [name for name in KINDS if "lora" in name or name in ("dora", "ia3")])
 def test_adapters_are_exported(strategy_at: MakeStrategy, ram: Ram, kind: str, tmp_path: Path) -> None:
     build, settings = KINDS[kind]
@@ -324,6 +325,7 @@ class Breaks(L.Callback):
             raise self._error("broken off")
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("free", ["for what trains", "none"])
 @pytest.mark.parametrize("home", ["ram", "all_on_disk", "lock_free"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError])
@@ -342,6 +344,7 @@ def test_a_run_that_is_cut_short(
         assert_same(numbers(module, trained=True), numbers(expected, trained=True))
 
 
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("how", ["validate", "test", "predict"])
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
@@ -405,6 +408,7 @@ def written(folder: Path) -> Path:
     return folder / "model.safetensors"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("home", ["ram", "all_on_disk", "three_tiers"])
 @pytest.mark.parametrize("edited", [False, True])
 def test_frozen_values_of_files_are_read_again(

@@ -9,8 +9,14 @@ from fake_process import need_fake_device, on_fake
 
 PROGRAM = Path(__file__).with_name("optimizers_program.py")
 NEEDS_DEVICE = ("device", "counts", "stateless", "whole", "asserts", "capturable")
-TO_DEVICE = ". Updates run on the CPU here, since master states live in RAM or on disk; if the class needs tensors of cuda:0, give "
-TO_RAM = ". Updates run on cuda:0 here, where the master states are; if the class needs tensors in RAM, give master_home='host'"
+TO_DEVICE = (
+    ". Updates run on the CPU here, since master states live in RAM or on disk; if the class needs tensors of cuda:0, "
+    "give "
+)
+TO_RAM = (
+    ". Updates run on cuda:0 here, where the master states are; if the class needs tensors in RAM, give "
+    "master_home='host'"
+)
 
 
 @pytest.fixture(scope="module")
