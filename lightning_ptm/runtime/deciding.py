@@ -51,6 +51,7 @@ from lightning_ptm.runtime.selfstepping import Traits, check_shared, reasons
 from lightning_ptm.runtime.specs import (
     OptimizerRefusedError,
     compute_dtype,
+    first_traits,
     master_dtype,
     traits_of,
     unit_specs,
@@ -314,7 +315,7 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         torch.float32 if flat.sums_gradients else dtype for flat, dtype in zip(layout.flats, dtypes, strict=True)
     )
     traits = tuple(
-        tuple(traits_of(request, asked.known, number, master or dtype, device) for number in flat.optimizers)
+        tuple(first_traits(request, asked.known, number, master or dtype, device) for number in flat.optimizers)
         for flat, dtype, master in zip(layout.flats, dtypes, master_dtypes, strict=True)
     )
     updating = {number for flat in layout.flats for number in flat.optimizers}

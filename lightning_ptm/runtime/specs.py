@@ -213,6 +213,25 @@ def traits_of(
     return known[key]
 
 
+def first_traits(
+    request: Request, known: Traits, optimizer: int, dtype: torch.dtype, likely: torch.device
+) -> OptimizerTraits:
+    """As `traits_of`, before homes say where updates run: where they probably do, or else where the optimizer works."""
+    if not request.backend.apart:
+        return traits_of(request, known, optimizer, dtype, likely)
+    devices = [likely, *({request.backend.device, torch.device("cpu")} - {likely})]
+    found = next((known[optimizer, dtype, each] for each in devices if (optimizer, dtype, each) in known), None)
+    if found is not None:
+        return found
+    try:
+        return traits_of(request, known, optimizer, dtype, likely)
+    except OptimizerRefusedError as refused:
+        try:
+            return traits_of(request, known, optimizer, dtype, devices[1])
+        except OptimizerRefusedError:
+            raise refused from None
+
+
 def with_whole_updates(
     request: Request,
     specs: Sequence[UnitSpec],
@@ -225,7 +244,7 @@ def with_whole_updates(
     """With what optimizers update whole parameters.
 
     Args:
-        device: where updates run.
+        device: where updates probably run.
 
     Raises:
         ConfigError: they do, and ranks divide these.
@@ -236,7 +255,7 @@ def with_whole_updates(
             return parameter
         dtype: torch.dtype = getattr(torch, parameter.dtype)
         master = master_dtype(dtype, mixed=request.mixed, always=lock_free)
-        every = [traits_of(request, known, number, master or dtype, device) for number in parameter.optimizers]
+        every = [first_traits(request, known, number, master or dtype, device) for number in parameter.optimizers]
         traits = next((each for each in every if each.whole), None)
         if traits is None:
             return parameter

@@ -8,7 +8,8 @@ import pytest
 from fake_process import need_fake_device, on_fake
 
 PROGRAM = Path(__file__).with_name("optimizers_program.py")
-NEEDS_DEVICE = ("device", "counts", "stateless", "whole", "asserts", "capturable")
+NEEDS_DEVICE = ("device", "counts", "asserts", "capturable")
+NEEDS_DEVICE_WITHOUT_STATES = ("stateless", "whole")
 TO_DEVICE = (
     ". Updates run on the CPU here, since master states live in RAM or on disk; if the class needs tensors of cuda:0, "
     "give "
@@ -43,6 +44,14 @@ def test_classes_that_need_a_device(became: dict[tuple[str, str], str], name: st
     assert f"{TO_DEVICE}lock_free=False and master_home='device'" in became[name, "lock-free"]
     where_little_fits = became[name, "auto, without"]
     assert where_little_fits == "trained" or "refused, weights kept: " in where_little_fits
+
+
+@pytest.mark.parametrize("name", NEEDS_DEVICE_WITHOUT_STATES)
+def test_classes_without_states_are_updated_where_parameters_are(became: dict[tuple[str, str], str], name: str) -> None:
+    for home in ("device", "host", "disk", "auto, with room"):
+        assert became[name, home] == "trained" or TO_DEVICE in became[name, home], (home, became[name, home])
+    assert became[name, "device"] == became[name, "auto, with room"] == "trained"
+    assert f"{TO_DEVICE}lock_free=False and master_home='device'" in became[name, "lock-free"]
 
 
 def test_a_class_that_needs_ram(became: dict[tuple[str, str], str]) -> None:
