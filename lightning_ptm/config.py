@@ -157,7 +157,8 @@ class Settings:
         weights_new: Names of the module, with wildcards, that the files need not have (adapters, a new head).
         weights_strict: Files that lack a name of the module, or have others, are refused; if not, what is missing is
             initialised as usual, and a warning lists it.
-        restore_weights: After a run, put full weights back into the module's parameters if RAM holds them.
+        restore_weights: After a run, put full weights back into the module's parameters if RAM holds them; else those that
+            were trained, and if it does not hold these, write them to disk.
         poison: Fill released pages with NaN (a debugging aid: a read of released memory then shows).
     """
 

@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.folder_contents import StateFiles, index_of, write_dictionary
 from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
 from lightning_ptm.config import Settings
-from lightning_ptm.errors import UsageError
+from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.audits import UpdateAudit
-from lightning_ptm.runtime.closed import reopen
+from lightning_ptm.runtime.closed import AbsentTensor, ClosedParameter, reopen
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.parameter_data import set_data
 from lightning_ptm.sharded import without_parameters
@@ -38,7 +39,9 @@ class Ended:
     Args:
         units: the unit of each parameter, by name.
         page_size: bytes of a page.
-        weights: whether the module's parameters have their values.
+        weights: whether those of the module's parameters that were trained have their values.
+        path: where they were written to instead.
+        of_files: ids of frozen parameters whose values files have.
         optimizer_states: whether the optimizers have their states.
         torn: whether the weights are of two steps.
         parts: whether the module has parts of larger parameters.
@@ -48,6 +51,8 @@ class Ended:
     units: Mapping[str, str] = field(default_factory=dict)
     page_size: int = 0
     weights: bool = True
+    path: str = ""
+    of_files: frozenset[int] = frozenset()
     optimizer_states: bool = False
     torn: bool = False
     parts: bool = False
@@ -90,14 +95,32 @@ def module_state(ended: Ended, module: LightningModule, settings: Settings, *, k
             "the run has ended, and the module of each rank has parts of parameters that no rank has whole; save inside the "
             "run, as ModelCheckpoint does"
         )
-    if not ended.weights:
+    if ended.path:
+        raise UsageError(
+            f"the run has ended, and its weights were written to {ended.path}, since RAM had no room for them; that is a "
+            f"checkpoint of them (`lightning_ptm.sharded.load` reads it, `lightning-ptm export` makes files of other kinds)"
+        )
+    parameters = list(module.parameters())
+    lacking = [name for name, each in module.named_parameters() if isinstance(each, ClosedParameter)]
+    if not ended.weights or (lacking and len(lacking) == len(parameters)):
         raise UsageError(
             "the run has ended and its weights were not put back into the module, so there is nothing to save; save "
             "inside the run, as ModelCheckpoint does"
         )
     if not keep:
         return {}
-    return without_parameters(module) if settings.state_dict_type == "sharded" else module.state_dict()
+    if lacking:
+        rank_zero_warn(
+            f"{len(lacking)} frozen parameters ({some(lacking, 3)}) have no values after their run, for which RAM had no "
+            f"room, and are not in this checkpoint: load it with strict=False over the base model (strict_loading = False "
+            f"of the LightningModule)"
+        )
+    if settings.state_dict_type == "sharded":
+        return without_parameters(module)
+    state = module.state_dict()
+    for name in [name for name, item in state.items() if isinstance(item, AbsentTensor)]:
+        del state[name]
+    return state
 
 
 def give_storage(module: nn.Module) -> None:
@@ -155,7 +178,8 @@ def save(
     """
     ops = ops or SaveOps()
     chosen = optimizers if "optimizer_states" in checkpoint else ()
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    parameters = module.named_parameters()
+    names = {id(parameter): name for name, parameter in parameters if not isinstance(parameter, ClosedParameter)}
     kinds = list(_kinds(ended, module, names, chosen))
     files = StateFiles.of(kinds)
     index = index_of(module, chosen, checkpoint, files, names=names, world_size=1, page_size=ended.page_size)
@@ -193,7 +217,8 @@ def _kinds(
         of_earlier |= {id(parameter) for parameter in parameters_of(plain_optimizer(optimizer))}
     of_unit: dict[str, list[nn.Parameter]] = {unit: [] for unit in dict.fromkeys(ended.units.values())}
     for name, parameter in module.named_parameters():
-        of_unit.setdefault(ended.units.get(name, ""), []).append(parameter)
+        if not isinstance(parameter, ClosedParameter):
+            of_unit.setdefault(ended.units.get(name, ""), []).append(parameter)
     for unit, parameters in of_unit.items():
         if parameters:
             yield _States(unit, PARAMETERS, {names[id(parameter)]: parameter for parameter in parameters})

@@ -55,7 +55,8 @@ class Interruption:
     @property
     def torn(self) -> bool:
         """Whether what the run leaves behind is of two steps."""
-        return self.unsaved == TORN or (self._engine.rendezvous.failed and self._engine.stepping.in_mid_step)
+        engine = self._engine
+        return self.unsaved == TORN or engine.update_failed or (engine.rendezvous.failed and engine.stepping.torn)
 
     def settle(self) -> None:
         """Find out whether there is a state that all ranks have; where there is none, this rank hangs up, so that nobody
@@ -64,7 +65,7 @@ class Interruption:
             return
         self._settled = True
         engine = self._engine
-        torn = engine.stepping.in_mid_step
+        torn = engine.stepping.in_mid_step or engine.update_failed
         engine.abandon()
         step = self._module.trainer.global_step
         where = f"step {step}, iteration {engine.iterations}, {engine.updates.steps_taken} steps taken"

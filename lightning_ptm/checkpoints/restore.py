@@ -1,10 +1,14 @@
 """What the user's module and optimizers get back when a run ends: ordinary tensors, where RAM holds them.
 
 Knows the engine; decides nothing about pages. Every function is collective.
+I1: what a run has trained is never dropped for want of RAM: where all weights do not fit, those that were trained come back
+alone; where these do not, the caller writes them to disk. What was never trained is where it came from.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import logging
 import warnings
 from collections.abc import Collection, Iterable
@@ -12,55 +16,120 @@ from collections.abc import Collection, Iterable
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.optimizer_states import give_back_optimizer_state
+from lightning_ptm.config import format_bytes
+from lightning_ptm.errors import PageIOError
+from lightning_ptm.runtime.binding import ENDED
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.machine import free_host_bytes
 
 log = logging.getLogger(__name__)
 
 
-def weights(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False) -> bool:
-    """Puts whole, precise weights into the module's parameters; otherwise lets them go: they cannot be read then.
+class Back(enum.Enum):
+    """Which of the weights come back at the end of a run."""
+
+    NONE = "none: they are not wanted, or nobody knows them"
+    ALL = "all"
+    TRAINED = "those that were trained, since RAM has no room for all"
+    WRITTEN = "none: they go to disk, since RAM has no room for those that were trained"
+
+
+def _needed(engine: Engine, ranks_here: int, *, whole: bool) -> tuple[int, int]:
+    """RAM that all weights take, and that those which were trained do, on this machine."""
+    every, left_out = list(engine.wholes.bindings()), engine.lending.untrained()
+    trained = [each for each in every if each not in left_out]
+    # What the user has built, and pages have rounded, was in RAM all the time.
+    total = engine.precise_bytes(with_other_parts=whole) - engine.values.bytes_of_originals()
+    return total * ranks_here, engine.precise_bytes_of(trained, with_other_parts=whole) * ranks_here
+
+
+def decided(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False) -> Back:
+    """What will be given back, by the RAM that is free now.
 
     Args:
-        wanted: the user wants them.
+        wanted: the user wants weights.
         ranks_here: ranks that share this machine's RAM.
         whole: parts of parameters will be put together.
+    """
+    if (engine.rendezvous.failed and not engine.communicator.alone) or engine.values.unknown or not wanted:
+        return Back.NONE
+    every, trained = _needed(engine, ranks_here, whole=whole)
+    if engine.rendezvous.all_say(every <= free_host_bytes()):
+        return Back.ALL
+    return Back.TRAINED if engine.rendezvous.all_say(trained <= free_host_bytes()) else Back.WRITTEN
 
-    Returns:
-        Whether the parameters have their values.
+
+def _untouched_bytes(engine: Engine) -> int:
+    """Of pools in RAM, what only steps will touch: gradients, states, staging."""
+    ram = engine.blueprint.ram
+    laid = sum(engine.wholes.bytes_of_homes(flat) for store in engine.stores for flat in store.flats)
+    return max(0, engine.blueprint.pool_bytes[ram] - laid)
+
+
+def foretold(engine: Engine, *, ranks_here: int, whole: bool = False) -> str:
+    """What will not be given back, as far as can be told before the first step; empty: all will be. Not collective."""
+    every, trained = _needed(engine, ranks_here, whole=whole)
+    free = free_host_bytes() - _untouched_bytes(engine) * ranks_here
+    if every <= free:
+        return ""
+    if trained <= free:
+        return (
+            f"RAM will have no room for all weights at the end of this run ({format_bytes(every)} in full precision, "
+            f"{format_bytes(max(free, 0))} free): the module gets those back that are trained ({format_bytes(trained)}), so "
+            f"that adapters can be saved (save_pretrained, save_checkpoint(..., weights_only=True)), and its frozen "
+            f"parameters have no values then; to have all, make more RAM available, or load the result over the base model"
+        )
+    return (
+        f"RAM will have no room for the trained weights at the end of this run ({format_bytes(trained)} in full precision, "
+        f"{format_bytes(max(free, 0))} free): they are written to disk then, as a sharded checkpoint, and the module's "
+        f"parameters have no values; restore_weights=False says that they are not wanted, as where ModelCheckpoint saves them"
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Returned:
+    """What became of the weights.
+
+    Attributes:
+        given: what was trained has its values.
+        failure: what an update has raised that nobody has heard of yet.
+    """
+
+    given: bool
+    failure: Exception | None = None
+
+
+def weights(engine: Engine, back: Back, *, again: str = "", path: str = "") -> Returned:
+    """Puts whole, precise weights into the module's parameters; lets go of others: they cannot be read then.
+
+    Args:
+        back: what `decided` has said.
+        again: how frozen parameters get their values in a next run; empty: somebody has to load them.
+        path: where weights were written to instead.
 
     Raises:
-        What the last updates of a run have met that nobody else has heard of yet, e.g. PageIOError.
+        What the last updates of a run have met that nobody else has heard of yet, if no weights come back, e.g. PageIOError.
     """
     if engine.rendezvous.failed and not engine.communicator.alone:
         log.warning(
             "this run has failed, so the module's parameters have no values any more; load them from a checkpoint"
         )
         engine.lending.let_go()
-        return False
-    if engine.values.unknown:
-        engine.lending.let_go()
-        return False
-    needed = engine.precise_bytes(with_other_parts=whole) * ranks_here
-    room = wanted and engine.rendezvous.all_say(needed <= free_host_bytes())
-    if wanted and not room:
-        warnings.warn(
-            f"the weights take {needed} bytes and RAM has {free_host_bytes()} free, so the module's parameters have no "
-            f"values after this run; load them from a checkpoint",
-            stacklevel=2,
-        )
-    if not room:
+        return Returned(False)
+    if back in (Back.NONE, Back.WRITTEN):
+        absent = f"were written to {path} when its run ended, for want of RAM; load them from there" if path else ENDED
         try:
             if not engine.rendezvous.failed:
                 engine.drain("weights at the end")
         finally:
-            engine.lending.let_go()
-        return False
+            engine.lending.let_go(absent)
+        return Returned(False)
+    left_out = engine.lending.untrained() if back is Back.TRAINED else []
     try:
-        engine.drain("weights at the end")
+        failure = _drained(engine)
         engine.executor.release_all()
         written = engine.lending.written()
-        engine.lending.restore()
+        engine.lending.restore(left_out, _left_out(again))
         if written:
             warnings.warn(
                 f"{', '.join(written[:3])}: written to in the last step, outside of `with strategy.gathered(module):`: the "
@@ -72,8 +141,31 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = Fals
         if not engine.rendezvous.failed:
             raise  # the first to hear of the last step's update: nobody else would report it
         log.warning("the weights could not be given back to the module: %s", error)
-        return False
-    return True
+        return Returned(False)
+    if failure is not None:
+        log.warning("an update has failed, so that some of the module's weights may be of the step before: %s", failure)
+    return Returned(True, None if engine.rendezvous.failed else failure)
+
+
+def _drained(engine: Engine) -> Exception | None:
+    """All updates are done, or none is under way any more: the error that has ended them.
+
+    Raises:
+        It, where it says nothing of pages (PageIOError: what they hold is unknown), or where ranks would have to agree.
+    """
+    try:
+        engine.drain("weights at the end")
+    except Exception as error:
+        if isinstance(error, PageIOError) or not engine.update_failed or not engine.communicator.alone:
+            raise
+        engine.stop_updates()
+        return error
+    return None
+
+
+def _left_out(again: str) -> str:
+    then = again or "load them from where they came from (the base model's files)"
+    return f"ended with a run that did not train it, since RAM had no room for them; {then}, or make more RAM available"
 
 
 def optimizer_states(

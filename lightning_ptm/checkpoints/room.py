@@ -1,4 +1,5 @@
-"""Where a full checkpoint is put together: in RAM, or, where that is short, in a file beside the disk tier.
+"""Where a full checkpoint is put together: in RAM, or, where that is short, in a file beside the disk tier or in the
+Trainer's root folder.
 
 Owns nothing for long: the file and its space go when the last of the tensors in it does, or the process.
 """
@@ -32,9 +33,10 @@ def copies(engine: Engine) -> Callable[[str, Tensor], Tensor]:
     """
     states_bytes = engine.optimizer_state_bytes(on_disk=False) + engine.optimizer_state_bytes(on_disk=True)
     needed = engine.precise_bytes(with_other_parts=True) + states_bytes
-    if not engine.disk_paths or needed <= free_host_bytes() * _RAM_SHARE:
+    if not engine.folders or needed <= free_host_bytes() * _RAM_SHARE:
         return lambda name, value: value.clone()
-    folder = engine.disk_paths[0]
+    folder = engine.folders[0]
+    folder.mkdir(parents=True, exist_ok=True)
     scratch = Scratch(folder)
 
     in_ram = False

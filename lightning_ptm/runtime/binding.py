@@ -27,6 +27,9 @@ from lightning_ptm.runtime.doors import Doors
 from lightning_ptm.runtime.page_views import PageViews, over_own_storage
 from lightning_ptm.runtime.parameter_data import set_data
 
+ENDED = "ended with its run, which could not put them back into the module; load them from a checkpoint"
+"""What has become of values that nobody has: see `FlatBinding.absent`."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
@@ -87,7 +90,7 @@ class FlatBinding:
         self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
         self._is_copy = is_copy
         self._views = (views or PageViews()).of_flat(self)
-        self.doors = Doors(parameters, self._refusal, closes=closes)
+        self.doors = Doors(parameters, self._refusal, closes=closes, absent=lambda: bool(self.absent))
         # state
         self._base: Tensor | None = None
         self._versions: list[int] = []
@@ -98,7 +101,8 @@ class FlatBinding:
         """What `replaced` has told, while the parameters are lent."""
         self._left: dict[int, Tensor] = {}
         """Gradients that wait for the parameter of their slot to come back to their device."""
-        self._ended = False
+        self.absent = ""
+        """Why nobody has values of the parameters now, and what to do; empty: somebody has."""
         self.lent = False
         """Whether the parameters are in the user's hands, with storage that is not ours."""
 
@@ -131,11 +135,11 @@ class FlatBinding:
         self.lent = False
         self.doors.values_are(bound=True, lent=False)
 
-    def unbind(self, *, ended: bool = False) -> None:
+    def unbind(self, *, absent: str = "") -> None:
         """Lets go of the flat; the parameters cannot be read until they are bound again.
 
         Args:
-            ended: which they will not be in this run.
+            absent: which they will not be in this run: what has become of their values, and what to do.
         """
         self._note_writes()
         with torch._C.DisableTorchFunctionSubclass():
@@ -144,8 +148,8 @@ class FlatBinding:
                 self._set(slot, nothing)
         self._base = None
         self.lent = False
-        self._ended = ended
-        if ended:
+        self.absent = absent
+        if absent:
             self._views.close()
         self.doors.values_are(bound=False, lent=False)
 
@@ -162,7 +166,7 @@ class FlatBinding:
 
     def leave(self, dtypes: Sequence[torch.dtype]) -> None:
         """As `unbind`, for good: other pages will have the parameters, and look at their strides and these dtypes."""
-        self.unbind(ended=True)
+        self.unbind(absent=ENDED)
         with torch._C.DisableTorchFunctionSubclass():
             for slot, dtype in enumerate(dtypes):
                 shape, strides = self._shapes[slot], self.layout.slots[slot].spec.stride
@@ -187,11 +191,8 @@ class FlatBinding:
         inside = (each for item in given for each in (item if isinstance(item, (list, tuple)) else (item,)))
         slots = [known[id(each)] for each in inside if id(each) in known]
         name = self.layout.slots[slots[0]].spec.name if slots else "a parameter"
-        if self._ended:
-            return UsageError(
-                f"{name} was read or written, and its values ended with its run, which could not put them back into the "
-                f"module; load them from a checkpoint"
-            )
+        if self.absent:
+            return UsageError(f"{name} was read or written, and its values {self.absent}")
         kept = (
             "of which the module has a copy, rounded or not up to date"
             if self.bound

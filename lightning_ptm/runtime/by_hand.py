@@ -8,13 +8,14 @@ ranks are at its end: what follows is collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
 from torch import nn
 
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import CapacityError, RankError, UsageError
+from lightning_ptm.runtime.binding import FlatBinding
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.hooks import Hooks
 from lightning_ptm.runtime.known_parameters import KnownParameters
@@ -60,8 +61,11 @@ class ByHand:
         self._ranks_here = ranks_here
 
     @contextmanager
-    def gathered(self, modules: Sequence[nn.Module], *, write: bool = True) -> Iterator[None]:
+    def gathered(self, modules: Sequence[nn.Module], *, write: bool = True, untrained: bool = True) -> Iterator[None]:
         """The parameters of `modules` whole and real inside the block; collective. See `AngelPTMStrategy.gathered`.
+
+        Args:
+            untrained: those that were never trained, too; else these are absent where RAM has no room for all.
 
         Raises:
             CapacityError: some rank's RAM has no room for them.
@@ -69,17 +73,24 @@ class ByHand:
         wanted = self._units_in(modules)
         self._values.check_known()
         self._settle(f"gathered {sorted(wanted)} {write}")
-        needed, free = self._lending.bytes_to_lend(wanted) * self._ranks_here, free_host_bytes()
-        if not self._rendezvous.all_say(needed <= free):
+        needed, left_out = self._needed(wanted), list[FlatBinding]()
+        refusal = ""
+        if not self._rendezvous.all_say(needed <= free_host_bytes()):
             names = ", ".join(type(module).__name__ for module in modules)
-            raise CapacityError(
+            refusal = (
                 f"the weights of {names} take {format_bytes(needed)} of RAM where they are whole (state_dict(), gathered), "
-                f"and {format_bytes(free)} are free, or too few on another rank; take part after part, such as "
+                f"and {format_bytes(free_host_bytes())} are free, or too few on another rank; take part after part, such as "
                 f"block.state_dict(), or save a checkpoint with state_dict_type='sharded', which gathers nothing"
             )
+            left_out = [] if untrained else self._lending.untrained()
+            if not left_out or not self._rendezvous.all_say(self._needed(wanted, left_out) <= free_host_bytes()):
+                raise CapacityError(refusal)
         ending = self._until_all_have(f"edited {sorted(wanted)}") if write else nullcontext()
         with (
-            self._lending.gathered(wanted, write=write, may_write=lambda: not self._rendezvous.failed),
+            self._lending.gathered(
+                wanted, write=write, may_write=lambda: not self._rendezvous.failed, left_out=left_out
+            ),
+            self._lending.absent(left_out, f"are in pages, for which RAM had no room: {refusal}"),
             ending,
             self._hooks.lending(),
         ):
@@ -89,12 +100,17 @@ class ByHand:
     @contextmanager
     def readable(self, module: nn.Module) -> Iterator[None]:
         """Inside the block the parameters of `module` can be read and are precise; gathers nothing where they are so already.
-        Collective otherwise. Raises as `gathered`."""
+        Where RAM has room for those alone that were trained, the others are absent: a state dict of adapters asks for no
+        more. Collective otherwise. Raises as `gathered`."""
         if all(self._stores[unit].readable or self._stores[unit].lent for unit in self._units_in([module])):
             yield
             return
-        with self.gathered([module], write=False):
+        with self.gathered([module], write=False, untrained=False):
             yield
+
+    def _needed(self, wanted: Collection[int], left_out: Sequence[FlatBinding] = ()) -> int:
+        """RAM of this machine that units take in the user's hands."""
+        return self._lending.bytes_to_lend(wanted, left_out) * self._ranks_here
 
     def always_readable(self, module: nn.Module) -> bool:
         return all(self._stores[unit].readable for unit in self._units_in([module]))

@@ -5,7 +5,9 @@ tensors, never pages. torch does the same for parameters that are not initialise
 
 I1: a closed parameter answers every question about the tensor, and raises at any other that Python can ask of it; code that
 asks no Python (a kernel of somebody's own) finds what the storage holds. I2: it is the same object, of a subclass of its own
-class: identity, attributes, hooks and `isinstance` are as they were. An open parameter costs nothing.
+class: identity, attributes, hooks and `isinstance` are as they were. An open parameter costs nothing. I3: where a parameter
+has no values at all, `detach()` gives an `AbsentTensor`, so that a `state_dict()` of which only other entries are used
+(adapters of a frozen model) can be made; whatever asks that one for values gets the parameter's refusal.
 """
 
 from __future__ import annotations
@@ -57,6 +59,46 @@ COPIED_IN_A_RUN = (
 )
 
 
+class AbsentTensor(Tensor):
+    """Shape and dtype of a parameter without values, in a `state_dict()`: what asks it for values raises (I3)."""
+
+    refusal: Exception
+
+    @staticmethod
+    def of(parameter: Tensor, refusal: Exception) -> AbsentTensor:
+        """In the place of a parameter. Args: refusal: what is raised, each time anew."""
+        with torch._C.DisableTorchFunctionSubclass():
+            nothing = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
+            made = Tensor._make_subclass(AbsentTensor, nothing)
+        made.refusal = refusal
+        return made
+
+    def _refused(self) -> Exception:
+        return type(self.refusal)(*self.refusal.args)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = (*args, *kwargs.values())
+        inside = (each for item in given for each in (item if isinstance(item, list | tuple) else (item,)))
+        ours = next((each for each in inside if isinstance(each, AbsentTensor)), None)
+        if function is Tensor.detach and ours is not None:
+            return ours
+        if ours is not None and _is_about_values(function):
+            raise ours._refused()
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"AbsentTensor(<no values>, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, known: dict[int, Any]) -> Any:
+        raise self._refused()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._refused()
+
+
 class ClosedParameter:
     """Base of all classes of closed parameters; see `closed_class`."""
 
@@ -64,15 +106,22 @@ class ClosedParameter:
     """The class that the parameter has when it is open."""
 
 
-def closed_class(kind: type[nn.Parameter], refusal: Callable[[tuple[Any, ...]], Exception]) -> type[nn.Parameter]:
+def closed_class(
+    kind: type[nn.Parameter],
+    refusal: Callable[[tuple[Any, ...]], Exception],
+    absent: Callable[[], bool] = lambda: False,
+) -> type[nn.Parameter]:
     """The class of parameters of class `kind` while they are closed.
 
     Args:
         refusal: makes the error, from what the refused function was called with.
+        absent: whether they have no values at all now (I3).
     """
 
     def torch_function(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function is Tensor.detach and absent():
+            return AbsentTensor.of(args[0], refusal((args[0],)))
         if _is_about_values(function):
             raise refusal((*args, *kwargs.values()))
         with torch._C.DisableTorchFunctionSubclass():
@@ -83,7 +132,7 @@ def closed_class(kind: type[nn.Parameter], refusal: Callable[[tuple[Any, ...]], 
         return f"{kind.__name__}(<values that cannot be read now>, shape={shape}, dtype={parameter.dtype})"
 
     def not_copied(parameter: nn.Parameter, *ignored: Any) -> Any:
-        raise UsageError(COPIED_IN_A_RUN)
+        raise refusal((parameter,)) if absent() else UsageError(COPIED_IN_A_RUN)
 
     members = {
         "opens_to": kind,

@@ -9,18 +9,19 @@ of it has its home.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 
 from lightning_ptm.comm import Communicator
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.memory.disk import check_folders
 from lightning_ptm.planning.experts import ExpertSplit
 from lightning_ptm.planning.holders import Holders, everybodys
-from lightning_ptm.planning.homes import Budget, Placement, Wishes
-from lightning_ptm.planning.layout import ModelLayout, build_layout
+from lightning_ptm.planning.homes import Budget, Placement, Wishes, arithmetic_tier
+from lightning_ptm.planning.layout import FlatLayout, ModelLayout, build_layout
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.tiers import check_further
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
@@ -47,11 +48,19 @@ from lightning_ptm.runtime.overlap import overlap
 from lightning_ptm.runtime.parts import split_of
 from lightning_ptm.runtime.route import GradientRoute, route
 from lightning_ptm.runtime.selfstepping import Traits, check_shared, reasons
-from lightning_ptm.runtime.specs import compute_dtype, master_dtype, traits_of, unit_specs, with_whole_updates
+from lightning_ptm.runtime.specs import (
+    OptimizerRefusedError,
+    compute_dtype,
+    first_traits,
+    master_dtype,
+    traits_of,
+    unit_specs,
+    with_whole_updates,
+)
 from lightning_ptm.runtime.stock import stocked
 from lightning_ptm.runtime.units import Unit, discover, with_vectors_at_root
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.traits import OptimizerTraits
+from lightning_ptm.update.traits import GroupTraits, OptimizerTraits
 
 
 def decide_here(
@@ -182,11 +191,34 @@ def _decide(
     outside: bool = False,
 ) -> Blueprint:
     asked = _ask(request, machine, world_size, rank, outside=outside)
-    model = _lay_out(request, asked, world_size, rank)
-    room = _make_room(request, machine, asked, model, agree, rank)
-    placement = _place(request, machine, asked, model, room)
-    blueprint = _blueprint(request, asked, model, room, placement, outside=outside)
-    return stocked(blueprint, request.settings, machine)
+
+    def decided(asked: _Asked) -> Blueprint:
+        model = _lay_out(request, asked, world_size, rank)
+        room = _make_room(request, machine, asked, model, agree, rank)
+        placement = _place(request, machine, asked, model, room)
+        model = _tried_where_updated(request, asked, model, placement)
+        blueprint = _blueprint(request, asked, model, room, placement, outside=outside)
+        return stocked(blueprint, request.settings, machine)
+
+    try:
+        return decided(asked)
+    except OptimizerRefusedError as refused:
+        other = _updated_elsewhere(request, asked, refused.device)
+        if other is None:
+            raise
+        try:
+            return decided(other)
+        except (CapacityError, ConfigError):
+            raise refused from None
+
+
+def _updated_elsewhere(request: Request, asked: _Asked, refusing: torch.device) -> _Asked | None:
+    """The same with masters where an optimizer may work, of which it was found that it does not on one device; None where
+    the user has said where they are to be, or there is no choice."""
+    if not request.backend.apart or asked.wishes.master is not None:
+        return None
+    home = Tier.HOST if refusing == request.backend.device else Tier.DEVICE
+    return dataclasses.replace(asked, wishes=dataclasses.replace(asked.wishes, master=home))
 
 
 def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outside: bool) -> _Asked:
@@ -210,12 +242,62 @@ def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outs
     return _Asked(units, experts, holders, unified, lock_free, wishes, unpaged, known)
 
 
+def _updates_on(request: Request, asked: _Asked) -> torch.device:
+    """Where updates will run, as far as it is known before homes are."""
+    on_device = asked.wishes.master in (None, Tier.DEVICE) and not asked.lock_free
+    return request.backend.device if asked.unified or on_device else torch.device("cpu")
+
+
+def _tried_where_updated(request: Request, asked: _Asked, model: _Model, placement: Placement) -> _Model:
+    """With what is known of optimizers where homes have each flat updated.
+
+    Raises:
+        OptimizerRefusedError: one does not work there.
+    """
+
+    def there(flat: FlatLayout, number: int, known: OptimizerTraits) -> OptimizerTraits:
+        homes = placement.homes[flat.unit]
+        stateless = model.master_dtypes[flat.index] is None and not known.slots
+        home = homes.parameter if stateless else homes.master
+        computes = arithmetic_tier(home, placement.staging_tier).computes
+        device = request.backend.device if computes else torch.device("cpu")
+        if known.device == device:
+            return known
+        dtype = model.master_dtypes[flat.index] or model.dtypes[flat.index]
+        found = traits_of(request, asked.known, number, dtype, device)
+        if found.whole != known.whole or not all(map(_keep_the_same, found.groups, known.groups)):
+            raise OptimizerRefusedError(
+                f"{known.name} keeps other states on {device} than on {known.device}, and homes were chosen for these; give "
+                f"master_home='device' or 'host'",
+                device,
+            )
+        groups = zip(found.groups, known.groups, strict=True)
+        return dataclasses.replace(
+            found, groups=tuple(dataclasses.replace(one, slots=other.slots) for one, other in groups)
+        )
+
+    traits = tuple(
+        tuple(there(flat, number, known) for number, known in zip(flat.optimizers, every, strict=True))
+        for flat, every in zip(model.layout.flats, model.traits, strict=True)
+    )
+    return dataclasses.replace(model, traits=traits)
+
+
+def _keep_the_same(one: GroupTraits, other: GroupTraits) -> bool:
+    """Whether two groups keep the same states, whatever these are in pages."""
+    pairs = itertools.zip_longest(one.slots, other.slots)
+    return one.kept == other.kept and all(
+        a is not None and b is not None and (a.name, a.dtype) == (b.name, b.dtype) for a, b in pairs
+    )
+
+
 def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Model:
+    device = _updates_on(request, asked)
     elsewhere = asked.holders.elsewhere(rank)
     specs = unit_specs(asked.units, request, asked.unpaged)
     scaled = request.mixed and request.compute is torch.float16
     check_shared(specs, lock_free=asked.lock_free, scaled=scaled)
-    specs = with_whole_updates(request, specs, asked.known, asked.holders, lock_free=asked.lock_free)
+    specs = with_whole_updates(request, specs, asked.known, asked.holders, lock_free=asked.lock_free, device=device)
     layout = build_layout(
         specs,
         page_size=request.settings.page_bytes,
@@ -233,7 +315,7 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         torch.float32 if flat.sums_gradients else dtype for flat, dtype in zip(layout.flats, dtypes, strict=True)
     )
     traits = tuple(
-        tuple(traits_of(request, asked.known, number, master or dtype) for number in flat.optimizers)
+        tuple(first_traits(request, asked.known, number, master or dtype, device) for number in flat.optimizers)
         for flat, dtype, master in zip(layout.flats, dtypes, master_dtypes, strict=True)
     )
     updating = {number for flat in layout.flats for number in flat.optimizers}

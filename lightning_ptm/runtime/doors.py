@@ -23,16 +23,22 @@ class Doors:
         parameters: the binding's own list, in which others may take the place of those that users have resized.
         refusal: makes the error, from what a function was called with that asked for values.
         closes: they may be read while they are used only.
+        absent: whether there are no values at all of them now.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], refusal: Callable[[tuple[Any, ...]], Exception], *, closes: bool
+        self,
+        parameters: Sequence[nn.Parameter],
+        refusal: Callable[[tuple[Any, ...]], Exception],
+        *,
+        closes: bool,
+        absent: Callable[[], bool] = lambda: False,
     ) -> None:
         self.closes = closes
         self._parameters = parameters
         kinds = [type(parameter) for parameter in parameters]
         self._open_kinds = [kind.opens_to if issubclass(kind, ClosedParameter) else kind for kind in kinds]
-        closed = {kind: closed_class(kind, refusal) for kind in dict.fromkeys(self._open_kinds)}
+        closed = {kind: closed_class(kind, refusal, absent) for kind in dict.fromkeys(self._open_kinds)}
         self._closed_kinds = [closed[kind] for kind in self._open_kinds]
         # state
         self._used = not closes

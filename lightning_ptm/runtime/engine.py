@@ -10,7 +10,7 @@ the rows of the inventory and for nothing else, in every tier.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,11 +28,13 @@ from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
 from lightning_ptm.planning.holders import Axis
 from lightning_ptm.planning.inventory import What
+from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.planning.render import render
 from lightning_ptm.planning.trace import forward_trace
 from lightning_ptm.planning.update_order import read_ahead
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.backwards import Backwards
+from lightning_ptm.runtime.binding import FlatBinding
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.by_hand import ByHand
 from lightning_ptm.runtime.changes import Changes
@@ -45,6 +47,7 @@ from lightning_ptm.runtime.heap import Heap
 from lightning_ptm.runtime.heirlooms import Heirlooms, heirlooms
 from lightning_ptm.runtime.hooks import Hooks
 from lightning_ptm.runtime.known_parameters import KnownParameters
+from lightning_ptm.runtime.learnt import learnt_in, note
 from lightning_ptm.runtime.lending import Lending
 from lightning_ptm.runtime.materialize import Given
 from lightning_ptm.runtime.module_buffers import ModuleBuffers
@@ -80,6 +83,10 @@ _REASON_CHARACTERS = 500
 """Of an error's text, what other ranks are told."""
 
 
+def _precise_bytes(flat: FlatLayout, with_other_parts: bool) -> int:
+    return flat.numel * (8 if flat.dtype == "float64" else 4) * (flat.parts if with_other_parts else 1)
+
+
 class Engine:
     """The runtime of one rank. Long because all parts begin and end here.
 
@@ -95,6 +102,7 @@ class Engine:
         progress: where long work tells how far it has come.
         ranks_here: ranks that share this machine's RAM.
         handed: model states of the engine before this one, instead of first values.
+        root: a folder for what RAM cannot hold, where there is no disk tier.
     """
 
     def __init__(
@@ -114,6 +122,7 @@ class Engine:
         progress: Progress | None = None,
         ranks_here: int = 1,
         handed: HandedOn | None = None,
+        root: Path | None = None,
     ) -> None:
         self.module = module
         self._handed = handed
@@ -126,6 +135,8 @@ class Engine:
         self.device = backend.device
         self.events = events or Events()
         self.disk_paths = tuple(disk_paths)
+        self.folders = self.disk_paths or (() if root is None else (root,))
+        """Where files may be whose bytes RAM has no room for."""
         self.bars = progress or Progress(shown=False)
         self._optimizers = tuple(optimizers)
         teams = blueprint.experts.teams if blueprint.experts is not None else Teams()
@@ -247,7 +258,9 @@ class Engine:
         self.values: Values = Values(self.wholes, self.bars)
         self.optimizer_values: OptimizerValues = OptimizerValues(self.wholes, self.bars)
         self.sharded_kinds = ShardedKinds(self.wholes, self.optimizer_values, self.values.original_of)
-        self.lending: Lending = Lending(self.wholes, self.values)
+        trained = (binding for binding in self.wholes.bindings() if binding.layout.trainable)
+        note(self.module, {id(parameter) for binding in trained for parameter in binding.parameters})
+        self.lending: Lending = Lending(self.wholes, self.values, learnt_in(self.module))
         trains = bool(self._optimizers)
         lay_first_values(
             self.module,
@@ -480,6 +493,21 @@ class Engine:
                 flat.await_reads()
         self.rendezvous.come_together(Together.BY_HAND, deed)
 
+    @property
+    def update_failed(self) -> bool:
+        """Whether an update has raised, so that parameters may be of two steps, and states of them are of no use."""
+        return self.updater.failure is not None
+
+    def stop_updates(self) -> None:
+        """After an update has failed: nothing is updated any more, and the master states in pages, each element that of a
+        step or of the one before, may be read."""
+        self.stream.begin()
+        self.updates.close()
+        self.updater.close()
+        for store in self.stores:
+            for flat in store.flats:
+                flat.await_reads()
+
     def _settle(self, deed: str) -> None:
         """I1, on all ranks."""
         self.drain(deed)
@@ -496,10 +524,11 @@ class Engine:
         Args:
             with_other_parts: of parameters of which this rank has parts, the whole ones.
         """
-        return sum(
-            flat.numel * (8 if flat.dtype == "float64" else 4) * (flat.parts if with_other_parts else 1)
-            for flat in self.blueprint.layout.everywhere()
-        )
+        return sum(_precise_bytes(flat, with_other_parts) for flat in self.blueprint.layout.everywhere())
+
+    def precise_bytes_of(self, bindings: Iterable[FlatBinding], *, with_other_parts: bool = False) -> int:
+        """The same of some flats."""
+        return sum(_precise_bytes(binding.layout, with_other_parts) for binding in bindings)
 
     def optimizer_state_bytes(self, *, on_disk: bool) -> int:
         """Bytes of all ranks' optimizer states, masters not counted, that are at home on disk, or in memory."""

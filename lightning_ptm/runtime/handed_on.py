@@ -71,6 +71,7 @@ class HandedOn:
         self._precise: dict[int, Held] = {}
         self._states: dict[tuple[int, str], dict[int, Held]] = {}
         self._originals: dict[int, Tensor] = values.give_originals()
+        self.of_files = frozenset(values.of_files)
         self._axes: dict[int, tuple[Axis, ...]] = {}
         """Along which ranks that share a parameter differ."""
         self._boxes: dict[int, Box] = {}

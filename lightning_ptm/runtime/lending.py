@@ -18,22 +18,27 @@ from torch import Tensor, nn
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.fingerprint import fingerprint
+from lightning_ptm.runtime.binding import ENDED, FlatBinding
 from lightning_ptm.runtime.parts import cut
 from lightning_ptm.runtime.store import FlatStore
 from lightning_ptm.runtime.wholes import flats_of
 
 if TYPE_CHECKING:
-    from lightning_ptm.runtime.binding import FlatBinding
     from lightning_ptm.runtime.values import Values
     from lightning_ptm.runtime.wholes import Wholes
 
 
 class Lending:
-    """See the file's contract. The engine has drained all updates before any of these is called."""
+    """See the file's contract. The engine has drained all updates before any of these is called.
 
-    def __init__(self, wholes: Wholes, values: Values) -> None:
+    Args:
+        learnt: ids of parameters that a run has trained, this one or an earlier one.
+    """
+
+    def __init__(self, wholes: Wholes, values: Values, learnt: Collection[int] = ()) -> None:
         self._wholes = wholes
         self._values = values
+        self._learnt = learnt
         self.resized: dict[str, nn.Parameter] = {}
         """By name, parameters that have other shapes than their pages, which have no part in them any more."""
         self._read_only: set[int] = set()
@@ -41,20 +46,44 @@ class Lending:
 
     # -- for a while --------------------------------------------------------------------------------------------------
 
-    def bytes_to_lend(self, wanted: Collection[int]) -> int:
+    def untrained(self) -> list[FlatBinding]:
+        """Flats of which no run has trained anything."""
+        return [
+            each
+            for each in self._wholes.bindings()
+            if not any(id(parameter) in self._learnt for parameter in each.parameters)
+        ]
+
+    @contextmanager
+    def absent(self, left_out: Collection[FlatBinding], why: str) -> Iterator[None]:
+        """Inside the block nobody has values of these flats; `why` says what has become of them, and what to do."""
+        for binding in left_out:
+            binding.absent = why
+        try:
+            yield
+        finally:
+            for binding in left_out:
+                binding.absent = ""
+
+    def bytes_to_lend(self, wanted: Collection[int], left_out: Collection[FlatBinding] = ()) -> int:
         """RAM that `gathered` takes for these units, at most."""
         sizes = [
             self._values.precise_bytes(binding, flat)
             for store in self._wholes.stores
             if store.unit.index in wanted
             for binding, flat in flats_of(store)
-            if not binding.lent
+            if not binding.lent and binding not in left_out
         ]
         return sum(sizes) + max(sizes, default=0)  # one flat twice while it is read
 
     @contextmanager
     def gathered(
-        self, wanted: Collection[int], *, write: bool, may_write: Callable[[], bool] = lambda: True
+        self,
+        wanted: Collection[int],
+        *,
+        write: bool,
+        may_write: Callable[[], bool] = lambda: True,
+        left_out: Collection[FlatBinding] = (),
     ) -> Iterator[None]:
         """The parameters of the units in `wanted` whole inside the block, in their precise dtype. Those that a block around
         this one has gathered already are what they are there.
@@ -62,6 +91,7 @@ class Lending:
         Args:
             write: edits are kept: those of rank 0, on all ranks; of parts, those of the first rank that has each.
             may_write: asked at the end: whether all ranks are still there.
+            left_out: flats of these units that are not.
 
         Raises:
             UsageError: edits are to be kept, and a block around this one does not keep them.
@@ -78,7 +108,7 @@ class Lending:
         lent: set[int] = set()
         try:
             for store in chosen:
-                flats = [(binding, flat) for binding, flat in flats_of(store) if not binding.lent]
+                flats = [each for each in flats_of(store) if not each[0].lent and each[0] not in left_out]
                 if flats:
                     lent.add(store.unit.index)
                 for binding, flat in flats:
@@ -147,30 +177,42 @@ class Lending:
 
     # -- for good -----------------------------------------------------------------------------------------------------
 
-    def restore(self) -> None:
-        """Gives every parameter storage of its own with its precise value: the module as the user knows it."""
+    def restore(self, left_out: Collection[FlatBinding] = (), absent: str = ENDED) -> None:
+        """Gives every parameter storage of its own with its precise value: the module as the user knows it.
+
+        Args:
+            left_out: flats that RAM has no room for: of these only what is in RAM anyway comes back, the user's own tensors.
+            absent: what has become of the rest of their values, and what to do.
+        """
         slots = {
             id(parameter): (binding, slot)
             for binding in self._wholes.bindings()
             for slot, parameter in enumerate(binding.parameters)
         }
         theirs = {id(each.parameters[slot]) for each in self._wholes.bindings() for slot in each.replaced()}
-        for _, parameter, value in self._values.parts(letting_go=True):
+        for binding in left_out:
+            binding.unbind(absent=absent)
+            for slot, parameter in enumerate(binding.parameters):
+                original = self._values.original_of(parameter)
+                if original is not None:
+                    binding.restore(slot, original)
+        for _, parameter, value in self._values.parts(letting_go=True, left_out=left_out):
             if id(parameter) in theirs:
                 continue  # the user's own storage stays, as anywhere
             binding, slot = slots[id(parameter)]
             binding.restore(slot, value.clone() if self._values.original_of(parameter) is None else value)
-        for binding, _ in slots.values():
-            binding.forget()
+        for binding in self._wholes.bindings():
+            if binding not in left_out:
+                binding.forget()
 
     def written(self) -> tuple[str, ...]:
         """Names of parameters that were written to by hand since the last step began, where that is lost."""
         return tuple(binding.written for binding in self._wholes.bindings() if binding.written is not None)
 
-    def let_go(self) -> None:
-        """Parameters name no page any more, and cannot be read."""
+    def let_go(self, absent: str = ENDED) -> None:
+        """Parameters name no page any more, and cannot be read. Args: absent: as for `restore`."""
         for binding in self._wholes.bindings():
-            binding.unbind(ended=True)
+            binding.unbind(absent=absent)
 
     def leave(self, dtypes: Mapping[int, torch.dtype]) -> None:
         """Parameters name no page any more, and cannot be read until other pages have them; they keep the shapes, strides and

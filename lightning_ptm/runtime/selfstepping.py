@@ -23,8 +23,8 @@ from lightning_ptm.update.traits import OptimizerTraits
 if TYPE_CHECKING:
     from lightning_ptm.planning.layout import UnitSpec
 
-Traits = dict[tuple[int, torch.dtype], OptimizerTraits]
-"""Of optimizers, by their number and the dtype that they update."""
+Traits = dict[tuple[int, torch.dtype, torch.device], OptimizerTraits]
+"""Of optimizers, by their number, the dtype that they update, and where they do."""
 
 
 def reasons(
@@ -43,7 +43,7 @@ def reasons(
     for index, parameters in enumerate(members):
         try:
             for dtype in {dtype_of(parameter) for parameter in parameters if parameter.requires_grad}:
-                traits = known[index, dtype] = probe(optimizers[index], dtype=dtype, device=device)
+                traits = known[index, dtype, device] = probe(optimizers[index], dtype=dtype, device=device)
                 for parameter in parameters if traits.whole else ():
                     if holders[id(parameter)] > 1:
                         raise in_two(tuple(parameter.shape), traits)

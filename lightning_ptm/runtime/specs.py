@@ -171,18 +171,80 @@ def _stride(item: UnitParameter) -> tuple[int, ...] | None:
     return stride
 
 
-def traits_of(request: Request, known: Traits, optimizer: int, dtype: torch.dtype) -> OptimizerTraits:
-    """Of an optimizer, in the dtype that it updates; tried once."""
-    key = (optimizer, dtype)
+class OptimizerRefusedError(ConfigError):
+    """An optimizer does not work where its updates would run.
+
+    Args:
+        device: where that is.
+    """
+
+    def __init__(self, text: str, device: torch.device) -> None:
+        super().__init__(text)
+        self.device = device
+
+
+def traits_of(
+    request: Request, known: Traits, optimizer: int, dtype: torch.dtype, device: torch.device
+) -> OptimizerTraits:
+    """Of an optimizer, in the dtype that it updates, where it does; tried once.
+
+    Raises:
+        OptimizerRefusedError: it cannot be run page by page there.
+    """
+    key = (optimizer, dtype, device)
     if key not in known:
-        known[key] = probe(request.optimizers[optimizer], dtype=dtype, device=request.backend.device)
+        try:
+            known[key] = probe(request.optimizers[optimizer], dtype=dtype, device=device)
+        except ConfigError as error:
+            where = ""
+            if request.backend.apart and device == request.backend.device:
+                where = (
+                    f". Updates run on {device} here, where the master states are; if the class needs tensors in RAM, give "
+                    f"master_home='host' or 'disk'"
+                )
+            elif request.backend.apart:
+                instead = "lock_free=False and " if request.settings.lock_free else ""
+                where = (
+                    f". Updates run on the CPU here, since master states live in RAM or on disk; if the class needs tensors "
+                    f"of {request.backend.device}, give {instead}master_home='device', with device_memory for them (where "
+                    f"it has none, parameter_home='device')"
+                )
+            raise OptimizerRefusedError(f"{error}{where}", device) from error
     return known[key]
 
 
+def first_traits(
+    request: Request, known: Traits, optimizer: int, dtype: torch.dtype, likely: torch.device
+) -> OptimizerTraits:
+    """As `traits_of`, before homes say where updates run: where they probably do, or else where the optimizer works."""
+    if not request.backend.apart:
+        return traits_of(request, known, optimizer, dtype, likely)
+    devices = [likely, *({request.backend.device, torch.device("cpu")} - {likely})]
+    found = next((known[optimizer, dtype, each] for each in devices if (optimizer, dtype, each) in known), None)
+    if found is not None:
+        return found
+    try:
+        return traits_of(request, known, optimizer, dtype, likely)
+    except OptimizerRefusedError as refused:
+        try:
+            return traits_of(request, known, optimizer, dtype, devices[1])
+        except OptimizerRefusedError:
+            raise refused from None
+
+
 def with_whole_updates(
-    request: Request, specs: Sequence[UnitSpec], known: Traits, holders: Holders, *, lock_free: bool
+    request: Request,
+    specs: Sequence[UnitSpec],
+    known: Traits,
+    holders: Holders,
+    *,
+    lock_free: bool,
+    device: torch.device,
 ) -> list[UnitSpec]:
     """With what optimizers update whole parameters.
+
+    Args:
+        device: where updates probably run.
 
     Raises:
         ConfigError: they do, and ranks divide these.
@@ -193,7 +255,7 @@ def with_whole_updates(
             return parameter
         dtype: torch.dtype = getattr(torch, parameter.dtype)
         master = master_dtype(dtype, mixed=request.mixed, always=lock_free)
-        every = [traits_of(request, known, number, master or dtype) for number in parameter.optimizers]
+        every = [first_traits(request, known, number, master or dtype, device) for number in parameter.optimizers]
         traits = next((each for each in every if each.whole), None)
         if traits is None:
             return parameter

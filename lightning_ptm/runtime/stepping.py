@@ -111,6 +111,11 @@ class Stepping:
         """Whether some units have been updated in a step that has not been taken to its end."""
         return self._updates.in_mid_step
 
+    @property
+    def torn(self) -> bool:
+        """The same, also where the step was given up since."""
+        return self._updates.torn
+
     def forget_states(self, optimizer: int, parameter: Tensor) -> None:
         """An optimizer keeps nothing any more of earlier updates of a parameter: its next one begins afresh. Not collective;
         to be done on all ranks."""

@@ -6,13 +6,16 @@ I/O are the updater's (update/pipeline.py).
 
 I1: within one step a flat is updated once. I2: hyper-parameters are those of the step that the gradient belongs to.
 I3: each parameter is updated with the hyper-parameters of the group that it is in at the step (optimizer_groups.py).
+I4: what can be refused of a step beforehand is refused before its first flat is updated, so that all weights are those of the
+step before. What an optimizer raises because of the numbers that it meets is known only then.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -25,6 +28,7 @@ from lightning_ptm.update.gradient import ParameterGradients, Transform
 from lightning_ptm.update.job import JobHandle, UpdateJob, check_every_gradient
 from lightning_ptm.update.shadow import GroupValues, Shadow, snapshot
 from lightning_ptm.update.states import FlatStates
+from lightning_ptm.update.traits import ScalarState, same_value
 from lightning_ptm.update.updater import Updater
 
 
@@ -73,6 +77,11 @@ class UpdateScheduler(abc.ABC):
         self._first_under_way = False
         self.groups = OptimizerGroups(flats, optimizers)
         self._shadows: dict[tuple[int, torch.dtype], Shadow] = {}
+        self._trials: dict[tuple[int, torch.dtype], Shadow] = {}
+        """As these, of the thread that steps: updates may be under way in another one."""
+        self._tried: dict[int, GroupValues] = {}
+        """By optimizer, hyper-parameters that it has been tried with."""
+        self._torn = False
         self._armed: _Armed | None = None
         self._in_step = False
         self.steps_taken = 0
@@ -101,9 +110,7 @@ class UpdateScheduler(abc.ABC):
             return
         if armed.hyper is None:
             self.groups.follow(armed.optimizer, self.finish_all)
-            armed.hyper = snapshot(
-                self.groups.optimizers[armed.optimizer], ready[0].states.traits, self.number_of_step()
-            )
+            armed.hyper = self._checked(armed.optimizer, ready[0])
         for flat in ready:
             self._begin(unit, flat, armed.hyper, Transform())
             flat.gradient.hand_over()
@@ -125,6 +132,9 @@ class UpdateScheduler(abc.ABC):
         else:
             self.groups.follow(optimizer, self.finish_all)
         self._check_missing(optimizer)
+        if hyper is None:
+            first = next((flat for _, flat in reversed(self.groups.flats_of(optimizer)) if flat.gradient.any), None)
+            hyper = None if first is None else self._checked(optimizer, first)
         if any(len(flat.store.layout.optimizers) > 1 for _, flat in self.groups.flats_of(optimizer)):
             self.finish_all()  # another optimizer's update of these may still be writing the masters
         self._armed = None
@@ -134,13 +144,41 @@ class UpdateScheduler(abc.ABC):
             if flat.done_this_step:
                 flat.done_this_step = False
             elif flat.gradient.any:
-                hyper = hyper or snapshot(self.groups.optimizers[optimizer], flat.states.traits, self.number_of_step())
+                assert hyper is not None
                 # What is clipped where it is needs nothing more, unless a loss scale has to be taken off.
                 clips = flat.gradient.dot_grad.clipped_later
                 self._begin(unit, flat, hyper, transform if clips else Transform(unscale=transform.unscale))
         self._stepped(optimizer)
         self.steps_taken += 1
-        self._in_step = False
+        self._in_step = self._torn = False
+
+    def _checked(self, optimizer: int, flat: FlatUpdate) -> GroupValues:
+        """The hyper-parameters of a step that begins, with which the class has been tried (I4).
+
+        Args:
+            flat: one of those that are updated.
+        """
+        hyper = snapshot(self.groups.optimizers[optimizer], flat.states.traits, self.number_of_step())
+        known = self._tried.get(optimizer)
+        if known is None or _differ(known, hyper):
+            for shadow, states, group, scalars in self._kinds_of(optimizer):
+                dtype = states.master.dtype if states.master is not None else getattr(torch, states.flat.dtype)
+                shadow.check(hyper, group, scalars, torch.empty(0, dtype=dtype, device=states.traits.device))
+            self._tried[optimizer] = hyper
+        return hyper
+
+    def _kinds_of(self, optimizer: int) -> Iterator[tuple[Shadow, FlatStates, int, ScalarState | None]]:
+        """Each kind of parameter of an optimizer: what runs it, states of one such flat, its group, and its scalars."""
+        found = set[tuple[int, int, int]]()
+        for _, flat in self.groups.flats_of(optimizer):
+            shadow = self._shadow_in(self._trials, flat)
+            for index, group in enumerate(flat.states.groups):
+                if group is None or not flat.states.owns(index):
+                    continue
+                scalars = flat.states.scalars(index)
+                if (id(shadow), group, id(scalars)) not in found:
+                    found.add((id(shadow), group, id(scalars)))
+                    yield shadow, flat.states, group, scalars
 
     def _begin(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
         self._first_under_way |= id(flat) not in self._updated
@@ -161,8 +199,8 @@ class UpdateScheduler(abc.ABC):
         flats = [flat for _, flat in self.groups.flats_of(optimizer)]
         missing = [flat for flat in flats if not (flat.done_this_step or flat.gradient.any)]
         if len(missing) < len(flats):
-            for flat in missing:
-                check_every_gradient(flat.states, [False] * len(flat.states.groups))
+            for flat in (each for each in flats if not each.done_this_step and each.states.traits.every_gradient):
+                check_every_gradient(flat.states, flat.gradient.dot_grad.present())
         elif flats and flats[0].states.traits.group_slots:
             # A class counts steps that update nothing, too.
             snapshot(self.groups.optimizers[optimizer], flats[0].states.traits)
@@ -172,6 +210,11 @@ class UpdateScheduler(abc.ABC):
         """Whether some flats have had an update of a step and others have not."""
         return self._in_step or any(flat.done_this_step for flats in self._flats for flat in flats)
 
+    @property
+    def torn(self) -> bool:
+        """The same, also where the step was given up since."""
+        return self._torn or self.in_mid_step
+
     def skip(self, optimizer: int) -> None:
         """The step is not taken (inf or NaN under a loss scale)."""
         self._armed = None
@@ -180,6 +223,7 @@ class UpdateScheduler(abc.ABC):
 
     def abandon(self) -> None:
         """The iteration failed: no step is under way any more."""
+        self._torn |= self.in_mid_step
         self._armed = None
         self._in_step = False
         for flats in self._flats:
@@ -188,11 +232,14 @@ class UpdateScheduler(abc.ABC):
 
     def shadow(self, flat: FlatUpdate) -> Shadow:
         """What runs a flat's optimizer."""
+        return self._shadow_in(self._shadows, flat)
+
+    def _shadow_in(self, shadows: dict[tuple[int, torch.dtype], Shadow], flat: FlatUpdate) -> Shadow:
         key = (flat.optimizer, flat.states.master.dtype if flat.states.master is not None else flat.store.binding.dtype)
-        if key not in self._shadows:
+        if key not in shadows:
             optimizer = self.groups.optimizers[flat.optimizer]
-            self._shadows[key] = Shadow(optimizer, flat.states.traits, default_dtype=self._default_dtype)
-        return self._shadows[key]
+            shadows[key] = Shadow(optimizer, flat.states.traits, default_dtype=self._default_dtype)
+        return shadows[key]
 
     # -- what differs -------------------------------------------------------------------------------------------------
 
@@ -243,6 +290,25 @@ class UpdateScheduler(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Ends threads, if there are any; never raises. The updater is its owner's to close."""
+
+
+def _differ(known: GroupValues, now: GroupValues) -> bool:
+    """Whether a class may do something else with these hyper-parameters: any but the learning rate, and numbers in tensors,
+    have changed, or that is no longer, or not yet, 0."""
+    if len(known.groups) != len(now.groups):
+        return True
+    return any(
+        old.keys() != new.keys() or any(_other(key, old[key], value) for key, value in new.items())
+        for old, new in zip(known.groups, now.groups, strict=True)
+    )
+
+
+def _other(key: str, old: Any, new: Any) -> bool:
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        return False  # a device's would be waited for
+    if key in ("lr", "initial_lr") and isinstance(old, float | int) and isinstance(new, float | int):
+        return bool(old) != bool(new)
+    return not (old is new or same_value(old, new))
 
 
 class SynchronousUpdates(UpdateScheduler):

@@ -55,6 +55,8 @@ class Values:
         self._originals: dict[int, Tensor] = {}
         self._unknown: dict[int, str] = {}
         """Names, by id, of parameters whose values an earlier run has not put back, until they are loaded."""
+        self.of_files: set[int] = set()
+        """Ids of frozen parameters whose values are those that files have provided, which have them still."""
 
     # -- first values -------------------------------------------------------------------------------------------------
 
@@ -107,6 +109,8 @@ class Values:
                 self._hand_on(flat, handed, keep=keep, seen=seen)
             elif any(reads):
                 values = [None if read is None else read() for read in reads]
+                if not flat.layout.trainable:
+                    self.of_files |= {id(each) for each, read in zip(binding.parameters, reads, strict=True) if read}
                 for slot, (parameter, value) in enumerate(zip(binding.parameters, values, strict=True)):
                     if keep and value is not None and _rounds(value, binding.dtype):
                         self._originals[id(parameter)] = cut(value, binding.arrangement.boxes[slot]).to(
@@ -121,6 +125,8 @@ class Values:
     def _hand_on(self, flat: FlatStore, handed: HandedOn, *, keep: bool, seen: Seen) -> None:
         """The values of those parameters that old pages have. Args: as `take_over`."""
         known = [each for each in flat.binding.parameters if each in handed]
+        if not flat.layout.trainable:
+            self.of_files |= handed.of_files & {id(each) for each in known}
         for parameter in known if keep else ():
             dtype, original = handed.dtype(id(parameter)), handed.original(id(parameter))
             assert dtype is not None
@@ -187,13 +193,16 @@ class Values:
         for spec, parameter, value in self.parts():
             yield spec.name, parameter, put_together(value, spec.box, self._wholes.communicator)
 
-    def parts(self, *, letting_go: bool = False) -> Iterator[tuple[ParameterSpec, nn.Parameter, Tensor]]:
+    def parts(
+        self, *, letting_go: bool = False, left_out: Collection[FlatBinding] = ()
+    ) -> Iterator[tuple[ParameterSpec, nn.Parameter, Tensor]]:
         """What this rank computes with of every parameter, and its precise value; of a part, the part.
 
         Args:
             letting_go: masters, which nobody else has ever seen, lose their RAM when they have been read.
+            left_out: flats that are not read.
         """
-        flats = list(self._wholes.flats())
+        flats = [each for each in self._wholes.flats() if each[1] not in left_out]
         sizes = [self.precise_bytes(binding, flat) for _, binding, flat in flats]
         with self._progress.bar("gathering weights", sum(sizes)) as seen:
             for (store, binding, flat), size_bytes in zip(flats, sizes, strict=True):
@@ -214,6 +223,10 @@ class Values:
     def precise_of(self, store: UnitStore, binding: FlatBinding, flat: FlatStore | None) -> Tensor:
         """As `precise`, also of a flat that this rank does not hold."""
         return self._wholes.told(store, binding, None if flat is None else self.precise(flat))
+
+    def bytes_of_originals(self) -> int:
+        """RAM that these take."""
+        return sum(original.nbytes for original in self._originals.values())
 
     def original_of(self, parameter: nn.Parameter) -> Tensor | None:
         """Its precise value, where pages do not have it; as this rank has the parameter."""
@@ -257,6 +270,7 @@ class Values:
                     )
         for known in values:
             self._unknown.pop(known, None)
+        self.of_files -= values.keys()
         total_bytes = sum(self._wholes.bytes_of_homes(flat) for _, flat, _ in self._given(values) if flat is not None)
         with self._progress.bar("loading weights", total_bytes) as seen:
             for binding, flat, given in self._given(values):
@@ -293,6 +307,10 @@ class Values:
 
     def write(self, flat: FlatStore, whole: Tensor) -> None:
         """New values of a flat that this rank holds: (padded_numel,), in their precise dtype."""
+        of_files = self.of_files & {id(parameter) for parameter in flat.binding.parameters}
+        if of_files and torch.equal(whole, self.precise(flat)):
+            return  # gathered to be edited, and not edited: the files' values still
+        self.of_files -= of_files
         self._write_pages(flat, whole)
         for slot, parameter in enumerate(flat.binding.parameters):
             original = self._originals.get(id(parameter))

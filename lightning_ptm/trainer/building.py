@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_ptm.checkpoints import optimizer_states, weights
+from lightning_ptm.checkpoints import optimizer_states, restore, weights
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
 from lightning_ptm.checkpoints.interruption import Interruption
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
@@ -34,6 +34,7 @@ from lightning_ptm.planning.experts import ALONG
 from lightning_ptm.planning.holders import Axis
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.blueprint import Blueprint, Request
+from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.deciding import decide_here
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.exchanges import Exchanges
@@ -125,6 +126,7 @@ class BuildingStrategy(CheckpointingStrategy):
             progress=progress,
             ranks_here=max(1, self.num_processes),
             handed=handed,
+            root=root_folder(trainer),
         )
         # A run that goes on from a checkpoint rounds as it would have done.
         self._engine.updates.number_of_step = lambda: trainer.global_step
@@ -262,10 +264,22 @@ class BuildingStrategy(CheckpointingStrategy):
     def _files_values(self, communicator: Communicator, progress: Progress) -> Given | None:
         """What `weights` provides; nothing where the module has been in a run before: it may have learnt since."""
         known = self._began_with() if self._began_with is not None else None
-        if self.settings.weights is None or known is self._module:
+        if self.settings.weights is None:
             return None
+        if known is self._module:
+            return self._files_values_again(communicator, progress)
         given = weights.first_values(self._module, self.settings, communicator, progress, self._boxes())
         return given if self._restored is None else given.without(self._restored.here)
+
+    def _files_values_again(self, communicator: Communicator, progress: Progress) -> Given | None:
+        """What `weights` provides of frozen parameters that an earlier run of this module had no room to give back."""
+        absent = {id(each) for each in self._module.parameters() if isinstance(each, ClosedParameter)}
+        if not absent & self._ended.of_files:
+            return None
+        given = weights.first_values(self._module, self.settings, communicator, progress, self._boxes())
+        loaded = frozenset() if self._restored is None else self._restored.here
+        again = {key: read for key, read in given.parameters.items() if key in (absent & self._ended.of_files) - loaded}
+        return Given(again)
 
     def _settings_for(self, trainer: Trainer) -> Settings:
         """The user's settings; a home on disk without a path gets the Trainer's root folder."""
@@ -290,6 +304,11 @@ class BuildingStrategy(CheckpointingStrategy):
             rank_zero_info(f"{self.strategy_name} leaves model states in RAM as they are: parameters are rearranged")
             return
         rank_zero_info(f"{self.strategy_name} keeps {states_in_words(self.engine)}")
+        if self._trains and self.settings.restore_weights:
+            ranks_here = max(1, self.num_processes)
+            warning = restore.foretold(self.engine, ranks_here=ranks_here, whole=self._cut is not None)
+            if warning:
+                rank_zero_warn(warning)
         paged = self._paged_optimizers()
         plain = map(plain_optimizer, self._trained)
         themselves = sorted({type(optimizer).__name__ for optimizer in plain if optimizer not in paged})
@@ -311,6 +330,12 @@ class BuildingStrategy(CheckpointingStrategy):
                 "sync_batchnorm=True: torch's SyncBatchNorm works on GPUs only, and this run computes on the CPU; leave it "
                 "out, or use norms that do not depend on the batch, such as GroupNorm or LayerNorm"
             )
+
+
+def root_folder(trainer: Trainer) -> Path | None:
+    """The Trainer's root folder; None where it is not of this machine."""
+    root = str(trainer.default_root_dir)
+    return None if "://" in root else Path(root)
 
 
 def _warn_without_codes(blueprint: Blueprint, name: str) -> None:

@@ -194,14 +194,7 @@ class CheckpointingStrategy(RunningStrategy):
             states = [tell(ours if rank == self.global_rank else None, rank) for rank in ranks]
             checkpoint = randomness.filed(checkpoint, [randomness.received(each) for each in states])
         if self.settings.state_dict_type == "full":
-
-            def save() -> None:
-                with self._together():
-                    super(CheckpointingStrategy, self).save_checkpoint(
-                        checkpoint, filepath, storage_options=storage_options
-                    )
-
-            self._saves.save(filepath, save)
+            self._saves.save(filepath, lambda: self._write_full(checkpoint, filepath, storage_options))
             return
         if storage_options is not None:
             raise ConfigError(
@@ -214,6 +207,17 @@ class CheckpointingStrategy(RunningStrategy):
         cut_short = self._interruption is not None and self._interruption.here
         behind = self.settings.async_save and self._engine.blueprint.saves_behind and not cut_short
         self._saves.save(filepath, lambda: self._begin_saving(checkpoint, Path(filepath), behind), behind=behind)
+
+    def _write_full(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        with self._together():
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _write_now(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """A checkpoint of a run, whatever becomes of the others. Raises CheckpointError, OSError."""
+        if self.settings.state_dict_type == "full":
+            self._write_full(checkpoint, path)
+        else:
+            self._begin_saving(checkpoint, path, False)
 
     @contextmanager
     def _together(self) -> Iterator[None]:

@@ -1,17 +1,21 @@
 """How a run ends: everything of others is given back, whatever fails on the way.
 
 I1: after a run the module has ordinary parameters again, when RAM holds them, and its optimizers their states, when they
-were in RAM all the time.
+were in RAM all the time. I2: where RAM does not even hold what was trained, it is on disk before the pages go.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -23,12 +27,12 @@ from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.audits import UpdateAudit
-from lightning_ptm.runtime.closed import COPIED_IN_A_RUN
+from lightning_ptm.runtime.closed import COPIED_IN_A_RUN, ClosedParameter
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.parts import put_together
 from lightning_ptm.runtime.rendezvous import Together
 from lightning_ptm.runtime.statistics import last_audit
-from lightning_ptm.trainer.building import BuildingStrategy
+from lightning_ptm.trainer.building import BuildingStrategy, root_folder
 from lightning_ptm.trainer.paged_states import unguard
 from lightning_ptm.trainer.spent import spend
 
@@ -62,6 +66,8 @@ class EndingStrategy(BuildingStrategy):
             )
         replaced: list[Optimizer] = []
         told_later: list[Exception] = []
+        failure: Exception | None = None
+        back, path = restore.Back.NONE, ""
         with ExitStack() as steps:  # each of them, whatever becomes of those before; the last one first
             steps.callback(self._saves.forget)
             steps.callback(engine.close)
@@ -70,12 +76,18 @@ class EndingStrategy(BuildingStrategy):
                 steps.callback(communicator.close)
             steps.callback(self._uncut)
             steps.callback(self._settle_accounts, engine, before.audits)
+            try:  # while the strategy has the engine, with which it saves
+                back, path = self._meet_at_the_end(engine, told_later)
+            except Exception as error:
+                failure = error
             try:
                 self._detach(replaced)
             except Exception as error:  # the weights are the user's all the same
                 told_later.append(error)
             try:
-                self._give_back(engine, replaced, told_later)
+                if failure is not None:
+                    raise failure
+                self._give_back(engine, back, path, replaced)
             except Exception as error:
                 engine.fail(error)  # the others wait for this rank, and Lightning can no longer tell them
                 if not self._ended.weights:
@@ -108,12 +120,14 @@ class EndingStrategy(BuildingStrategy):
                 steps.callback(give_back_state, optimizer)
             steps.callback(self._forget_shown_states)
 
-    def _give_back(self, engine: Engine, replaced: Collection[Optimizer], told_later: list[Exception]) -> None:
-        """Weights and optimizer states are the user's again, as far as that is wanted and can be. Collective.
+    def _meet_at_the_end(self, engine: Engine, told_later: list[Exception]) -> tuple[restore.Back, str]:
+        """All checkpoints are in place, and which weights will be given back is decided. Collective.
 
         Args:
-            replaced: optimizers whose states are not.
-            told_later: gets why the last checkpoint was not written.
+            told_later: gets why the last checkpoint was not written, or why trained weights are lost.
+
+        Returns:
+            Which, and where they were written to instead.
         """
         if engine.rendezvous.failed:
             self._saves.farewell()
@@ -126,19 +140,89 @@ class EndingStrategy(BuildingStrategy):
         if engine.heap is not None:
             engine.heap.steps_end()  # what follows takes RAM of its own
         wanted, ranks_here = self.settings.restore_weights, max(1, self.num_processes)
+        back = restore.decided(engine, wanted=wanted, ranks_here=ranks_here, whole=self._cut is not None)
+        if back is not restore.Back.WRITTEN:
+            return back, ""
+        try:
+            return back, str(self._write_at_the_end(engine))
+        except (CheckpointError, OSError, UsageError) as error:
+            told_later.append(error)
+            return back, ""
+
+    def _write_at_the_end(self, engine: Engine) -> Path:
+        """A checkpoint of the weights, where RAM has no room for them (I2): sharded, unless some are strided. Collective.
+
+        Returns:
+            Its path: in the Trainer's root folder, or, where that has no room, beside the disk tier.
+
+        Raises:
+            CheckpointError: nowhere is room for it.
+        """
+        trainer = self._module.trainer
+        root = root_folder(trainer)
+        places = [*([] if root is None else [root]), *engine.disk_paths]
+        own, failures = self.settings, []
+        # Sharded ones hold parameters as they lie in pages: strided ones in another order than that of their shape.
+        strided = any(slot.spec.stride for flat in engine.blueprint.layout.everywhere() for slot in flat.slots)
+        self.settings = dataclasses.replace(own, state_dict_type="full" if strided else "sharded")
+        try:
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=True)
+            for place in places:
+                path = Path(engine.rendezvous.told(str(_unused(place, trainer.global_step))))
+                try:
+                    self._write_now(checkpoint, path)
+                except (CheckpointError, OSError) as error:
+                    failures.append(f"{place}: {error}")
+                    continue
+                rank_zero_warn(
+                    f"RAM has no room for the trained weights, so they are not put back into the module but written to "
+                    f"{path}: load them from there (lightning_ptm.sharded.load, weights={str(path)!r}, or ckpt_path of an "
+                    f"evaluation)"
+                )
+                return path
+        finally:
+            self.settings = own
+        raise CheckpointError(
+            f"the trained weights are lost: RAM has no room for them, and they could not be written to disk "
+            f"({'; '.join(failures)}); make room in one of these folders, or save in the run (ModelCheckpoint)"
+        )
+
+    def _give_back(self, engine: Engine, back: restore.Back, path: str, replaced: Collection[Optimizer]) -> None:
+        """Weights and optimizer states are the user's again, as far as that is wanted and can be. Collective.
+
+        Args:
+            back, path: which weights, and where they were written to instead.
+            replaced: optimizers whose states are not.
+        """
         cut_here = self._cut is not None
-        if restore.weights(engine, wanted=wanted, ranks_here=ranks_here, whole=cut_here):
+        if path:
+            self._ended = dataclasses.replace(self._ended, path=path)
+        returned = restore.weights(engine, back, again=self._again(engine), path=path)
+        if returned.given:
             self._uncut(partial(put_together, communicator=engine.communicator))
             self._ended = dataclasses.replace(self._ended, weights=True, parts=self._ended.parts and not cut_here)
-            self.precision_plugin.over = not self._has_ranks and self.precision_plugin.loss_scale is None
+            complete = not any(isinstance(each, ClosedParameter) for each in self._module.parameters())
+            self.precision_plugin.over = complete and not self._has_ranks and self.precision_plugin.loss_scale is None
             kept = [each for each in self._trained if plain_optimizer(each) not in replaced]
             keep_here = kept if self.is_global_zero else ()
             if (
                 self._trains
                 and not self._cut_off
+                and not engine.update_failed
                 and restore.optimizer_states(engine, self.optimizers, keep_here, whole=cut_here)
             ):
                 self._ended = dataclasses.replace(self._ended, optimizer_states=True)
+        if engine.update_failed:
+            self._ended = dataclasses.replace(self._ended, torn=True)
+        if returned.failure is not None:
+            raise returned.failure
+
+    def _again(self, engine: Engine) -> str:
+        """How frozen parameters get their values in a next run of this strategy; empty: by the user alone."""
+        self._ended = dataclasses.replace(self._ended, of_files=frozenset(engine.values.of_files))
+        if not engine.values.of_files:
+            return ""
+        return f"a next run with this strategy reads them from {self.settings.weights} again"
 
     def _uncut(self, whole: Callable[[Tensor, Box], Tensor] | None = None) -> None:
         """The module's parameters are whole again, if it was cut here.
@@ -183,6 +267,13 @@ class EndingStrategy(BuildingStrategy):
         spend(state["_spent"])
         self._events = Events()
         super().__setstate__({name: value for name, value in state.items() if name != "_spent"})
+
+
+def _unused(place: Path, step: int) -> Path:
+    """A name in a folder that nothing has."""
+    versions = itertools.chain([""], (f"-v{number}" for number in itertools.count(1)))
+    paths = (place / f"end-of-run-step={step}{version}.ckpt" for version in versions)
+    return next(path for path in paths if not os.path.lexists(path))
 
 
 def having_states(engine: Engine) -> list[Optimizer]:

@@ -139,6 +139,9 @@ class Candidate:
             ) from error
         return Initial.CONSTRUCTED if fresh.state.get(like) else Initial.LAZY
 
+    def _where(self) -> str:
+        return "" if self._device.type == "cpu" else f" on {self._device}"
+
     def _instead(self) -> str:
         names = " ".join(self._slots) or type(self._optimizer).__name__.lower()
         adaptive = len(self._slots) > 1 or any(word in names for word in ("sq", "var", "ada", "sum"))
@@ -192,7 +195,7 @@ class Candidate:
         try:
             return run_whole(self._optimizer, trial, self._initial, self._dtype, self._device, **options)
         except Exception as error:
-            raise Raises(f"on small {self._dtype} parameters it raises {told(error)}") from error
+            raise Raises(f"on small {self._dtype} parameters{self._where()} it raises {told(error)}") from error
 
     # -- what it keeps ------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import optim
 from torch.optim import Optimizer
+from torch.optim.optimizer import _get_capturable_supported_devices
 
 from lightning_ptm.update.traits import GroupTraits, Initial, SlotTraits
 
@@ -59,11 +60,14 @@ _SCALARS: Mapping[type[Optimizer], tuple[str, ...]] = {
 }
 
 
-def is_known(optimizer: Optimizer, dtype: torch.dtype) -> bool:
-    """Whether it is one of torch's own element-wise classes, whose kernels are right for the dtype.
+def is_known(optimizer: Optimizer, dtype: torch.dtype, device: torch.device | None = None) -> bool:
+    """Whether it is one of torch's own element-wise classes, whose kernels are right for the dtype and exist on the device.
 
     torch 2.13's fused SGD stores wrong 16-bit momentum, so a trial decides about kernels of 16 bit.
     """
+    graphs = any(group.get("capturable") for group in optimizer.param_groups)
+    if graphs and device is not None and device.type not in _get_capturable_supported_devices():
+        return False
     return type(optimizer) in _SLOTS and dtype.itemsize >= 4
 
 

@@ -37,7 +37,7 @@ def probe(
         ConfigError: its update cannot be run page by page; says which property it lacks, and what to use instead.
     """
     device = torch.device(device)
-    if is_known(optimizer, dtype):
+    if is_known(optimizer, dtype, device):
         groups = tuple(
             known_group(optimizer, group, dtype, may_fuse=may_fuse(group, dtype, device))
             for group in optimizer.param_groups

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
@@ -29,7 +30,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.update.default_dtype import DefaultDtype
 from lightning_ptm.update.private import PrivateOptimizer
-from lightning_ptm.update.traits import Initial, OptimizerTraits, ScalarState, copy_value, frozen_scalars
+from lightning_ptm.update.traits import Initial, OptimizerTraits, ScalarState, Shape, copy_value, frozen_scalars
+
+_MOST_TRIED_NUMEL = 1 << 20
+"""Of a parameter on which a step is tried before it is taken."""
 
 NOT_HYPER = frozenset(("params", "param_names"))
 """Keys of a parameter group that are no hyper-parameters."""
@@ -216,6 +220,22 @@ class Shadow:
         self._try_on_zeros(hyper, group, scalars, like, keep=after)
         return {key: copy_value(after[key]) for key in self.traits.group_slots if key in after}
 
+    def check(self, hyper: GroupValues, group: int, scalars: ScalarState | None, like: torch.Tensor) -> None:
+        """Try a step on a few zeros, whose outcome nobody needs: what the class refuses with these hyper-parameters, and
+        states that it wants and pages do not have, are then known before any parameter has changed. Of parameters that are
+        updated whole, the smallest of the group is tried. Args: as `advance`.
+
+        Raises:
+            UsageError: as `step`; and whatever the class raises.
+        """
+        shape = self.traits.groups[group].small
+        if self.traits.whole:
+            shapes = [each for each in self.traits.groups[group].kept if math.prod(each) <= _MOST_TRIED_NUMEL]
+            if not shapes:
+                return
+            shape = min(shapes, key=math.prod)
+        self._try_on_zeros(hyper, group, scalars, like, shape, check=True)
+
     @torch.no_grad()
     def _try_on_zeros(
         self,
@@ -223,16 +243,23 @@ class Shadow:
         group: int,
         scalars: ScalarState | None,
         like: torch.Tensor,
+        shape: Shape | None = None,
         keep: dict[str, Any] | None = None,
+        *,
+        check: bool = False,
     ) -> dict[str, Any]:
-        zeros = torch.zeros(self.traits.groups[group].small, dtype=like.dtype, device=like.device)
+        shape = self.traits.groups[group].small if shape is None else shape
+        zeros = torch.zeros(shape, dtype=like.dtype, device=like.device)
         clone = self._clone
-        run = RunViews(group, zeros, torch.zeros_like(zeros), self._dummy_slots(group, like), scalars)
+        run = RunViews(group, zeros, torch.zeros_like(zeros), self._dummy_slots(group, like, shape), scalars)
         zeros.grad = run.gradient
         try:
             clone.state[zeros] = self._state(hyper, run)
             clone.param_groups = [{"params": [zeros], **self._values(hyper, group)}]
             self._take_step()
+            # Of zeros' gradients some classes make only a part of their first state.
+            if check and (scalars is not None or all(clone.state[zeros].get(name) is not None for name in run.slots)):
+                self._collect(run)
             if keep is not None:
                 keep.update(clone.param_groups[0])
             return dict(clone.state[zeros])
@@ -240,9 +267,10 @@ class Shadow:
             clone.param_groups = []
             clone.state.clear()
 
-    def _dummy_slots(self, group: int, like: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _dummy_slots(self, group: int, like: torch.Tensor, shape: Shape | None = None) -> dict[str, torch.Tensor]:
         traits = self.traits.groups[group]
-        shapes = traits.kept[traits.small] if self.traits.whole else {slot.name: traits.small for slot in traits.slots}
+        small = traits.small if shape is None else shape
+        shapes = traits.kept[small] if self.traits.whole else {slot.name: small for slot in traits.slots}
         dtypes = {slot.name: slot.dtype for slot in traits.slots}
         return {name: torch.zeros(shape, dtype=dtypes[name], device=like.device) for name, shape in shapes.items()}
 

@@ -99,6 +99,11 @@ class Updater:
         """Set by `stop`; also by the worker when it ends by an error, so that nobody waits for it."""
 
     @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the work (I2)."""
+        return self._failure
+
+    @property
     def stats(self) -> UpdateStats:
         """Counters since the start."""
         return self._pipeline.stats

@@ -1,4 +1,4 @@
-"""What code can see of the memory of a weight in pages: what it sees of a plain parameter's, and nothing of its neighbours."""
+"""What code can see of the memory of a weight in pages: what it sees of a plain parameter's, and no neighbours."""
 
 from __future__ import annotations
 

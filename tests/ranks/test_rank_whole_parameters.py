@@ -48,7 +48,7 @@ def assert_as_plain(training: Training, world_size: int, disk: Path, tiers: list
     ],
 )
 def test_every_tier_is_plain_data_parallelism(world_size: int, build: Any, disk: Path) -> None:
-    assert_as_plain(Training(build), world_size, disk, list(TIERS))
+    assert_as_plain(Training(build), world_size, disk, list(PLACES))
 
 
 class SkipsAtTimes(WithHybrid, SkipsABlock):
@@ -62,7 +62,7 @@ class NobodysAtTimes(WithAdafactor, NobodyUsesABlock):
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [SkipsAtTimes, NobodysAtTimes])
 def test_gradients_that_some_or_all_ranks_lack(build: Any, disk: Path) -> None:
-    assert_as_plain(Training(build), 2, disk, list(TIERS))
+    assert_as_plain(Training(build), 2, disk, list(PLACES))
 
 
 @pytest.mark.one_in(2)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
-from lightning_ptm.runtime.binding import FlatBinding
+from lightning_ptm.runtime.binding import ENDED, FlatBinding
 from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.shown import ShownGradient
 
@@ -247,7 +247,7 @@ def test_values_that_change_are_counted_as_autograd_counts_writes() -> None:
 def test_the_end_of_a_run() -> None:
     binding = made(closes=True)
     binding.bind(full())
-    binding.unbind(ended=True)
+    binding.unbind(absent=ENDED)
     with pytest.raises(UsageError, match="p3 was read or written, and its values ended with its run"):
         binding.parameters[3] * 2
     binding.restore(1, torch.zeros(0))

@@ -19,9 +19,12 @@ def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(shape)) for shape in shapes]
 
 
+CPU = torch.device("cpu")
+
+
 def found(*optimizers: Optimizer) -> tuple[dict[int, ConfigError], Traits]:
     known: Traits = {}
-    return reasons(optimizers, lambda parameter: parameter.dtype, torch.device("cpu"), known), known
+    return reasons(optimizers, lambda parameter: parameter.dtype, CPU, known), known
 
 
 def test_element_wise_ones_have_traits_by_number_and_dtype() -> None:
@@ -29,10 +32,10 @@ def test_element_wise_ones_have_traits_by_number_and_dtype() -> None:
     second.data = second.data.double()
     refused, known = found(SGD([first], lr=0.1), Adam([first.clone().detach().requires_grad_(), second]))
     assert refused == {}
-    assert set(known) == {(0, torch.float32), (1, torch.float32), (1, torch.float64)}
-    assert {slot.name for slot in known[1, torch.float64].slots} == {"exp_avg", "exp_avg_sq"}
-    assert {slot.dtype for slot in known[1, torch.float64].slots} == {torch.float64}
-    assert not known[0, torch.float32].slots
+    assert set(known) == {(0, torch.float32, CPU), (1, torch.float32, CPU), (1, torch.float64, CPU)}
+    assert {slot.name for slot in known[1, torch.float64, CPU].slots} == {"exp_avg", "exp_avg_sq"}
+    assert {slot.dtype for slot in known[1, torch.float64, CPU].slots} == {torch.float64}
+    assert not known[0, torch.float32, CPU].slots
 
 
 def test_the_dtype_is_that_of_the_update_and_frozen_ones_have_none() -> None:
@@ -40,8 +43,8 @@ def test_the_dtype_is_that_of_the_update_and_frozen_ones_have_none() -> None:
     frozen.requires_grad_(False)
     known: Traits = {}
     dtypes = {id(trained): torch.bfloat16, id(frozen): torch.float64}
-    assert not reasons([SGD([trained, frozen])], lambda each: dtypes[id(each)], torch.device("cpu"), known)
-    assert set(known) == {(0, torch.bfloat16)}
+    assert not reasons([SGD([trained, frozen])], lambda each: dtypes[id(each)], CPU, known)
+    assert set(known) == {(0, torch.bfloat16, CPU)}
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -51,13 +54,13 @@ def test_one_that_is_refused_leaves_the_others_theirs(place: int) -> None:
     refused, known = found(*(make(parameters((3,))) for make in made))
     assert set(refused) == {place} and isinstance(refused[place], ConfigError)
     assert "LBFGS" in str(refused[place])
-    assert {index for index, _ in known} == {0, 1, 2} - {place}
+    assert {index for index, *_ in known} == {0, 1, 2} - {place}
 
 
 def test_those_that_share_a_parameter_have_one_update_each() -> None:
     (shared,) = parameters((7, 5))
     refused, known = found(SGD([shared]), Adam([*parameters((3,)), shared]))
-    assert (refused, set(known)) == ({}, {(0, torch.float32), (1, torch.float32)})
+    assert (refused, set(known)) == ({}, {(0, torch.float32, CPU), (1, torch.float32, CPU)})
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
@@ -81,7 +84,7 @@ def test_one_that_updates_a_shared_parameter_as_a_whole_is_refused() -> None:
 def test_groups_of_one_optimizer_are_one() -> None:
     first, second = parameters((3,), (4,))
     refused, known = found(SGD([{"params": [first]}, {"params": [second], "lr": 1.0}]))
-    assert (refused, set(known)) == ({}, {(0, torch.float32)})
+    assert (refused, set(known)) == ({}, {(0, torch.float32, CPU)})
 
 
 def specs(*further: tuple[int, int], trainable: bool = True) -> list[UnitSpec]:
