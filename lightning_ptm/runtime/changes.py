@@ -83,12 +83,16 @@ class Changes:
         """Whether every gradient stays in `.grad` until the optimizer's step."""
         return all(flat.gradient.in_place for flats in self._flats for flat in flats)
 
-    def waiting_gradients(self) -> tuple[str, ...]:
-        """Names of units of which pages hold gradients that no step has used."""
+    def waiting_gradients(self, *, used_are_forgotten: bool = False) -> tuple[str, ...]:
+        """Names of units of which pages hold gradients that no step has used.
+
+        Args:
+            used_are_forgotten: see `FlatGradient.waits_for_step`.
+        """
         return tuple(
             store.unit.name or "the root"
             for store, flats in zip(self._stores, self._flats, strict=True)
-            if any(flat.gradient.waits_for_step for flat in flats)
+            if any(flat.gradient.waits_for_step(used_are_forgotten=used_are_forgotten) for flat in flats)
         )
 
     @contextmanager

@@ -30,7 +30,7 @@ from lightning_ptm.runtime.rendezvous import Together
 from lightning_ptm.runtime.statistics import last_audit
 from lightning_ptm.trainer.building import BuildingStrategy
 from lightning_ptm.trainer.paged_states import unguard
-from lightning_ptm.trainer.spent import spend
+from lightning_ptm.trainer.spent import SpentInCopies, spend
 
 
 class EndingStrategy(BuildingStrategy):
@@ -158,7 +158,7 @@ class EndingStrategy(BuildingStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # torch.save(trainer) and copy.deepcopy(trainer) come here.
-        state = {**super().__getstate__(), "_began_with": None, "_spent": [], "_before_laid_out": None}
+        state = {**super().__getstate__(), "_began_with": None, "_before_laid_out": None}
         del state["_events"]  # who listens to this run listens to no copy
         engine = self._engine
         if engine is None:
@@ -175,14 +175,14 @@ class EndingStrategy(BuildingStrategy):
             "_shown_states": {},
             "_saves": Saves(self.settings.failed_save),
             "_ended": afterwards.Ended(weights=True, optimizer_states=not ended),
-            "_spent": ended,
+            "_spent": SpentInCopies(ended),
         }
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        spend(state["_spent"])
-        self._events = Events()
-        super().__setstate__({name: value for name, value in state.items() if name != "_spent"})
+        # Complete: a copy is copied, too.
+        kept = {name: value for name, value in state.items() if name != "_spent"}
+        super().__setstate__({**kept, "_events": Events()})
 
 
 def having_states(engine: Engine) -> list[Optimizer]:

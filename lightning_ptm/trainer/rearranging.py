@@ -143,7 +143,8 @@ class RearrangingStrategy(EndingStrategy):
                 binding.check()
         known = {id(parameter) for _, parameter in engine.wholes.names()}
         new = [name for name, each in self._module.named_parameters() if id(each) not in known]
-        waiting = engine.changes.waiting_gradients()
+        used_are_forgotten = self.precision_plugin.forgets_used_gradients(self._module)
+        waiting = engine.changes.waiting_gradients(used_are_forgotten=used_are_forgotten)
         if waiting:
             raise UsageError(
                 f"parameters were added, replaced, unfrozen, or put into groups of an optimizer, while gradients wait for "

@@ -9,6 +9,7 @@ I2: a copy of a spent optimizer, by `copy` or through pickle, is spent too.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -34,6 +35,21 @@ def spend(optimizers: Iterable[Optimizer]) -> None:
             optimizer.register_step_pre_hook(_check)
             optimizer.register_state_dict_pre_hook(_check)
             optimizer.register_load_state_dict_post_hook(_look_for_states)
+
+
+class SpentInCopies(list[Optimizer]):
+    """Optimizers whose copies, by `copy.deepcopy` or through pickle, are spent, and which are not spent themselves."""
+
+    def __deepcopy__(self, known: dict[int, Any]) -> SpentInCopies:
+        return _all_spent(copy.deepcopy(list(self), known))
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _all_spent, (list(self),)
+
+
+def _all_spent(optimizers: list[Optimizer]) -> SpentInCopies:
+    spend(optimizers)
+    return SpentInCopies(optimizers)
 
 
 def renew(optimizer: Optimizer) -> None:
