@@ -16,7 +16,6 @@ from torch import nn
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import CapacityError, RankError, UsageError
 from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.hooks import Hooks
 from lightning_ptm.runtime.known_parameters import KnownParameters
 from lightning_ptm.runtime.lending import Lending
 from lightning_ptm.runtime.machine import free_host_bytes
@@ -41,7 +40,6 @@ class ByHand:
         stores: Sequence[UnitStore],
         values: Values,
         lending: Lending,
-        hooks: Hooks,
         rendezvous: Rendezvous,
         known: KnownParameters,
         settle: Callable[[str], None],
@@ -53,11 +51,12 @@ class ByHand:
         self._stores = stores
         self._values = values
         self._lending = lending
-        self._hooks = hooks
         self._rendezvous = rendezvous
         self._known = known
         self._settle = settle
         self._ranks_here = ranks_here
+        self.before_edits: Callable[[], None] = _nothing
+        """Called before weights are edited. The strategy sets it."""
 
     @contextmanager
     def gathered(self, modules: Sequence[nn.Module], *, write: bool = True) -> Iterator[None]:
@@ -66,6 +65,8 @@ class ByHand:
         Raises:
             CapacityError: some rank's RAM has no room for them.
         """
+        if write:
+            self.before_edits()
         wanted = self._units_in(modules)
         self._values.check_known()
         self._settle(f"gathered {sorted(wanted)} {write}")
@@ -81,7 +82,6 @@ class ByHand:
         with (
             self._lending.gathered(wanted, write=write, may_write=lambda: not self._rendezvous.failed),
             ending,
-            self._hooks.lending(),
         ):
             yield
             self._check_memory()
@@ -94,6 +94,12 @@ class ByHand:
             yield
             return
         with self.gathered([module], write=False):
+            yield
+
+    @contextmanager
+    def writable(self, module: nn.Module) -> Iterator[None]:
+        """Inside the block the parameters of `module` can be written to. Collective. Raises as `gathered`."""
+        with self.gathered([module]):
             yield
 
     def always_readable(self, module: nn.Module) -> bool:
@@ -128,3 +134,7 @@ class ByHand:
             for unit in self._blueprint.units
             if any(id(item.parameter) in inside for item in unit.parameters)
         }
+
+
+def _nothing() -> None:
+    """Nobody reads what is edited."""

@@ -87,7 +87,8 @@ class Stepping:
         self._collect_postponed(STEP_ENDS)
         self._follow(index)
         transform = self._clipping.take(index)
-        self._updates.step(index, transform)
+        with self._changes.data_replaced(index):
+            self._updates.step(index, transform)
         for _, flat in self._updates.groups.flats_of(index):
             scratch = flat.states.traits.writes_gradient
             if scratch or not flat.gradient.route.outlives_step:

@@ -1,7 +1,7 @@
 """How a run ends: everything of others is given back, whatever fails on the way.
 
-I1: after a run the module has ordinary parameters again, when RAM holds them, and its optimizers their states, when they
-were in RAM all the time.
+I1: after a run the module has ordinary parameters again, when RAM holds them, and its optimizers their states, when RAM has
+room for these, too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from typing_extensions import override
 from lightning_ptm.checkpoints import afterwards, restore
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.checkpoints.saves import Saves
-from lightning_ptm.errors import CheckpointError, UsageError
+from lightning_ptm.errors import CheckpointError
 from lightning_ptm.events import Events
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.audits import UpdateAudit
-from lightning_ptm.runtime.closed import COPIED_IN_A_RUN
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.parts import put_together
 from lightning_ptm.runtime.rendezvous import Together
@@ -163,19 +162,22 @@ class EndingStrategy(BuildingStrategy):
         engine = self._engine
         if engine is None:
             return state
-        if not engine.hooks.copyable:
-            raise UsageError(COPIED_IN_A_RUN)
-        # A copy is in no run. What its optimizers have learnt is in pages, which are not copied.
+        # A copy is in no run. What its optimizers have learnt is in pages, which are not copied. Where pages have their
+        # parameters, too, it is without them: each fit makes its own.
         ended = having_states(engine)
+        without: dict[str, Any] = (
+            {} if engine.by_hand.always_readable(self._module) else {"_optimizers": [], "lr_scheduler_configs": []}
+        )
         of_the_run = ("_signals", "_engine", "_communicator", "_interruption", "_watches", "_restored", "_resuming")
         return {
             **state,
+            **without,
             **dict.fromkeys(of_the_run),
             "_steps": (),
             "_shown_states": {},
             "_saves": Saves(self.settings.failed_save),
             "_ended": afterwards.Ended(weights=True, optimizer_states=not ended),
-            "_spent": SpentInCopies(ended),
+            "_spent": SpentInCopies(() if without else ended),
         }
 
     @override

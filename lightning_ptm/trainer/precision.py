@@ -265,8 +265,8 @@ class AngelPTMPrecision(Precision):
 
     @staticmethod
     def forgets_used_gradients(model: LightningModule) -> bool:
-        """Whether Lightning forgets what a step has used before anything is added to it or steps with it: not in the batch for
-        which stochastic averaging leaves out the backward pass."""
+        """Whether Lightning forgets what a step has used before anything is added to it or steps with it: not in the batch
+        for which stochastic averaging leaves out the backward pass."""
         forgets = model.automatic_optimization and not _overrides(model, "optimizer_zero_grad")
         return forgets and not model.trainer.fit_loop._skip_backward
 

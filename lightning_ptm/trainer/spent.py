@@ -69,9 +69,9 @@ def refuse_spent(optimizers: Iterable[Optimizer]) -> None:
 def _check(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _SPENT:
         raise UsageError(
-            f"the states of this {type(optimizer).__name__} have ended with an earlier run, since they lived on disk "
-            f"or RAM could not hold a copy, so it cannot go on where it was; give fit a ckpt_path, or return a new "
-            f"optimizer from configure_optimizers"
+            f"the states of this {type(optimizer).__name__} have ended with an earlier run, since RAM had no room for a copy "
+            f"(of those on disk, half of what is free), so it cannot go on where it was; give fit a ckpt_path, or return a "
+            f"new optimizer from configure_optimizers"
         )
 
 

@@ -211,6 +211,13 @@ class AngelPTMStrategy(RearrangingStrategy):
         with self.engine.stepping.without_reduction():
             yield
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """What DDP's module has under this name, and Lightning calls `block_backward_sync`: around the backward passes of a
+        manual optimization whose gradients are reduced with those of a later one, or by the step. In a run the module has it,
+        too (`trainer.model.no_sync()`). How often ranks reduce is `Settings.reduce_gradients`; in automatic optimization,
+        `accumulate_grad_batches` does all of it."""
+        return self.block_backward_sync()
+
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

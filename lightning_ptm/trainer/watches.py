@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from lightning_ptm.config import Settings
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.machine import node_cores
-from lightning_ptm.runtime.recompute import compiled_around
+from lightning_ptm.runtime.recompute import compiled_around, replace
 from lightning_ptm.runtime.rendezvous import Together
 from lightning_ptm.trainer.averaging import Gathered, gather_for_averaging
 from lightning_ptm.trainer.metric_groups import InGroup, metrics_of
@@ -79,7 +80,13 @@ class Watches:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         """Objects, names of methods that are ours, these, and what the objects themselves had there."""
         self._hooks: list[RemovableHandle] = []
+        self._restore: list[Callable[[], None]] = []
         self._foreign: ForeignCollectives | None = None
+
+    def no_sync(self, module: nn.Module, blocked: Callable[[], AbstractContextManager[None]]) -> None:
+        """`trainer.model` is what DDP wraps, whose users call this method of it."""
+        if not hasattr(module, "no_sync"):
+            self._restore.append(replace(module, no_sync=blocked))
 
     def zero_grad_of(self, optimizer: Optimizer, wrapper: LightningOptimizer) -> None:
         """Gradients in pages must be forgotten when the user's optimizer forgets its own, by either of its handles."""
@@ -231,6 +238,8 @@ class Watches:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        while self._restore:
+            self._restore.pop()()
 
     def finetuning(self, trainer: Trainer) -> None:
         """Callbacks that unfreeze parameters in mid-run look for those that an optimizer has already; values cannot be

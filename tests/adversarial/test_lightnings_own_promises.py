@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from judged import MakeStrategy
+from judged import MakeStrategy, little_ram
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage
@@ -96,7 +96,9 @@ def test_an_exception_is_told_to_every_base_of_the_strategy(
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.01}, {"precision": "bf16-mixed"}])
-def test_loops_by_hand_after_a_run_train_on(strategy_at: MakeStrategy, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_loops_by_hand_after_a_run_train_on(
+    strategy_at: MakeStrategy, tier: str, tmp_path: Path, options: dict[str, Any]
+) -> None:
     class Learns(BoringModel):
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), lr=0.1, fused=True)
@@ -115,17 +117,18 @@ def test_loops_by_hand_after_a_run_train_on(strategy_at: MakeStrategy, tmp_path:
         ]
         return [*outputs, *(value.detach() for value in model.parameters())]
 
-    ours, theirs = trained(strategy_at("ram"), tmp_path / "ours"), trained("auto", tmp_path / "plain")
+    ours, theirs = trained(strategy_at(tier), tmp_path / "ours"), trained("auto", tmp_path / "plain")
     assert all(map(torch.equal, ours, theirs))
 
 
 def test_loops_by_hand_after_a_run_need_what_the_optimizer_has_learnt(
-    strategy_at: MakeStrategy, tmp_path: Path
+    strategy_at: MakeStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Learns(BoringModel):
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), lr=0.1)
 
+    little_ram(monkeypatch, Learns())
     model = Learns()
     trainer = trainer_of(strategy_at("masters_on_disk"), tmp_path)
     trainer.fit(model)
