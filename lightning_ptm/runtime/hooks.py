@@ -12,7 +12,7 @@ so a unit gathered for recompute stays until its backward ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -36,6 +36,7 @@ from lightning_ptm.runtime.graphs import (
 )
 from lightning_ptm.runtime.guards import Guards
 from lightning_ptm.runtime.offload import Offload
+from lightning_ptm.runtime.parametrizations import putting_on_is_no_write
 from lightning_ptm.runtime.pass_in_progress import BackwardListener, PassInProgress
 from lightning_ptm.runtime.recompute import Recompute, in_backward, replace
 from lightning_ptm.runtime.saved import SavedTensors, inside_checkpoint
@@ -124,9 +125,11 @@ class Hooks:
         self._pass.forget()
         self._calls.forget()
 
-    def backward(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def backward(self) -> Iterator[None]:
         """Inside, a backward pass of the whole loss runs; what it has left open is ended after it."""
-        return self._pass.of_the_loss(self._recompute.checked())
+        with self._pass.of_the_loss(self._recompute.checked()), putting_on_is_no_write():
+            yield
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -134,7 +137,8 @@ class Hooks:
         if torch.is_grad_enabled() and self._saved.any_to_name:
             self._saved.begin(0)
         try:
-            yield
+            with putting_on_is_no_write():
+                yield
         except RuntimeError as error:
             if "don't yet support saved tensor hooks" not in str(error):
                 raise
