@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptm.errors import UsageError
+from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.known_parameters import KnownParameters
 from lightning_ptm.runtime.lending import Lending
@@ -72,6 +72,23 @@ class Changes:
                 and any(flat.binding.replaced() for store in self._stores for flat in store.flats)
             )
         )
+
+    def differences(self) -> str:
+        """What `outgrown` has found, in words: `has unfrozen stem.weight, and has new parameters: extra`."""
+        unfrozen = [item.name for item in self._frozen if item.parameter.requires_grad]
+        new, gone = self._known.new(), self._known.gone()
+        regrouped = [
+            type(each).__name__ for index, each in enumerate(self._optimizers) if self._updates.groups.outgrown(index)
+        ]
+        found = {
+            "has unfrozen": unfrozen,
+            "has new parameters:": new,
+            "has no longer the parameters": gone,
+            "has resized": list(self._lending.resized),
+            "has changed groups of": regrouped,
+        }
+        said = [f"{what} {some(names, 3)}" for what, names in found.items() if names]
+        return ", and ".join(said) or "has parameters in other places"
 
     def other_parameters(self) -> bool:
         """Whether the module has parameters that it had not when its pages were laid out, or of other shapes, or lacks some.

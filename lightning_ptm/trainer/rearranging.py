@@ -57,6 +57,7 @@ class RearrangingStrategy(EndingStrategy):
         for optimizer in self._paged_optimizers() if self._engine.lending.resized else ():
             warn_of_resized(self._engine, optimizer)
         counted = self.statistics()
+        self._engine.rendezvous.rearranged(self._engine.changes.differences())
         if self._engine.blueprint.may_be_outside and self._engine.changes.gradients_in_place:
             self._close_engine()
             self._build(self._module.trainer, anew=True)
