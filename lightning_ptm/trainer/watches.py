@@ -271,7 +271,8 @@ def _knowing_parameters(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def finetune_function(*args: Any, **kwargs: Any) -> Any:
         before = BaseFinetuning.__dict__["filter_on_optimizer"]
-        BaseFinetuning.filter_on_optimizer = staticmethod(_not_in_optimizer)  # type: ignore[method-assign]
+        filtered = partial(_not_in_optimizer, BaseFinetuning.filter_on_optimizer)
+        BaseFinetuning.filter_on_optimizer = staticmethod(filtered)  # type: ignore[method-assign]
         try:
             return theirs(*args, **kwargs)
         finally:
@@ -280,18 +281,21 @@ def _knowing_parameters(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return finetune_function
 
 
-def _not_in_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """As Lightning's, which compares values."""
+def _not_in_optimizer(
+    theirs: Callable[..., list[torch.Tensor]], optimizer: Optimizer, params: Iterable[nn.Parameter]
+) -> list[nn.Parameter]:
+    """What Lightning's own function finds and says, which compares values: it is shown a number for each parameter."""
+    numbers: dict[int, torch.Tensor] = {}
+
+    def number(parameter: torch.Tensor) -> torch.Tensor:
+        return numbers.setdefault(id(parameter), torch.tensor(len(numbers)))
+
+    shown = type(optimizer).__new__(type(optimizer))
+    shown.param_groups = [{"params": [number(each) for each in group["params"]]} for group in optimizer.param_groups]
     chosen = list(params)
-    known = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    found = [each for each in chosen if id(each) not in known]
-    if len(found) < len(chosen):
-        rank_zero_warn(
-            f"{len(chosen) - len(found)} of the parameters that are unfrozen are in a group of the "
-            f"{type(optimizer).__name__} already, and stay in it; give it those that are trained from the start: "
-            f"filter(lambda p: p.requires_grad, self.parameters())"
-        )
-    return found
+    kept = theirs(shown, [number(each) for each in chosen])
+    known = {id(each) for each in kept}
+    return [each for each in chosen if id(number(each)) in known]
 
 
 def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precision: AngelPTMPrecision) -> None:
