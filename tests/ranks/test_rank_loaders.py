@@ -57,16 +57,20 @@ CASES: list[tuple[type[Ends], str, tuple[int, ...], dict[str, Any]]] = [
     (Fewer, "", (), {"use_distributed_sampler": False}),
     (Persistent, "", (), {}),
     (Persistent, "training_step", (1,), {}),
-    *((Ends, hook, who, {}) for hook in HOOKS for who in ((1,), (0, 1))),
+    (Ends, "validation_step", (0, 1), {}),
+    (Ends, "on_validation_end", (1,), {}),
+]
+MORE: list[tuple[type[Ends], str, tuple[int, ...], dict[str, Any]]] = [
+    (Ends, hook, who, {}) for hook in HOOKS for who in ((1,), (0, 1))
 ]
 
 
-def left_behind(folder: Path, home: str) -> list[list[str]]:
+def left_behind(folder: Path, home: str, more: bool) -> list[list[str]]:
     """Names of the processes that each case leaves behind on this rank."""
     found = []
     # Ranks of tests are daemons, so that none outlives the tests, and daemons may have no children.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    for build, hook, who, options in CASES:
+    for build, hook, who, options in CASES + (MORE if more else []):
         module = build(hook, who)
         trainer = L.Trainer(
             accelerator="cpu",
@@ -96,7 +100,7 @@ def left_behind(folder: Path, home: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("home", ["all_on_disk", pytest.param("ram", marks=pytest.mark.slow)])
-def test_no_worker_is_left_behind(home: str, disk: Path) -> None:
-    for found in run_ranks(left_behind, 2, disk, home, limit_s=200):
+@pytest.mark.parametrize(("home", "more"), [("all_on_disk", False), pytest.param("ram", True, marks=pytest.mark.slow)])
+def test_no_worker_is_left_behind(home: str, more: bool, disk: Path) -> None:
+    for found in run_ranks(left_behind, 2, disk, home, more, limit_s=200):
         assert not any(found), [each for each in found if each]
