@@ -138,9 +138,9 @@ def optimizer_state(ended: Ended, optimizer: Optimizer, settings: Settings, *, k
     """
     if not ended.optimizer_states:
         raise UsageError(
-            "the optimizer states have ended with their run, since they lived on disk or RAM could not hold a copy; "
-            "save inside the run, as ModelCheckpoint does, or give save_checkpoint(..., weights_only=True); Lightning's "
-            "tuner needs a Trainer that has not trained"
+            "the optimizer states have ended with their run, since RAM had no room for a copy (of those on disk, half of "
+            "what is free); save inside the run, as ModelCheckpoint does, or give save_checkpoint(..., weights_only=True); "
+            "Lightning's tuner needs a Trainer that has not trained"
         )
     if not keep:
         return {}

@@ -82,7 +82,8 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
     parameters = engine.wholes.shapes()
     by_id = {id(item): state[name] for name, item in named.items() if name in state and id(item) in parameters}
     engine.values.load_parameters(by_id)
-    load_rest(module, state, named, parameters, strict=strict)
+    with engine.state_dicts.as_they_are():
+        load_rest(module, state, named, parameters, strict=strict)
 
 
 def named_items(module: LightningModule) -> dict[str, Any]:

@@ -178,16 +178,18 @@ def optimizer_states(
         whole: the module has whole parameters again, of which it had parts in the run.
 
     Returns:
-        Whether they have them: not when any lived on disk, or RAM cannot hold a copy, or a run on several ranks has failed,
-        or the module has parts of parameters, and whole states would fit none.
+        Whether they have them: not when RAM cannot hold a copy (in half of what is free, where any lived on disk: its owner
+        wanted RAM for other things), or a run on several ranks has failed, or the module has parts of parameters, and whole
+        states would fit none.
     """
     if engine.rendezvous.failed and not engine.communicator.alone:
         return False
     if engine.blueprint.holders.in_parts and not whole:
         return False
-    needed = engine.optimizer_state_bytes(on_disk=False)
+    in_memory, on_disk = engine.optimizer_state_bytes(on_disk=False), engine.optimizer_state_bytes(on_disk=True)
+    room = free_host_bytes() // 2 if on_disk else free_host_bytes()
     # Ranks that hold different experts may keep them in different tiers.
-    if not engine.rendezvous.all_say(not engine.optimizer_state_bytes(on_disk=True) and needed <= free_host_bytes()):
+    if not engine.rendezvous.all_say(in_memory + on_disk <= room):
         return False
     for optimizer in optimizers:
         give_back_optimizer_state(engine, optimizer, keep=optimizer in kept)

@@ -297,6 +297,17 @@ class FlatBinding:
                     found[self.layout.slots[at].spec.name] = parameter
         return found
 
+    def take_replaced(self) -> None:
+        """Our data gets the values of what the user has put in its place."""
+        assert self._base is not None
+        for slot, theirs in self.replaced().items():
+            self.arrangement.view(self._base, slot).copy_(theirs)
+
+    def give_replaced(self) -> None:
+        """What the user has put in the place of our data gets the values of ours."""
+        assert self._base is not None
+        self.edited(self._base)
+
     def edited(self, whole: Tensor) -> None:
         """What the user has put in the place of our data gets other values, of `whole` (padded_numel,)."""
         for slot, theirs in self.replaced().items():

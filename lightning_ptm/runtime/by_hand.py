@@ -17,7 +17,6 @@ from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import CapacityError, RankError, UsageError
 from lightning_ptm.runtime.binding import FlatBinding
 from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.hooks import Hooks
 from lightning_ptm.runtime.known_parameters import KnownParameters
 from lightning_ptm.runtime.lending import Lending
 from lightning_ptm.runtime.machine import free_host_bytes
@@ -42,7 +41,6 @@ class ByHand:
         stores: Sequence[UnitStore],
         values: Values,
         lending: Lending,
-        hooks: Hooks,
         rendezvous: Rendezvous,
         known: KnownParameters,
         settle: Callable[[str], None],
@@ -54,11 +52,12 @@ class ByHand:
         self._stores = stores
         self._values = values
         self._lending = lending
-        self._hooks = hooks
         self._rendezvous = rendezvous
         self._known = known
         self._settle = settle
         self._ranks_here = ranks_here
+        self.before_edits: Callable[[], None] = _nothing
+        """Called before weights are edited. The strategy sets it."""
 
     @contextmanager
     def gathered(self, modules: Sequence[nn.Module], *, write: bool = True, untrained: bool = True) -> Iterator[None]:
@@ -70,6 +69,8 @@ class ByHand:
         Raises:
             CapacityError: some rank's RAM has no room for them.
         """
+        if write:
+            self.before_edits()
         wanted = self._units_in(modules)
         self._values.check_known()
         self._settle(f"gathered {sorted(wanted)} {write}")
@@ -92,7 +93,6 @@ class ByHand:
             ),
             self._lending.absent(left_out, f"are in pages, for which RAM had no room: {refusal}"),
             ending,
-            self._hooks.lending(),
         ):
             yield
             self._check_memory()
@@ -111,6 +111,12 @@ class ByHand:
     def _needed(self, wanted: Collection[int], left_out: Sequence[FlatBinding] = ()) -> int:
         """RAM of this machine that units take in the user's hands."""
         return self._lending.bytes_to_lend(wanted, left_out) * self._ranks_here
+
+    @contextmanager
+    def writable(self, module: nn.Module) -> Iterator[None]:
+        """Inside the block the parameters of `module` can be written to. Collective. Raises as `gathered`."""
+        with self.gathered([module]):
+            yield
 
     def always_readable(self, module: nn.Module) -> bool:
         return all(self._stores[unit].readable for unit in self._units_in([module]))
@@ -144,3 +150,7 @@ class ByHand:
             for unit in self._blueprint.units
             if any(id(item.parameter) in inside for item in unit.parameters)
         }
+
+
+def _nothing() -> None:
+    """Nobody reads what is edited."""

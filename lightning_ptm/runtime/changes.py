@@ -12,13 +12,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptm.errors import UsageError
+from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.known_parameters import KnownParameters
 from lightning_ptm.runtime.lending import Lending
+from lightning_ptm.runtime.overlap import overlap
 from lightning_ptm.runtime.store import UnitStore
 from lightning_ptm.runtime.units import UnitParameter
 from lightning_ptm.runtime.updates import FlatUpdate, UpdateScheduler
@@ -42,7 +43,9 @@ class Changes:
         flats: Sequence[Sequence[FlatUpdate]],
         lending: Lending,
         updates: UpdateScheduler,
+        module: nn.Module,
     ) -> None:
+        self._module = module
         self._blueprint = blueprint
         self._known = known
         self._optimizers = optimizers
@@ -70,6 +73,23 @@ class Changes:
             )
         )
 
+    def differences(self) -> str:
+        """What `outgrown` has found, in words: `has unfrozen stem.weight, and has new parameters: extra`."""
+        unfrozen = [item.name for item in self._frozen if item.parameter.requires_grad]
+        new, gone = self._known.new(), self._known.gone()
+        regrouped = [
+            type(each).__name__ for index, each in enumerate(self._optimizers) if self._updates.groups.outgrown(index)
+        ]
+        found = {
+            "has unfrozen": unfrozen,
+            "has new parameters:": new,
+            "has no longer the parameters": gone,
+            "has resized": list(self._lending.resized),
+            "has changed groups of": regrouped,
+        }
+        said = [f"{what} {some(names, 3)}" for what, names in found.items() if names]
+        return ", and ".join(said) or "has parameters in other places"
+
     def other_parameters(self) -> bool:
         """Whether the module has parameters that it had not when its pages were laid out, or of other shapes, or lacks some.
 
@@ -83,12 +103,16 @@ class Changes:
         """Whether every gradient stays in `.grad` until the optimizer's step."""
         return all(flat.gradient.in_place for flats in self._flats for flat in flats)
 
-    def waiting_gradients(self) -> tuple[str, ...]:
-        """Names of units of which pages hold gradients that no step has used."""
+    def waiting_gradients(self, *, used_are_forgotten: bool = False) -> tuple[str, ...]:
+        """Names of units of which pages hold gradients that no step has used.
+
+        Args:
+            used_are_forgotten: see `FlatGradient.waits_for_step`.
+        """
         return tuple(
             store.unit.name or "the root"
             for store, flats in zip(self._stores, self._flats, strict=True)
-            if any(flat.gradient.waits_for_step for flat in flats)
+            if any(flat.gradient.waits_for_step(used_are_forgotten=used_are_forgotten) for flat in flats)
         )
 
     @contextmanager
@@ -128,10 +152,33 @@ class Changes:
         """Nothing of what `outgrown` finds between two batches has happened since: this step would miss it."""
         if any(item.parameter.requires_grad for item in self._frozen):
             self.check_frozen({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
-        if self._blueprint.may_be_outside:
-            for _, flat in self._updates.groups.flats_of(index):
-                if flat.store.binding.replaced():
-                    flat.store.binding.check()
+
+    @contextmanager
+    def data_replaced(self, index: int) -> Iterator[None]:
+        """Around an update of an optimizer: parameters to which the user has given other data (`parameter.data = ...`) in
+        this step are updated from what is in it, and have the new values there. From the next batch on the run is without
+        pages.
+
+        Raises:
+            UsageError: the values would be lost, or two parameters have the same data.
+        """
+        bindings = [flat.store.binding for _, flat in self._updates.groups.flats_of(index)]
+        replaced = [binding for binding in bindings if binding.replaced()] if self._blueprint.may_be_outside else []
+        if replaced and not self.gradients_in_place:
+            replaced[0].check()
+        shared = overlap(self._module, self._module.parameters()) if replaced else None
+        if shared is not None:
+            raise UsageError(
+                f"{shared[0]} and {shared[1]} were given the same data in mid-step, so that a step of one changes the other, "
+                f"and pages are each one's own; give them the same data between two batches, or copies (tensor.clone())"
+            )
+        for binding in replaced:
+            binding.take_replaced()
+        yield
+        if replaced:
+            self._updates.finish_all()
+            for binding in replaced:
+                binding.give_replaced()
 
     def strangers(self, optimizer: Optimizer) -> list[Tensor]:
         """Parameters in the groups of an optimizer that the module has not, so that no pages have them."""

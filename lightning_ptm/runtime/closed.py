@@ -52,10 +52,13 @@ def _is_about_values(function: Any) -> bool:
 
 
 COPIED_IN_A_RUN = (
-    "a module whose parameters are in pages, or a callback, a Trainer or whatever else refers to it, cannot be copied or "
-    "pickled while a run is in progress, but with everything in RAM, on one rank, in a true precision and without recompute; "
-    "copy it before the run (in __init__ or setup), or a part of it inside of `with trainer.strategy.gathered(module):` (not "
-    "with recompute), or take the module's state_dict()"
+    "a parameter whose values are in pages, or an optimizer or whatever else refers to it and not to its module, cannot be "
+    "copied or pickled while a run is in progress; copy the module that has it, which gathers its values, or take a "
+    "state_dict() of the module or of the optimizer"
+)
+DIVIDED_IN_A_RUN = (
+    "a module of a run in which ranks divide parameters or experts cannot be copied or pickled: a rank has parts of it, "
+    "which compute nothing outside of the run; copy it before the run (in __init__ or setup), or take its state_dict()"
 )
 
 

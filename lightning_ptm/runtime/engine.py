@@ -39,6 +39,7 @@ from lightning_ptm.runtime.blueprint import Blueprint
 from lightning_ptm.runtime.by_hand import ByHand
 from lightning_ptm.runtime.changes import Changes
 from lightning_ptm.runtime.clipping import Clipping
+from lightning_ptm.runtime.closed import DIVIDED_IN_A_RUN
 from lightning_ptm.runtime.executor import Executor
 from lightning_ptm.runtime.experts import ExpertGroups
 from lightning_ptm.runtime.gradient_pages import GradientPages
@@ -175,7 +176,7 @@ class Engine:
         self._prepare_steps(recompute)
         blueprint, updates, lending = self.blueprint, self.updates, self.lending
         self.changes: Changes = Changes(
-            blueprint, self._known, frozen, self._optimizers, self.stores, self.flats, lending, updates
+            blueprint, self._known, frozen, self._optimizers, self.stores, self.flats, lending, updates, self.module
         )
         self.stepping: Stepping = Stepping(
             blueprint,
@@ -197,18 +198,20 @@ class Engine:
             self.stores,
             self.values,
             lending,
-            self.hooks,
             self.rendezvous,
             self._known,
             self._settle,
             ranks_here=self._ranks_here,
         )
-        self._state_dicts = StateDicts(
+        divided = blueprint.holders.in_parts or blueprint.experts is not None
+        self.state_dicts: StateDicts = StateDicts(
             [module for module in self.module.modules() if not self.by_hand.always_readable(module)],
+            list(self.module.modules()),
             self.by_hand.readable,
-            lambda: self.hooks.copyable,
+            self.by_hand.writable,
+            uncopied=DIVIDED_IN_A_RUN if divided else "",
         )
-        self._undo.callback(self._state_dicts.close)
+        self._undo.callback(self.state_dicts.close)
         if blueprint.experts is not None:
             group, expect = self.communicators.along((Axis.EXPERT,)), self.executor.expect
             self.expert_groups = ExpertGroups(blueprint.experts, group, self.rendezvous.agreement, expect)

@@ -67,6 +67,9 @@ class FlatGradient:
         self.shard = GradientShard(store, route, allocator, supply, in_ram)
         self._content = self.shard.content
         self.dot_grad = DotGrad(store, route, self.shard, sharing, allocator.backend, stream)
+        # state
+        self.stepped = False
+        """Whether a step has used what is here, which stays until it is forgotten (`outlives_step`)."""
 
     def reserve(self) -> None:
         """Takes the gradient pages, if this flat's gradients wait in pages between steps."""
@@ -80,10 +83,20 @@ class FlatGradient:
         """Whether any parameter of the flat has a gradient."""
         return any(self.dot_grad.present())
 
-    @property
-    def waits_for_step(self) -> bool:
-        """Whether there is one outside of `.grad`, or of the way there, that no step has used."""
-        return not self.in_place and not self.dot_grad.used.any and self.any and not self.dot_grad.is_forgotten
+    def waits_for_step(self, *, used_are_forgotten: bool) -> bool:
+        """Whether there is one outside of `.grad`, or of the way there, that no step has used.
+
+        Args:
+            used_are_forgotten: what a step has used and left in pages is forgotten before the next backward pass or step, so
+                that it does not count.
+        """
+        if self.in_place or self.dot_grad.used.any or self.dot_grad.is_forgotten or not self.any:
+            return False
+        return not (used_are_forgotten and self.stepped and not any(self.dot_grad.here()))
+
+    def step_has_used(self) -> None:
+        """A step has used what is here, which stays until it is forgotten."""
+        self.stepped = self.any
 
     @property
     def bytes(self) -> int:
@@ -133,6 +146,7 @@ class FlatGradient:
         present = here if present is None else present
         if not any(present):
             return
+        self.stepped = False
         self.shard.settle()
         layout, pages = self.store.layout, self.shard.reserve()
         if self._sharing.alone and pages.tier.computes:
@@ -166,6 +180,7 @@ class FlatGradient:
         gradient = self.store.binding.parameters[slot].grad
         if gradient is None or isinstance(gradient, ShownGradient) or not (self._content.filled or self.shard.sums):
             return
+        self.stepped = False
         self.shard.add_to_slot(slot, gradient)
         self.dot_grad.take(slot)
 
@@ -258,6 +273,7 @@ class FlatGradient:
 
     def clear(self) -> None:
         """Forgets all gradients (zero_grad, or the update has used them)."""
+        self.stepped = False
         self.shard.settle()
         self.dot_grad.forget()
 

@@ -23,7 +23,6 @@ from torch._dynamo.decorators import skip
 from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
 from lightning_ptm.runtime.call_ends import CallEnds
-from lightning_ptm.runtime.closed import COPIED_IN_A_RUN
 from lightning_ptm.runtime.executor import Executor
 from lightning_ptm.runtime.forwards import AroundRecomputed
 from lightning_ptm.runtime.graphs import (
@@ -39,6 +38,7 @@ from lightning_ptm.runtime.graphs import (
 from lightning_ptm.runtime.guards import Guards
 from lightning_ptm.runtime.offload import Offload
 from lightning_ptm.runtime.page_views import PageViews
+from lightning_ptm.runtime.parametrizations import putting_on_is_no_write
 from lightning_ptm.runtime.pass_in_progress import BackwardListener, PassInProgress
 from lightning_ptm.runtime.recompute import Recompute, replace
 from lightning_ptm.runtime.saved import SavedTensors, inside_checkpoint
@@ -71,9 +71,6 @@ class Hooks:
         offload: takes activations to RAM; None: they stay.
     """
 
-    of_a_copy = False
-    """Nobody hears of calls."""
-
     def __init__(
         self,
         units: Sequence[Unit],
@@ -99,30 +96,12 @@ class Hooks:
         self._calls = self._ends.calls
         self._pass = PassInProgress(names, executor, listener, self._calls, stream)
         self._guards = Guards(names, executor, self._before_forward, self._after_forward, stream)
-        self._plain_calls = not recompute and offload is None
-        self.copyable = all(store.readable for store in stores) and self._plain_calls
-        """Whether a copy of a module may be made: its parameters can be read at any time, and calls need nothing of ours."""
         try:
             for unit in units:
                 self._attach(unit, unit.index in recompute)
         except BaseException:
             self.close()
             raise
-
-    @contextmanager
-    def lending(self) -> Iterator[None]:
-        """Inside, parameters are in the user's hands: these can be copied, and so can modules that have no others."""
-        before, self.copyable = self.copyable, self.copyable or self._plain_calls
-        try:
-            yield
-        finally:
-            self.copyable = before
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Modules hold these hooks, so copy.deepcopy and pickle of a module in a run come here.
-        if not self.copyable:
-            raise UsageError(COPIED_IN_A_RUN)
-        return _OfACopy, ()
 
     def close(self) -> None:
         """Takes every hook off; the modules are as they were."""
@@ -153,7 +132,7 @@ class Hooks:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Inside, a backward pass of the whole loss runs; what it has left open is ended after it."""
-        with self._saved.watching(), self._pass.of_the_loss(self._recompute.checked()):
+        with self._saved.watching(), self._pass.of_the_loss(self._recompute.checked()), putting_on_is_no_write():
             yield
 
     @contextmanager
@@ -162,7 +141,7 @@ class Hooks:
         if torch.is_grad_enabled() and self._saved.any_to_name:
             self._saved.begin(0)
         try:
-            with self._saved.watching():
+            with self._saved.watching(), putting_on_is_no_write():
                 yield
         except RuntimeError as error:
             if "don't yet support saved tensor hooks" not in str(error):
@@ -250,8 +229,6 @@ class Hooks:
             self._put_around(owner, partial(self._call_of_owner, owner))
 
     def _call_of_owner(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.of_a_copy:
-            return original(*args, **kwargs)
         if torch.compiler.is_compiling():
             # It would cut the compiled code of a unit in two; a call from outside is refused when autograd saves.
             return original(*args, **kwargs)
@@ -361,18 +338,3 @@ class Hooks:
         refuse_double_backward()
         self._pass.start()
         self._pass.act(index, self._calls.gradient(index))
-
-
-class _OfACopy(Hooks):
-    """What a copy of a module has in their place: its calls are what they were, and nobody hears of them."""
-
-    of_a_copy = True
-
-    def __init__(self) -> None:
-        self.copyable = True
-
-    def _before_forward(self, index: int, args: Any, kwargs: Any) -> int | None:
-        return None
-
-    def _after_forward(self, index: int, call: int | None, output: Any) -> None:
-        return None

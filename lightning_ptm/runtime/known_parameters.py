@@ -22,11 +22,21 @@ class KnownParameters:
 
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
         self._module = module
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._held = list(_places(module))  # so that none of the ids is somebody else's later
         self._known = _ids(self._held)
         known = {id(parameter) for _, parameter in self._held}
         in_groups = chain.from_iterable(group["params"] for each in optimizers for group in each.param_groups)
         self.strangers: list[Tensor] = [parameter for parameter in in_groups if id(parameter) not in known]
+
+    def new(self) -> list[str]:
+        """Names of parameters that no module had then."""
+        return [name for name, parameter in self._module.named_parameters() if id(parameter) not in self._names]
+
+    def gone(self) -> list[str]:
+        """Names, of then, of parameters that no module has any more."""
+        left = {id(parameter) for parameter in self._module.parameters()}
+        return [name for known, name in self._names.items() if known not in left]
 
     def changed(self) -> bool:
         """Whether a module has got, lost or changed a parameter since, or the model a module with parameters."""

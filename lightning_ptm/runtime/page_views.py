@@ -46,8 +46,8 @@ class PageViews:
         return FlatViews(binding, self._known)
 
     def find(self, tensor: Tensor) -> tuple[FlatBinding, int] | None:
-        """The flat and the slot whose storage `tensor` has, wherever the flat is now. Of a storage that is none of these, which
-        `over_own_storage` makes to be computed with at once, those whose bytes lie there. None: nobody's any more (I1)."""
+        """The flat and the slot whose storage `tensor` has, wherever the flat is now. Of a storage that is none of these
+        (`over_own_storage` makes some, to be computed with at once), those whose bytes lie there. None: nobody's any more (I1)."""
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
         if known is not None:

@@ -49,14 +49,50 @@ def _checkpoints_itself(module: nn.Module) -> bool:
     return any(base.__name__ == _SELF_CHECKPOINTING for base in type(module).__mro__)
 
 
+class _StateWithoutOurs:
+    """`__getstate__` of a module to which `replace` has given attributes: copies and pickles have what was there before."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._theirs = module.__getstate__
+        self.replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Attributes of ours, and what the module itself had there, the oldest first."""
+
+    def __call__(self) -> Any:
+        state = self._theirs()  # may be the module's own dictionary
+        if isinstance(state, tuple) and state and isinstance(state[0], dict):  # of a class with slots
+            return self._without_ours(state[0]), *state[1:]
+        return self._without_ours(state) if isinstance(state, dict) else state
+
+    def _without_ours(self, state: dict[str, Any]) -> dict[str, Any]:
+        found = {name: value for name, value in state.items() if value is not self}
+        for ours, before in reversed(self.replaced):
+            for name, value in ours.items():
+                if found.get(name) is value:
+                    del found[name]
+                    found.update({name: before[name]} if name in before else {})
+        return found
+
+
 def replace(module: nn.Module, **attributes: Any) -> Callable[[], None]:
-    """Gives one module attributes of its own; returns what takes them back."""
+    """Gives one module attributes of its own, which its copies do not have; returns what takes them back."""
     before = {name: module.__dict__[name] for name in attributes if name in module.__dict__}
+    state = module.__dict__.get("__getstate__")
+    if not isinstance(state, _StateWithoutOurs):
+        own = {} if state is None else {"__getstate__": state}
+        state = _StateWithoutOurs(module)
+        state.replaced.append(({}, own))
+        module.__dict__["__getstate__"] = state
+    entry = (attributes, before)
+    state.replaced.append(entry)
 
     def restore() -> None:
         for name in attributes:
             module.__dict__.pop(name, None)
         module.__dict__.update(before)
+        state.replaced[:] = [each for each in state.replaced if each is not entry]
+        if len(state.replaced) == 1:
+            del module.__dict__["__getstate__"]
+            module.__dict__.update(state.replaced[0][1])
 
     module.__dict__.update(attributes)
     return restore

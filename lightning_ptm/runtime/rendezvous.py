@@ -53,6 +53,7 @@ class Together(enum.IntEnum):
     END_OF_EPOCH = 64
     END_OF_RUN = 128
     EXCHANGE = 512
+    REARRANGED = 1024
 
     def __str__(self) -> str:
         return _DOING[self]
@@ -67,6 +68,7 @@ _DOING = {
     Together.END_OF_EPOCH: "has ended its training epoch",
     Together.END_OF_RUN: "has come to the end of the run",
     Together.EXCHANGE: "exchanges activations with its tensor group",
+    Together.REARRANGED: "has other parameters than those that its pages were laid out for",
 }
 ANY_TOGETHER = sum(Together)
 """All flags of these."""
@@ -74,6 +76,10 @@ ANY_TOGETHER = sum(Together)
 _AS_MANY_BATCHES = (
     "give all of them as many training batches (a DistributedSampler(drop_last=True), or limit_train_batches of the "
     "fewest)"
+)
+_ALIKE = (
+    "unfreeze, add, replace or resize parameters, and change the groups of optimizers, on all ranks alike and between the "
+    "same batches"
 )
 _ON_ALL_RANKS = (
     "save_checkpoint and gathered need all ranks: call them on each of them, and look at the rank inside (files are written "
@@ -95,6 +101,8 @@ class Rendezvous:
         self.agreement = Agreement(communicator.exchange, participate, communicator.rank, teams, self._explained)
         self.failed = False
         """Nothing collective happens here any more; set by `fail`."""
+        self._differences = ""
+        """What this rank lays its pages out anew for; others are told of it where they do not."""
         self._since = 0
         """Iterations since all ranks were last together: evaluation may have more batches on one rank than on another."""
 
@@ -169,6 +177,16 @@ class Rendezvous:
                 f"so they would wait for each other for ever; issue the same ones in the same order on all ranks"
             )
 
+    def rearranged(self, differences: str) -> None:
+        """Before pages are laid out anew, for parameters that differ from those of the start by these.
+
+        Raises:
+            RankError: those of another rank do not, or by others; it says by which.
+        """
+        self._differences = differences
+        self.meet(Together.REARRANGED, differences)
+        self._differences = ""
+
     def come_together(self, what: Together, deed: str = "", flags: int = 0) -> int:
         """Waits until all ranks have come, taking part in what they do before; returns the flags that any came with.
 
@@ -181,9 +199,8 @@ class Rendezvous:
         self._check_nobody_else(seen, what, str(what))
         self._check_alike(seen)
         if seen & DIFFERENT:
-            self.agreement.give_up(
-                f"rank {self._communicator.rank} {what} in another way than another rank; {_ON_ALL_RANKS}"
-            )
+            remedy = _ALIKE if what is Together.REARRANGED else _ON_ALL_RANKS
+            self.agreement.give_up(f"rank {self._communicator.rank} {what} in another way than another rank; {remedy}")
         return seen
 
     def _check_nobody_else(self, seen: int, mine: int, doing: str) -> None:
@@ -193,6 +210,8 @@ class Rendezvous:
         told = f"rank {self._communicator.rank} {doing} and another rank {others[0]}"
         if seen & Together.END_OF_EPOCH and seen & (Together.TRAINING_BATCH | Together.TRAINING_STEP):
             reason = f"{told}: they got different numbers of training batches; {_AS_MANY_BATCHES}"
+        elif seen & Together.REARRANGED:
+            reason = f"{told}, so they would wait for each other for ever; {_ALIKE}"
         elif seen & Together.BY_HAND:
             reason = f"{told}, so they would wait for each other for ever; {_ON_ALL_RANKS}"
         else:
@@ -221,7 +240,8 @@ class Rendezvous:
         """Collective: why this rank gives up, or the first that does, and where all of them are. Nothing else that is
         collective follows."""
         ranks = range(self._communicator.world_size)
-        ours = (reason, whereabouts(), self._communicator.exchanged())
+        place = f"{self._differences} ({whereabouts()})" if self._differences else whereabouts()
+        ours = (reason, place, self._communicator.exchanged())
         told = [
             self._communicator.broadcast_object(ours if rank == self._communicator.rank else None, rank)
             for rank in ranks

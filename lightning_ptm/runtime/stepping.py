@@ -87,11 +87,14 @@ class Stepping:
         self._collect_postponed(STEP_ENDS)
         self._follow(index)
         transform = self._clipping.take(index)
-        self._updates.step(index, transform)
+        with self._changes.data_replaced(index):
+            self._updates.step(index, transform)
         for _, flat in self._updates.groups.flats_of(index):
             scratch = flat.states.traits.writes_gradient
             if scratch or not flat.gradient.route.outlives_step:
                 flat.gradient.dot_grad.retire(clipped=not transform.is_identity, scratch=scratch)
+            else:
+                flat.gradient.step_has_used()
         self._executor.openness.updates_begin()
         if self._backwards.in_step:
             self._executor.hold(0)  # manual optimization: code that no hook sees goes on to use the root

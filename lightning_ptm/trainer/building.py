@@ -128,6 +128,8 @@ class BuildingStrategy(CheckpointingStrategy):
             handed=handed,
             root=root_folder(trainer),
         )
+        # A checkpoint in progress is of the weights before the edit.
+        self._engine.by_hand.before_edits = self._saves.finish
         # A run that goes on from a checkpoint rounds as it would have done.
         self._engine.updates.number_of_step = lambda: trainer.global_step
         if exchanging is not None:
@@ -224,6 +226,7 @@ class BuildingStrategy(CheckpointingStrategy):
         if self._wide_products:
             warn_of_wide_products_uncompiled(self._module)
         if fitting:
+            self._watches.no_sync(self._module, self.block_backward_sync)
             self._watches.averaging(trainer, self.gathered)
             self._watches.pruning(trainer, self.gathered)
             self._watches.links(trainer, self._link_checkpoint)

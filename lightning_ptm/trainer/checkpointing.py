@@ -74,8 +74,6 @@ class CheckpointingStrategy(RunningStrategy):
         if self._engine is None:
             yield  # outside a run the parameters are whole anyway
             return
-        if write:
-            self._saves.finish()  # a checkpoint in progress is of the weights before the edit
         with self._engine.by_hand.gathered(modules or (self._module,), write=write):
             yield
 

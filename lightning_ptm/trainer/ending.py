@@ -1,7 +1,7 @@
 """How a run ends: everything of others is given back, whatever fails on the way.
 
-I1: after a run the module has ordinary parameters again, when RAM holds them, and its optimizers their states, when they
-were in RAM all the time. I2: where RAM does not even hold what was trained, it is on disk before the pages go.
+I1: after a run the module has ordinary parameters again, when RAM holds them, and its optimizers their states, when RAM has
+room for these, too. I2: where RAM does not even hold what was trained, it is on disk before the pages go.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.audits import UpdateAudit
-from lightning_ptm.runtime.closed import COPIED_IN_A_RUN, ClosedParameter
+from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.parts import put_together
 from lightning_ptm.runtime.rendezvous import Together
 from lightning_ptm.runtime.statistics import last_audit
 from lightning_ptm.trainer.building import BuildingStrategy, root_folder
 from lightning_ptm.trainer.paged_states import unguard
-from lightning_ptm.trainer.spent import spend
+from lightning_ptm.trainer.spent import SpentInCopies, spend
 
 
 class EndingStrategy(BuildingStrategy):
@@ -242,31 +242,34 @@ class EndingStrategy(BuildingStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # torch.save(trainer) and copy.deepcopy(trainer) come here.
-        state = {**super().__getstate__(), "_began_with": None, "_spent": [], "_before_laid_out": None}
+        state = {**super().__getstate__(), "_began_with": None, "_before_laid_out": None}
         del state["_events"]  # who listens to this run listens to no copy
         engine = self._engine
         if engine is None:
             return state
-        if not engine.hooks.copyable:
-            raise UsageError(COPIED_IN_A_RUN)
-        # A copy is in no run. What its optimizers have learnt is in pages, which are not copied.
+        # A copy is in no run. What its optimizers have learnt is in pages, which are not copied. Where pages have their
+        # parameters, too, it is without them: each fit makes its own.
         ended = having_states(engine)
+        without: dict[str, Any] = (
+            {} if engine.by_hand.always_readable(self._module) else {"_optimizers": [], "lr_scheduler_configs": []}
+        )
         of_the_run = ("_signals", "_engine", "_communicator", "_interruption", "_watches", "_restored", "_resuming")
         return {
             **state,
+            **without,
             **dict.fromkeys(of_the_run),
             "_steps": (),
             "_shown_states": {},
             "_saves": Saves(self.settings.failed_save),
             "_ended": afterwards.Ended(weights=True, optimizer_states=not ended),
-            "_spent": ended,
+            "_spent": SpentInCopies(() if without else ended),
         }
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        spend(state["_spent"])
-        self._events = Events()
-        super().__setstate__({name: value for name, value in state.items() if name != "_spent"})
+        # Complete: a copy is copied, too.
+        kept = {name: value for name, value in state.items() if name != "_spent"}
+        super().__setstate__({**kept, "_events": Events()})
 
 
 def _unused(place: Path, step: int) -> Path:

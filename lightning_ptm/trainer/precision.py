@@ -264,6 +264,13 @@ class AngelPTMPrecision(Precision):
         return model.automatic_optimization and not averages and not _overrides(model, "optimizer_zero_grad")
 
     @staticmethod
+    def forgets_used_gradients(model: LightningModule) -> bool:
+        """Whether Lightning forgets what a step has used before anything is added to it or steps with it: not in the batch
+        for which stochastic averaging leaves out the backward pass."""
+        forgets = model.automatic_optimization and not _overrides(model, "optimizer_zero_grad")
+        return forgets and not model.trainer.fit_loop._skip_backward
+
+    @staticmethod
     def gradient_readers(model: LightningModule, *, of_grad: bool = False) -> list[str]:
         """Class names of those, model or callback, that have a hook between backward and step.
 

@@ -57,6 +57,7 @@ class RearrangingStrategy(EndingStrategy):
         for optimizer in self._paged_optimizers() if self._engine.lending.resized else ():
             warn_of_resized(self._engine, optimizer)
         counted = self.statistics()
+        self._engine.rendezvous.rearranged(self._engine.changes.differences())
         if self._engine.blueprint.may_be_outside and self._engine.changes.gradients_in_place:
             self._close_engine()
             self._build(self._module.trainer, anew=True)
@@ -143,7 +144,8 @@ class RearrangingStrategy(EndingStrategy):
                 binding.check()
         known = {id(parameter) for _, parameter in engine.wholes.names()}
         new = [name for name, each in self._module.named_parameters() if id(each) not in known]
-        waiting = engine.changes.waiting_gradients()
+        used_are_forgotten = self.precision_plugin.forgets_used_gradients(self._module)
+        waiting = engine.changes.waiting_gradients(used_are_forgotten=used_are_forgotten)
         if waiting:
             raise UsageError(
                 f"parameters were added, replaced, unfrozen, or put into groups of an optimizer, while gradients wait for "

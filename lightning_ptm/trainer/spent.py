@@ -9,6 +9,7 @@ I2: a copy of a spent optimizer, by `copy` or through pickle, is spent too.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -36,6 +37,21 @@ def spend(optimizers: Iterable[Optimizer]) -> None:
             optimizer.register_load_state_dict_post_hook(_look_for_states)
 
 
+class SpentInCopies(list[Optimizer]):
+    """Optimizers whose copies, by `copy.deepcopy` or through pickle, are spent, and which are not spent themselves."""
+
+    def __deepcopy__(self, known: dict[int, Any]) -> SpentInCopies:
+        return _all_spent(copy.deepcopy(list(self), known))
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _all_spent, (list(self),)
+
+
+def _all_spent(optimizers: list[Optimizer]) -> SpentInCopies:
+    spend(optimizers)
+    return SpentInCopies(optimizers)
+
+
 def renew(optimizer: Optimizer) -> None:
     """It has states again."""
     _SPENT.discard(optimizer)
@@ -53,9 +69,9 @@ def refuse_spent(optimizers: Iterable[Optimizer]) -> None:
 def _check(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _SPENT:
         raise UsageError(
-            f"the states of this {type(optimizer).__name__} have ended with an earlier run, since they lived on disk "
-            f"or RAM could not hold a copy, so it cannot go on where it was; give fit a ckpt_path, or return a new "
-            f"optimizer from configure_optimizers"
+            f"the states of this {type(optimizer).__name__} have ended with an earlier run, since RAM had no room for a copy "
+            f"(of those on disk, half of what is free), so it cannot go on where it was; give fit a ckpt_path, or return a "
+            f"new optimizer from configure_optimizers"
         )
 
 

@@ -24,7 +24,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from typing_extensions import override
 
 from lightning_ptm.checkpoints import optimizer_states
@@ -216,6 +216,13 @@ class AngelPTMStrategy(RearrangingStrategy):
         with self.engine.stepping.without_reduction():
             yield
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """What DDP's module has under this name, and Lightning calls `block_backward_sync`: around the backward passes of a
+        manual optimization whose gradients are reduced with those of a later one, or by the step. In a run the module has it,
+        too (`trainer.model.no_sync()`). How often ranks reduce is `Settings.reduce_gradients`; in automatic optimization,
+        `accumulate_grad_batches` does all of it."""
+        return self.block_backward_sync()
+
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
@@ -243,6 +250,9 @@ class AngelPTMStrategy(RearrangingStrategy):
             self.lightning_module._device_mesh = None
             trainer = self.lightning_module._trainer
             fitted = trainer is not None and trainer.state.fn is TrainerFn.FITTING
+            if fitted and trainer is not None and trainer.state.status is TrainerStatus.INTERRUPTED:
+                # Lightning ends the workers of the loop that failed: of an evaluation, not of the fit around it.
+                trainer.fit_loop.teardown()
             if fitted and self._layer_sync is not None and self._has_ranks:
                 self._layer_sync.revert(self.lightning_module)
             # What others have distributed was refused before anything was moved, and moves in ways of its own.

@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from lightning_ptm.config import Settings
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.machine import node_cores
-from lightning_ptm.runtime.recompute import compiled_around
+from lightning_ptm.runtime.recompute import compiled_around, replace
 from lightning_ptm.runtime.rendezvous import Together
 from lightning_ptm.trainer.averaging import Gathered, gather_for_averaging
 from lightning_ptm.trainer.metric_groups import InGroup, metrics_of
@@ -79,7 +80,13 @@ class Watches:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         """Objects, names of methods that are ours, these, and what the objects themselves had there."""
         self._hooks: list[RemovableHandle] = []
+        self._restore: list[Callable[[], None]] = []
         self._foreign: ForeignCollectives | None = None
+
+    def no_sync(self, module: nn.Module, blocked: Callable[[], AbstractContextManager[None]]) -> None:
+        """`trainer.model` is what DDP wraps, whose users call this method of it."""
+        if not hasattr(module, "no_sync"):
+            self._restore.append(replace(module, no_sync=blocked))
 
     def zero_grad_of(self, optimizer: Optimizer, wrapper: LightningOptimizer) -> None:
         """Gradients in pages must be forgotten when the user's optimizer forgets its own, by either of its handles."""
@@ -231,6 +238,8 @@ class Watches:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        while self._restore:
+            self._restore.pop()()
 
     def finetuning(self, trainer: Trainer) -> None:
         """Callbacks that unfreeze parameters in mid-run look for those that an optimizer has already; values cannot be
@@ -262,7 +271,8 @@ def _knowing_parameters(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def finetune_function(*args: Any, **kwargs: Any) -> Any:
         before = BaseFinetuning.__dict__["filter_on_optimizer"]
-        BaseFinetuning.filter_on_optimizer = staticmethod(_not_in_optimizer)  # type: ignore[method-assign]
+        filtered = partial(_not_in_optimizer, BaseFinetuning.filter_on_optimizer)
+        BaseFinetuning.filter_on_optimizer = staticmethod(filtered)  # type: ignore[method-assign]
         try:
             return theirs(*args, **kwargs)
         finally:
@@ -271,18 +281,21 @@ def _knowing_parameters(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return finetune_function
 
 
-def _not_in_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """As Lightning's, which compares values."""
+def _not_in_optimizer(
+    theirs: Callable[..., list[torch.Tensor]], optimizer: Optimizer, params: Iterable[nn.Parameter]
+) -> list[nn.Parameter]:
+    """What Lightning's own function finds and says, which compares values: it is shown a number for each parameter."""
+    numbers: dict[int, torch.Tensor] = {}
+
+    def number(parameter: torch.Tensor) -> torch.Tensor:
+        return numbers.setdefault(id(parameter), torch.tensor(len(numbers)))
+
+    shown = type(optimizer).__new__(type(optimizer))
+    shown.param_groups = [{"params": [number(each) for each in group["params"]]} for group in optimizer.param_groups]
     chosen = list(params)
-    known = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    found = [each for each in chosen if id(each) not in known]
-    if len(found) < len(chosen):
-        rank_zero_warn(
-            f"{len(chosen) - len(found)} of the parameters that are unfrozen are in a group of the "
-            f"{type(optimizer).__name__} already, and stay in it; give it those that are trained from the start: "
-            f"filter(lambda p: p.requires_grad, self.parameters())"
-        )
-    return found
+    kept = theirs(shown, [number(each) for each in chosen])
+    known = {id(each) for each in kept}
+    return [each for each in chosen if id(number(each)) in known]
 
 
 def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precision: AngelPTMPrecision) -> None:

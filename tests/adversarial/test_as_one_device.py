@@ -18,6 +18,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from judged import little_ram
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -820,23 +821,12 @@ def found_batch_size_and_learning_rate(desk: Desk) -> None:
 
 
 # Optimizer states outlive a run in RAM only.
-NEEDS_RAM = {
-    "the_same_optimizer_in_two_fits",
-    "the_same_optimizer_with_another_trainer_and_others_frozen",
-    "restoring_between_runs",
-    "plugins_that_write",
-    "remote_files",
-}
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("tier", ["ram", "lock_free_three_tiers"])
 def test_everything_is_as_with_one_device(
     strategy_at: Callable[..., Any], tier: str, name: str, tmp_path: Path
 ) -> None:
-    if tier != "ram" and name in NEEDS_RAM:
-        pytest.skip("optimizer states outlive a run in RAM only")
     folder = tmp_path / "desk"
     here = os.getcwd()
     os.chdir(tmp_path)  # the tuner's files lie where it stands on some versions
@@ -848,9 +838,12 @@ def test_everything_is_as_with_one_device(
     assert not difference, difference
 
 
-def test_an_optimizer_whose_states_have_ended_is_refused(strategy_at: Callable[..., Any], tmp_path: Path) -> None:
-    """With one device it would go on with its moments; they lived on disk, and are gone."""
+def test_an_optimizer_whose_states_have_ended_is_refused(
+    strategy_at: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one device it would go on with its moments; they lived on disk, RAM has no room for them, and they are gone."""
     module = Small()
+    little_ram(monkeypatch, module)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
     desk = Desk(lambda: strategy_at("masters_on_disk"), tmp_path)

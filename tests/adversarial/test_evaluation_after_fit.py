@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import MakeStrategy
+from judged import MakeStrategy, little_ram
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
@@ -58,10 +58,13 @@ HOW = ["validate", "test", "predict"]
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_a_checkpoint_behind_an_evaluation(how: str, kind: str, strategy_at: MakeStrategy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("home", ["ram", "masters_on_disk", "all_on_disk", "lock_free"])
+def test_a_checkpoint_behind_an_evaluation(
+    how: str, kind: str, home: str, strategy_at: MakeStrategy, tmp_path: Path
+) -> None:
     """It goes on where the fit ended, elsewhere too; and the optimizers are those of the fit."""
     resumed = []
-    for name, make in (("ours", lambda: strategy_at("ram", state_dict_type=kind)), ("plain", lambda: None)):
+    for name, make in (("ours", lambda: strategy_at(home, state_dict_type=kind)), ("plain", lambda: None)):
         with quietly():
             chosen, module = fitted(make(), how)
             assert chosen.optimizers == [module.kept]
@@ -83,8 +86,9 @@ def test_a_checkpoint_behind_an_evaluation(how: str, kind: str, strategy_at: Mak
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("home", ["masters_on_disk", "all_on_disk"])
 def test_states_that_have_ended_are_refused_behind_an_evaluation_too(
-    how: str, kind: str, home: str, strategy_at: MakeStrategy, tmp_path: Path
+    how: str, kind: str, home: str, strategy_at: MakeStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    little_ram(monkeypatch, Evaluated())
     with quietly():
         chosen, module = fitted(strategy_at(home, state_dict_type=kind), how)
         with pytest.raises(UsageError, match="optimizer states have ended with their run"):
@@ -96,9 +100,10 @@ def test_states_that_have_ended_are_refused_behind_an_evaluation_too(
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_another_fit_behind_an_evaluation_goes_on(how: str, strategy_at: MakeStrategy) -> None:
+@pytest.mark.parametrize("home", ["ram", "masters_on_disk", "all_on_disk", "lock_free"])
+def test_another_fit_behind_an_evaluation_goes_on(how: str, home: str, strategy_at: MakeStrategy) -> None:
     modules = []
-    for strategy in (strategy_at("ram"), None):
+    for strategy in (strategy_at(home), None):
         with quietly():
             chosen, module = fitted(strategy, how)
             chosen.fit_loop.max_epochs = 2
@@ -162,7 +167,7 @@ def test_a_checkpoint_inside_of_an_evaluation(home: str, kind: str, strategy_at:
             chosen = trainer(make())
             chosen.fit(module, vectors())
             module.path = tmp_path / name
-            if name == "ours" and (home, kind) != ("ram", "full"):
+            if name == "ours" and kind != "full":
                 with pytest.raises(UsageError, match=r"in the middle of an evaluation|have ended with their run"):
                     evaluate(chosen, module, "validate")
                 return
@@ -196,7 +201,7 @@ def test_batch_sizes_of_an_evaluation_are_looked_for_by_a_trainer_that_has_not_t
         chosen = trainer(strategy_at(home, state_dict_type=kind), default_root_dir=tmp_path)
         chosen.fit(module, vectors())
         found = searched(trainer(default_root_dir=tmp_path))
-        if settings == ("ram", "full"):
+        if kind == "full":
             assert searched(chosen) == found
         else:
             with pytest.raises(UsageError, match=r"Lightning's tuner needs a Trainer that has not trained"):

@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from judged import little_ram
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -258,10 +259,17 @@ class Stops(Net):
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_a_checkpoint_after_an_exception(strategy_at: Any, tier: str, kind: str, tmp_path: Path) -> None:
-    """Whole where RAM has all of it, as after a run that went well; a training goes on from it as from a plain one's."""
+@pytest.mark.parametrize("in_ram", [True, False])
+def test_a_checkpoint_after_an_exception(
+    strategy_at: Any, tier: str, kind: str, in_ram: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole where RAM has room for all of it, as after a run that went well; a training goes on from it as from a plain
+    one's."""
     resumed = []
-    in_ram = tier == "ram"
+    if not in_ram:
+        if tier == "ram":
+            return
+        little_ram(monkeypatch, Net())
     for name, make in (("ours", lambda: strategy_at(tier, state_dict_type=kind)), ("theirs", lambda: "auto")):
         trainer = trainer_with(make())
         with pytest.raises(ValueError, match="enough"):
@@ -351,27 +359,25 @@ COPIES: dict[str, Callable[[L.Trainer], object]] = {
 }
 
 
-def test_copies_in_a_run_are_refused_but_in_ram(strategy_at: Any, tier: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_copies_in_a_run_change_nothing(strategy_at: Any, tier: str, recompute: str, tmp_path: Path) -> None:
     tried: list[str] = []
 
     def act(trainer: L.Trainer) -> None:
         for name, made in COPIES.items():
-            if tier == "ram":
-                made(trainer)
-                tried.append(name)
-                continue
-            with pytest.raises(UsageError, match=r"cannot be copied or pickled while a run is in progress"):
-                made(trainer)
+            made(trainer)
             tried.append(name)
 
     saving = ModelCheckpoint(tmp_path)
     module = Copying(act)
-    trainer_with(strategy_at(tier), callbacks=[saving], enable_checkpointing=True).fit(module, batches())
+    strategy = strategy_at(tier, recompute=recompute)
+    trainer_with(strategy, callbacks=[saving], enable_checkpointing=True).fit(module, batches())
     assert len(tried) == 3 * len(COPIES)
     assert_same(weights_of(module), weights_of(fitted(Net, "auto")))
 
 
-def test_a_copy_in_a_run_is_of_that_moment_and_on_its_own(strategy_at: Any) -> None:
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_a_copy_in_a_run_is_of_that_moment_and_on_its_own(strategy_at: Any, tier: str, recompute: str) -> None:
     def trained(strategy: Any, copied: bool) -> tuple[Net, dict[str, Tensor]]:
         found: dict[str, Tensor] = {}
 
@@ -393,7 +399,7 @@ def test_a_copy_in_a_run_is_of_that_moment_and_on_its_own(strategy_at: Any) -> N
         trainer_with(strategy).fit(module, batches())
         return module, found
 
-    module, found = trained(strategy_at("ram"), copied=True)
+    module, found = trained(strategy_at(tier, recompute=recompute), copied=True)
     theirs, expected = trained("auto", copied=False)
     assert_same(weights_of(module), weights_of(theirs))
     assert_same(found, expected)
@@ -425,7 +431,10 @@ def test_copies_of_a_trainer_after_a_run(strategy_at: Any, tier: str) -> None:
 # -- behind a run, and before the next one's pages --------------------------------------------------------------------------
 
 
-def test_a_loop_by_hand_does_not_begin_anew_in_silence(strategy_at: Any, tier: str) -> None:
+@pytest.mark.parametrize("room", [True, False])
+def test_a_loop_by_hand_does_not_begin_anew_in_silence(
+    strategy_at: Any, tier: str, room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With one device the optimizer goes on with its moments, where they are still there."""
 
     def by_hand(strategy: Any) -> tuple[Net, torch.optim.Optimizer]:
@@ -436,7 +445,10 @@ def test_a_loop_by_hand_does_not_begin_anew_in_silence(strategy_at: Any, tier: s
         module.training_step(next(iter(batches())), 0).backward()
         return module, optimizer
 
+    if not room:
+        little_ram(monkeypatch, Net())
     ours, optimizer = by_hand(strategy_at(tier))
+    assert optimizer.state or not room
     if optimizer.state:
         optimizer.step()
         theirs, their_optimizer = by_hand("auto")

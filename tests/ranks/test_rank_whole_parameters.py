@@ -27,6 +27,7 @@ from rank_whole_parameters import KINDS, Hybrid, WithAdafactor, WithHybrid
 from test_rank_inventory import Weighed, cases, every_third, weigh_all
 
 from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.checkpoints import restore
 from lightning_ptm.errors import UsageError
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.terms import TIERS as ALL_TIERS
@@ -151,7 +152,10 @@ def asks_for_states_afterwards(training: Training, world_size: int, folder: Path
     torch.manual_seed(0)
     module: Any = training.build()
     trainer = make_trainer(training, make_strategy(folder, "masters_on_disk"), world_size)
-    trainer.fit(module, loader(tokens(training, world_size), world_size))
+    rooms = iter([1 << 40, 0])  # for the weights, and for the states
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restore, "free_host_bytes", lambda: next(rooms))
+        trainer.fit(module, loader(tokens(training, world_size), world_size))
     with pytest.raises(UsageError) as told:
         module.optimizer.state_dict()
     return str(told.value)

@@ -253,10 +253,6 @@ def test_closed_hooks_leave_the_modules_as_they_were() -> None:
 @pytest.mark.parametrize("recompute", [frozenset(), frozenset({1})])
 def test_a_copy_of_a_module_tells_nobody(recompute: frozenset[int]) -> None:
     with hooked(recompute=recompute) as (units, heard, _):
-        if recompute:
-            with pytest.raises(UsageError, match="cannot be copied or pickled while a run is in progress"):
-                copy.deepcopy(units[0])
-            return
         other: OnePage = copy.deepcopy(units[0])
         assert torch.equal(other(x()), other.weight[0, :8] + other.bias[:8]) and heard.heard() == []
 

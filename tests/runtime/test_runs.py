@@ -297,11 +297,9 @@ def test_zeroing_a_released_parameter_is_an_error(strategy_at, tier) -> None:
 
 @pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps])
 @pytest.mark.parametrize("tier", ["masters_on_disk", "all_on_disk", "three_tiers", "lock_free"])
-def test_a_copy_in_a_run_is_refused(strategy_at, tier, copies) -> None:
-    """Its parameters are closed, or in pages."""
-
+def test_a_copy_of_what_is_in_pages_alone_is_refused(strategy_at, tier, copies) -> None:
     def act(strategy: Any, module: Evaluated) -> None:
-        copies(module.blocks[2])
+        copies([module.blocks[2].up.weight])
 
     module = make()
     with pytest.raises(UsageError, match="cannot be copied or pickled while a run is in progress"):

@@ -15,6 +15,7 @@ from checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, 
 from plain_loop import Outcome, make_trainer
 from torch import Tensor, nn
 
+from lightning_ptm.checkpoints import restore
 from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.sharded import load
 from lightning_ptm.storage.index import read_index
@@ -68,7 +69,11 @@ def test_it_is_what_the_run_would_have_saved(strategy_at, kind: str, settings: d
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_states_that_lived_on_disk_have_ended(strategy_at, kind: str, tmp_path: Path) -> None:
+def test_states_that_ram_has_no_room_for_have_ended(
+    strategy_at, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms = iter([1 << 40, 0])  # for the weights, and for the states
+    monkeypatch.setattr(restore, "free_host_bytes", lambda: next(rooms))
     outcome, trainer = fit(strategy_at("masters_on_disk", state_dict_type=kind), tmp_path / "run", max_epochs=1)
     with pytest.raises(UsageError, match=r"save inside the run, as ModelCheckpoint does, or give .*weights_only=True"):
         trainer.save_checkpoint(tmp_path / "x.ckpt")

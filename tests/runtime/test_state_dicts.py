@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,10 @@ class Away:
         self.values = {name: each.detach().clone() for name, each in self.model.named_parameters()}
         self.asked: list[nn.Module] = []
         self.put_away()
-        self.dicts = StateDicts(self.model.modules(), self.readable)
+        self.dicts = self.made(self.model.modules())
+
+    def made(self, modules: Iterable[nn.Module], **options: Any) -> StateDicts:
+        return StateDicts(modules, self.model.modules(), self.readable, self.writable, **options)
 
     def put_away(self) -> None:
         for each in self.model.parameters():
@@ -35,6 +38,16 @@ class Away:
         self.asked.append(module)
         for name, each in self.model.named_parameters():
             each.data = self.values[name].clone()
+        try:
+            yield
+        finally:
+            self.put_away()
+
+    @contextmanager
+    def writable(self, module: nn.Module) -> Iterator[None]:
+        self.asked.append(module)
+        for name, each in self.model.named_parameters():
+            each.data = self.values[name]
         try:
             yield
         finally:
@@ -89,7 +102,7 @@ def test_a_call_that_fails_leaves_nothing_open(away: Away) -> None:
         raise ValueError("mine")
 
     away.model[1].state_dict = fails
-    away.dicts = StateDicts(away.model.modules(), away.readable)
+    away.dicts = away.made(away.model.modules())
     with pytest.raises(ValueError, match="mine"):
         away.model.state_dict()
     assert all(each.isnan().all() for each in away.model.parameters())
@@ -112,14 +125,103 @@ def test_the_modules_have_their_own_back() -> None:
 def test_only_given_modules_are_changed() -> None:
     away = Away()
     away.dicts.close()
-    dicts = StateDicts([away.model[0]], away.readable)
+    dicts = away.made([away.model[0]])
     assert [module for module in away.model.modules() if "state_dict" in vars(module)] == [away.model[0]]
     away.model.state_dict()
     assert away.asked == [away.model[0]]
     dicts.close()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
-def test_copies_in_a_run_are_refused(away: Away, copied: Callable[[Any], Any]) -> None:
-    with pytest.raises(UsageError):
-        copied(away.model.state_dict)
+def test_values_that_are_loaded_are_written_where_they_are(away: Away) -> None:
+    given = {name: value + 1 for name, value in away.values.items()}
+    assert str(away.model.load_state_dict(given)) == "<All keys matched successfully>"
+    assert away.asked == [away.model]
+    assert all(torch.equal(away.values[name], value) for name, value in given.items())
+    assert all(each.isnan().all() for each in away.model.parameters())
+    away.model[1].load_state_dict({"0.weight": given["1.0.weight"] + 1})
+    assert away.asked == [away.model, away.model[1]]
+    assert torch.equal(away.values["1.0.weight"], given["1.0.weight"] + 1)
+
+
+def test_what_is_missing_or_unexpected_is_torch_s_to_say(away: Away) -> None:
+    found = away.model.load_state_dict({"0.bias": torch.ones(3), "x": torch.ones(1)}, strict=False)
+    assert found.missing_keys == ["0.weight", "1.0.weight"] and found.unexpected_keys == ["x"]
+    assert torch.equal(away.values["0.bias"], torch.ones(3))
+    with pytest.raises(RuntimeError, match=r"Missing key.* \"0.weight\", \"1.0.weight\""):
+        away.model.load_state_dict({"0.bias": torch.zeros(3)})
+    assert torch.equal(away.values["0.bias"], torch.zeros(3))  # as torch does
+
+
+@pytest.mark.parametrize("how", [lambda it: it({}, assign=True), lambda it: it({}, False, True)])
+def test_other_parameters_cannot_be_assigned(away: Away, how: Callable[..., Any]) -> None:
+    with pytest.raises(UsageError, match=r"assign=True.*Sequential other parameters"):
+        how(away.model.load_state_dict)
+    assert away.asked == []
+
+
+def test_nothing_is_gathered_for_what_the_run_does_itself(away: Away) -> None:
+    with away.dicts.as_they_are():
+        assert away.model.state_dict()["0.weight"].isnan().all()
+    assert away.asked == []
+
+
+COPIES = [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))]
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_has_the_values_and_nothing_of_ours(away: Away, copied: Callable[[Any], Any]) -> None:
+    before = [{**vars(module)} for module in away.model.modules()]
+    twin = copied(away.model)
+    assert away.asked == [away.model]
+    assert [vars(module) for module in away.model.modules()] == before
+    assert all(torch.equal(each, away.values[name]) for name, each in twin.named_parameters())
+    names = {"state_dict", "load_state_dict", "__deepcopy__", "__reduce_ex__", "__getstate__"}
+    assert not any(names & vars(module).keys() for module in twin.modules())
+    copied(twin)
+    assert away.asked == [away.model]
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_of_what_refers_to_modules(away: Away, copied: Callable[[Any], Any]) -> None:
+    twin = copied({"part": away.model[1], "method": away.model[1].state_dict})
+    assert twin["part"] is not away.model[1] and away.asked[0] is away.model[1]
+    assert torch.equal(twin["method"]()["0.weight"], away.values["1.0.weight"])
+
+
+class Chosen(nn.Linear):
+    """Says itself what is copied of it."""
+
+    def __deepcopy__(self, known: dict[int, Any]) -> Any:
+        return "mine"
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("extra",)
+
+    def __getstate__(self) -> Any:
+        return {**self.__dict__}, {"extra": self.extra}
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state[0])
+        self.extra = state[1]["extra"]
+
+
+def test_classes_that_say_themselves_what_a_copy_is(away: Away) -> None:
+    away.dicts.close()
+    away.model.append(Chosen(1, 1))
+    away.model.append(Slotted(1, 1))
+    away.model[3].extra = 5
+    away.values = {name: each.detach().clone().zero_() for name, each in away.model.named_parameters()}
+    away.dicts = away.made(away.model.modules())
+    twin = copy.deepcopy(away.model)
+    assert vars(twin)["_modules"]["2"] == "mine" and twin[3].extra == 5
+    assert not twin[3].weight.isnan().any() and "state_dict" not in vars(twin[3])
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_copies_that_would_be_wrong_are_refused(away: Away, copied: Callable[[Any], Any]) -> None:
+    away.dicts.close()
+    away.dicts = away.made(away.model.modules(), uncopied="not now")
+    with pytest.raises(UsageError, match="not now"):
+        copied(away.model)
+    assert away.asked == []

@@ -29,7 +29,6 @@ from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import ConfigError, UsageError
 
 WIDTH = 32
-ON_DISK = ("masters_on_disk", "all_on_disk", "three_tiers", "lock_free", "lock_free_three_tiers")  # optimizer states
 
 
 @pytest.fixture(autouse=True)
@@ -289,16 +288,10 @@ def test_a_checkpoint_after_the_run(strategy_at, tier, tmp_path) -> None:
     path = tmp_path / "ours.ckpt"
     run = trainer(strategy_at(tier))
     run.fit(model())
-    if tier in ON_DISK:
-        with pytest.raises(UsageError, match="weights_only=True"):
-            run.save_checkpoint(path)
-        run.save_checkpoint(path, weights_only=True)
-    else:
-        run.save_checkpoint(path)
+    run.save_checkpoint(path)
     ours, theirs = torch.load(path, weights_only=False), saved_after_the_run_plainly()
     assert_same(dict(ours["state_dict"]), dict(theirs["state_dict"]))
-    if tier not in ON_DISK:
-        assert_same(ours["optimizer_states"], theirs["optimizer_states"])
+    assert_same(ours["optimizer_states"], theirs["optimizer_states"])
 
 
 def test_weights_that_were_not_put_back_are_not_saved(strategy_at, tier, tmp_path) -> None:

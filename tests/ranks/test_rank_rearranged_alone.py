@@ -1,0 +1,121 @@
+"""A rank that rearranges its parameters alone, or otherwise than the others, ends the run on all, with what it has done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rank_harness import watch_ranks
+from rank_training import loader, make_strategy
+from torch import Tensor, nn
+
+WIDTH = 64
+
+
+class Net(L.LightningModule):
+    """Its first layer and last block are frozen."""
+
+    when = "on_train_epoch_start"
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.blocks[2].requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 8)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        batch = self.stem(batch)
+        for block in self.blocks:
+            batch = batch + torch.tanh(block(batch))
+        return self.head(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.training_step(batch, index)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+def unfreezes_stem(module: Net) -> None:
+    module.stem.requires_grad_(True)
+
+
+def unfreezes_block(module: Net) -> None:
+    module.blocks[2].requires_grad_(True)
+
+
+def adds(module: Net) -> None:
+    module.extra = nn.Parameter(torch.zeros(3))
+
+
+def replaces(module: Net) -> None:
+    module.head.bias = nn.Parameter(torch.zeros(8))
+
+
+def removes(module: Net) -> None:
+    module.head.bias = None  # type: ignore[assignment]
+
+
+def groups(module: Net) -> None:
+    module.optimizers().add_param_group({"params": [nn.Parameter(torch.zeros(3))]})  # type: ignore[union-attr]
+
+
+def nothing(module: Net) -> None:
+    pass
+
+
+Change = Callable[[Net], None]
+
+CASES: dict[str, tuple[str, Change, Change, str]] = {
+    "rank 0 unfreezes": ("on_train_epoch_start", unfreezes_stem, nothing, "rank 0 has unfrozen stem.weight, stem.bias"),
+    "rank 1 unfreezes": ("on_train_epoch_start", nothing, unfreezes_stem, "rank 1 has unfrozen stem.weight, stem.bias"),
+    "before a batch": ("on_train_batch_start", unfreezes_block, nothing, "rank 0 has unfrozen blocks.2.weight"),
+    "behind a batch": ("on_train_batch_end", nothing, unfreezes_block, "rank 1 has unfrozen blocks.2.weight"),
+    "before an evaluation": ("on_validation_start", adds, nothing, "rank 0 has new parameters: extra"),
+    "behind an evaluation": ("on_validation_end", nothing, unfreezes_stem, "rank 1 has unfrozen stem.weight"),
+    "different ones": ("on_train_epoch_start", unfreezes_stem, unfreezes_block, "rank 1 has unfrozen blocks.2.weight"),
+    "adds": ("on_train_epoch_start", adds, nothing, "rank 0 has new parameters: extra"),
+    "replaces": ("on_train_epoch_start", nothing, replaces, "rank 1 has new parameters: head.bias, and has no longer"),
+    "removes": ("on_train_epoch_start", removes, nothing, "rank 0 has no longer the parameters head.bias"),
+    "groups": ("on_train_epoch_start", groups, nothing, "rank 0 has changed groups of AdamW"),
+}
+
+
+def rearranged(case: str, folder: Path, home: str) -> None:
+    hook, *changes, _ = CASES[case]
+    module = Net()
+
+    def act(*args: Any) -> None:
+        if module.current_epoch == 1:
+            changes[module.trainer.global_rank](module)
+
+    setattr(module, hook, act)
+    rows = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=make_strategy(folder, home),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=3,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, loader(rows, 2, 4), loader(rows, 2, 4))
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("home", ["masters_on_disk", "ram", "all_on_disk"])
+def test_all_ranks_are_told_who_has_done_what(case: str, home: str, disk: Path) -> None:
+    for outcome in watch_ranks(rearranged, 2, case, disk, home, limit_s=60):
+        assert "RankError" in outcome.error, str(outcome)
+        assert CASES[case][-1] in outcome.error and "on all ranks alike" in outcome.error, str(outcome)
