@@ -73,8 +73,9 @@ class Settings:
         device_memory: Bytes of the compute device that pages may take (per rank). On a CPU-only machine, giving a number
             makes a device tier apart from the host tier, so that all three tiers run; `auto` makes RAM the only one.
         host_memory: Bytes of RAM that pages may take (per rank). `auto` takes what the machine (or its memory cgroup)
-            has free, less a reserve.
-        disk_path: Folder, or several, for the disk tier. Several are striped. The files never outlive the process.
+            has free, less a reserve; where that is less than 4 GiB a rank, a quarter of it, or as much more as pages need.
+        disk_path: Folder, or several, for the disk tier. Several are striped. The files never outlive the process. The
+            last folder is made where it is missing; the one around it must exist.
         disk_memory: Bytes of the disk tier (per rank). `auto` takes what the plan needs.
         parameter_home: Tier that holds the compute parameters between steps; `auto` lets the plan decide.
         frozen_dtype: In how many bits pages keep frozen matrices (`requires_grad=False`), but for those of the root unit and

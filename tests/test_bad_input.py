@@ -23,6 +23,7 @@ from lightning_ptm import AngelPTMPrecision, AngelPTMStrategy, CapacityError, Co
 from lightning_ptm.command_line import command_line
 from lightning_ptm.config import Settings
 from lightning_ptm.memory.disk import FileOps
+from lightning_ptm.trainer import building
 
 
 class Block(nn.Module):
@@ -328,6 +329,51 @@ def test_a_disk_path_that_cannot_be_made(tmp_path: Path) -> None:
         f"disk_path {tmp_path / 'file' / 'below'} does not exist and cannot be made (Not a directory); create the folder, or "
         f"give another disk_path"
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "first"),
+    [
+        ("nosuch/dir", "nosuch"),
+        ("nosuch/one/two/three", "nosuch"),
+        ("there/nosuch/dir/", "there/nosuch"),
+        ("there/../nosuch/dir", "there/../nosuch"),
+        ("dangling/dir", "dangling"),
+        ("dangling/one/two", "dangling"),
+        (("there", "nosuch/dir"), "nosuch"),
+        (("nosuch/dir", "there"), "nosuch"),
+        ("~/nosuch/dir", "there/nosuch"),
+        ("There/dir", "There"),  # a file system that knows upper case
+    ],
+)
+@pytest.mark.parametrize("settings", [{"master_home": "disk"}, {"page_size": "auto"}], ids=str)
+def test_a_disk_path_in_a_folder_that_does_not_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | tuple[str, ...], first: str, settings: dict[str, Any]
+) -> None:
+    """A misspelt mount point would have pages fill the root file system."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "there"))
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    message = refused(AngelPTMStrategy(disk_path=given, **settings), Stack(), ConfigError)
+    assert f"{tmp_path / first} is the first that is missing" in message and "give another disk_path" in message
+    assert sorted(each.name for each in tmp_path.rglob("*")) == ["dangling", "there"]
+
+
+@pytest.mark.parametrize("given", ["spill", "there/spill", "./spill/", "there/../spill", "~/spill", "link/spill"])
+@pytest.mark.parametrize("settings", [{"master_home": "disk"}, {"page_size": "auto", "master_home": "disk"}], ids=str)
+def test_the_last_folder_of_a_disk_path_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, settings: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "there"))
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    monkeypatch.setattr(building, "measured_rates", lambda *_: {})
+    monkeypatch.setattr(building, "smallest_saturating", lambda _: 64 << 10)
+    trainer_with(AngelPTMStrategy(disk_path=given, **settings)).fit(Stack(), batches())
+    (made,) = tmp_path.rglob("spill")
+    assert made.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_disk_path_that_is_a_file(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.probe import quick_measure
 from lightning_ptm.commands.room import Sizes, activation_room, host_room, shortage
 from lightning_ptm.commands.search import largest_value, with_argument
-from lightning_ptm.config import Settings, parse_bytes
+from lightning_ptm.config import Settings, format_bytes, parse_bytes
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.forecasting import hardware as machines
 from lightning_ptm.forecasting.estimate import resized, sample_count, token_count
@@ -80,7 +80,7 @@ def forecast(
     settings = dict(strategy or {})
     document = read_config(Path(config_file))
     if hardware is None:
-        node = machines.parsed(quick_measure(_disk_paths(document, settings)), _THIS_MACHINE)
+        node = _as_of_now(machines.parsed(quick_measure(_disk_paths(document, settings)), _THIS_MACHINE))
     else:
         node = machines.read(machines.find(hardware))
     goal = device_memory if device_memory in ("best", "least") else None
@@ -236,6 +236,7 @@ class _Question:
                 activation_ticks=ticks,
                 offloaded_bytes=offloaded,
                 deepens=run.deepens,
+                looked_at=_free(node) if node.source == _THIS_MACHINE else "",
                 matrix_flops_per_s=node.compute_flops_per_s[dtype],
             ),
             blueprint,
@@ -255,6 +256,27 @@ def _disk_paths(document: Mapping[str, Any], changed: Mapping[str, Any]) -> tupl
     settings = Settings.of({**ours, **changed})
     on_disk = "disk" in (settings.parameter_home, settings.wanted_master_home)
     return settings.disk_paths or ((Path.cwd(),) if on_disk else ())
+
+
+def _as_of_now(node: Node) -> Node:
+    """This machine with what it has free in round numbers, so that two plans in a row are about the same machine."""
+    return dataclasses.replace(
+        node,
+        device_memory=_round(node.device_memory),
+        host_memory=_round(node.host_memory),
+        disk_memory=_round(node.disk_memory),
+    )
+
+
+def _round(size: int) -> int:
+    """Downwards, to a sixteenth of the largest power of two in it."""
+    step = max(1, 1 << max(size.bit_length() - 5, 0))
+    return size // step * step
+
+
+def _free(node: Node) -> str:
+    rooms = {"device memory": node.device_memory, "RAM": node.host_memory, "disk": node.disk_memory}
+    return ", ".join(f"{format_bytes(size)} of {name} free" for name, size in rooms.items() if size)
 
 
 def _check_nodes(nodes: int, ranks_per_node: int = 1) -> None:

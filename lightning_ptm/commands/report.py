@@ -8,7 +8,10 @@ import json
 from lightning_ptm.commands.room import LARGEST_BATCH
 from lightning_ptm.config import format_bytes
 from lightning_ptm.forecasting.prediction import Prediction
+from lightning_ptm.forecasting.rates import LinkUse, Timing
 from lightning_ptm.terms import Link
+
+_NOTHING_S = 1e-9
 
 
 def as_json(found: Prediction) -> str:
@@ -18,6 +21,7 @@ def as_json(found: Prediction) -> str:
         {
             "config": found.config,
             "hardware": found.hardware,
+            "looked_at": found.looked_at,
             "nodes": found.nodes,
             "ranks": found.ranks,
             "tensor_parallel_size": found.tensor_ranks,
@@ -57,6 +61,7 @@ def render(found: Prediction) -> str:
     """The tables that `plan` prints."""
     lines = [
         f"{found.config} on {found.nodes} x {found.hardware}: {_count(found.ranks, 'rank')}, {found.numel:,} parameters",
+        *([f"looked at now: {found.looked_at}"] if found.looked_at else []),
         f"fits: {'yes' if found.fits else 'no'}",
         _largest_batch(found),
         *(
@@ -65,11 +70,11 @@ def render(found: Prediction) -> str:
         ),
         *_largest_model(found),
         "",
-        f"{'of one rank':<12}{'pages':>12}{'reserved':>12}{'gradients':>12}{'activations':>13}{'there are':>12}",
+        f"{'of one rank':<12}{'pages in use':>13}{'all pages':>12}{'gradients':>12}{'activations':>13}{'there are':>12}",
     ]
     for name, tier in found.tiers.items():
         cells = [tier.page_bytes, tier.reserved_bytes, tier.gradient_bytes, tier.activation_bytes, tier.have_bytes]
-        widths = (12, 12, 12, 13, 12)
+        widths = (13, 12, 12, 13, 12)
         row = "".join(
             f"{format_bytes(size) if size else '-':>{width}}" for size, width in zip(cells, widths, strict=True)
         )
@@ -77,7 +82,7 @@ def render(found: Prediction) -> str:
     lines += ["", f"{'homes':<12}" + "".join(f"{name:>12}" for name in found.tiers)]
     for kind, tiers in found.homes.items():
         lines.append(f"{kind:<12}" + "".join(f"{format_bytes(size) if size else '-':>12}" for size in tiers.values()))
-    lines += ["", f"{'pages for':<24}" + "".join(f"{name:>12}" for name in found.pages)]
+    lines += ["", f"{'all pages, for':<24}" + "".join(f"{name:>12}" for name in found.pages)]
     for purpose in dict.fromkeys(each for there in found.pages.values() for each in there):
         sizes = [there.get(purpose, 0) for there in found.pages.values()]
         lines.append(f"{purpose:<24}" + "".join(f"{format_bytes(size) if size else '-':>12}" for size in sizes))
@@ -91,17 +96,14 @@ def render(found: Prediction) -> str:
     for use in timing.links:
         if use.bytes:
             name = use.link.value.replace("_", " ")
-            when = (
-                "while nothing computes" if use.link in (Link.EXCHANGE, Link.TENSOR_EXCHANGE) else "while it computes"
-            )
             how = f" in {_count(use.collectives, 'collective')}" if use.collectives else ""
-            lines.append(f"  {name} {use.busy_s:.4g} for {format_bytes(use.bytes)}{how}, {when}")
+            lines.append(f"  {name} {use.busy_s:.4g} for {format_bytes(use.bytes)}{how}, {_when(use, timing)}")
     if timing.rounds:
         lines.append(f"  {_count(timing.rounds, 'round')} of agreement {timing.rounds_s:.4g}, while nothing computes")
     if found.offloaded_bytes:
         lines.append(f"  activations to RAM and back: {format_bytes(found.offloaded_bytes)} a micro-batch, each way")
     for stall in timing.stalls:
-        if stall.seconds > 1e-9:
+        if stall.seconds > _NOTHING_S:
             lines.append(f"  compute waits {stall.seconds:.4g} for {stall.cause.value}")
     whose = "a rank" if found.tensor_ranks == 1 else f"a group of {found.tensor_ranks} ranks"
     per_step = f"{_count(found.batch_size, 'sample')} {whose}" + (
@@ -113,6 +115,17 @@ def render(found: Prediction) -> str:
         share = found.flops_per_s / found.matrix_flops_per_s
         lines.append(f"model operations: {_operations(found.flops_per_s)} a rank, {share:.0%} of the matrix rate")
     return "\n".join(lines)
+
+
+def _when(use: LinkUse, timing: Timing) -> str:
+    """When a link is busy: what is longer than all of compute is not beside it."""
+    if use.link in (Link.EXCHANGE, Link.TENSOR_EXCHANGE):
+        return "while nothing computes"
+    alone = use.busy_s - timing.compute_s
+    if alone > _NOTHING_S:
+        return f"at least {alone:.4g} of it while nothing computes"
+    waits = any(stall.seconds > _NOTHING_S for stall in timing.stalls)
+    return "while it computes, or waits as is said below" if waits else "while it computes"
 
 
 def _count(number: int, what: str) -> str:

@@ -57,6 +57,7 @@ class Prediction:
         offloaded_bytes: activations of a micro-batch that go to RAM and back (`activations="host"`).
         largest_batch: the largest that fits, in samples a rank; 0: not even one does; None: the model takes no batch of
             another size.
+        looked_at: of this machine, what it had free when it was looked at; empty: of another one.
         deepens: the argument of the config's model that makes it deeper and no wider; empty: none is known.
     """
 
@@ -87,6 +88,7 @@ class Prediction:
     offloaded_bytes: int = 0
     largest_batch: int | None = None
     deepens: str = ""
+    looked_at: str = ""
 
     @property
     def flops_per_s(self) -> float:

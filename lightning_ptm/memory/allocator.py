@@ -142,6 +142,11 @@ class Allocator:
         """The most bytes of pages in use at once so far."""
         return self._ledgers[tier].peak_bytes
 
+    def uncommitted_bytes(self) -> int:
+        """Bytes of the tiers in RAM that the system has not committed yet, and will."""
+        regions = self._machine.regions.values()
+        return sum(region.uncommitted_bytes() for region in regions if isinstance(region, HostRegion))
+
     def stats(self) -> dict[Link, LinkStats]:
         """Totals of every link used so far: (source tier, target tier) to bytes, transfers and busy seconds."""
         with self._lock:

@@ -115,14 +115,22 @@ def nameless(folder: Path, direct: int = 0, ops: FileOps | None = None) -> int:
 
 
 def make_folders(paths: Sequence[Path]) -> None:
-    """Make the folders that do not exist yet; nobody else may look into them.
+    """Make the folders that do not exist yet, each in one that does; nobody else may look into them.
 
     Raises:
-        ConfigError: the system refuses to.
+        ConfigError: more than a folder is missing, as of a disk that is not mounted or a name that is misspelt: what would be
+            made is on another file system than is meant. Or the system refuses to.
     """
     for path in paths:
+        missing = next((each for each in reversed(path.absolute().parents) if not os.path.exists(each)), None)
+        if missing is not None:
+            raise ConfigError(
+                f"disk_path {path} is in a folder that does not exist: {missing} is the first that is missing, so this may "
+                f"be a misspelt name or a disk that is not mounted, and pages would fill another one; create {path.parent}, "
+                f"or give another disk_path"
+            )
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
         except FileExistsError:
             continue  # no folder: `check_folders` tells
         except OSError as error:

@@ -79,6 +79,18 @@ class HostRegion:
         """Whether it is page-locked."""
         return self._lock is not None
 
+    def uncommitted_bytes(self) -> int:
+        """Bytes that the system has not committed yet (I2): they will take RAM that is free now."""
+        if self._mapping is None or self._lock is not None:
+            return 0
+        size = self.tensor.numel()
+        pages = -(-size // mmap.PAGESIZE)
+        resident = (ctypes.c_ubyte * pages)()
+        address = ctypes.c_void_p(self.tensor.data_ptr())
+        if ctypes.CDLL(None).mincore(address, ctypes.c_size_t(size), resident):
+            return 0
+        return bytes(resident).count(0) * mmap.PAGESIZE
+
     def discard(self, start: int, size_bytes: int) -> None:
         """As Region's: of the system's whole pages among them, unless they are page-locked."""
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE

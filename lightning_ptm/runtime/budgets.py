@@ -15,13 +15,20 @@ from lightning_ptm.planning.inventory import pages_of
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.pace import paced_steps
 from lightning_ptm.runtime.blueprint import LockFree, Request, ram_tier
-from lightning_ptm.runtime.machine import Machine
+from lightning_ptm.runtime.machine import SHORT_RAM_BYTES, Machine
 from lightning_ptm.runtime.stock import in_the_making, travelling
 from lightning_ptm.terms import Tier
 
 _HOST_SHARE = 0.8
 _HOST_RESERVE_BYTES = 1 << 30
-"""RAM that `auto` leaves to activations, libraries and data, unless that were more than half of it."""
+"""RAM that `auto` leaves to activations, libraries and data where it is not short."""
+_MOST_SHARE = 7 / 8
+"""Where it is short, `auto` gives pages no more than this, and as much only where they do with nothing less."""
+_SHORT_BUDGET_BYTES = SHORT_RAM_BYTES - _HOST_RESERVE_BYTES
+_SHARES = 28
+"""Steps that lead up to that, in equal parts of it."""
+_FIRST_SHARE = 8
+"""The step that is tried first: a quarter of what is free."""
 _DEVICE_SHARE = 0.5
 """Share of the free device memory that `auto` takes for pages; activations and the libraries get the rest."""
 _DISK_SHARE = 0.95
@@ -44,8 +51,12 @@ def pages_budget(settings: Settings, machine: Machine, unified: bool) -> Budget:
         CapacityError: the device has less free than is set.
     """
     host_free = machine.free_host_bytes / machine.ranks
-    host_auto = int(max(min(host_free * _HOST_SHARE, host_free - _HOST_RESERVE_BYTES), host_free / 2))
-    host = host_auto if settings.host_bytes is None else settings.host_bytes
+    if settings.host_bytes is not None:
+        host = settings.host_bytes
+    elif host_free < SHORT_RAM_BYTES:
+        host = int(min(host_free * _MOST_SHARE, _SHORT_BUDGET_BYTES))
+    else:
+        host = int(min(host_free * _HOST_SHARE, host_free - _HOST_RESERVE_BYTES))
     disk = 0
     if settings.disk_paths:
         free = int(machine.free_disk_bytes * _DISK_SHARE / machine.ranks)
@@ -63,6 +74,18 @@ def pages_budget(settings: Settings, machine: Machine, unified: bool) -> Budget:
             f"free; lower device_memory or leave it at 'auto'"
         )
     return Budget({Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk})
+
+
+def smaller_first(settings: Settings, budget: Budget, ram: Tier) -> tuple[Budget, ...]:
+    """The budgets that are tried one after the other: the whole one, and where RAM is short and not set, parts of it first.
+
+    What a step takes beside pages is not known before there was one. What pages leave in RAM costs seconds; what they take
+    of it and a step lacks ends the run.
+    """
+    whole = budget[ram]
+    if settings.host_bytes is not None or whole > _SHORT_BUDGET_BYTES:
+        return (budget,)
+    return tuple(budget.without(ram, whole - whole * part // _SHARES) for part in range(_FIRST_SHARE, _SHARES + 1))
 
 
 def beside_whole_gradients(budget: Budget, layout: ModelLayout) -> Budget:

@@ -29,6 +29,25 @@ def free_bytes() -> int:
     return max(free, 0)
 
 
+def free_swap_bytes() -> int:
+    """Bytes that this process's memory groups let the system swap out of them."""
+    free = NO_LIMIT
+    for folder, version in _groups("memory"):
+        if version == 2:
+            limit, used = _number(folder / "memory.swap.max"), _number(folder / "memory.swap.current")
+        else:  # which count RAM and swap together
+            limit, used = (
+                _number(folder / "memory.memsw.limit_in_bytes"),
+                _number(folder / "memory.memsw.usage_in_bytes"),
+            )
+            ram = _number(folder / "memory.limit_in_bytes"), _number(folder / "memory.usage_in_bytes")
+            if None not in ram and limit is not None and used is not None and limit < NO_LIMIT:
+                limit, used = limit - (ram[0] or 0), max(0, used - (ram[1] or 0))
+        if limit is not None and used is not None and limit < NO_LIMIT:
+            free = min(free, limit - used)
+    return max(free, 0)
+
+
 def cores() -> int:
     """So many whole cores have this process's groups and those around them: by quota and by name. At least one."""
     count = NO_LIMIT

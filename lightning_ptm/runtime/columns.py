@@ -134,6 +134,19 @@ def buffer_numels(flats: Flats) -> dict[torch.dtype, int]:
     return found
 
 
+def chunk_count(layout: ModelLayout) -> int:
+    """Chunks of all updates of a step, on the rank that has most of each flat: no more can be in flight. The same on all
+    ranks."""
+    numel = chunk_numel(layout.page_size)
+    found = 0
+    for flat in layout.everywhere():
+        if flat.trainable:
+            ranks = flat.owning_ranks if flat.updated_whole else (None,)
+            most = max(len(cuts_of(flat if rank is None else flat.of(rank), numel).starts) for rank in ranks)
+            found += most * len(flat.optimizers)
+    return found
+
+
 def chunk_bytes(flats: Flats) -> int:
     """Bytes of staging that a chunk of any update takes at most, whatever homes there will be and in whatever order its
     buffers share pages; 0: nothing is updated."""

@@ -35,11 +35,12 @@ from lightning_ptm.runtime.budgets import (
     beside_whole_gradients,
     lock_free_needs,
     pages_budget,
+    smaller_first,
     staging_chunks,
     wishes_of,
     without,
 )
-from lightning_ptm.runtime.columns import chunk_bytes, own_state_bytes, scratch_bytes
+from lightning_ptm.runtime.columns import chunk_bytes, chunk_count, own_state_bytes, scratch_bytes
 from lightning_ptm.runtime.divided_experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.encoded_states import encoded_traits
 from lightning_ptm.runtime.machine import Machine, this_machine
@@ -194,8 +195,16 @@ def _decide(
 
     def decided(asked: _Asked) -> Blueprint:
         model = _lay_out(request, asked, world_size, rank)
-        room = _make_room(request, machine, asked, model, agree, rank)
-        placement = _place(request, machine, asked, model, room)
+        budget = _whole_budget(request, machine, asked, agree)
+        budgets = smaller_first(request.settings, budget, ram_tier(unified=asked.unified))
+        for number, each in enumerate(budgets, start=1):
+            try:
+                room = _make_room(request, machine, asked, model, each, rank)
+                placement = _place(request, machine, asked, model, room)
+                break
+            except CapacityError:  # the same on all ranks
+                if number == len(budgets):
+                    raise
         model = _tried_where_updated(request, asked, model, placement)
         blueprint = _blueprint(request, asked, model, room, placement, outside=outside)
         return stocked(blueprint, request.settings, machine)
@@ -329,17 +338,20 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
     return _Model(layout, dtypes, master_dtypes, gradient_dtypes, traits, per_element, trace)
 
 
-def _make_room(
-    request: Request, machine: Machine, asked: _Asked, model: _Model, agree: Callable[[Budget], Budget], rank: int
-) -> _Room:
-    settings, layout = request.settings, model.layout
-    disk = bool(settings.disk_paths)
-    if Tier.DISK in (asked.wishes.parameter, asked.wishes.master) and not disk:
+def _whole_budget(request: Request, machine: Machine, asked: _Asked, agree: Callable[[Budget], Budget]) -> Budget:
+    """What pages may take at most, equal on all ranks."""
+    settings = request.settings
+    if Tier.DISK in (asked.wishes.parameter, asked.wishes.master) and not settings.disk_paths:
         raise ConfigError(
             "parameter_home or master_home is 'disk' and there is no disk_path; set disk_path='/a/folder'"
         )
     check_further(request.further)
-    budget = agree(Budget({**pages_budget(settings, machine, asked.unified), **request.further}))
+    return agree(Budget({**pages_budget(settings, machine, asked.unified), **request.further}))
+
+
+def _make_room(request: Request, machine: Machine, asked: _Asked, model: _Model, budget: Budget, rank: int) -> _Room:
+    settings, layout = request.settings, model.layout
+    disk = bool(settings.disk_paths)
     reduced_at_step = layout.shared and settings.reduce_gradients == "each_step"
     if reduced_at_step:
         budget = beside_whole_gradients(budget, layout)
@@ -364,7 +376,7 @@ def _make_room(
     streams = disk or any(size for tier, size in budget.items() if not tier.updates)
     of_one, chunks = chunk_bytes(model) if streams else 0, 1
     if of_one:
-        most = LOCK_FREE_CHUNKS if asked.lock_free else STAGING_CHUNKS
+        most = LOCK_FREE_CHUNKS if asked.lock_free else min(STAGING_CHUNKS, max(2, chunk_count(layout)))
         whole = any(flat.updated_whole for flat in layout.flats)
         chunks = staging_chunks(settings, of_one, budget, most, least=1 if whole else 2)
     at_step = request.keep_gradients or not settings.update_in_backward

@@ -11,7 +11,7 @@ the rows of the inventory and for nothing else, in every tier.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -44,7 +44,7 @@ from lightning_ptm.runtime.executor import Executor
 from lightning_ptm.runtime.experts import ExpertGroups
 from lightning_ptm.runtime.gradient_pages import GradientPages
 from lightning_ptm.runtime.handed_on import HandedOn
-from lightning_ptm.runtime.heap import Heap
+from lightning_ptm.runtime.heap import SETTING_UP, Heap
 from lightning_ptm.runtime.heirlooms import Heirlooms, heirlooms
 from lightning_ptm.runtime.hooks import Hooks
 from lightning_ptm.runtime.known_parameters import KnownParameters
@@ -153,11 +153,18 @@ class Engine:
         self._taken_over = False
         self._undo = ExitStack()
         """What gives up the parts that there are: each of them, whatever becomes of those before; the last one first."""
-        self.heap = None if backend.apart else Heap(blueprint.freed_memory)
-        if self.heap is not None:
+        self.heap = None
+        if not backend.apart:
+            self.heap = Heap(
+                blueprint.freed_memory,
+                ranks_here=ranks_here,
+                pages_take=lambda: self.allocator.uncommitted_bytes() if self._taken_over else 0,
+                follows=handed is not None,
+            )
             self._undo.callback(self.heap.close)
         try:
-            self._build(recompute, given or Given(), poison, file_ops)
+            with self.memory_in_words(SETTING_UP):
+                self._build(recompute, given or Given(), poison, file_ops)
         except BaseException:
             with self._undo:
                 # The module must not be left with parameters that have no values because a budget was too small.
@@ -339,6 +346,7 @@ class Engine:
             self._used_bytes,
             blueprint.by_need,
             one_way=self.backend.apart,
+            at_tick=self.heap.within_step if self.heap is not None else lambda: None,
         )
         self._undo.callback(self.executor.abandon)
         for mode, trace in ((Mode.TRAIN, blueprint.trace), (Mode.FORWARD, forward_trace(blueprint.layout))):
@@ -426,7 +434,7 @@ class Engine:
         self.executor.openness.computation_begins(Phase.FORWARD)
         self._forward_root()
         try:
-            with self.backwards.step(), self.hooks.step():
+            with self.memory_in_words("the step"), self.backwards.step(), self.hooks.step():
                 yield
         except BaseException:
             self.abandon()
@@ -463,8 +471,12 @@ class Engine:
             flat.gradient.dot_grad.used.check_forgotten()
         if self._manual and not self.backwards.in_step and self._module_buffers is not None:
             self._module_buffers.backward_outside(reduced=not self.stepping.adds_up)
-        with self.backwards.of_the_loss(), self.hooks.backward():
+        with self.memory_in_words("the backward pass"), self.backwards.of_the_loss(), self.hooks.backward():
             yield
+
+    def memory_in_words(self, doing: str) -> AbstractContextManager[None]:
+        """See Heap.refusals_in_words."""
+        return nullcontext() if self.heap is None else self.heap.refusals_in_words(doing)
 
     def _all_flats(self) -> Iterator[FlatUpdate]:
         return (flat for flats in self.flats for flat in flats)

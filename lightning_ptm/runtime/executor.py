@@ -55,6 +55,7 @@ class Executor:
         used_bytes: bytes of pages in use, by tier.
         by_need: units that a plan cannot foresee.
         one_way: as the policy's.
+        at_tick: called at each.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class Executor:
         by_need: Collection[int] = (),
         *,
         one_way: bool = False,
+        at_tick: Callable[[], None] = lambda: None,
     ) -> None:
         self._stores = stores
         self._tracer = tracer
         self._finish_update = finish_update
         self._read = read
+        self._at_tick = at_tick
         self._by_need = frozenset(by_need)
         units = PolicyUnits(stores, agreement, update_pending, reclaim)
         self.fetching = Fetching(units, len(stores), by_need, one_way=one_way)
@@ -156,6 +159,7 @@ class Executor:
                 unit, phase, tuple(index for index in live if index not in self._by_need), self.openness.passes
             )
         self.moments.tick(store.unit.name, phase, index, self._mode)
+        self._at_tick()
 
     def use(self, unit: int) -> None:
         """Somebody reads `unit`, without a tick of its own; `leave` must follow."""

@@ -6,13 +6,19 @@ Owns nothing and changes nothing. Not for every step: some of it replays the pla
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_ptm.config import format_bytes
 from lightning_ptm.memory.paged import PagedTensor
+from lightning_ptm.planning.inventory import What
 from lightning_ptm.runtime.columns import columns
 from lightning_ptm.runtime.occupied import occupied
 from lightning_ptm.terms import Mode, Tier
+
+_STATES = (What.PARAMETERS, What.MASTERS, What.STATES)
 
 if TYPE_CHECKING:
     from lightning_ptm.runtime.blueprint import Blueprint
@@ -130,7 +136,9 @@ def optimizers_in_pages(blueprint: Blueprint) -> tuple[OptimizerBytes, ...]:
 
 
 def states_in_words(engine: Engine) -> str:
-    """`states_at_home` in a phrase: `148 KiB of model states: 50 KiB in RAM (parameters), 99 KiB on disk in ...`."""
+    """`states_at_home` in a phrase, and what pages take of memory beside them: `148 KiB of model states: 50 KiB in RAM
+    (parameters), 99 KiB on disk in /x (/, 80 GiB free) (master parameters); pages take 2 MiB in RAM (beside states: ...)`.
+    """
     rows = states_at_home(engine)
     ranks = engine.communicator.world_size
     parts = []
@@ -138,15 +146,46 @@ def states_in_words(engine: Engine) -> str:
         here = [row for row in rows if row.tier == tier.name.lower()]
         if here:
             size = format_bytes(sum(row.bytes for row in here))
-            parts.append(f"{size} {_place(engine, tier)} ({', '.join(row.states for row in here)})")
+            states = ", ".join(row.states for row in here)
+            parts.append(f"{size} {_place(engine, tier)} ({states})")
     whose = f" (rank {engine.communicator.rank} of {ranks})" if ranks > 1 else ""
-    return f"{format_bytes(sum(row.bytes for row in rows))} of model states{whose}: {', '.join(parts)}"
+    kept = f"{format_bytes(sum(row.bytes for row in rows))} of model states{whose}: {', '.join(parts)}"
+    pages = [taken for tier in engine.blueprint.budget if tier.addressable and (taken := _pages_in_words(engine, tier))]
+    return f"{kept}; pages take {' and '.join(pages)}" if pages else kept
+
+
+def _pages_in_words(engine: Engine, tier: Tier) -> str:
+    """All that a tier's pages take, and for what beside states; empty where it has none."""
+    beside = {
+        what.value: size for what, size in engine.blueprint.inventory.by_what(tier).items() if what not in _STATES
+    }
+    whole = engine.blueprint.inventory.pool_bytes(tier)
+    words = ", ".join(f"{what} {format_bytes(size)}" for what, size in beside.items())
+    return (
+        f"{format_bytes(whole)} {_memory(engine, tier)}" + (f" (beside states: {words})" if words else "")
+        if whole
+        else ""
+    )
+
+
+def _memory(engine: Engine, tier: Tier) -> str:
+    where = Tier.HOST.place if engine.blueprint.unified and tier.computes else tier.place
+    return f"{where} ({engine.device})" if tier.computes and not engine.blueprint.unified else where
 
 
 def _place(engine: Engine, tier: Tier) -> str:
-    if tier.computes:
-        return Tier.HOST.place if engine.blueprint.unified else f"{tier.place} ({engine.device})"
-    return tier.place if tier.addressable else f"{tier.place} in {', '.join(map(str, engine.disk_paths))}"
+    if tier.addressable:
+        return _memory(engine, tier)
+    folders = ", ".join(f"{path} ({file_system(path)})" for path in engine.disk_paths)
+    return f"{tier.place} in {folders}"
+
+
+def file_system(path: Path) -> str:
+    """`/data, 79 GiB free`: where the file system of a folder is mounted, and what it has left for this user."""
+    mount = path.resolve()
+    while not os.path.ismount(mount) and mount != mount.parent:
+        mount = mount.parent
+    return f"{mount}, {format_bytes(shutil.disk_usage(mount).free)} free"
 
 
 def rooms(engine: Engine) -> tuple[TierRoom, ...]:

@@ -14,6 +14,9 @@ from pathlib import Path
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.runtime import cgroup
 
+SHORT_RAM_BYTES = 4 << 30
+"""With less RAM for a rank than this, a step's activations may be what does not fit: pages take no more than they need."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
@@ -67,14 +70,26 @@ def node_cores(ranks: int) -> int:
 
 def free_host_bytes() -> int:
     """RAM that this process may still take."""
-    available = cgroup.NO_LIMIT
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
+        available = _memory_info("MemAvailable:", default=cgroup.NO_LIMIT)
     except (OSError, ValueError):
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(available, cgroup.free_bytes())
+
+
+def free_swap_bytes() -> int:
+    """Bytes that the system, within this process's control groups, may swap out before it kills."""
+    try:
+        return min(_memory_info("SwapFree:", default=0), cgroup.free_swap_bytes())
+    except (OSError, ValueError):
+        return 0
+
+
+def _memory_info(name: str, *, default: int) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    return default
 
 
 def free_disk_bytes(paths: Sequence[Path]) -> int:

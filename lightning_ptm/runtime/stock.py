@@ -20,6 +20,7 @@ from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, pag
 from lightning_ptm.planning.layout import FlatLayout, round_up
 from lightning_ptm.runtime.columns import buffer_numel, buffer_numels, columns, row_of, scratch, staging_row
 from lightning_ptm.runtime.heap import Freed
+from lightning_ptm.runtime.machine import SHORT_RAM_BYTES
 from lightning_ptm.runtime.pieces import BUFFERS
 from lightning_ptm.runtime.route import Waits
 from lightning_ptm.terms import ALIGN_NUMEL, Tier, chunk_numel
@@ -104,7 +105,8 @@ def _freed_memory(blueprint: Blueprint, settings: Settings, machine: Machine, in
         return Freed.STAYS if settings.freed_memory == "keep" else Freed.LEAVES
     pools = {tier: inventory.pool_bytes(tier) for tier in {row.tier for row in inventory.rows}}
     in_ram = sum(size for tier, size in pools.items() if tier.addressable)
-    roomy = in_ram < machine.free_host_bytes / machine.ranks * _ROOMY_SHARE
+    free = machine.free_host_bytes / machine.ranks
+    roomy = in_ram < free * _ROOMY_SHARE and free >= SHORT_RAM_BYTES
     if any(size for tier, size in pools.items() if not tier.addressable):
         return Freed.STAYS if roomy else Freed.LEAVES
     return Freed.STAYS if roomy and _narrow_gradients(blueprint) else Freed.SMALL_STAYS

@@ -38,6 +38,16 @@ def _rounds(value: Tensor, dtype: torch.dtype) -> bool:
     return torch.promote_types(value.dtype, dtype) is not dtype
 
 
+def _wide(binding: FlatBinding) -> torch.dtype:
+    """In which a flat's first values go into pages."""
+    return torch.float64 if binding.dtype is torch.float64 else torch.float32
+
+
+def _open(binding: FlatBinding) -> bool:
+    """Whether all parameters have values that can be read."""
+    return not any(isinstance(parameter, ClosedParameter) for parameter in binding.parameters)
+
+
 def _in_old_pages() -> Tensor:
     raise InternalError("what is in pages of another engine is moved from page to page, and not read whole")
 
@@ -104,7 +114,19 @@ class Values:
             if not all(reads):
                 # Of a unit that some ranks do not hold, the values of one rank are told to all.
                 replicate = not keep_originals or self._wholes.source(store) is not None
-                self._write_pages(flat, self._built(binding, reads, keep=keep, replicate=replicate), seen)
+                if self._wholes.tells(binding.layout).alone and not keep and not any(reads) and _open(binding):
+                    # Straight from the parameters: a flat of an embedding and a head takes as much again in between.
+                    left = self._wholes.bytes_of_homes(flat)
+
+                    def laid(size: int) -> None:
+                        nonlocal left
+                        left -= size
+                        seen(size)
+
+                    self._fill(flat, [each.detach() for each in binding.parameters], laid, through=_wide(binding))
+                    seen(left)  # the ends of parameters
+                else:
+                    self._write_pages(flat, self._built(binding, reads, keep=keep, replicate=replicate), seen)
             if any(reads) and handed is not None:
                 self._hand_on(flat, handed, keep=keep, seen=seen)
             elif any(reads):
@@ -150,8 +172,7 @@ class Values:
         replicate: bool,
     ) -> Tensor:
         """A flat's parameters as they are in the first rank's memory, (padded_numel,); zeros for those that files provide."""
-        source_dtype = torch.float64 if binding.dtype is torch.float64 else torch.float32
-        whole = torch.zeros(binding.layout.padded_numel, dtype=source_dtype)
+        whole = torch.zeros(binding.layout.padded_numel, dtype=_wide(binding))
         built = [slot for slot, read in enumerate(reads) if read is None]
         for slot in built:
             parameter = binding.parameters[slot]
@@ -296,13 +317,20 @@ class Values:
             if any(value is not None for value in given):
                 yield binding, flat, given
 
-    def _fill(self, flat: FlatStore, given: Sequence[Tensor | None], seen: Seen) -> None:
-        """Writes those of a flat's parameters that are given, whole, reading of each what this rank owns."""
+    def _fill(
+        self, flat: FlatStore, given: Sequence[Tensor | None], seen: Seen, *, through: torch.dtype | None = None
+    ) -> None:
+        """Writes those of a flat's parameters that are given, whole, reading of each what this rank owns.
+
+        Args:
+            through: what they are rounded to on their way; by default what masters are.
+        """
         master, segments = self._wholes.master(flat), self._wholes.segments(flat)
         given, boxes = flat.binding.arrangement.as_laid(given), flat.binding.arrangement.boxes
         if master is not None:
             pieces.fill(self._wholes.allocator, master, segments, given, boxes, seen=seen)
-        through = None if master is None else master.dtype
+        if through is None and master is not None:
+            through = master.dtype
         pieces.fill(self._wholes.allocator, flat.values, segments, given, boxes, through=through, seen=seen)
 
     def write(self, flat: FlatStore, whole: Tensor) -> None:

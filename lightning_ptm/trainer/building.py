@@ -103,11 +103,12 @@ class BuildingStrategy(CheckpointingStrategy):
         behind = (Axis.TENSOR,) if self.settings.async_save and fitting else ()
         communicators = Communicators(mesh, self._communicator, ALONG, behind)
         given = given or self._files_values(self._communicator, progress)
-        settings = self._chosen(self._settings_for(trainer), self._communicator)
+        settings = self._settings_for(trainer)
+        make_folders(settings.disk_paths)
+        settings = self._chosen(settings, self._communicator)
         request = self.request(trainer, settings)
         if anew:
             request = dataclasses.replace(request, rearranges=True)
-        make_folders(settings.disk_paths)
         blueprint = self._decided(request, handed)
         if fitting and not anew and settings.frozen_dtype != "compute":
             _warn_without_codes(blueprint, settings.frozen_dtype)

@@ -191,7 +191,8 @@ class AngelPTMPrecision(Precision):
         engine = self._running()
         self.arm(optimizer, model, closure)
         if self.loss_scale is None:
-            return super().optimizer_step(optimizer, model, closure, **kwargs)
+            with engine.memory_in_words("the optimizer's step"):
+                return super().optimizer_step(optimizer, model, closure, **kwargs)
         # As Lightning's own plugin does, and GradScaler: the step is taken if gradients without the scale are finite.
         result = closure()
         self._after_closure(model, optimizer)

@@ -7,6 +7,7 @@ import inspect
 import logging
 import pydoc
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,13 @@ def trainer(strategy: Any, **options: Any) -> L.Trainer:
 # -- the first line -------------------------------------------------------------------------------------------------------
 
 
+DISK = r"on disk in /.* \(/.*, [\d.]+ [GT]iB free\)"
+PAGES = r"; pages take [\d.]+ \wiB in RAM \(beside states: .*\)"
 LINES = {
-    "ram": r"angel_ptm keeps ([\d.]+ \wi?B) of model states: \1 in RAM \(parameters, optimizer states\)",
-    "masters_on_disk": r"angel_ptm keeps .*: .* in RAM \(parameters\), .* on disk in /.* \(optimizer states\)",
-    "all_on_disk": r"angel_ptm keeps (.*) of model states: \1 on disk in /.* \(parameters, optimizer states\)",
-    "lock_free": r"angel_ptm keeps .*: .* in RAM \(parameters\), .* on disk in /.* \(master parameters, optimizer states\)",
+    "ram": rf"angel_ptm keeps ([\d.]+ \wi?B) of model states: \1 in RAM \(parameters, optimizer states\){PAGES}",
+    "masters_on_disk": rf"angel_ptm keeps .*: .* in RAM \(parameters\), .* {DISK} \(optimizer states\){PAGES}",
+    "all_on_disk": rf"angel_ptm keeps (.*) of model states: \1 {DISK} \(parameters, optimizer states\){PAGES}",
+    "lock_free": rf"angel_ptm keeps .*: .* in RAM \(parameters\), .* {DISK} \(master parameters, optimizer states\){PAGES}",
 }
 
 
@@ -72,7 +75,41 @@ def test_the_first_line_says_where_states_live(strategy_at: Any, home: str, capl
 def test_the_first_line_of_an_evaluation_is_of_parameters(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
         trainer("angel_ptm").validate(Net(), torch.randn(4, 2, 32), verbose=False)
-    assert any(re.search(r"keeps (.*) of model states: \1 in RAM \(parameters\)$", line) for line in caplog.messages)
+    assert any(
+        re.search(r"keeps (.*) of model states: \1 in RAM \(parameters\)(;|$)", line) for line in caplog.messages
+    )
+
+
+@pytest.mark.parametrize("home", LINES)
+def test_the_first_line_has_all_that_pages_take(strategy_at: Any, home: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Sizes(L.Callback):
+        in_ram = 0
+
+        def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            self.in_ram = sum(room.bytes for room in trainer.strategy.tier_rooms() if room.tier != "disk")
+
+    sizes = Sizes()
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):
+        run = trainer(strategy_at(home), callbacks=[sizes])
+        caplog.clear()
+        run.fit(Net(), torch.randn(4, 2, 32))
+    assert f"; pages take {format_bytes(sizes.in_ram)} in RAM" in caplog.messages[0]
+
+
+def test_the_first_line_names_the_file_system_of_each_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folders = [tmp_path / "a", Path("/dev/shm") / f"lightning_ptm_{tmp_path.name}"]
+    try:
+        with caplog.at_level(logging.INFO, "lightning.pytorch"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a disk tier that is RAM
+            run = trainer(AngelPTMStrategy(disk_path=folders, master_home="disk"))
+            caplog.clear()
+            run.fit(Net(), torch.randn(4, 2, 32))
+    except ConfigError as error:  # where there is no O_DIRECT, before the line
+        assert "O_DIRECT" in str(error)
+        return
+    finally:
+        folders[1].rmdir()
+    assert re.search(rf"{folders[0]} \(/.*, .* free\), {folders[1]} \(/dev/shm, .* free\) \(", caplog.messages[0])
 
 
 # -- help and completion --------------------------------------------------------------------------------------------------

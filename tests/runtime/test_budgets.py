@@ -34,8 +34,7 @@ def budget(machine: Machine, **settings: Any) -> Budget:
     [
         (24 * GIB, 1, int(24 * GIB * 0.8)),
         (24 * GIB, 4, int(6 * GIB * 0.8)),
-        (4 * GIB, 1, 3 * GIB),  # a reserve of 1 GiB is left,
-        (GIB, 1, GIB // 2),  # unless that were more than half
+        (5 * GIB - 1, 1, 4 * GIB - 1),  # a reserve of 1 GiB is left
     ],
 )
 def test_ram_that_pages_may_take(free: int, ranks: int, expected: int) -> None:
@@ -57,9 +56,31 @@ def test_device_and_disk_that_pages_may_take() -> None:
 
 
 def test_budgets_are_what_all_ranks_agree_on() -> None:
-    least = sized(64 << 20)
+    least = sized(6 << 30)
     found = decide(asked(), WORKSTATION, 1, lambda ours: least if ours[Tier.DEVICE] > least[Tier.DEVICE] else ours)
     assert found.budget == least
+
+
+@pytest.mark.parametrize("disk", [{}, {"disk_path": "/d"}])
+@pytest.mark.parametrize(("free", "whole"), [(4 * GIB, 3 * GIB), (2 * GIB, 2 * GIB * 7 // 8), (256 << 20, 224 << 20)])
+def test_where_ram_is_short_pages_take_a_quarter_of_it(free: int, whole: int, disk: dict[str, Any]) -> None:
+    """What a step takes beside them is not known yet."""
+    machine = dataclasses.replace(WORKSTATION, free_host_bytes=free)
+    found = budget(machine, **disk)[Tier.DEVICE]
+    assert (
+        found == whole - (whole - whole * 8 // 28) and budget(machine, host_memory=whole, **disk)[Tier.DEVICE] == whole
+    )
+
+
+def test_where_ram_is_very_short_it_is_the_first_part_that_does() -> None:
+    machine = dataclasses.replace(WORKSTATION, free_host_bytes=2 << 20)
+    whole = (2 << 20) * 7 // 8
+    found = budget(machine, disk_path="/d", master_home="disk", parameter_home="disk")[Tier.DEVICE]
+    parts = [whole * part // 28 for part in range(8, 29)]
+    assert found in parts[1:]
+    for size in parts[: parts.index(found)]:
+        with pytest.raises(CapacityError):
+            budget(machine, host_memory=size, disk_path="/d", master_home="disk", parameter_home="disk")
 
 
 def test_whole_gradients_are_taken_off_the_budget() -> None:
@@ -76,7 +97,7 @@ def test_whole_gradients_are_taken_off_the_budget() -> None:
 @pytest.mark.parametrize(
     ("staging", "host", "chunks"),
     [
-        ("auto", 24 * GIB, 12),
+        ("auto", 24 * GIB, 7),  # as many as the model has
         (4 * PAGE, 24 * GIB, 1),
         (11 * PAGE, 24 * GIB, 2),
         ("auto", 8 * 4 * PAGE * 5, 5),  # an eighth of RAM

@@ -177,7 +177,9 @@ MIXED = {"compute": torch.bfloat16, "mixed": True}
     ("freed", "free", "settings", "becomes"),
     [
         ("auto", GIB, {}, Freed.SMALL_STAYS),
-        ("auto", GIB, MIXED, Freed.STAYS),
+        ("auto", 8 * GIB, MIXED, Freed.STAYS),
+        ("auto", GIB, MIXED, Freed.SMALL_STAYS),  # holes are what a step may lack there
+        ("auto", 2 * GIB, {"disk_path": "/d", "master_home": "disk"}, Freed.LEAVES),
         ("auto", 4 << 20, MIXED | {"host_memory": "4MiB"}, Freed.SMALL_STAYS),
         ("auto", GIB, MIXED | {"compute": torch.float32}, Freed.SMALL_STAYS),
         ("auto", GIB, MIXED | {"mixed": False}, Freed.SMALL_STAYS),

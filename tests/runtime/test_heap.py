@@ -9,11 +9,29 @@ import pytest
 from plain_loop import make_trainer, tokens
 from test_lockfree import built
 
-from lightning_ptm import CapacityError
+from lightning_ptm import CapacityError, ConfigError
+from lightning_ptm.memory.ceiling import Ceiling
 from lightning_ptm.runtime import engine, heap
-from lightning_ptm.runtime.heap import Freed, Heap
+from lightning_ptm.runtime.heap import SETTING_UP, Freed, Heap
 
 GIB = 1 << 30
+
+
+class FakeCeiling(Ceiling):
+    """One that leaves the process alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: int | None = None
+
+    def put(self, left_bytes: int) -> None:
+        self.left = left_bytes
+
+    def lift(self) -> None:
+        self.left = None
+
+    def refused(self, error: BaseException) -> bool:
+        return self.left is not None
 
 
 class Library:
@@ -26,6 +44,9 @@ class Library:
         self.now_s = 0.0
         for name in ("give_freed_memory_back", "end_settings", "trim"):
             monkeypatch.setattr(heap, name, lambda name=name: self.done.append(name))
+        self.ceiling = FakeCeiling()
+        monkeypatch.setattr(heap, "Ceiling", lambda: self.ceiling)
+        monkeypatch.setattr(heap, "free_swap_bytes", lambda: 0)
         monkeypatch.setattr(heap, "keep_freed_memory", self.keep)
         monkeypatch.setattr(heap, "free_host_bytes", self.free)
         monkeypatch.setattr(heap, "monotonic", lambda: self.now_s)
@@ -55,7 +76,7 @@ def test_kept_while_there_is_room(library: Library) -> None:
         kept.between_steps()
         assert library.since() == []
         library.now_s += 0.6
-    assert library.looks == 2
+    assert library.looks == 3  # and one at the start
 
 
 def test_looked_for_twice_a_second(library: Library) -> None:
@@ -63,7 +84,7 @@ def test_looked_for_twice_a_second(library: Library) -> None:
     for _ in range(40):
         kept.between_steps()
         library.now_s += 0.1
-    assert 6 <= library.looks <= 9
+    assert 7 <= library.looks <= 10
 
 
 def test_given_back_from_the_first_step_on_that_finds_little(library: Library) -> None:
@@ -123,6 +144,97 @@ def test_a_run_ends_its_settings_and_so_does_one_that_is_not_set_up(
     with pytest.raises(CapacityError):
         make_trainer(strategy_at("ram")).fit(built(), tokens(2).loader())
     assert library.since()[-2:] == ["end_settings", "trim"]
+
+
+MIB = 1 << 20
+
+
+def test_a_ceiling_is_where_ram_would_end(library: Library) -> None:
+    """Of what is free: less what pages will take, by how many ranks share it, and what is not counted."""
+    library.free_bytes, pages = GIB, [0]
+    watched = Heap(Freed.LEAVES, ranks_here=2, pages_take=lambda: pages[0])
+    assert library.ceiling.left == 512 * MIB - 24 * MIB
+    pages[0], library.now_s = 128 * MIB, 1.0
+    watched.between_steps()
+    assert library.ceiling.left == 384 * MIB - 24 * MIB
+    library.free_bytes = 700 * MIB
+    watched.within_step()
+    assert library.ceiling.left == 360 * MIB  # looked at a moment ago
+    library.now_s += 0.2
+    watched.within_step()
+    assert library.ceiling.left == (350 - 128 - 24) * MIB
+    watched.close()
+    assert library.ceiling.left is None
+
+
+def test_there_is_no_ceiling_where_there_is_room_or_old_pages_are_read(library: Library) -> None:
+    library.free_bytes = 24 * GIB
+    roomy = Heap(Freed.STAYS)
+    assert library.ceiling.left is None
+    library.free_bytes, library.now_s = 5 * GIB, 1.0
+    roomy.between_steps()  # pages have come, or somebody else
+    assert library.ceiling.left == 5 * GIB - 5 * GIB // 64
+    library.free_bytes, library.now_s = 24 * GIB, 2.0
+    roomy.between_steps()
+    assert library.ceiling.left is None
+    library.free_bytes = GIB
+    Heap(Freed.STAYS, follows=True)
+    assert library.ceiling.left is None
+
+
+TORCHS = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 2097152 "
+    "bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError(TORCHS), "2 MiB at once"),
+        (MemoryError(), "more memory"),
+        (RuntimeError("std::bad_alloc"), "more memory"),
+        (OSError(12, "Cannot allocate memory"), "more memory"),
+        (RuntimeError("could not create a memory object"), "more memory"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+        (ValueError("nothing to do with memory"), None),
+        (KeyError("x"), None),
+        (CapacityError("of pages"), None),
+        (ConfigError("of a setting"), None),
+    ],
+)
+@pytest.mark.parametrize("short", [False, True])
+def test_what_a_ceiling_refuses_is_said(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, words: str | None, short: bool
+) -> None:
+    monkeypatch.setattr(heap, "free_host_bytes", lambda: GIB if short else 64 * GIB)
+    watched = Heap(Freed.STAYS)
+    try:
+        with (
+            pytest.raises(CapacityError if short and words else type(error)) as caught,
+            watched.refusals_in_words("the backward pass"),
+        ):
+            raise error
+        if short and words:
+            assert f"the backward pass asked for {words}" in str(caught.value) and caught.value.__cause__ is error
+            assert "lower the batch size" in str(caught.value)
+        else:
+            assert caught.value is error
+    finally:
+        watched.close()
+
+
+def test_a_mapping_that_was_refused_is_said_as_what_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "free_host_bytes", lambda: GIB)
+    watched = Heap(Freed.STAYS)
+    try:
+        with pytest.raises(CapacityError, match="setting up the run asked for"), watched.refusals_in_words(SETTING_UP):
+            try:
+                raise OSError(12, "Cannot allocate memory")
+            except OSError as error:
+                raise ConfigError("the system cannot map so much") from error
+    finally:
+        watched.close()
 
 
 PEAK = """

@@ -1,0 +1,84 @@
+"""What `plan` prints agrees with itself: its tables, text and JSON, and seconds of links beside those of compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_plan import config, cpu_file
+
+from lightning_ptm.commands import plan as planning
+from lightning_ptm.commands.plan import _round, forecast
+from lightning_ptm.commands.report import as_json, render
+from lightning_ptm.forecasting.prediction import Prediction
+from lightning_ptm.forecasting.rates import LinkUse, Stall, Timing
+from lightning_ptm.terms import Link, Operation
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Prediction:
+    folder = tmp_path_factory.mktemp("plan")
+    path = config(folder, {"page_size": "64KiB", "master_home": "disk", "disk_path": str(folder)})
+    return forecast(path, cpu_file(folder))[0]
+
+
+@pytest.mark.parametrize(
+    ("link", "busy_s", "waits_s", "words"),
+    [
+        (Link.DISK_READ, 11.0, 9.7, "disk read 11 for 1 MiB, at least 9.7 of it while nothing computes"),
+        (Link.DISK_WRITE, 1.4, 0.0, "disk write 1.4 for 1 MiB, at least 0.1 of it while nothing computes"),
+        (Link.DISK_READ, 1.3, 0.0, "disk read 1.3 for 1 MiB, while it computes"),
+        (Link.DISK_READ, 0.5, 0.0, "disk read 0.5 for 1 MiB, while it computes"),
+        (Link.DISK_READ, 0.5, 0.2, "disk read 0.5 for 1 MiB, while it computes, or waits as is said below"),
+        (Link.HOST_TO_DEVICE, 2.0, 0.7, "at least 0.7 of it while nothing computes"),
+        (Link.DEVICE_TO_HOST, 1.0, 0.0, "while it computes"),
+        (Link.UPDATE_HOST, 5.0, 0.0, "at least 3.7 of it while nothing computes"),
+        (Link.EXCHANGE, 0.5, 0.0, "while nothing computes"),
+        (Link.TENSOR_EXCHANGE, 5.0, 0.0, "while nothing computes"),
+    ],
+)
+def test_a_link_is_not_busy_beside_compute_for_longer_than_that_takes(
+    found: Prediction, link: Link, busy_s: float, waits_s: float, words: str
+) -> None:
+    """All but exchanges were said to be busy while it computes."""
+    timing = Timing(20.0, 1.3, (LinkUse(link, MIB, busy_s),), (Stall(Operation.UPDATE, waits_s),))
+    text = render(dataclasses.replace(found, timing=timing, seconds=20.0))
+    line = next(line for line in text.splitlines() if line.startswith(f"  {link.value.replace('_', ' ')} {busy_s:.4g}"))
+    assert line.endswith(words)
+
+
+def test_pages_of_the_table_add_up_to_all_pages(found: Prediction) -> None:
+    """`pages` and `pages for` were of other pages."""
+    text = render(found)
+    assert "pages in use   all pages" in text and "all pages, for" in text
+    for name, tier in found.tiers.items():
+        assert sum(found.pages[name].values()) == tier.reserved_bytes >= tier.page_bytes
+
+
+def test_text_and_json_are_of_the_same_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """What is free changes from one command to the next by some megabytes, which are of no account."""
+    path = config(tmp_path, {"page_size": "64KiB"})
+    texts = iter(Path(cpu_file(tmp_path, host_memory=free)).read_text() for free in (1001 * MIB, 1022 * MIB))
+    monkeypatch.setattr(planning, "quick_measure", lambda paths: next(texts))
+    first, second = forecast(path, None)[0], forecast(path, None)[0]
+    assert first.looked_at == second.looked_at and "992 MiB of RAM free" in first.looked_at
+    assert f"looked at now: {first.looked_at}" in render(first)
+    assert json.loads(as_json(second))["looked_at"] == first.looked_at
+    of_text = re.search(r"^device +.* ([\d.]+ \w+)$", render(first), re.MULTILINE)
+    assert of_text is not None and of_text[1] == "992 MiB"
+    assert json.loads(as_json(second))["tiers_bytes_per_rank"]["device"]["have_bytes"] == 992 * MIB
+
+
+def test_another_machine_is_as_its_file_says(found: Prediction) -> None:
+    assert not found.looked_at and "looked at" not in render(found) and json.loads(as_json(found))["looked_at"] == ""
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 1000, 123_456_789, 24 << 30, (24 << 30) - 1])
+def test_round_numbers(size: int) -> None:
+    assert size * 15 / 16 <= _round(size) <= size and _round(_round(size)) == _round(size)
