@@ -47,7 +47,7 @@ class PageViews:
 
     def find(self, tensor: Tensor) -> tuple[FlatBinding, int] | None:
         """The flat and the slot whose storage `tensor` has, wherever the flat is now. Of a storage that is none of these
-        (`over_own_storage` makes some, to be computed with at once), those whose bytes lie there. None: nobody's any more (I1)."""
+        (`over_own_storage` makes such), those whose bytes lie there. None: nobody's any more (I1)."""
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
         if known is not None:

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils.checkpoint import CheckpointError, _allowed_determinism_checks_to_fns, checkpoint
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.memory.fingerprint import sampled
 from lightning_ptm.runtime.binding import refuse_older
 from lightning_ptm.runtime.graphs import in_backward, in_transform, tensors_in
@@ -364,7 +365,7 @@ def _is_compared(tensor: Tensor) -> bool:
     backward, of which they leave some bytes as they are."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and in_ram(tensor)
     return plain and not (tensor.is_nested or tensor.is_quantized or is_fake(tensor) or in_transform())
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.update.compared import agree, replayed, same_parts, same_values
 from lightning_ptm.update.kept import Lacks, Raises, group_values, own_slots_of, slots_of, told
 from lightning_ptm.update.private import PrivateOptimizer, held_by
@@ -140,7 +141,7 @@ class Candidate:
         return Initial.CONSTRUCTED if fresh.state.get(like) else Initial.LAZY
 
     def _where(self) -> str:
-        return "" if self._device.type == "cpu" else f" on {self._device}"
+        return "" if self._device.type == CpuBackend.name else f" on {self._device}"
 
     def _instead(self) -> str:
         names = " ".join(self._slots) or type(self._optimizer).__name__.lower()
