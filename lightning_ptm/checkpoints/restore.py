@@ -12,16 +12,18 @@ from collections.abc import Collection, Iterable
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.optimizer_states import give_back_optimizer_state
+from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.machine import free_host_bytes
 
 log = logging.getLogger(__name__)
 
 
-def weights(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False) -> bool:
+def weights(engine: Engine, told_later: list[Exception], *, wanted: bool, ranks_here: int, whole: bool = False) -> bool:
     """Puts whole, precise weights into the module's parameters; otherwise lets them go: they cannot be read then.
 
     Args:
+        told_later: gets the error of what was written to copies since the last step began, and is lost.
         wanted: the user wants them.
         ranks_here: ranks that share this machine's RAM.
         whole: parts of parameters will be put together.
@@ -52,21 +54,16 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = Fals
     if not room:
         try:
             if not engine.rendezvous.failed:
-                engine.drain("weights at the end")
+                engine.drain("weights at the end", at_end=True)
+                _look_for_lost_writes(engine, told_later)
         finally:
             engine.lending.let_go()
         return False
     try:
-        engine.drain("weights at the end")
+        engine.drain("weights at the end", at_end=True)
         engine.executor.release_all()
-        written = engine.lending.written()
+        _look_for_lost_writes(engine, told_later)
         engine.lending.restore()
-        if written:
-            warnings.warn(
-                f"{', '.join(written[:3])}: written to in the last step, outside of `with strategy.gathered(module):`: the "
-                f"new values are lost",
-                stacklevel=2,
-            )
     except Exception as error:
         engine.lending.let_go()
         if not engine.rendezvous.failed:
@@ -74,6 +71,14 @@ def weights(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = Fals
         log.warning("the weights could not be given back to the module: %s", error)
         return False
     return True
+
+
+def _look_for_lost_writes(engine: Engine, told_later: list[Exception]) -> None:
+    try:
+        engine.lending.check_written()
+    except UsageError as error:
+        if not engine.rendezvous.failed:  # else the run's own error has been told, which may be this one
+            told_later.append(error)
 
 
 def optimizer_states(

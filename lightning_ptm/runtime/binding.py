@@ -22,6 +22,7 @@ from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.runtime.arrangement import Arrangement
 from lightning_ptm.runtime.doors import Doors
+from lightning_ptm.runtime.fingerprint import Fingerprint
 from lightning_ptm.runtime.parameter_data import set_data
 
 
@@ -43,6 +44,8 @@ class FlatBinding:
         is_copy: the parameters are copies, of more precise ones or of pages elsewhere, so what is written into them by hand
             would be lost.
         closes: they may be read while they are used only (I2): see `Doors`.
+        held: by this rank.
+        fingerprint: finds writes to copies that torch does not count; None: nobody looks for these.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class FlatBinding:
         *,
         is_copy: bool = False,
         closes: bool = False,
+        held: bool = True,
+        fingerprint: Fingerprint | None = None,
     ) -> None:
         if len(parameters) != len(layout.slots):
             raise InternalError(f"flat {layout.index} has {len(layout.slots)} slots and {len(parameters)} parameters")
@@ -65,10 +70,14 @@ class FlatBinding:
         self._shapes = self.arrangement.shapes
         self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
         self._is_copy = is_copy
+        self._held = held
+        self._fingerprint = fingerprint if is_copy else None
         self.doors = Doors(parameters, self._refusal, closes=closes)
         # state
         self._base: Tensor | None = None
         self._versions: list[int] = []
+        self._bound_as: Tensor | None = None
+        """The fingerprint of the values that the parameters are bound to; None while an update changes them."""
         self._written: str | None = None
         self._theirs: dict[int, Tensor] = {}
         """What `replaced` has told, while the parameters are lent."""
@@ -106,7 +115,18 @@ class FlatBinding:
         self._base = full
         self._theirs = {}
         self.lent = False
+        self.values_have_changed()
         self.doors.values_are(bound=True, lent=False)
+
+    def values_will_change(self) -> None:
+        """An update, or what is loaded, is about to change the values that the parameters may be bound to."""
+        self._note_writes()
+        self._bound_as = None
+
+    def values_have_changed(self) -> None:
+        """The values that the parameters may be bound to are others now, and rightly so."""
+        if self._fingerprint is not None and self._base is not None and not self.lent:
+            self._bound_as = self._fingerprint.of(self._base)
 
     def unbind(self, *, ended: bool = False) -> None:
         """Lets go of the flat; the parameters cannot be read until they are bound again.
@@ -119,7 +139,7 @@ class FlatBinding:
             for slot, nothing in enumerate(self.nothing()):
                 self._check_shape(slot)
                 self._set(slot, nothing)
-        self._base = None
+        self._base = self._bound_as = None
         self.lent = False
         self._ended = ended
         self.doors.values_are(bound=False, lent=False)
@@ -175,7 +195,7 @@ class FlatBinding:
 
         Raises:
             UsageError: `parameter.data` was replaced, by a tensor of another shape or of the same; or a copy of a master
-                was written to in place. (A write through `parameter.data` leaves no trace.)
+                was written to in place.
         """
         if self.lent:
             raise UsageError(
@@ -188,13 +208,17 @@ class FlatBinding:
                     self._check_shape(slot)
                 else:
                     self._check_parameter(slot)
-        self._note_writes()
-        if self._written is not None:
+        self.check_written()
+
+    def check_written(self) -> None:
+        """Raises UsageError: a copy of more precise values, or of pages elsewhere, was written to in place."""
+        written = self.written
+        if written is not None:
             raise UsageError(
-                f"the data of parameter {self._written} was written to, and the precise values know nothing of it, so the "
-                f"new values would be lost; edit parameters inside `with strategy.gathered(module):`; where the module's own "
-                f"forward writes to it (Embedding and EmbeddingBag with max_norm), leave that out and clip the weight there, "
-                f"behind the step"
+                f"the data of parameter {written} was written to, and the precise values know nothing of it, so the "
+                f"new values would be lost; edit parameters inside `with strategy.gathered(module):`, and have an optimizer "
+                f"update them that configure_optimizers returns; where the module's own forward writes to it (Embedding and "
+                f"EmbeddingBag with max_norm), leave that out and clip the weight there, behind the step"
             )
 
     @property
@@ -203,12 +227,20 @@ class FlatBinding:
         self._note_writes()
         return self._written
 
+    @property
+    def keeps_writes(self) -> bool:
+        """Whether what is written to the parameters in place is their value from then on."""
+        return self.lent or (self._held and not self._is_copy and not self.doors.closes)
+
     def _note_writes(self) -> None:
         if self._is_copy and self._base is not None and not self.lent:
             with torch._C.DisableTorchFunctionSubclass():
                 for slot, (parameter, version) in enumerate(zip(self.parameters, self._versions, strict=True)):
                     if parameter._version != version or self._is_replaced(slot):
                         self._written = self._written or self.layout.slots[slot].spec.name
+            if self._written is None and self._fingerprint is not None and self._bound_as is not None:
+                changed = self._fingerprint.differs(self._base, self._bound_as)
+                self._written = None if changed is None else self.layout.slots[changed].spec.name
 
     def _check_parameter(self, slot: int) -> None:
         self._check_shape(slot)
@@ -286,7 +318,7 @@ class FlatBinding:
 
     def forget(self) -> None:
         """Lets go of the flat; the parameters, which have storage of their own, stay as they are (end of a run)."""
-        self._base = None
+        self._base = self._bound_as = None
         self.doors.forget()
 
     def pack(self, tensor: Tensor) -> Packed | None:

@@ -226,7 +226,7 @@ class Engine:
             heritage=kept.heritage,
         )
         self._undo.callback(self._close_pages)
-        pages = Pages(blueprint, self.allocator, self.communicators, self.device, kept, self.stream)
+        pages = Pages(blueprint, self.allocator, self.communicators, self.device, kept, self.stream, checks_all=poison)
         self.stores = tuple(pages.store(index) for index in range(len(blueprint.units)))
         self.updater = Updater(
             self.allocator,
@@ -464,13 +464,19 @@ class Engine:
 
     # -- between iterations -------------------------------------------------------------------------------------------
 
-    def drain(self, deed: str = "drain") -> None:
+    def drain(self, deed: str = "drain", *, at_end: bool = False) -> None:
         """Blocks until every update is in the compute parameters and at home, here and on all ranks. Collective.
 
         Args:
             deed: as for `meet`.
+            at_end: the run is over, and its caller looks for writes that are lost.
+
+        Raises:
+            UsageError: a copy was written to, so that what follows would save or show the values before.
         """
         self.stream.begin()  # what follows reads and writes pages on the caller's
+        if not at_end:
+            self.lending.check_written()
         self.updates.finish_all()
         for store in self.stores:
             for flat in store.flats:

@@ -9,7 +9,7 @@ user has the part, with which the module computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,11 @@ class Lending:
     def __init__(self, wholes: Wholes, values: Values) -> None:
         self._wholes = wholes
         self._values = values
+        self._places = {
+            id(parameter): (binding, slot)
+            for binding in wholes.bindings()
+            for slot, parameter in enumerate(binding.parameters)
+        }
         self.resized: dict[str, nn.Parameter] = {}
         """By name, parameters that have other shapes than their pages, which have no part in them any more."""
         self._read_only: set[int] = set()
@@ -155,9 +160,20 @@ class Lending:
         for binding, _ in slots.values():
             binding.forget()
 
-    def written(self) -> tuple[str, ...]:
-        """Names of parameters that were written to by hand since the last step began, where that is lost."""
-        return tuple(binding.written for binding in self._wholes.bindings() if binding.written is not None)
+    def check_written(self) -> None:
+        """Raises UsageError: a parameter was written to by hand where that is lost."""
+        for binding in self._wholes.bindings():
+            binding.check_written()
+
+    def names_of_copies(self, parameters: Iterable[Tensor]) -> list[str]:
+        """Which of these are copies now, of more precise values or of pages elsewhere, so that what is written to them is
+        lost. Asked before each step of an optimizer that is none of the run's."""
+        found = []
+        for parameter in parameters:
+            binding, slot = self._places.get(id(parameter), (None, 0))
+            if binding is not None and binding.parameters[slot] is parameter and not binding.keeps_writes:
+                found.append(binding.layout.slots[slot].spec.name)
+        return found
 
     def let_go(self) -> None:
         """Parameters name no page any more, and cannot be read."""

@@ -19,6 +19,7 @@ from lightning_ptm.planning.inventory import Row, What
 from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.runtime.binding import FlatBinding
 from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.fingerprint import Fingerprint
 from lightning_ptm.runtime.gradient_pages import GradientPages, PageSupply
 from lightning_ptm.runtime.gradients import FlatGradient
 from lightning_ptm.runtime.heirlooms import Heirlooms
@@ -38,6 +39,9 @@ _OF_FLATS = (What.PARAMETERS, What.MASTERS, What.STATES)
 class Pages:
     """Makes the objects that hold a unit's model states on this rank.
 
+    Args:
+        checks_all: all of a flat's values are compared when it is given up, and not a sample (fingerprint.py).
+
     Raises (each method): CapacityError, a tier has too few pages.
     """
 
@@ -49,6 +53,8 @@ class Pages:
         device: torch.device,
         heirlooms: Heirlooms | None = None,
         stream: ComputeStream | None = None,
+        *,
+        checks_all: bool = False,
     ) -> None:
         self._blueprint = blueprint
         self._allocator = allocator
@@ -57,6 +63,7 @@ class Pages:
         self._sums = SumsInRam(allocator.backend) if allocator.backend.apart else None
 
         self._stream = stream
+        self._checks_all = checks_all
         self._heirlooms = heirlooms or Heirlooms()
         self._of_flats = {what: blueprint.inventory.of_flats(what) for what in _OF_FLATS}
 
@@ -81,6 +88,7 @@ class Pages:
                 or layout.code is not None
                 or not blueprint.placement.homes[unit].parameter.computes,
                 closes=blueprint.copies[layout.index] or (late and layout.trainable),
+                fingerprint=self._fingerprint(layout),
             )
             (home,) = self._of_flat(What.PARAMETERS, layout)
             communicator = self._communicators.along(blueprint.holders.of_flat(layout).axes)
@@ -91,10 +99,17 @@ class Pages:
                 [by_name[slot.spec.name] for slot in layout.slots],
                 getattr(torch, layout.dtype),
                 self._device,
+                held=False,
             )
             for layout in blueprint.layout.elsewhere.get(unit, ())
         )
         return UnitStore(blueprint.units[unit], tuple(flats), elsewhere, late)
+
+    def _fingerprint(self, layout: FlatLayout) -> Fingerprint | None:
+        # On a device of its own, comparing makes the host wait for it.
+        if self._allocator.backend.apart and not self._checks_all:
+            return None
+        return Fingerprint(layout, self._device, every_element=self._checks_all)
 
     def flats(self, store: UnitStore) -> tuple[FlatUpdate, ...]:
         """Master states and gradients of a unit's trainable flats; of one that several optimizers update, one for each."""

@@ -284,6 +284,7 @@ class SynchronousUpdates(UpdateScheduler):
         if not store.resident:
             self._units[unit].release()
             self._units[unit].evict()
+        store.binding.values_will_change()
         after, turn = (*flat.gradient.shard.leaving(), *store.reads()), self._turns[unit]
         job = UpdateJob(flat.states, self.shadow(flat), source, store.home, hyper, transform, after=after, turn=turn)
         self._pending.setdefault(unit, []).append(_Pending(self._updater.submit(job), flat))
@@ -320,6 +321,7 @@ class SynchronousUpdates(UpdateScheduler):
     def finish(self, unit: int) -> None:
         for job in self._pending.pop(unit, ()):
             self._updater.finish(job.handle)
+            job.flat.store.binding.values_have_changed()
             job.flat.gradient.used()
 
     def finish_all(self) -> None:

@@ -284,11 +284,13 @@ class Values:
     def _fill(self, flat: FlatStore, given: Sequence[Tensor | None], seen: Seen) -> None:
         """Writes those of a flat's parameters that are given, whole, reading of each what this rank owns."""
         master, segments = self._wholes.master(flat), self._wholes.segments(flat)
+        flat.binding.values_will_change()
         given, boxes = flat.binding.arrangement.as_laid(given), flat.binding.arrangement.boxes
         if master is not None:
             pieces.fill(self._wholes.allocator, master, segments, given, boxes, seen=seen)
         through = None if master is None else master.dtype
         pieces.fill(self._wholes.allocator, flat.values, segments, given, boxes, through=through, seen=seen)
+        flat.binding.values_have_changed()
 
     def write(self, flat: FlatStore, whole: Tensor) -> None:
         """New values of a flat that this rank holds: (padded_numel,), in their precise dtype."""

@@ -113,7 +113,7 @@ class EndingStrategy(BuildingStrategy):
 
         Args:
             replaced: optimizers whose states are not.
-            told_later: gets why the last checkpoint was not written.
+            told_later: gets why the last checkpoint was not written, and what was written to weights in vain.
         """
         if engine.rendezvous.failed:
             self._saves.farewell()
@@ -127,7 +127,7 @@ class EndingStrategy(BuildingStrategy):
             engine.heap.steps_end()  # what follows takes RAM of its own
         wanted, ranks_here = self.settings.restore_weights, max(1, self.num_processes)
         cut_here = self._cut is not None
-        if restore.weights(engine, wanted=wanted, ranks_here=ranks_here, whole=cut_here):
+        if restore.weights(engine, told_later, wanted=wanted, ranks_here=ranks_here, whole=cut_here):
             self._uncut(partial(put_together, communicator=engine.communicator))
             self._ended = dataclasses.replace(self._ended, weights=True, parts=self._ended.parts and not cut_here)
             self.precision_plugin.over = not self._has_ranks and self.precision_plugin.loss_scale is None
