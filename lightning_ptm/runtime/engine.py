@@ -315,6 +315,7 @@ class Engine:
             self.rendezvous.agreement,
             self.updates.pending,
             self.updates.finish,
+            self.updates.finish_between_steps,
             planner.replan,
             self.wholes.read,
             self.reduction.reclaim,

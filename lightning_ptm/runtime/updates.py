@@ -222,6 +222,10 @@ class UpdateScheduler(abc.ABC):
     def finish(self, unit: int) -> None:
         """Blocks until a unit may be read."""
 
+    def finish_between_steps(self, unit: int) -> None:
+        """As `finish`, for somebody who reads a unit between two steps: it has had every update then."""
+        self.finish(unit)
+
     @abc.abstractmethod
     def finish_all(self) -> None:
         """Blocks until all updates have been made, are in the compute parameters, and written home."""
