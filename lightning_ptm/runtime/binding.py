@@ -79,6 +79,7 @@ class FlatBinding:
         self._bound_as: Tensor | None = None
         """The fingerprint of the values that the parameters are bound to; None while an update changes them."""
         self._written: str | None = None
+        self._lent_dtypes: list[torch.dtype] = []
         self._theirs: dict[int, Tensor] = {}
         """What `replaced` has told, while the parameters are lent."""
         self._left: dict[int, Tensor] = {}
@@ -301,11 +302,24 @@ class FlatBinding:
         """Puts the parameters into the user's hands, with storage of their own, until they are bound or unbound."""
         self._note_writes()
         self._theirs = self.replaced()
+        self._lent_dtypes = []
         with torch._C.DisableTorchFunctionSubclass():
             for slot, value in enumerate(values):
                 self._set(slot, value)
+                self._lent_dtypes.append(value.dtype)
         self.lent = True
         self.doors.values_are(bound=self.bound, lent=True)
+
+    def check_dtypes(self) -> None:
+        """Raises UsageError: a parameter that is lent has another dtype now."""
+        for slot, (parameter, lent) in enumerate(zip(self.parameters, self._lent_dtypes, strict=True)):
+            if self.lent and parameter.dtype is not lent:
+                raise UsageError(
+                    f"{self.layout.slots[slot].spec.name} was given the dtype {parameter.dtype} inside of "
+                    f"`with strategy.gathered(module):`, and its pages are laid out for {lent}, so it would be rounded or "
+                    f"widened again; convert modules before the run (in __init__, setup or configure_model), or end this fit "
+                    f"and start another one"
+                )
 
     def nothing(self) -> list[Tensor]:
         """Values of the right shapes that say nothing."""

@@ -243,7 +243,7 @@ class Engine:
         """First values into the pages that are there."""
         blueprint = self.blueprint
         self.wholes: Wholes = Wholes(self.allocator, self.communicators, self.stores, self.flats, blueprint.holders)
-        self.values: Values = Values(self.wholes, self.bars)
+        self.values: Values = Values(self.wholes, self.bars, mixed=blueprint.mixed)
         self.optimizer_values: OptimizerValues = OptimizerValues(self.wholes, self.bars)
         self.sharded_kinds = ShardedKinds(self.wholes, self.optimizer_values, self.values.original_of)
         self.lending: Lending = Lending(self.wholes, self.values)

@@ -9,6 +9,7 @@ user has the part, with which the module computes.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.memory.codes import rounded
 from lightning_ptm.runtime.parts import cut
 from lightning_ptm.runtime.store import FlatStore
 from lightning_ptm.runtime.wholes import flats_of
@@ -100,11 +102,19 @@ class Lending:
                     self._collect_edits(binding, whole)
                     self._wholes.tells(binding.layout).broadcast(whole)
                     if flat is not None:
+                        _warn_of_rounding(flat, whole)
                         self._values.write(flat, whole)
                 if flat is None:
                     binding.unbind()
                 else:
                     flat.rebind(whole if write else None)
+
+    def check_dtypes(self, units: Collection[int]) -> None:
+        """Raises UsageError: parameters of these units, which are lent, were converted."""
+        for store in self._wholes.stores:
+            if store.unit.index in units:
+                for binding, _ in flats_of(store):
+                    binding.check_dtypes()
 
     @contextmanager
     def lent(self, values: Mapping[int, Tensor] | None) -> Iterator[None]:
@@ -189,3 +199,27 @@ class Lending:
         """
         for binding in self._wholes.bindings():
             binding.leave([dtypes[id(parameter)] for parameter in binding.parameters])
+
+
+def _warn_of_rounding(flat: FlatStore, edited: Tensor) -> None:
+    """Says what codes make of edits. Of weights that nobody has edited they make nothing.
+
+    Args:
+        edited: new values of a flat, (padded_numel,).
+    """
+    code = flat.layout.code
+    if code is None:
+        return
+    values = edited.to(flat.binding.dtype)
+    kept = rounded(values, code)
+    for slot, place in enumerate(flat.layout.slots):
+        wanted, got = (flat.binding.arrangement.view(each, slot).float() for each in (values, kept))
+        error = wanted - got
+        if error.any():
+            warnings.warn(
+                f"{place.spec.name} was edited inside of `with strategy.gathered(module):`, and its pages keep it as "
+                f"{code.name}: it differs from what was written by up to {error.abs().max():.3g} from now on, and in all by "
+                f"{error.norm() / wanted.norm():.2%} of its norm, which may be more than the edit; edit it (merge adapters) in "
+                f"a module that is loaded again behind the run, or leave frozen_dtype out",
+                stacklevel=2,
+            )
