@@ -14,8 +14,9 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.decorators import skip
 
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.parallel.adapters import with_adapters
 from lightning_ptm.parallel.between import Between
 from lightning_ptm.parallel.blocks import ProofBlock, blocks_of
@@ -84,7 +85,7 @@ class CutModule:
             )
             self._undo.append(Proof(blocks_of(root, named), group, divide, of_parts=sequence_parallel).close)
         try:
-            self._apply(layers)
+            self._apply(layers, watched=not of_block)
         except BaseException:
             self.undo()
             raise
@@ -129,13 +130,18 @@ class CutModule:
                     found[id(parameter)] = parameter
         return found
 
-    def _apply(self, layers: list[Layer]) -> None:
+    def _apply(self, layers: list[Layer], *, watched: bool) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # some may be closed
             for parameter, box in self._by_parameter.values():
                 if isinstance(parameter, ClosedParameter):  # its values ended with an earlier run
                     _give(parameter, _nothing(parameter, box.part_shape))
                 else:
                     _give(parameter, cut(parameter.data, box).clone(memory_format=torch.contiguous_format))
+            for name, parameter in self.root.named_parameters():
+                if watched and id(parameter) in self._by_parameter and parameter.requires_grad:
+                    self._undo.append(
+                        parameter.register_hook(partial(_refuse_part_of_gradient, name, parameter)).remove
+                    )
         for place, each in self._with(layers):
             if each.forward is not None:
                 self._undo.append(replace(place.module, forward=each.forward))
@@ -178,6 +184,22 @@ class CutModule:
                 parameter.grad = None
                 _give(parameter, _nothing(parameter, box.shape) if whole is None else whole(parameter.data, box))
         self._by_parameter, self._partial = {}, {}
+
+
+@skip
+def _refuse_part_of_gradient(name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+    """A backward pass comes to a parameter that is cut: one that leaves the gradient in `.grad` is a step's, and
+    `torch.autograd.grad` would return it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:  # torch's answer where the gradient of a leaf is returned
+        raise UsageError(
+            f"torch.autograd.grad asks for the gradient of {name}, of which tensor_parallel_size has this rank compute a "
+            f"part alone; leave its layer out of tensor_parallel_plan, compute with it on one rank, or call backward() and "
+            f"take norms from trainer.strategy.gradient_norm(optimizer)"
+        ) from error
 
 
 def _give(parameter: nn.Parameter, value: Tensor) -> None:

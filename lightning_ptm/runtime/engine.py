@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptm.comm import Communicator, Communicators, Teams
@@ -134,6 +134,8 @@ class Engine:
         self.iterations = 0
         """That have begun. Others read it."""
         self._manual = False
+        self._loss: Tensor | None = None
+        """Of the last backward pass, where a tensor group compares it."""
         self.save_stall_s = 0.0
         """Seconds that compute was held up by checkpoints; written by those who write them."""
         self.expert_groups: ExpertGroups | None = None
@@ -390,7 +392,8 @@ class Engine:
         if self._module_buffers is not None and self._module_buffers.changed():
             flags |= _CHANGED_BUFFERS
         if mode is Mode.TRAIN:
-            seen, together = self.rendezvous.come_together(Together.TRAINING_STEP, flags=flags), True
+            deed = "" if self.communicator.alone else self.rendezvous.hyper_parameters_are(self._hyper_parameters())
+            seen, together = self.rendezvous.come_together(Together.TRAINING_STEP, deed, flags), True
         else:
             seen = self.rendezvous.reach(0, flags)
             together = not seen & ANY_TOGETHER  # else some ranks have no such batch any more
@@ -420,6 +423,19 @@ class Engine:
             # A rank that waits for others elsewhere, in what this one has not come to, would not hear of a new plan.
             self.executor.end(together=not seen & ANY_TOGETHER)
 
+    def _hyper_parameters(self) -> dict[str, str]:
+        """What optimizers update with, by what each is of; what a device would have to be waited for is left out."""
+        return {
+            f"{name} of group {at} of {type(optimizer).__name__}": repr(
+                value.tolist() if isinstance(value, Tensor) else value
+            )
+            for optimizer in self._optimizers
+            for at, group in enumerate(optimizer.param_groups)
+            for name, value in group.items()
+            if isinstance(value, (bool, int, float, tuple))
+            or (isinstance(value, Tensor) and value.device.type == "cpu")
+        }
+
     def _forward_root(self) -> None:
         self.executor.enter(0, Phase.FORWARD)
         # The root is used by code outside any hooked forward: it stays until the iteration ends.
@@ -447,6 +463,15 @@ class Engine:
             self._module_buffers.backward_outside(reduced=not self.stepping.adds_up)
         with self.backwards.of_the_loss(), self.hooks.backward():
             yield
+
+    def loss_is(self, loss: Tensor) -> None:
+        """Of the backward pass that begins: ranks of a tensor group compare theirs where they next wait for each other. On a
+        device of its own, the one before, for which the host need not wait."""
+        if self.rendezvous.agreement.alike and loss.numel() == 1:
+            before, self._loss = self._loss, loss.detach()
+            told = before if self.backend.apart else self._loss
+            if told is not None:
+                self.rendezvous.loss_is(float(told))
 
     def _all_flats(self) -> Iterator[FlatUpdate]:
         return (flat for flats in self.flats for flat in flats)

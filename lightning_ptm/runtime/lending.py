@@ -219,7 +219,7 @@ def _warn_of_rounding(flat: FlatStore, edited: Tensor) -> None:
             warnings.warn(
                 f"{place.spec.name} was edited inside of `with strategy.gathered(module):`, and its pages keep it as "
                 f"{code.name}: it differs from what was written by up to {error.abs().max():.3g} from now on, and in all by "
-                f"{error.norm() / wanted.norm():.2%} of its norm, which may be more than the edit; edit it (merge adapters) in "
-                f"a module that is loaded again behind the run, or leave frozen_dtype out",
+                f"{error.norm() / wanted.norm():.2%} of its norm, which may be more than the edit; edit it (merge adapters) "
+                f"in a module that is loaded again behind the run, or leave frozen_dtype out",
                 stacklevel=2,
             )
