@@ -23,6 +23,7 @@ from lightning_ptm.parallel.blocks import ProofBlock, blocks_of
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.layers import Layer, divides, layer
 from lightning_ptm.parallel.proof import Proof
+from lightning_ptm.parallel.read_by_hand import forget, watch
 from lightning_ptm.parallel.rules import Place, Rule, places
 from lightning_ptm.parallel.sequence_parallel import SequenceParallel
 from lightning_ptm.planning.boxes import Box
@@ -137,17 +138,29 @@ class CutModule:
                     _give(parameter, _nothing(parameter, box.part_shape))
                 else:
                     _give(parameter, cut(parameter.data, box).clone(memory_format=torch.contiguous_format))
-            for name, parameter in self.root.named_parameters():
-                if watched and id(parameter) in self._by_parameter and parameter.requires_grad:
-                    self._undo.append(
-                        parameter.register_hook(partial(_refuse_part_of_gradient, name, parameter)).remove
-                    )
+            if watched:
+                self._watch(layers)
         for place, each in self._with(layers):
             if each.forward is not None:
                 self._undo.append(replace(place.module, forward=each.forward))
             self._undo.append(replace(place.around, **each.counts))
         for module, forward in self._sequence.forwards() if self._sequence is not None else ():
             self._undo.append(replace(module, forward=forward))
+
+    def _watch(self, layers: list[Layer]) -> None:
+        """What would find this rank's part where the user means the whole is refused."""
+        cut_here = [named for named in self.root.named_parameters() if id(named[1]) in self._by_parameter]
+        for name, parameter in cut_here:
+            if parameter.requires_grad:
+                self._undo.append(parameter.register_hook(partial(_refuse_part_of_gradient, name, parameter)).remove)
+        # Where a plan cuts a parameter by itself, a forward of the user's own computes with it.
+        users_own = {
+            id(place.module._parameters[name])
+            for place, each in self._with(layers)
+            if each.forward is None
+            for name in each.boxes
+        }
+        watch([named for named in cut_here if id(named[1]) not in users_own], self.group)
 
     # -- what others need ---------------------------------------------------------------------------------------------
 
@@ -179,6 +192,7 @@ class CutModule:
             self._sequence.parts.forget()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # some may be closed
             for parameter, box in self._by_parameter.values():
+                forget(parameter)
                 if tuple(parameter.shape) != box.part_shape:
                     continue
                 parameter.grad = None

@@ -43,7 +43,8 @@ _ABOUT_THE_TENSOR = frozenset(
 )
 
 
-def _is_about_values(function: Any) -> bool:
+def is_about_values(function: Any) -> bool:
+    """Whether what `__torch_function__` is asked for are values of a tensor, or a change of them, and no fact about it."""
     if type(function).__name__ == "method-wrapper":  # an attribute that is read, written or deleted
         return function.__self__ in _ABOUT_VALUES
     return function not in _ABOUT_THE_TENSOR
@@ -73,7 +74,7 @@ def closed_class(kind: type[nn.Parameter], refusal: Callable[[tuple[Any, ...]], 
 
     def torch_function(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_about_values(function):
+        if is_about_values(function):
             raise refusal((*args, *kwargs.values()))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)

@@ -148,3 +148,65 @@ def test_a_gradient_of_a_part_is_not_handed_out(name: str) -> None:
 
 def test_a_gradient_of_what_is_whole_is() -> None:
     assert len(run_ranks(fit_asking, 2, "blocks.1.project.bias")[0]) == 8
+
+
+class ReadsByHand(Blocks):
+    """A weight that is cut, in a step."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def loss(self, batch: Tensor) -> Tensor:
+        block = self.blocks[0]
+        read: dict[str, Callable[[], Any]] = {
+            "F.linear": lambda: torch.nn.functional.linear(batch, block.expand.weight).mean(),
+            "penalty": lambda: 1e-3 * block.project.weight.square().mean(),
+            "norm": lambda: torch.linalg.vector_norm(block.expand.weight),
+            "matmul": lambda: (batch @ block.expand.weight.T).mean(),
+            "bias": lambda: (block.expand.bias + 1).mean(),
+            "detached": lambda: block.project.weight.detach().sum(),
+            "data": lambda: block.project.weight.data.sum(),
+            "stack": lambda: torch.stack([block.expand.weight, block.expand.weight]).sum(),
+            "iterated": lambda: sum(each.sum() for each in block.expand.bias),
+            "without gradients": lambda: torch.no_grad()(lambda: block.expand.weight.mean())(),
+            "shape": lambda: block.expand.weight.shape[0] + block.expand.weight.dtype.itemsize,
+            "whole": lambda: block.project.bias.square().mean(),
+        }
+        return super().loss(batch) + read[self.kind]()
+
+
+class ReadsBetween(Blocks):
+    """Parts, between two steps, where a run's module has them."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.blocks[0].expand.weight.detach().norm() > 0
+        assert self.state_dict()["blocks.0.expand.weight"].shape == (32, 16)
+        with self.trainer.strategy.gathered(self):
+            self.blocks[0].expand.weight.data.mul_(0.99)
+
+
+def fit_reading(kind: str, validates: bool) -> list[float]:
+    if not validates:
+        return fit(ReadsBetween if kind == "between" else lambda: ReadsByHand(kind), 2, 2, {})
+    torch.manual_seed(0)
+    trainer_of(2, 2).validate(ReadsByHand(kind), DataLoader(rows(4), 2), verbose=False)  # type: ignore[arg-type]
+    return []
+
+
+READS = ["F.linear", "penalty", "norm", "matmul", "bias", "detached", "data", "stack", "iterated", "without gradients"]
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_a_part_that_is_read_by_hand_in_a_step_is_refused_by_its_name(kind: str) -> None:
+    found = watch_ranks(fit_reading, 2, kind, False)
+    assert_all_told(found, "was read in a step by code that is not its layer's", "blocks.0.")
+
+
+def test_so_it_is_in_an_evaluation() -> None:
+    assert_all_told(watch_ranks(fit_reading, 2, "norm", True), "blocks.0.expand.weight was read in a step")
+
+
+@pytest.mark.parametrize("kind", ["shape", "whole", "between"])
+def test_other_reads_are_what_they_were(kind: str) -> None:
+    assert len(run_ranks(fit_reading, 2, kind, False)[0]) == 8
