@@ -76,6 +76,7 @@ def weights(engine: Engine, told_later: list[Exception], *, wanted: bool, ranks_
 def _look_for_lost_writes(engine: Engine, told_later: list[Exception]) -> None:
     try:
         engine.lending.check_written()
+        engine.updates.check_stepped()
     except UsageError as error:
         if not engine.rendezvous.failed:  # else the run's own error has been told, which may be this one
             told_later.append(error)

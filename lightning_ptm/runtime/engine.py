@@ -379,6 +379,7 @@ class Engine:
             for binding in store.bindings:
                 binding.check(computes_only=computes_only)
         self.values.check_known()
+        self.updates.check_stepped()
         if mode is Mode.TRAIN:
             self.changes.check_frozen()
         if self.heap is not None:

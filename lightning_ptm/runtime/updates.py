@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.optim import Optimizer
 
+from lightning_ptm.errors import UsageError
 from lightning_ptm.planning.update_order import first_to_wait_for
 from lightning_ptm.runtime.gradients import FlatGradient
 from lightning_ptm.runtime.optimizer_groups import OptimizerGroups
@@ -169,6 +170,18 @@ class UpdateScheduler(abc.ABC):
     def in_mid_step(self) -> bool:
         """Whether some flats have had an update of a step and others have not."""
         return self._in_step or any(flat.done_this_step for flats in self._flats for flat in flats)
+
+    def check_stepped(self) -> None:
+        """Between two steps. Raises UsageError: units were updated behind a backward pass for a step that was never taken."""
+        for flats in self._flats:
+            for flat in flats:
+                if flat.done_this_step:
+                    name = type(self.groups.optimizers[flat.optimizer]).__name__
+                    raise UsageError(
+                        f"{flat.store.layout.slots[0].spec.name} was updated behind the backward pass, as {name}.step does "
+                        f"it, and that was never called: something stands in its place (optimizer.step = ...) that does not "
+                        f"call it; make a subclass of torch.optim.Optimizer with that step"
+                    )
 
     def skip(self, optimizer: int) -> None:
         """The step is not taken (inf or NaN under a loss scale)."""

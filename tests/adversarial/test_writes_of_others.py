@@ -387,3 +387,34 @@ def test_the_hook_on_all_optimizers_ends_with_the_run(strategy_at: MakeStrategy)
     before = len(optimizer._global_optimizer_pre_hooks)
     fitted(Fused, "all_on_disk", strategy_at)
     assert len(optimizer._global_optimizer_pre_hooks) == before
+
+
+class OtherStep(Judged):
+    """Another function stands in the place of an optimizer's step, and calls none of torch's."""
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+
+        def step(closure: Callable[[], Any] | None = None) -> None:
+            if closure is not None:
+                with torch.enable_grad():
+                    closure()
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.data.sub_(parameter.grad, alpha=LR)
+
+        made.step = step
+        return made
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_that_is_not_the_optimizers_own(place: str, steps: int, strategy_at: MakeStrategy) -> None:
+    tier, _, precision = place.partition(", ")
+    try:
+        ours = run(OtherStep, strategy_at(tier), precision=precision or "32-true", limit_train_batches=steps)
+    except UsageError as error:
+        assert place != "ram" and ("AdamW.step" in str(error) or "was read or written" in str(error))
+        return
+    assert place == "ram"
+    assert_alike(ours, run(OtherStep, None, limit_train_batches=steps))
