@@ -160,7 +160,8 @@ class Settings:
             initialised as usual, and a warning lists it.
         restore_weights: After a run, put full weights back into the module's parameters if RAM holds them; else those that
             were trained, and if it does not hold these, write them to disk.
-        poison: Fill released pages with NaN (a debugging aid: a read of released memory then shows).
+        poison: Fill released pages with NaN, and compare all of a weight's copy, not a sample, with what it was when it was
+            brought (a debugging aid: a read of released memory shows, and so does a write that would be lost).
     """
 
     page_size: str | int = "4MiB"

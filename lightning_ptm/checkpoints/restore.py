@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
-import warnings
 from collections.abc import Collection, Iterable
 
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.optimizer_states import give_back_optimizer_state
 from lightning_ptm.config import format_bytes
-from lightning_ptm.errors import PageIOError
+from lightning_ptm.errors import PageIOError, UsageError
 from lightning_ptm.runtime.binding import ENDED
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.machine import free_host_bytes
@@ -99,11 +98,12 @@ class Returned:
     failure: Exception | None = None
 
 
-def weights(engine: Engine, back: Back, *, again: str = "", path: str = "") -> Returned:
+def weights(engine: Engine, back: Back, told_later: list[Exception], *, again: str = "", path: str = "") -> Returned:
     """Puts whole, precise weights into the module's parameters; lets go of others: they cannot be read then.
 
     Args:
         back: what `decided` has said.
+        told_later: gets the error of what was written to copies since the last step began, and is lost.
         again: how frozen parameters get their values in a next run; empty: somebody has to load them.
         path: where weights were written to instead.
 
@@ -120,7 +120,8 @@ def weights(engine: Engine, back: Back, *, again: str = "", path: str = "") -> R
         absent = f"were written to {path} when its run ended, for want of RAM; load them from there" if path else ENDED
         try:
             if not engine.rendezvous.failed:
-                engine.drain("weights at the end")
+                engine.drain("weights at the end", at_end=True)
+                _look_for_lost_writes(engine, told_later)
         finally:
             engine.lending.let_go(absent)
         return Returned(False)
@@ -128,14 +129,8 @@ def weights(engine: Engine, back: Back, *, again: str = "", path: str = "") -> R
     try:
         failure = _drained(engine)
         engine.executor.release_all()
-        written = engine.lending.written()
+        _look_for_lost_writes(engine, told_later)
         engine.lending.restore(left_out, _left_out(again))
-        if written:
-            warnings.warn(
-                f"{', '.join(written[:3])}: written to in the last step, outside of `with strategy.gathered(module):`: the "
-                f"new values are lost",
-                stacklevel=2,
-            )
     except Exception as error:
         engine.lending.let_go()
         if not engine.rendezvous.failed:
@@ -154,7 +149,7 @@ def _drained(engine: Engine) -> Exception | None:
         It, where it says nothing of pages (PageIOError: what they hold is unknown), or where ranks would have to agree.
     """
     try:
-        engine.drain("weights at the end")
+        engine.drain("weights at the end", at_end=True)
     except Exception as error:
         if isinstance(error, PageIOError) or not engine.update_failed or not engine.communicator.alone:
             raise
@@ -166,6 +161,15 @@ def _drained(engine: Engine) -> Exception | None:
 def _left_out(again: str) -> str:
     then = again or "load them from where they came from (the base model's files)"
     return f"ended with a run that did not train it, since RAM had no room for them; {then}, or make more RAM available"
+
+
+def _look_for_lost_writes(engine: Engine, told_later: list[Exception]) -> None:
+    try:
+        engine.lending.check_written()
+        engine.updates.check_stepped()
+    except UsageError as error:
+        if not engine.rendezvous.failed:  # else the run's own error has been told, which may be this one
+            told_later.append(error)
 
 
 def optimizer_states(

@@ -2,6 +2,7 @@
 
 from lightning_ptm.comm.agreement import (
     DIFFERENT,
+    OTHER_NUMBER,
     TOGETHER,
     UNLIKE,
     Agreement,
@@ -22,6 +23,7 @@ from lightning_ptm.comm.work import Work
 __all__ = [
     "DIFFERENT",
     "TOGETHER",
+    "OTHER_NUMBER",
     "UNLIKE",
     "Agreement",
     "Arrivals",

@@ -25,6 +25,7 @@ A rank that fails brings nothing any more: the communicator ends the others' rou
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
@@ -46,8 +47,19 @@ DIFFERENT = 1 << 61
 UNLIKE = 1 << 60
 """Flag in what `reach` returns: ranks that have to have done the same have not."""
 
+OTHER_NUMBER = 1 << 59
+"""Flag in what `reach` returns: ranks that have to have the same number (their loss) have not."""
+
 _WORD = 1 << 16
 """Flags are below; above, a boundary's row has the word for what its rank has done."""
+
+_CELLS = 1 << 48
+"""From here on, a boundary's row has the two cells of its rank's number."""
+
+_CELL_BITS = 7
+_STEP = 1e-3
+"""Relative, of numbers above a hundredth. Those that differ by no more share a cell of one of two grids, whose cells are
+twice as wide."""
 
 Row = tuple[int, int, int]
 
@@ -243,6 +255,8 @@ class Agreement:
         """Ranks that have to have done the same where they leave a boundary together. Equal on all ranks."""
         self.done: Callable[[], int] = lambda: 0
         """A word of 32 bits for what this rank has done."""
+        self.number: float = 0.0
+        """That ranks which have to have done the same have to have, too, but for rounding. Written by others."""
 
     def request(self, request: NeededCollective) -> Decision:
         """Returns when all ranks have agreed to issue `request` now; the caller issues it."""
@@ -286,10 +300,11 @@ class Agreement:
         """Returns when no rank is before `boundary`, having taken part in all that the others asked for meanwhile.
 
         Returns:
-            All bits that are set in the flags of the places at which the ranks are then, `DIFFERENT`, and `UNLIKE`.
+            All bits that are set in the flags of the places at which the ranks are then, `DIFFERENT`, `UNLIKE` and
+            `OTHER_NUMBER`.
         """
         kind, position, flag = boundary.row()
-        ours = (kind, position, flag + _WORD * self.done())
+        ours = (kind, position, flag + _WORD * self.done() + _CELLS * cells(self.number))
         while True:
             rows = self._round(ours)
             decision = choose(rows, self._teams)
@@ -297,17 +312,21 @@ class Agreement:
                 self._participate(decision)
             elif isinstance(decision, Stuck) or (decision is None and _leaves(ours, rows)):
                 different = ours[1] >= TOGETHER and any(row[:2] != ours[:2] for row in rows)
-                return _flags(rows) | DIFFERENT * different | UNLIKE * self._unlike(rows)
+                return _flags(rows) | DIFFERENT * different | self._unlike(rows)
 
-    def _unlike(self, rows: Sequence[Row]) -> bool:
-        """Whether ranks that are at one boundary have not done the same (I7)."""
+    def _unlike(self, rows: Sequence[Row]) -> int:
+        """`UNLIKE`, `OTHER_NUMBER`: whether ranks that are at one boundary have not done the same (I7)."""
+        found = 0
         for ranks in self.alike:
             here = {rows[rank][1]: rows[rank][2] // _WORD for rank in ranks if rows[rank][0] == _BOUNDARY}
             for rank in ranks:
                 kind, position, flag = rows[rank]
-                if kind == _BOUNDARY and here[position] != flag // _WORD:
-                    return True
-        return False
+                if kind != _BOUNDARY:
+                    continue
+                number, word = divmod(flag // _WORD, _CELLS // _WORD)
+                first_number, first_word = divmod(here[position], _CELLS // _WORD)
+                found |= UNLIKE * (word != first_word) | OTHER_NUMBER * (not _share(number, first_number))
+        return found
 
     def give_up(self, reason: str) -> NoReturn:
         """This rank and others would wait for each other for ever: all ranks raise, when they come to their next round."""
@@ -320,6 +339,20 @@ class Agreement:
             if each[0] == _GIVEN_UP:
                 raise RankError(self._explain(""))
         return rows
+
+
+def cells(number: float) -> int:
+    """Where a number lies in two grids: ranks that compute it in another order of sums share a cell of one of them. Cells
+    have few bits, so one that is far off is missed once in 64 times."""
+    place = math.floor(math.copysign(math.log1p(abs(number) * 100), number) / _STEP) if math.isfinite(number) else -1
+    cell, other, most = place // 2, (place + 1) // 2, 1 << _CELL_BITS
+    return cell % most | other % most << _CELL_BITS
+
+
+def _share(one: int, another: int) -> bool:
+    """Whether numbers in these cells may be the same."""
+    differ = one ^ another
+    return not differ % (1 << _CELL_BITS) or not differ >> _CELL_BITS
 
 
 def _flags(rows: Sequence[Row]) -> int:

@@ -14,14 +14,16 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.decorators import skip
 
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.parallel.adapters import with_adapters
 from lightning_ptm.parallel.between import Between
 from lightning_ptm.parallel.blocks import ProofBlock, blocks_of
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.layers import Layer, divides, layer
 from lightning_ptm.parallel.proof import Proof
+from lightning_ptm.parallel.read_by_hand import forget, watch
 from lightning_ptm.parallel.rules import Place, Rule, places
 from lightning_ptm.parallel.sequence_parallel import SequenceParallel
 from lightning_ptm.planning.boxes import Box
@@ -84,7 +86,7 @@ class CutModule:
             )
             self._undo.append(Proof(blocks_of(root, named), group, divide, of_parts=sequence_parallel).close)
         try:
-            self._apply(layers)
+            self._apply(layers, watched=not of_block)
         except BaseException:
             self.undo()
             raise
@@ -129,19 +131,36 @@ class CutModule:
                     found[id(parameter)] = parameter
         return found
 
-    def _apply(self, layers: list[Layer]) -> None:
+    def _apply(self, layers: list[Layer], *, watched: bool) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # some may be closed
             for parameter, box in self._by_parameter.values():
                 if isinstance(parameter, ClosedParameter):  # its values ended with an earlier run
                     _give(parameter, _nothing(parameter, box.part_shape))
                 else:
                     _give(parameter, cut(parameter.data, box).clone(memory_format=torch.contiguous_format))
+            if watched:
+                self._watch(layers)
         for place, each in self._with(layers):
             if each.forward is not None:
                 self._undo.append(replace(place.module, forward=each.forward))
             self._undo.append(replace(place.around, **each.counts))
         for module, forward in self._sequence.forwards() if self._sequence is not None else ():
             self._undo.append(replace(module, forward=forward))
+
+    def _watch(self, layers: list[Layer]) -> None:
+        """What would find this rank's part where the user means the whole is refused."""
+        cut_here = [named for named in self.root.named_parameters() if id(named[1]) in self._by_parameter]
+        for name, parameter in cut_here:
+            if parameter.requires_grad:
+                self._undo.append(parameter.register_hook(partial(_refuse_part_of_gradient, name, parameter)).remove)
+        # Where a plan cuts a parameter by itself, a forward of the user's own computes with it.
+        users_own = {
+            id(place.module._parameters[name])
+            for place, each in self._with(layers)
+            if each.forward is None
+            for name in each.boxes
+        }
+        watch([named for named in cut_here if id(named[1]) not in users_own], self.group)
 
     # -- what others need ---------------------------------------------------------------------------------------------
 
@@ -173,11 +192,28 @@ class CutModule:
             self._sequence.parts.forget()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # some may be closed
             for parameter, box in self._by_parameter.values():
+                forget(parameter)
                 if tuple(parameter.shape) != box.part_shape:
                     continue
                 parameter.grad = None
                 _give(parameter, _nothing(parameter, box.shape) if whole is None else whole(parameter.data, box))
         self._by_parameter, self._partial = {}, {}
+
+
+@skip
+def _refuse_part_of_gradient(name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+    """A backward pass comes to a parameter that is cut: one that leaves the gradient in `.grad` is a step's, and
+    `torch.autograd.grad` would return it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:  # torch's answer where the gradient of a leaf is returned
+        raise UsageError(
+            f"torch.autograd.grad asks for the gradient of {name}, of which tensor_parallel_size has this rank compute a "
+            f"part alone; leave its layer out of tensor_parallel_plan, compute with it on one rank, or call backward() and "
+            f"take norms from trainer.strategy.gradient_norm(optimizer)"
+        ) from error
 
 
 def _give(parameter: nn.Parameter, value: Tensor) -> None:

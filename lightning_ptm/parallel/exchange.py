@@ -43,6 +43,8 @@ class TensorGroup:
         self.index = index
         self.layer = ""
         """The layer whose exchanges these are now, by its name in the plan: by it ranks tell exchanges of one shape apart."""
+        self.in_step = False
+        """Whether a step of the user's is in progress."""
         self._entered: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
     # -- differentiable -----------------------------------------------------------------------------------------------
@@ -123,6 +125,15 @@ class TensorGroup:
             yield
         finally:
             self.layer = before
+
+    @contextmanager
+    def of_step(self) -> Iterator[None]:
+        """A step of the user's, or a batch of an evaluation."""
+        self.in_step = True
+        try:
+            yield
+        finally:
+            self.in_step = False
 
     def sends_back(self, sent_bytes: int) -> None:
         """Is told how many bytes the backward pass of a forward will send to other ranks, by rings."""

@@ -109,6 +109,7 @@ class Backwards:
         for flat in self._all_flats():
             flat.gradient.dot_grad.resolve()
         for flat in self._all_flats():
+            flat.gradient.dot_grad.used.follow_forgetting()
             flat.gradient.dot_grad.hide()
 
     def backward_ended(self) -> None:

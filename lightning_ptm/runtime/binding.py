@@ -26,6 +26,7 @@ from lightning_ptm.runtime.arrangement import Arrangement
 from lightning_ptm.runtime.doors import Doors
 from lightning_ptm.runtime.page_views import PageViews, over_own_storage
 from lightning_ptm.runtime.parameter_data import set_data
+from lightning_ptm.runtime.uncounted_writes import Fingerprint
 
 ENDED = "ended with its run, which could not put them back into the module; load them from a checkpoint"
 """What has become of values that nobody has: see `FlatBinding.absent`."""
@@ -66,6 +67,8 @@ class FlatBinding:
             would be lost.
         closes: they may be read while they are used only (I2): see `Doors`.
         views: makes the storages of parameters in pages, for all flats of a run.
+        held: by this rank.
+        fingerprint: finds writes to copies that torch does not count; None: nobody looks for these.
     """
 
     def __init__(
@@ -78,6 +81,8 @@ class FlatBinding:
         is_copy: bool = False,
         closes: bool = False,
         views: PageViews | None = None,
+        held: bool = True,
+        fingerprint: Fingerprint | None = None,
     ) -> None:
         if len(parameters) != len(layout.slots):
             raise InternalError(f"flat {layout.index} has {len(layout.slots)} slots and {len(parameters)} parameters")
@@ -90,13 +95,18 @@ class FlatBinding:
         self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
         self._is_copy = is_copy
         self._views = (views or PageViews()).of_flat(self)
+        self._held = held
+        self._fingerprint = fingerprint if is_copy else None
         self.doors = Doors(parameters, self._refusal, closes=closes, absent=lambda: bool(self.absent))
         # state
         self._base: Tensor | None = None
         self._versions: list[int] = []
+        self._bound_as: Tensor | None = None
+        """The fingerprint of the values that the parameters are bound to; None while an update changes them."""
         self.changes = [0] * len(parameters)
         """By slot, how often the values have changed: by updates, and by edits in `gathered`. Read by others."""
         self._written: str | None = None
+        self._lent_dtypes: list[torch.dtype] = []
         self._theirs: dict[int, Tensor] = {}
         """What `replaced` has told, while the parameters are lent."""
         self._left: dict[int, Tensor] = {}
@@ -133,7 +143,18 @@ class FlatBinding:
         self._base = full
         self._theirs = {}
         self.lent = False
+        self.values_have_changed()
         self.doors.values_are(bound=True, lent=False)
+
+    def values_will_change(self) -> None:
+        """An update, or what is loaded, is about to change the values that the parameters may be bound to."""
+        self._note_writes()
+        self._bound_as = None
+
+    def values_have_changed(self) -> None:
+        """The values that the parameters may be bound to are others now, and rightly so."""
+        if self._fingerprint is not None and self._base is not None and not self.lent:
+            self._bound_as = self._fingerprint.of(self._base)
 
     def unbind(self, *, absent: str = "") -> None:
         """Lets go of the flat; the parameters cannot be read until they are bound again.
@@ -146,7 +167,7 @@ class FlatBinding:
             for slot, nothing in enumerate(self.nothing()):
                 self._check_shape(slot)
                 self._set(slot, nothing)
-        self._base = None
+        self._base = self._bound_as = None
         self.lent = False
         self.absent = absent
         if absent:
@@ -212,7 +233,7 @@ class FlatBinding:
 
         Raises:
             UsageError: `parameter.data` was replaced, by a tensor of another shape or of the same; or a copy of a master
-                was written to in place. (A write through `parameter.data` leaves no trace.)
+                was written to in place.
         """
         if self.lent:
             raise UsageError(
@@ -225,13 +246,17 @@ class FlatBinding:
                     self._check_shape(slot)
                 else:
                     self._check_parameter(slot)
-        self._note_writes()
-        if self._written is not None:
+        self.check_written()
+
+    def check_written(self) -> None:
+        """Raises UsageError: a copy of more precise values, or of pages elsewhere, was written to in place."""
+        written = self.written
+        if written is not None:
             raise UsageError(
-                f"the data of parameter {self._written} was written to, and the precise values know nothing of it, so the "
-                f"new values would be lost; edit parameters inside `with strategy.gathered(module):`; where the module's own "
-                f"forward writes to it (Embedding and EmbeddingBag with max_norm), leave that out and clip the weight there, "
-                f"behind the step"
+                f"the data of parameter {written} was written to, and the precise values know nothing of it, so the "
+                f"new values would be lost; edit parameters inside `with strategy.gathered(module):`, and have an optimizer "
+                f"update them that configure_optimizers returns; where the module's own forward writes to it (Embedding and "
+                f"EmbeddingBag with max_norm), leave that out and clip the weight there, behind the step"
             )
 
     @property
@@ -240,12 +265,20 @@ class FlatBinding:
         self._note_writes()
         return self._written
 
+    @property
+    def keeps_writes(self) -> bool:
+        """Whether what is written to the parameters in place is their value from then on."""
+        return self.lent or (self._held and not self._is_copy and not self.doors.closes)
+
     def _note_writes(self) -> None:
         if self._is_copy and self._base is not None and not self.lent:
             with torch._C.DisableTorchFunctionSubclass():
                 for slot, (parameter, version) in enumerate(zip(self.parameters, self._versions, strict=True)):
                     if parameter._version != version or self._is_replaced(slot):
                         self._written = self._written or self.layout.slots[slot].spec.name
+            if self._written is None and self._fingerprint is not None and self._bound_as is not None:
+                changed = self._fingerprint.differs(self._base, self._bound_as)
+                self._written = None if changed is None else self.layout.slots[changed].spec.name
 
     def _check_parameter(self, slot: int) -> None:
         self._check_shape(slot)
@@ -317,11 +350,24 @@ class FlatBinding:
         """Puts the parameters into the user's hands, with storage of their own, until they are bound or unbound."""
         self._note_writes()
         self._theirs = self.replaced()
+        self._lent_dtypes = []
         with torch._C.DisableTorchFunctionSubclass():
             for slot, value in enumerate(values):
                 self._set(slot, value)
+                self._lent_dtypes.append(value.dtype)
         self.lent = True
         self.doors.values_are(bound=self.bound, lent=True)
+
+    def check_dtypes(self) -> None:
+        """Raises UsageError: a parameter that is lent has another dtype now."""
+        for slot, (parameter, lent) in enumerate(zip(self.parameters, self._lent_dtypes, strict=True)):
+            if self.lent and parameter.dtype is not lent:
+                raise UsageError(
+                    f"{self.layout.slots[slot].spec.name} was given the dtype {parameter.dtype} inside of "
+                    f"`with strategy.gathered(module):`, and its pages are laid out for {lent}, so it would be rounded or "
+                    f"widened again; convert modules before the run (in __init__, setup or configure_model), or end this fit "
+                    f"and start another one"
+                )
 
     def nothing(self) -> list[Tensor]:
         """Values of the right shapes that say nothing."""
@@ -334,7 +380,7 @@ class FlatBinding:
 
     def forget(self) -> None:
         """Lets go of the flat; the parameters, which have storage of their own, stay as they are (end of a run)."""
-        self._base = None
+        self._base = self._bound_as = None
         self._views.close()
         self.doors.forget()
 

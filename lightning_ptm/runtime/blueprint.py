@@ -147,6 +147,12 @@ class Blueprint:
         return ram_tier(unified=self.unified)
 
     @property
+    def mixed(self) -> bool:
+        """Whether some compute parameters are less precise than what they are copies of."""
+        flats = zip(self.copies, self.master_dtypes, self.dtypes, strict=True)
+        return any(copied and master is not dtype for copied, master, dtype in flats)
+
+    @property
     def pool_bytes(self) -> Mapping[Tier, int]:
         """Bytes to take per tier at the start."""
         return {tier: self.inventory.pool_bytes(tier) for tier in self.budget}

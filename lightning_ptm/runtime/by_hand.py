@@ -96,6 +96,8 @@ class ByHand:
         ):
             yield
             self._check_memory()
+            if write:
+                self._lending.check_dtypes(wanted)
 
     @contextmanager
     def readable(self, module: nn.Module) -> Iterator[None]:

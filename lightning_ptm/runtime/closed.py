@@ -45,7 +45,8 @@ _ABOUT_THE_TENSOR = frozenset(
 )
 
 
-def _is_about_values(function: Any) -> bool:
+def is_about_values(function: Any) -> bool:
+    """Whether what `__torch_function__` is asked for are values of a tensor, or a change of them, and no fact about it."""
     if type(function).__name__ == "method-wrapper":  # an attribute that is read, written or deleted
         return function.__self__ in _ABOUT_VALUES
     return function not in _ABOUT_THE_TENSOR
@@ -87,7 +88,7 @@ class AbsentTensor(Tensor):
         ours = next((each for each in inside if isinstance(each, AbsentTensor)), None)
         if function is Tensor.detach and ours is not None:
             return ours
-        if ours is not None and _is_about_values(function):
+        if ours is not None and is_about_values(function):
             raise ours._refused()
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
@@ -125,7 +126,7 @@ def closed_class(
         kwargs = kwargs or {}
         if function is Tensor.detach and absent():
             return AbsentTensor.of(args[0], refusal((args[0],)))
-        if _is_about_values(function):
+        if is_about_values(function):
             raise refusal((*args, *kwargs.values()))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)

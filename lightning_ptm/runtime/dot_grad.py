@@ -136,13 +136,13 @@ class DotGrad:
 
     def show(self) -> None:
         """A backward pass has ended: `.grad` shows what is in the pages (I1)."""
-        if self._in_place:
-            return
-        self._shard.land()  # what is being reduced is in no pages yet
-        for slot, parameter in enumerate(self._binding.parameters):
-            if self._content.filled and self._content.present[slot] and parameter.grad is None:
-                shown = ShownGradient(parameter, partial(self._read, slot), self._backend)
-                parameter.grad = self._shown[slot] = shown
+        if not self._in_place:
+            self._shard.land()  # what is being reduced is in no pages yet
+            for slot, parameter in enumerate(self._binding.parameters):
+                if self._content.filled and self._content.present[slot] and parameter.grad is None:
+                    shown = ShownGradient(parameter, partial(self._read, slot), self._backend)
+                    parameter.grad = self._shown[slot] = shown
+        self.used.pass_ended(self._shown)
 
     def show_anew(self) -> None:
         """The pages have other values now."""
@@ -173,10 +173,11 @@ class DotGrad:
 
     def _refuse_hooks_on_sums(self) -> None:
         """A hook behind the accumulation of a gradient finds in `.grad` what is added to a sum that is elsewhere."""
-        if not self._shown and all(each is None for each in self.beside):
+        if not self._shown and not self.used.any and all(each is None for each in self.beside):
             return
         for slot, parameter in enumerate(self._binding.parameters):
             elsewhere = self.beside[slot] is not None or parameter.grad is self._shown.get(slot, self)
+            elsewhere |= self.used.of_both(slot)
             if elsewhere and len(parameter._post_accumulate_grad_hooks or ()) > 1:  # one is the run's own
                 raise UsageError(
                     f"{self._names[slot]} has a hook of register_post_accumulate_grad_hook, which "

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptm.comm import Communicator, Communicators, Teams
@@ -146,6 +146,8 @@ class Engine:
         self.iterations = 0
         """That have begun. Others read it."""
         self._manual = False
+        self._loss: Tensor | None = None
+        """Of the last backward pass, where a tensor group compares it."""
         self.save_stall_s = 0.0
         """Seconds that compute was held up by checkpoints; written by those who write them."""
         self.expert_groups: ExpertGroups | None = None
@@ -247,7 +249,7 @@ class Engine:
             heritage=kept.heritage,
         )
         self._undo.callback(self._close_pages)
-        pages = Pages(blueprint, self.allocator, self.communicators, self.device, kept, self.stream)
+        pages = Pages(blueprint, self.allocator, self.communicators, self.device, kept, self.stream, checks_all=poison)
         self._views = pages.views
         self.stores = tuple(pages.store(index) for index in range(len(blueprint.units)))
         self.updater = Updater(
@@ -265,7 +267,7 @@ class Engine:
         """First values into the pages that are there."""
         blueprint = self.blueprint
         self.wholes: Wholes = Wholes(self.allocator, self.communicators, self.stores, self.flats, blueprint.holders)
-        self.values: Values = Values(self.wholes, self.bars)
+        self.values: Values = Values(self.wholes, self.bars, mixed=blueprint.mixed)
         self.optimizer_values: OptimizerValues = OptimizerValues(self.wholes, self.bars)
         self.sharded_kinds = ShardedKinds(self.wholes, self.optimizer_values, self.values.original_of)
         trained = (binding for binding in self.wholes.bindings() if binding.layout.trainable)
@@ -339,6 +341,7 @@ class Engine:
             self.rendezvous.agreement,
             self.updates.pending,
             self.updates.finish,
+            self.updates.finish_between_steps,
             planner.replan,
             self.wholes.read,
             self.reduction.reclaim,
@@ -403,6 +406,7 @@ class Engine:
             for binding in store.bindings:
                 binding.check(computes_only=computes_only)
         self.values.check_known()
+        self.updates.check_stepped()
         if mode is Mode.TRAIN:
             self.changes.check_frozen()
         if self.heap is not None:
@@ -416,7 +420,8 @@ class Engine:
         if self._module_buffers is not None and self._module_buffers.changed():
             flags |= _CHANGED_BUFFERS
         if mode is Mode.TRAIN:
-            seen, together = self.rendezvous.come_together(Together.TRAINING_STEP, flags=flags), True
+            deed = "" if self.communicator.alone else self.rendezvous.hyper_parameters_are(self._hyper_parameters())
+            seen, together = self.rendezvous.come_together(Together.TRAINING_STEP, deed, flags), True
         else:
             seen = self.rendezvous.reach(0, flags)
             together = not seen & ANY_TOGETHER  # else some ranks have no such batch any more
@@ -445,6 +450,19 @@ class Engine:
             seen = self.rendezvous.reach(STEP_ENDS)
             # A rank that waits for others elsewhere, in what this one has not come to, would not hear of a new plan.
             self.executor.end(together=not seen & ANY_TOGETHER)
+
+    def _hyper_parameters(self) -> dict[str, str]:
+        """What optimizers update with, by what each is of; what a device would have to be waited for is left out."""
+        return {
+            f"{name} of group {at} of {type(optimizer).__name__}": repr(
+                value.tolist() if isinstance(value, Tensor) else value
+            )
+            for optimizer in self._optimizers
+            for at, group in enumerate(optimizer.param_groups)
+            for name, value in group.items()
+            if isinstance(value, (bool, int, float, tuple))
+            or (isinstance(value, Tensor) and value.device.type == "cpu")
+        }
 
     def _forward_root(self) -> None:
         self.executor.enter(0, Phase.FORWARD)
@@ -478,6 +496,15 @@ class Engine:
         """See Heap.refusals_in_words."""
         return nullcontext() if self.heap is None else self.heap.refusals_in_words(doing)
 
+    def loss_is(self, loss: Tensor) -> None:
+        """Of the backward pass that begins: ranks of a tensor group compare theirs where they next wait for each other. On a
+        device of its own, the one before, for which the host need not wait."""
+        if self.rendezvous.agreement.alike and loss.numel() == 1:
+            before, self._loss = self._loss, loss.detach()
+            told = before if self.backend.apart else self._loss
+            if told is not None:
+                self.rendezvous.loss_is(float(told))
+
     def _all_flats(self) -> Iterator[FlatUpdate]:
         return (flat for flats in self.flats for flat in flats)
 
@@ -495,13 +522,19 @@ class Engine:
 
     # -- between iterations -------------------------------------------------------------------------------------------
 
-    def drain(self, deed: str = "drain") -> None:
+    def drain(self, deed: str = "drain", *, at_end: bool = False) -> None:
         """Blocks until every update is in the compute parameters and at home, here and on all ranks. Collective.
 
         Args:
             deed: as for `meet`.
+            at_end: the run is over, and its caller looks for writes that are lost.
+
+        Raises:
+            UsageError: a copy was written to, so that what follows would save or show the values before.
         """
         self.stream.begin()  # what follows reads and writes pages on the caller's
+        if not at_end:
+            self.lending.check_written()
         self.updates.finish_all()
         for store in self.stores:
             for flat in store.flats:

@@ -47,7 +47,8 @@ class Executor:
         tracer: records what happens.
         agreement: ranks agree on all-gathers through it.
         update_pending: whether a unit's update has not reached its compute parameters yet (after some progress).
-        finish_update: blocks until it has.
+        finish_update: blocks until it has, as far as a step needs it.
+        finish_between_steps: blocks until it has all, for who reads the unit between two steps.
         replan: makes a plan from a trace, and tells what trace the plan is for.
         read: brings a paged tensor to memory of its own.
         reclaim: gives back device pages of gradients that have left (or, with True, once they have); whether any came free.
@@ -65,6 +66,7 @@ class Executor:
         agreement: Agreement,
         update_pending: Callable[[int], bool],
         finish_update: Callable[[int], None],
+        finish_between_steps: Callable[[int], None],
         replan: Callable[[Mode, Trace], tuple[Plan, Trace] | None],
         read: Callable[[PagedTensor], Tensor],
         reclaim: Callable[[bool], bool],
@@ -78,6 +80,7 @@ class Executor:
         self._stores = stores
         self._tracer = tracer
         self._finish_update = finish_update
+        self._finish_between_steps = finish_between_steps
         self._read = read
         self._at_tick = at_tick
         self._by_need = frozenset(by_need)
@@ -165,6 +168,7 @@ class Executor:
         """Somebody reads `unit`, without a tick of its own; `leave` must follow."""
         self._leases.take(unit)
         self._stores[unit].open()
+        self._called.add(unit)
 
     def leave(self, unit: int) -> None:
         """The call that `enter` or `use` announced is over."""
@@ -229,8 +233,9 @@ class Executor:
         self.occasions += not self._leases.leased(unit)
 
     def read_held(self, unit: int) -> None:
-        """Somebody reads `unit`, which is held, so that it is there: its update is waited for, once behind each step."""
-        if unit not in self.openness.waited_for:
+        """Somebody reads `unit`, which is held, so that it is there: its update is waited for, in a step once behind each of
+        the optimizer's."""
+        if not self.openness.computing or unit not in self.openness.waited_for:
             self.require(unit)
 
     def require(self, unit: int) -> None:
@@ -240,7 +245,10 @@ class Executor:
         if store.lent:
             return  # whole already, and the user's until the block ends
         started = perf_counter()
-        self._finish_update(unit)
+        if self.openness.computing:
+            self._finish_update(unit)
+        else:
+            self._finish_between_steps(unit)
         self.fetching.pump()
         after_update = perf_counter()
         self.moments.stalled("update", store.unit.name, started, after_update)

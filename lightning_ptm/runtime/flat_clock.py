@@ -77,6 +77,8 @@ class FlatClock(Reading):
         store = self.flat.store
         contribution.settle()
         store.await_reads()
+        store.binding.values_will_change()
         foresee(self.forecast, store.home.tensor(), contribution, earlier)
+        store.binding.values_have_changed()
         self.seen += len(contribution.origins)
         self.exact = False

@@ -26,6 +26,7 @@ class Guards:
         names: of units.
         begins: a call of a unit, with these arguments; returns its number, if its inputs want gradients.
         ends: a call of that number, with this output.
+        root_begins, root_ends: a call of a part of the root, between two steps.
     """
 
     def __init__(
@@ -34,6 +35,8 @@ class Guards:
         executor: Executor,
         begins: Callable[[int, Any, Any], int | None],
         ends: Callable[[int, int | None, Any], None],
+        root_begins: Callable[[], None],
+        root_ends: Callable[[], None],
         stream: ComputeStream,
     ) -> None:
         self.stream = stream
@@ -41,6 +44,8 @@ class Guards:
         self._executor = executor
         self._begins = begins
         self._ends = ends
+        self._root_begins = root_begins
+        self._root_ends = root_ends
         self._units_of: dict[int, list[int]] = {}
         # state
         self._open: list[tuple[int, nn.Module, int | None]] = []
@@ -68,7 +73,7 @@ class Guards:
                 if not in_backward():
                     self._open.append((index, module, call))
             if index == 0 and not self._executor.openness.computing:
-                self._executor.use(0)
+                self._root_begins()
                 self._open.append((0, module, None))
 
     def call_ends(self, module: nn.Module, output: Any) -> None:
@@ -76,7 +81,7 @@ class Guards:
         while self._open and self._open[-1][1] is module and not in_backward():
             index, _, call = self._open.pop()
             if index == 0:
-                self._executor.leave(0)
+                self._root_ends()
             else:
                 self._ends(index, call, output)
 

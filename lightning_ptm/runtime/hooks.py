@@ -95,7 +95,9 @@ class Hooks:
         self._ends = CallEnds(units, self._inputs_come, self._inputs_done)
         self._calls = self._ends.calls
         self._pass = PassInProgress(names, executor, listener, self._calls, stream)
-        self._guards = Guards(names, executor, self._before_forward, self._after_forward, stream)
+        self._guards = Guards(
+            names, executor, self._before_forward, self._after_forward, self._root_begins, self._root_ends, stream
+        )
         try:
             for unit in units:
                 self._attach(unit, unit.index in recompute)
@@ -267,6 +269,15 @@ class Hooks:
         if self._saved.hooks_in(index) and not inside_checkpoint():
             self._saved.begin(index)
         return self._ends.watch_inputs(index, args, kwargs)
+
+    def _root_begins(self) -> None:
+        self._executor.use(0)
+        if torch.is_grad_enabled() and self._saved.any_to_name and not inside_checkpoint():
+            self._saved.begin(0)
+
+    def _root_ends(self) -> None:
+        self._saved.end(0)
+        self._executor.leave(0)
 
     @not_compiled
     @on_compute_stream

@@ -9,7 +9,8 @@ user has the part, with which the module computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.memory.codes import rounded
 from lightning_ptm.memory.fingerprint import fingerprint
 from lightning_ptm.runtime.binding import ENDED, FlatBinding
 from lightning_ptm.runtime.parts import cut
@@ -39,6 +41,11 @@ class Lending:
         self._wholes = wholes
         self._values = values
         self._learnt = learnt
+        self._places = {
+            id(parameter): (binding, slot)
+            for binding in wholes.bindings()
+            for slot, parameter in enumerate(binding.parameters)
+        }
         self.resized: dict[str, nn.Parameter] = {}
         """By name, parameters that have other shapes than their pages, which have no part in them any more."""
         self._read_only: set[int] = set()
@@ -129,6 +136,7 @@ class Lending:
                     self._collect_edits(binding, whole)
                     self._wholes.tells(binding.layout).broadcast(whole)
                     if flat is not None:
+                        _warn_of_rounding(flat, whole)
                         self._values.write(flat, whole)
                 if flat is None:
                     binding.unbind()
@@ -138,6 +146,13 @@ class Lending:
                     now = (fingerprint(binding.arrangement.view(whole, slot)) for slot in range(len(prints)))
                     pairs = enumerate(zip(prints, now, strict=True))
                     binding.values_change(slot for slot, (one, other) in pairs if one != other)
+
+    def check_dtypes(self, units: Collection[int]) -> None:
+        """Raises UsageError: parameters of these units, which are lent, were converted."""
+        for store in self._wholes.stores:
+            if store.unit.index in units:
+                for binding, _ in flats_of(store):
+                    binding.check_dtypes()
 
     @contextmanager
     def lent(self, values: Mapping[int, Tensor] | None) -> Iterator[None]:
@@ -205,9 +220,20 @@ class Lending:
             if binding not in left_out:
                 binding.forget()
 
-    def written(self) -> tuple[str, ...]:
-        """Names of parameters that were written to by hand since the last step began, where that is lost."""
-        return tuple(binding.written for binding in self._wholes.bindings() if binding.written is not None)
+    def check_written(self) -> None:
+        """Raises UsageError: a parameter was written to by hand where that is lost."""
+        for binding in self._wholes.bindings():
+            binding.check_written()
+
+    def names_of_copies(self, parameters: Iterable[Tensor]) -> list[str]:
+        """Which of these are copies now, of more precise values or of pages elsewhere, so that what is written to them is
+        lost. Asked before each step of an optimizer that is none of the run's."""
+        found = []
+        for parameter in parameters:
+            binding, slot = self._places.get(id(parameter), (None, 0))
+            if binding is not None and binding.parameters[slot] is parameter and not binding.keeps_writes:
+                found.append(binding.layout.slots[slot].spec.name)
+        return found
 
     def let_go(self, absent: str = ENDED) -> None:
         """Parameters name no page any more, and cannot be read. Args: absent: as for `restore`."""
@@ -223,3 +249,27 @@ class Lending:
         """
         for binding in self._wholes.bindings():
             binding.leave([dtypes[id(parameter)] for parameter in binding.parameters])
+
+
+def _warn_of_rounding(flat: FlatStore, edited: Tensor) -> None:
+    """Says what codes make of edits. Of weights that nobody has edited they make nothing.
+
+    Args:
+        edited: new values of a flat, (padded_numel,).
+    """
+    code = flat.layout.code
+    if code is None:
+        return
+    values = edited.to(flat.binding.dtype)
+    kept = rounded(values, code)
+    for slot, place in enumerate(flat.layout.slots):
+        wanted, got = (flat.binding.arrangement.view(each, slot).float() for each in (values, kept))
+        error = wanted - got
+        if error.any():
+            warnings.warn(
+                f"{place.spec.name} was edited inside of `with strategy.gathered(module):`, and its pages keep it as "
+                f"{code.name}: it differs from what was written by up to {error.abs().max():.3g} from now on, and in all by "
+                f"{error.norm() / wanted.norm():.2%} of its norm, which may be more than the edit; edit it (merge adapters) "
+                f"in a module that is loaded again behind the run, or leave frozen_dtype out",
+                stacklevel=2,
+            )

@@ -184,6 +184,12 @@ class LockFreeUpdates(UpdateScheduler):
     def finish(self, unit: int) -> None:
         self.versions.finish(unit)
 
+    def finish_between_steps(self, unit: int) -> None:
+        # Behind a forward whose backward is to come, all read what that has read.
+        if not self._drained and not self._graph_open:
+            self.finish_all()
+        self.finish(unit)
+
     def finish_all(self) -> None:
         newer = self.versions.newer_than_read()
         if self._graph_open and newer:

@@ -28,6 +28,7 @@ from lightning_ptm.runtime.route import Waits
 from lightning_ptm.runtime.stock import gradient_row, taken_dtype
 from lightning_ptm.runtime.store import FlatStore, UnitStore
 from lightning_ptm.runtime.sums import SumsInRam
+from lightning_ptm.runtime.uncounted_writes import Fingerprint
 from lightning_ptm.runtime.updates import FlatUpdate
 from lightning_ptm.update.state_layout import lay_out_states, layout_groups
 from lightning_ptm.update.states import FlatStates
@@ -38,6 +39,9 @@ _OF_FLATS = (What.PARAMETERS, What.MASTERS, What.STATES)
 
 class Pages:
     """Makes the objects that hold a unit's model states on this rank.
+
+    Args:
+        checks_all: all of a flat's values are compared when it is given up, and not a sample (fingerprint.py).
 
     Raises (each method): CapacityError, a tier has too few pages.
     """
@@ -50,6 +54,8 @@ class Pages:
         device: torch.device,
         heirlooms: Heirlooms | None = None,
         stream: ComputeStream | None = None,
+        *,
+        checks_all: bool = False,
     ) -> None:
         self._blueprint = blueprint
         self._allocator = allocator
@@ -58,6 +64,7 @@ class Pages:
         self._sums = SumsInRam(allocator.backend) if allocator.backend.apart else None
 
         self._stream = stream
+        self._checks_all = checks_all
         self._heirlooms = heirlooms or Heirlooms()
         self.views = PageViews(allocator.holds)
         """The storages that parameters have in pages."""
@@ -85,6 +92,7 @@ class Pages:
                 or not blueprint.placement.homes[unit].parameter.computes,
                 closes=blueprint.copies[layout.index] or (late and layout.trainable),
                 views=self.views,
+                fingerprint=self._fingerprint(layout),
             )
             (home,) = self._of_flat(What.PARAMETERS, layout)
             communicator = self._communicators.along(blueprint.holders.of_flat(layout).axes)
@@ -95,10 +103,17 @@ class Pages:
                 [by_name[slot.spec.name] for slot in layout.slots],
                 getattr(torch, layout.dtype),
                 self._device,
+                held=False,
             )
             for layout in blueprint.layout.elsewhere.get(unit, ())
         )
         return UnitStore(blueprint.units[unit], tuple(flats), elsewhere, late)
+
+    def _fingerprint(self, layout: FlatLayout) -> Fingerprint | None:
+        # On a device of its own, comparing makes the host wait for it.
+        if self._allocator.backend.apart and not self._checks_all:
+            return None
+        return Fingerprint(layout, self._device, every_element=self._checks_all)
 
     def flats(self, store: UnitStore) -> tuple[FlatUpdate, ...]:
         """Master states and gradients of a unit's trainable flats; of one that several optimizers update, one for each."""

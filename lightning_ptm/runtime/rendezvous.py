@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
@@ -25,6 +25,7 @@ import torch
 
 from lightning_ptm.comm import (
     DIFFERENT,
+    OTHER_NUMBER,
     TOGETHER,
     UNLIKE,
     Agreement,
@@ -103,6 +104,8 @@ class Rendezvous:
         """Nothing collective happens here any more; set by `fail`."""
         self._differences = ""
         """What this rank lays its pages out anew for; others are told of it where they do not."""
+        self._told: dict[str, str] = {}
+        """What ranks have to have alike, in words: by what it is of."""
         self._since = 0
         """Iterations since all ranks were last together: evaluation may have more batches on one rank than on another."""
 
@@ -198,6 +201,12 @@ class Rendezvous:
         self._since = 0
         self._check_nobody_else(seen, what, str(what))
         self._check_alike(seen)
+        if seen & DIFFERENT and what is Together.TRAINING_STEP:
+            self.agreement.give_up(
+                "optimizers have other hyper-parameters on another rank, and each rank updates its part of the states with "
+                "its own; set them alike on all ranks (a scheduler goes by a metric that is reduced: self.log(..., "
+                "sync_dist=True))"
+            )
         if seen & DIFFERENT:
             remedy = _ALIKE if what is Together.REARRANGED else _ON_ALL_RANKS
             self.agreement.give_up(f"rank {self._communicator.rank} {what} in another way than another rank; {remedy}")
@@ -230,7 +239,29 @@ class Rendezvous:
         """
         self.agreement.alike, self.agreement.done = ranks, done
 
+    def loss_is(self, loss: float) -> None:
+        """Of this rank. Where its tensor group waits next, its ranks compare theirs."""
+        self.agreement.number = loss
+        rank = self._communicator.rank
+        group = next(number for number, ranks in enumerate(self.agreement.alike) if rank in ranks)
+        self._told[f"the loss in tensor group {group}"] = f"{loss:.6g}"
+
+    def hyper_parameters_are(self, numbers: Mapping[str, str]) -> str:
+        """What optimizers update with, by what each is of.
+
+        Returns:
+            The deed of a training step that begins with them, as `come_together` compares it.
+        """
+        self._told.update(numbers)
+        return repr(sorted(numbers.items()))
+
     def _check_alike(self, seen: int) -> None:
+        if seen & OTHER_NUMBER:
+            self.agreement.give_up(
+                "ranks of a tensor group compute one loss, and theirs differ, so their gradients would be of different "
+                "losses; compute it alike on all ranks of a group (from what trainer.strategy.distributed_sampler_kwargs "
+                "gives them, and from no number of the rank)"
+            )
         if seen & UNLIKE:
             self.agreement.give_up(
                 "ranks of a tensor group have not exchanged the same, and would go on with what they mixed up"
@@ -241,15 +272,15 @@ class Rendezvous:
         collective follows."""
         ranks = range(self._communicator.world_size)
         place = f"{self._differences} ({whereabouts()})" if self._differences else whereabouts()
-        ours = (reason, place, self._communicator.exchanged())
+        ours = (reason, place, self._communicator.exchanged(), self._told)
         told = [
             self._communicator.broadcast_object(ours if rank == self._communicator.rank else None, rank)
             for rank in ranks
         ]
         reason = reason or next((each for each, *_ in told if each), "a rank has given up")
-        places = ", ".join(f"rank {rank} {place}" for rank, (_, place, _) in enumerate(told))
-        exchanged = {rank: each for rank, (*_, each) in enumerate(told)}
-        text = f"{explained(reason, exchanged)} [{places}]"
+        places = ", ".join(f"rank {rank} {place}" for rank, (_, place, *_) in enumerate(told))
+        exchanged = {rank: each for rank, (_, _, each, _) in enumerate(told)}
+        text = f"{explained(reason, exchanged)}{_differences([each for *_, each in told])} [{places}]"
         self.fail(text)
         return text
 
@@ -270,6 +301,20 @@ class Rendezvous:
             RankError: other ranks have come together for something else.
         """
         self._check_nobody_else(self.reach(position), 0, "is in an optimizer step")
+
+
+def _differences(told: Sequence[Mapping[str, str]]) -> str:
+    """What ranks have otherwise of what they have to have alike, in words.
+
+    Args:
+        told: by rank.
+    """
+    found = []
+    for name in dict.fromkeys(name for each in told for name in each):
+        values = {rank: each[name] for rank, each in enumerate(told) if name in each}
+        if len(set(values.values())) > 1:
+            found.append(f"{name} is " + ", ".join(f"{value} on rank {rank}" for rank, value in values.items()))
+    return f" ({'; '.join(found[:3])})" if found else ""
 
 
 _LIBRARIES = frozenset(

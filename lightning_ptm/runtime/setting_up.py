@@ -50,6 +50,7 @@ def lay_first_values(
 
     Args:
         given: values that files provide.
+        trains: the run is a fit, whose optimizers may have no weights.
         precise_bytes: that all weights take outside of pages.
         handed: values that pages of an engine before this one provide.
     """
@@ -62,7 +63,7 @@ def lay_first_values(
     ram = blueprint.ram
     allowed = blueprint.budget[ram] - blueprint.pool_bytes[ram]
     # Asked for only then: free RAM stands in a dozen of the system's files.
-    room = not trains and 2 * precise_bytes < free_host_bytes() and precise_bytes <= allowed
+    room = not (trains and any(blueprint.traits)) and 2 * precise_bytes < free_host_bytes() and precise_bytes <= allowed
     built = [not any(item.parameter.is_meta for item in store.unit.parameters) for store in stores]
     first.buffers()
     with bars.bar("weights into pages", values.bytes_to_lay()) as seen:
@@ -73,7 +74,7 @@ def lay_first_values(
                 given.parameters,
                 only=complete,
                 keep_originals=not trains and any(blueprint.copies) and (was_built or room),
-                keep_frozen=was_built,
+                keep_frozen=was_built or room,
                 handed=handed,
                 seen=seen,
             )

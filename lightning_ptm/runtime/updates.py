@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_ptm.errors import UsageError
 from lightning_ptm.planning.update_order import first_to_wait_for
 from lightning_ptm.runtime.gradients import FlatGradient
 from lightning_ptm.runtime.optimizer_groups import OptimizerGroups
@@ -215,6 +216,18 @@ class UpdateScheduler(abc.ABC):
         """The same, also where the step was given up since."""
         return self._torn or self.in_mid_step
 
+    def check_stepped(self) -> None:
+        """Between two steps. Raises UsageError: units were updated behind a backward pass for a step that was never taken."""
+        for flats in self._flats:
+            for flat in flats:
+                if flat.done_this_step:
+                    name = type(self.groups.optimizers[flat.optimizer]).__name__
+                    raise UsageError(
+                        f"{flat.store.layout.slots[0].spec.name} was updated behind the backward pass, as {name}.step does "
+                        f"it, and that was never called: something stands in its place (optimizer.step = ...) that does not "
+                        f"call it; make a subclass of torch.optim.Optimizer with that step"
+                    )
+
     def skip(self, optimizer: int) -> None:
         """The step is not taken (inf or NaN under a loss scale)."""
         self._armed = None
@@ -270,6 +283,10 @@ class UpdateScheduler(abc.ABC):
     @abc.abstractmethod
     def finish(self, unit: int) -> None:
         """Blocks until a unit may be read."""
+
+    def finish_between_steps(self, unit: int) -> None:
+        """As `finish`, for somebody who reads a unit between two steps: it has had every update then."""
+        self.finish(unit)
 
     @abc.abstractmethod
     def finish_all(self) -> None:
@@ -352,6 +369,7 @@ class SynchronousUpdates(UpdateScheduler):
         if not store.resident:
             self._units[unit].release()
             self._units[unit].evict()
+        store.binding.values_will_change()
         after, turn = (*flat.gradient.shard.leaving(), *store.reads()), self._turns[unit]
         job = UpdateJob(flat.states, self.shadow(flat), source, store.home, hyper, transform, after=after, turn=turn)
         self._pending.setdefault(unit, []).append(_Pending(self._updater.submit(job), flat))
@@ -388,6 +406,7 @@ class SynchronousUpdates(UpdateScheduler):
     def finish(self, unit: int) -> None:
         for job in self._pending.pop(unit, ()):
             self._updater.finish(job.handle)
+            job.flat.store.binding.values_have_changed()
             job.flat.gradient.used()
 
     def finish_all(self) -> None:

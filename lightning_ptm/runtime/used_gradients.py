@@ -4,12 +4,13 @@ Owns these, and whether any of them is still there. They are let go of by any me
 none of them gone on from.
 
 I1: nothing is added to a gradient that a step has used: what is left of it is gone before the next backward pass of the loss,
-    or step, or that is refused.
+    or step, or that is refused. I2: what a pass of the user's own has added to such a gradient cannot be read: elsewhere it
+    would be the sum of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -49,8 +50,12 @@ class UsedGradients:
         """What `.grad` is behind the newest step that has used it up."""
         self.any = False
         """Whether a step has left something that was not seen to be let go of. Others read it."""
-        self._added_to: int | None = None
-        """A slot of that, to which a backward pass has added since."""
+        self._added_to: list[int] = []
+        """Slots of that, to which a backward pass has added since."""
+        self._sums: dict[int, ShownGradient] = {}
+        """By slot, what is in `.grad` behind such a pass, and cannot be read."""
+        self._shown: set[int] = set()
+        """Of these, those that show what is in pages."""
 
     def of(self, slot: int) -> ShownGradient | None:
         """What a step has left of a parameter's."""
@@ -70,17 +75,59 @@ class UsedGradients:
                 parameter.grad = left
         self.any = True
 
+    def follow_forgetting(self) -> None:
+        """Before a backward pass, or a step: what the user has let go of is neither a step's nor a sum with that."""
+        if self._added_to and self._sums:
+            gradients = self._binding.gradients()
+            self._added_to = [slot for slot, each in self._sums.items() if gradients[slot] is each]
+            if not self._added_to:
+                self._let_go()
+
     def pass_begins(self) -> None:
         """A backward pass begins, which adds to `.grad`."""
-        if self.any and self._added_to is None:
-            slot = self._still_there()
-            if slot is None:
+        if self.any and not self._added_to:
+            # Of the user's own, in whose step Lightning has still to forget gradients.
+            self._added_to = self._still_there()
+            self._withdraw({slot: self._left[slot] for slot in self._added_to})
+            if not self._added_to:
                 self._let_go()
-            else:  # a pass of the user's own, in whose step Lightning has still to forget gradients
-                self._added_to = slot
-                for at, parameter in enumerate(self._binding.parameters):
-                    if parameter.grad is self._left.get(at):
-                        parameter.grad = None  # autograd cannot add to it, and nobody may read the sum
+        self._withdraw({slot: each for slot, each in self._sums.items() if slot not in self._shown})
+        self._sums = {}
+
+    def _withdraw(self, gradients: Mapping[int, ShownGradient]) -> None:
+        """Takes these out of `.grad`, where autograd could not add to them."""
+        for slot, gradient in gradients.items():
+            if self._binding.parameters[slot].grad is gradient:
+                self._binding.parameters[slot].grad = None
+
+    def pass_ended(self, shown: Mapping[int, ShownGradient]) -> None:
+        """A backward pass has ended (I2).
+
+        Args:
+            shown: what `.grad` shows of pages, by slot.
+        """
+        self._shown = set(shown)
+        for slot in self._added_to:
+            parameter, refuse = self._binding.parameters[slot], partial(self._refuse_sum, slot)
+            with torch._C.DisableTorchFunctionSubclass():  # closed ones, too
+                if slot in shown:
+                    shown[slot].retire(refuse)
+                elif parameter.grad is None:  # this pass has not come to it
+                    parameter.grad = self._left[slot]
+                elif not isinstance(parameter.grad, ShownGradient):
+                    parameter.grad = ShownGradient(parameter, refuse)
+                self._sums[slot] = parameter.grad  # type: ignore[assignment]
+
+    def of_both(self, slot: int) -> bool:
+        """Whether `.grad` of a plain loop would be the sum of what a step has used and what came since."""
+        return slot in self._added_to
+
+    def _refuse_sum(self, slot: int) -> NoReturn:
+        raise UsageError(
+            f"the gradient of {self._names[slot]} was read after a backward pass which a plain loop would have added to the "
+            f"gradient that the step before has used, and that is kept no longer; forget gradients before that pass "
+            f"(optimizer.zero_grad()), or override optimizer_zero_grad, with which they are kept"
+        )
 
     def check_forgotten(self) -> None:
         """What a step has left in `.grad` may be let go of by any means, and by none of them used again.
@@ -90,11 +137,12 @@ class UsedGradients:
         """
         if not self.any:
             return
-        slot = self._still_there() if self._added_to is None else self._added_to
-        if slot is not None:
+        self.follow_forgetting()
+        slots = self._added_to or self._still_there()
+        if slots:
             raise UsageError(
-                f"the gradient of {self._names[slot]} was used by a step and not forgotten before the next backward pass or "
-                f"step, which would go on from it, and it is kept no longer; call zero_grad of the optimizer, set "
+                f"the gradient of {self._names[slots[0]]} was used by a step and not forgotten before the next backward pass "
+                f"or step, which would go on from it, and it is kept no longer; call zero_grad of the optimizer, set "
                 f"accumulate_grad_batches at the start of an epoch, or override optimizer_zero_grad, with which gradients "
                 f"are kept until then"
             )
@@ -103,13 +151,13 @@ class UsedGradients:
     def forget(self) -> None:
         """Gradients are forgotten."""
         self.any = False
-        self._added_to = None
+        self._added_to = []
+        self._sums = {}
 
-    def _still_there(self) -> int | None:
+    def _still_there(self) -> list[int]:
         gradients: Sequence[Tensor | None] = self._binding.gradients()
-        found = (at for at, grad in enumerate(gradients) if grad is not None and grad is self._left.get(at))
-        return next(found, None)
+        return [at for at, grad in enumerate(gradients) if grad is not None and grad is self._left.get(at)]
 
     def _let_go(self) -> None:
         self._shard.content.forget()
-        self.any = False
+        self.forget()

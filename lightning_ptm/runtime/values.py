@@ -53,16 +53,19 @@ def _in_old_pages() -> Tensor:
 
 
 class Values:
-    """Reads and writes whole parameters. The engine has drained all updates before any of these is called."""
+    """Reads and writes whole parameters. The engine has drained all updates before any of these is called.
 
-    def __init__(self, wholes: Wholes, progress: Progress | None = None) -> None:
+    Args:
+        mixed: pages compute with 16 bits of weights that have more.
+    """
+
+    def __init__(self, wholes: Wholes, progress: Progress | None = None, *, mixed: bool = False) -> None:
         self._progress = progress or Progress(shown=False)
         self._wholes = wholes
-        self._mixed = any(
-            update.states.master is not None and update.states.master.dtype is not update.store.binding.dtype
-            for update in wholes.updates.values()
-        )
+        self._mixed = mixed
         self._originals: dict[int, Tensor] = {}
+        self._narrow: set[int] = set()
+        """Ids of parameters that nobody trains, and that the user has in the dtype of their pages."""
         self._unknown: dict[int, str] = {}
         """Names, by id, of parameters whose values an earlier run has not put back, until they are loaded."""
         self.of_files: set[int] = set()
@@ -183,6 +186,8 @@ class Values:
             binding.arrangement.view(whole, slot).copy_(parameter.detach())
             if keep and parameter.dtype is not binding.dtype:
                 self._originals[id(parameter)] = parameter.data
+            elif keep:
+                self._narrow.add(id(parameter))
         communicator = self._wholes.tells(binding.layout)
         communicator.broadcast(whole)
         if replicate and not communicator.alone:
@@ -231,6 +236,7 @@ class Values:
                 for slot, parameter in enumerate(binding.parameters):
                     original = self._originals.get(id(parameter))
                     value = binding.arrangement.view(whole, slot) if original is None else original
+                    value = value.to(binding.dtype) if id(parameter) in self._narrow else value
                     yield binding.layout.slots[slot].spec, parameter, value
                 master = self._wholes.master(flat) if letting_go and flat is not None else None
                 if master is not None:
@@ -326,12 +332,14 @@ class Values:
             through: what they are rounded to on their way; by default what masters are.
         """
         master, segments = self._wholes.master(flat), self._wholes.segments(flat)
+        flat.binding.values_will_change()
         given, boxes = flat.binding.arrangement.as_laid(given), flat.binding.arrangement.boxes
         if master is not None:
             pieces.fill(self._wholes.allocator, master, segments, given, boxes, seen=seen)
         if through is None and master is not None:
             through = master.dtype
         pieces.fill(self._wholes.allocator, flat.values, segments, given, boxes, through=through, seen=seen)
+        flat.binding.values_have_changed()
 
     def write(self, flat: FlatStore, whole: Tensor) -> None:
         """New values of a flat that this rank holds: (padded_numel,), in their precise dtype."""

@@ -208,6 +208,7 @@ class BuildingStrategy(CheckpointingStrategy):
         arm = partial(self.precision_plugin.arm, model=self._module)
         self._steps = tuple(OptimizerStep(engine, optimizer, scaled=scaled, arm=arm) for optimizer in paged)
         self._watches = Watches(engine)
+        self._watches.steps_of_others([plain_optimizer(each) for each in self._trained])
         self._signals = self._signals or Signals(trainer)
         wrappers = self._lightning_optimizers if self._trains else []
         for optimizer, wrapper in zip(self._trained, wrappers, strict=True):

@@ -87,7 +87,7 @@ class EndingStrategy(BuildingStrategy):
             try:
                 if failure is not None:
                     raise failure
-                self._give_back(engine, back, path, replaced)
+                self._give_back(engine, back, path, replaced, told_later)
             except Exception as error:
                 engine.fail(error)  # the others wait for this rank, and Lightning can no longer tell them
                 if not self._ended.weights:
@@ -187,17 +187,25 @@ class EndingStrategy(BuildingStrategy):
             f"({'; '.join(failures)}); make room in one of these folders, or save in the run (ModelCheckpoint)"
         )
 
-    def _give_back(self, engine: Engine, back: restore.Back, path: str, replaced: Collection[Optimizer]) -> None:
+    def _give_back(
+        self,
+        engine: Engine,
+        back: restore.Back,
+        path: str,
+        replaced: Collection[Optimizer],
+        told_later: list[Exception],
+    ) -> None:
         """Weights and optimizer states are the user's again, as far as that is wanted and can be. Collective.
 
         Args:
             back, path: which weights, and where they were written to instead.
             replaced: optimizers whose states are not.
+            told_later: gets what was written to weights in vain.
         """
         cut_here = self._cut is not None
         if path:
             self._ended = dataclasses.replace(self._ended, path=path)
-        returned = restore.weights(engine, back, again=self._again(engine), path=path)
+        returned = restore.weights(engine, back, told_later, again=self._again(engine), path=path)
         if returned.given:
             self._uncut(partial(put_together, communicator=engine.communicator))
             self._ended = dataclasses.replace(self._ended, weights=True, parts=self._ended.parts and not cut_here)

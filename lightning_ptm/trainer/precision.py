@@ -171,6 +171,8 @@ class AngelPTMPrecision(Precision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self._engine is not None:
+            self._engine.loss_is(tensor)
         if self.loss_scale is not None:
             tensor = self.loss_scale.scale(tensor)
         return super().pre_backward(tensor, module)

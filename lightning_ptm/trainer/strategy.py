@@ -188,7 +188,8 @@ class AngelPTMStrategy(RearrangingStrategy):
             self._tensor_group.forget()
         if self._engine is None and self.precision_plugin.over:
             return nullcontext()
-        return self.engine.iteration(mode, manual=not self._module.automatic_optimization)
+        iteration = self.engine.iteration(mode, manual=not self._module.automatic_optimization)
+        return iteration if self._tensor_group is None else _both(iteration, self._tensor_group.of_step())
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -270,3 +271,9 @@ class AngelPTMStrategy(RearrangingStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield

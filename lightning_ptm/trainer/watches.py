@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -22,10 +22,12 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.comm import ForeignCollectives, Gathering, ProcessGroupCommunicator
 from lightning_ptm.config import Settings
+from lightning_ptm.errors import UsageError, some
 from lightning_ptm.planning.boxes import Box
 from lightning_ptm.runtime.engine import Engine
 from lightning_ptm.runtime.machine import node_cores
@@ -101,6 +103,35 @@ class Watches:
 
         self._replace(optimizer, "zero_grad", zero_grad)
         self._replace(wrapper, "zero_grad", zero_grad)  # inherited from Optimizer otherwise
+
+    def steps_of_others(self, known: Collection[Optimizer]) -> None:
+        """Steps of optimizers that are none of the run's are refused where they would update copies of weights: nobody would
+        bring what they write to the precise values.
+
+        Args:
+            known: the run's.
+        """
+
+        def before(optimizer: Optimizer, *ignored: Any) -> None:
+            if self._engine is None or any(optimizer is each for each in known):
+                return
+            with torch._C.DisableTorchFunctionSubclass():
+                updated = [
+                    parameter
+                    for group in optimizer.param_groups
+                    for parameter in group["params"]
+                    if parameter.requires_grad or parameter.grad is not None
+                ]
+            names = self._engine.lending.names_of_copies(updated)
+            if names:
+                raise UsageError(
+                    f"{type(optimizer).__name__}.step was called, of an optimizer that configure_optimizers has not "
+                    f"returned, and would update {some(names, 3)}: the module has copies of these alone, of more precise "
+                    f"values or of pages elsewhere, so what it writes would be lost; return it from configure_optimizers, "
+                    f"which may return several, or keep everything in RAM, on one rank and in a true precision"
+                )
+
+        self._hooks.append(register_optimizer_step_pre_hook(before))
 
     def loads_of(self, optimizer: Optimizer, load: Callable[[Optimizer, Mapping[str, Any]], None]) -> None:
         """`load` is told what the optimizer's `load_state_dict` was given, which torch rounds to the parameters' dtype."""

@@ -288,8 +288,9 @@ class Updater:
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        """Ctrl-C takes effect behind it: a chunk is then whole, and every transfer known to who waits for its end."""
-        with interrupted_later(), self._noting_failures(), self._stream.entered():
+        """Ctrl-C takes effect behind it: a chunk is then whole, and every transfer known to who waits for its end. What an
+        update makes can be changed later, also where an evaluation waits for it in inference mode."""
+        with interrupted_later(), torch.inference_mode(False), self._noting_failures(), self._stream.entered():
             yield
 
     @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Sequence
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_ptm.comm import (
     DIFFERENT,
+    OTHER_NUMBER,
     TOGETHER,
     UNLIKE,
     Agreement,
@@ -376,6 +378,28 @@ def test_ranks_that_have_to_have_done_the_same_are_told_where_they_have_not(done
         return act
 
     assert AtOnce(*map(reaches, range(3))).results == [8 | told] * 3
+
+
+NUMBERS = [1e-9, 0.003, 0.01, 0.7, 1.0, 2.5, 11.0, 4e4]
+
+
+@pytest.mark.parametrize("number", [*NUMBERS, *(-each for each in NUMBERS), 0.0, math.inf, math.nan])
+def test_numbers_are_alike_but_for_rounding(number: float) -> None:
+    """I7. Nobody is told of what another order of sums makes, and all are told of more, but for one in 64."""
+
+    def told(other: float) -> int:
+        def reaches(own: float) -> Callable[[Agreement], object]:
+            def act(agreement: Agreement) -> object:
+                agreement.alike, agreement.number = [(0, 1)], own
+                return agreement.reach(Boundary(TOGETHER, 8))
+
+            return act
+
+        return AtOnce(*map(reaches, (number, other))).results[0] & ~8
+
+    assert told(number * (1 + 1e-6)) == 0 and told(number * (1 - 4e-4)) == 0
+    others = [number * factor + shift for factor in (1.01, 0.9, 2.0) for shift in (0.003, -0.01)]
+    assert not math.isfinite(number) or [told(each) for each in others].count(OTHER_NUMBER) >= 5
 
 
 @pytest.mark.parametrize("rows", [[Boundary(1).row()], [Gathering(1, 2).row()]], ids=["at a boundary", "stuck"])

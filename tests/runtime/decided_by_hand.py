@@ -145,7 +145,7 @@ def laid_out(found: Blueprint, disk_paths: Sequence[Any] = (), heirlooms: Heirlo
             if flat.gradient.route.waits is Waits.KEPT:
                 flat.gradient.reserve()
         wholes = Wholes(allocator, communicators, stores, flats, found.holders)
-        values, optimizer_values = Values(wholes), OptimizerValues(wholes)
+        values, optimizer_values = Values(wholes, mixed=found.mixed), OptimizerValues(wholes)
         sharded_kinds = ShardedKinds(wholes, optimizer_values, values.original_of)
         yield LaidOut(
             found,

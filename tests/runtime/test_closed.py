@@ -94,7 +94,7 @@ def test_a_step_asks_closed_parameters_little(strategy_at: Any, monkeypatch: pyt
     """Each question goes through Python: a step's own are asked of the tensors behind."""
     asked = []
 
-    def noting(function: Any, known: Callable[[Any], bool] = module._is_about_values) -> bool:
+    def noting(function: Any, known: Callable[[Any], bool] = module.is_about_values) -> bool:
         asked.append(function)
         return known(function)
 
@@ -103,6 +103,6 @@ def test_a_step_asks_closed_parameters_little(strategy_at: Any, monkeypatch: pyt
         fit(Stack, tokens(steps), strategy_at("ram"))
         return len(asked)
 
-    monkeypatch.setattr(module, "_is_about_values", noting)
+    monkeypatch.setattr(module, "is_about_values", noting)
     # zero_grad of torch's optimizers looks at each parameter once.
     assert 0 < questions(4) - questions(2) <= 2 * len(list(Stack().parameters()))

@@ -35,6 +35,8 @@ class Run:
         self.events = Events()
         self.updating: set[int] = set()
         self.finished: list[int] = []
+        self.between_steps: list[int] = []
+        """Units that somebody read while neither a step nor a backward pass was in progress."""
         self.reclaimed: list[bool] = []
         self.leaving: list[Any] = []
         """Gradients on the device, which `reclaim` gives back one by one."""
@@ -49,6 +51,7 @@ class Run:
             agreement,
             self.updating.__contains__,
             self.finish,
+            self.finish_between_steps,
             self.replan,
             made.read,
             self.reclaim,
@@ -63,6 +66,10 @@ class Run:
 
     def finish(self, unit: int) -> None:
         self.finished.append(unit)
+        self.updating.discard(unit)
+
+    def finish_between_steps(self, unit: int) -> None:
+        self.between_steps.append(unit)
         self.updating.discard(unit)
 
     def replan(self, mode: Mode, trace: Trace) -> tuple[Plan, Trace] | None:
@@ -298,6 +305,7 @@ def test_a_planned_fetch_waits_for_the_units_update() -> None:
     with run() as it:
         it.executor.plans.adopt(TRAIN, plan("fetch 1, fetch 2, fetch 3 | | |"), forwards(0, 1, 2))
         it.executor.begin(TRAIN, trace=False)
+        it.executor.openness.computation_begins(F)
         it.updating.update((1, 2, 3))
         assert it.forward(0) == [[]]
         it.updating.discard(2)
@@ -313,10 +321,25 @@ def test_a_planned_fetch_waits_for_the_units_update() -> None:
 def test_a_unit_is_read_when_its_update_is_done() -> None:
     with run() as it:
         it.executor.begin(TRAIN, trace=False)
+        it.executor.openness.computation_begins(F)
         it.forward(1)
         it.updating.add(1)
         it.executor.enter(1, F)  # live, and yet
         assert it.finished == [1, 1] and not it.updating
+
+
+def test_between_two_steps_a_unit_has_had_every_update_when_it_is_read() -> None:
+    with run() as it:
+        it.executor.begin(TRAIN, trace=False)
+        it.executor.openness.computation_begins(F)
+        it.executor.hold(0)
+        it.executor.read_held(0)
+        assert it.finished == [0], "once in a step"
+        it.executor.openness.computation_ends(F)
+        it.forward(1)
+        it.executor.read_held(0)
+        it.executor.read_held(0)
+        assert it.finished == [0] and it.between_steps == [1, 0, 0]
 
 
 # -- traces ---------------------------------------------------------------------------------------------------------------

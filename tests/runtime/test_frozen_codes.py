@@ -226,10 +226,27 @@ class Edits(L.Callback):
 @pytest.mark.parametrize("tier", ["ram", "three_tiers"])
 def test_a_frozen_weight_that_is_edited_is_rounded_again(strategy_at, tier: str) -> None:
     edits = Edits()
-    ours = fit(Adapted, BATCHES, strategy_at(tier, frozen_dtype="int8"), "32-true", callbacks=[edits])
+    said = r"blocks.1.up.base.weight was edited .* keep it as int8: it differs from what was written by up to [\d.e-]+"
+    with pytest.warns(UserWarning, match=said):
+        ours = fit(Adapted, BATCHES, strategy_at(tier, frozen_dtype="int8"), "32-true", callbacks=[edits])
     wanted = rounded_by("int8", edits.before + edits.before.flip(0), torch.float32)
     assert not torch.equal(wanted, edits.before)
     assert torch.equal(edits.after, wanted) and torch.equal(ours.weights["blocks.1.up.base.weight"], wanted)
+
+
+class Looks(L.Callback):
+    """Has all weights in hand, and edits what codes do not round: an adapter, and one whose codes are exact."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with trainer.strategy.gathered(pl_module):
+            pl_module.blocks[0].up.base.weight.data.mul_(2)  # blocks' scales double, and codes stay
+            pl_module.head.weight.data.mul_(1.5)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "nf4"])
+def test_nothing_is_said_of_what_codes_do_not_round(strategy_at, dtype: str, recwarn: Any) -> None:
+    fit(Adapted, BATCHES, strategy_at("ram", frozen_dtype=dtype), "32-true", callbacks=[Looks()])
+    assert not [each for each in recwarn if "was edited" in str(each.message)]
 
 
 class Unfreezes(Adapted):

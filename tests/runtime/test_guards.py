@@ -25,7 +25,15 @@ class Heard:
         self.computing = True
         self.log: list[str] = []
         executor: Any = self
-        self.guards = Guards(["", "a", "b"], executor, self.begins, self.ends, ComputeStream(CpuBackend()))
+        self.guards = Guards(
+            ["", "a", "b"],
+            executor,
+            self.begins,
+            self.ends,
+            lambda: self.use(0),
+            lambda: self.leave(0),
+            ComputeStream(CpuBackend()),
+        )
 
     def used(self, unit: int) -> bool:
         return unit in self.in_use

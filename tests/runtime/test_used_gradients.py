@@ -84,3 +84,40 @@ def test_a_pass_behind_it_finds_nothing(made: tuple[UsedGradients, One]) -> None
     it.weight.grad = None
     used.pass_begins()
     assert not used.any and not it.gradient.shard.content.filled
+
+
+def test_what_such_a_pass_adds_cannot_be_read(made: tuple[UsedGradients, One]) -> None:
+    """A plain loop would have the sum of both, or, where the pass did not come, the one that the step has used."""
+    used, it = made
+    used.leave(0, None)
+    used.leave(1, None)
+    left = it.bias.grad
+    used.pass_begins()
+    it.weight.grad = torch.ones(it.weight.shape)
+    used.pass_ended({})
+    assert used.of_both(0) and used.of_both(1) and it.bias.grad is left
+    with pytest.raises(
+        UsageError, match="gradient of weight was read after a backward pass which a plain loop would have"
+    ):
+        it.weight.grad.sum()
+    it.weight.grad = None
+    used.follow_forgetting()
+    assert not used.of_both(0) and used.of_both(1), "one of them was forgotten"
+    it.bias.grad = torch.ones(it.bias.shape)
+    used.check_forgotten()
+    assert not used.any and not used.of_both(1)
+
+
+def test_what_pages_show_of_such_a_pass_cannot_be_read_either(made: tuple[UsedGradients, One]) -> None:
+    used, it = made
+    used.leave(0, None)
+    used.pass_begins()
+    shown = ShownGradient(it.weight, lambda: torch.ones(it.weight.shape))
+    it.weight.grad = shown
+    used.pass_ended({0: shown})
+    with pytest.raises(
+        UsageError, match="gradient of weight was read after a backward pass which a plain loop would have"
+    ):
+        shown.sum()
+    used.pass_begins()
+    assert it.weight.grad is shown, "its maker takes it away"
