@@ -32,7 +32,7 @@ def fingerprint(tensor: Tensor) -> tuple[int, int]:
     body, rest = whole[:words], whole[words:]
     if body.storage_offset() % _WORD_BYTES or body.data_ptr() % _WORD_BYTES:
         body = body.clone()
-    return int(body.view(torch.int64).sum()), int(rest.sum(dtype=torch.int64))
+    return int(_folded(body.view(torch.int64)).sum()), int(rest.sum(dtype=torch.int64))
 
 
 _LEAST_SAMPLED = 1 << 8
@@ -50,7 +50,13 @@ def sampled(tensor: Tensor) -> int:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     chosen = tensor[_sample(tensor.shape)]
-    return int(chosen.view(_INTEGERS[tensor.dtype.itemsize]).sum(dtype=torch.int64))
+    bits = chosen.view(_INTEGERS[tensor.dtype.itemsize])
+    return int((_folded(bits) if bits.dtype is torch.int64 else bits).sum(dtype=torch.int64))
+
+
+def _folded(words: Tensor) -> Tensor:
+    """Exponents lie in the highest bits, of which a sum of many equal changes (all numbers halved) would lose sight."""
+    return words ^ (words >> 29)
 
 
 @lru_cache(maxsize=4096)

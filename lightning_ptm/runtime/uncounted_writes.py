@@ -79,5 +79,7 @@ class Fingerprint:
             self._factors = torch.arange(1, 2 * _BLOCK, 2, dtype=torch.int64, device=bits.device)
         total = torch.zeros((), dtype=torch.int64, device=bits.device)
         for block in bits.split(_BLOCK):
-            total = total * _PRIME + (block.long() * self._factors[: block.numel()]).sum()
+            wide = block.long()
+            # Exponents lie in the highest bits, of which a sum of many equal changes (all numbers halved) would lose sight.
+            total = total * _PRIME + ((wide ^ (wide >> 29)) * self._factors[: block.numel()]).sum()
         return total

@@ -67,3 +67,11 @@ def test_a_sample_finds_a_changed_row_of_few() -> None:
         other = values.clone()
         other[3, row] += 1
         assert sampled(other) != sampled(values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [64, 4096, 1 << 20])
+def test_all_numbers_halved_are_others(numel: int, dtype: torch.dtype) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert fingerprint(values * 0.5) != fingerprint(values)
+    assert sampled(values * 0.5) != sampled(values)
