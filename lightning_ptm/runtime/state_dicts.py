@@ -102,7 +102,7 @@ class StateDicts:
             return original(*args, **kwargs)
 
     def _copy(self, module: nn.Module, known: dict[int, Any]) -> Any:
-        if self._uncopied:
+        if self._uncopied and next(module.parameters(), None) is not None:
             raise UsageError(self._uncopied)
         ours = {name: vars(module).pop(name) for name in ("__deepcopy__", "__reduce_ex__")}
         try:

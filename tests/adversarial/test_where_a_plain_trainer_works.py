@@ -512,7 +512,7 @@ def test_configure_optimizers_sees_the_weights_of_the_checkpoint(
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 def test_a_disk_path_is_made(strategy_at: Any, home: str, tmp_path: Path) -> None:
     """Nobody else may look into it: the bytes of the model are there."""
-    folder = tmp_path / "not" / "yet"
+    folder = tmp_path / "yet"
     fitted(Net, strategy_at(home, disk_path=folder))
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o750)

@@ -20,14 +20,18 @@ PLAN = {"blocks.*.expand": Columns(), "blocks.*.project": Rows()}
 WIDTH = 16
 
 
+class Notes(list[Tensor]):
+    """A list that a recomputed forward writes to, too: what it does to its module's own lists is forgotten."""
+
+
 class Noted(nn.Module):
     """Dropout whose masks are kept, with whether they were drawn in a backward pass."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
         self.share = share
-        self.masks: list[Tensor] = []
-        self.again: list[Tensor] = []
+        self.masks = Notes()
+        self.again = Notes()
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training and self.share):

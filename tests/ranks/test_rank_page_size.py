@@ -30,6 +30,6 @@ def test_all_ranks_have_the_pages_of_rank_0(disk: Path) -> None:
 
 
 def test_all_ranks_end_when_rank_0_cannot_measure(tmp_path: Path) -> None:
-    outcomes = watch_ranks(pages, 2, Training(Tower, batches=1), tmp_path / "none")
+    outcomes = watch_ranks(pages, 2, Training(Tower, batches=1), tmp_path / "no" / "such")
     assert [outcome.end for outcome in outcomes] == [End.RAISED, End.RAISED]
     assert "does not exist" in outcomes[0].error and "rank 0 could not measure pages" in outcomes[1].error

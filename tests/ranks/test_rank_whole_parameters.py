@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +149,17 @@ class TrainsOneMatrix(WithHybrid):
         return self.optimizer
 
 
+def room_for_weights_alone() -> int:
+    """Free RAM as the end of a run sees it: none when states are to be given back."""
+    return 0 if sys._getframe(1).f_code.co_name == restore.optimizer_states.__name__ else 1 << 40
+
+
 def asks_for_states_afterwards(training: Training, world_size: int, folder: Path) -> str:
     torch.manual_seed(0)
     module: Any = training.build()
     trainer = make_trainer(training, make_strategy(folder, "masters_on_disk"), world_size)
-    rooms = iter([1 << 40, 0])  # for the weights, and for the states
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restore, "free_host_bytes", lambda: next(rooms))
+        patch.setattr(restore, "free_host_bytes", room_for_weights_alone)
         trainer.fit(module, loader(tokens(training, world_size), world_size))
     with pytest.raises(UsageError) as told:
         module.optimizer.state_dict()

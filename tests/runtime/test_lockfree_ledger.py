@@ -125,11 +125,15 @@ class Noting(torch.autograd.Function):
         return output @ weight.T, x.T @ output, None
 
 
+class Notes(list[Tensor]):
+    """A list that a recomputed forward writes to, too: what it does to its module's own lists is forgotten."""
+
+
 class Noted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(72))
-        self.noted: list[Tensor] = []
+        self.noted = Notes()
 
     def forward(self, x: Tensor) -> Tensor:
         return Noting.apply(x, self.weight, self.noted)  # type: ignore[no-any-return]

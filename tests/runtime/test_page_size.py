@@ -100,6 +100,6 @@ def test_without_links_pages_are_as_large_as_ever() -> None:
 
 
 def test_a_path_that_cannot_be_measured_is_refused(tmp_path: Path) -> None:
-    strategy = AngelPTMStrategy(page_size="auto", disk_path=str(tmp_path / "none"))
+    strategy = AngelPTMStrategy(page_size="auto", disk_path=str(tmp_path / "no" / "such"))
     with pytest.raises(ConfigError, match="does not exist"):
         fit(Stack, BATCHES, strategy)

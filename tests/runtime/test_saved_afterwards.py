@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,16 @@ def test_it_is_what_the_run_would_have_saved(strategy_at, kind: str, settings: d
     again.assert_equal(Outcome(never.losses[HALF:], never.weights))
 
 
+def room_for_weights_alone() -> int:
+    """Free RAM as the end of a run sees it: none when states are to be given back."""
+    return 0 if sys._getframe(1).f_code.co_name == restore.optimizer_states.__name__ else 1 << 40
+
+
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_states_that_ram_has_no_room_for_have_ended(
     strategy_at, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rooms = iter([1 << 40, 0])  # for the weights, and for the states
-    monkeypatch.setattr(restore, "free_host_bytes", lambda: next(rooms))
+    monkeypatch.setattr(restore, "free_host_bytes", room_for_weights_alone)
     outcome, trainer = fit(strategy_at("masters_on_disk", state_dict_type=kind), tmp_path / "run", max_epochs=1)
     with pytest.raises(UsageError, match=r"save inside the run, as ModelCheckpoint does, or give .*weights_only=True"):
         trainer.save_checkpoint(tmp_path / "x.ckpt")
