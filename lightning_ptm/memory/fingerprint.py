@@ -1,7 +1,7 @@
 """Fingerprints of tensors' bytes: equal bytes have equal ones, and others almost never do.
 
-A fingerprint is a sum of bits as integers. It is computed at the speed of memory, by all threads of torch, and does not depend
-on their number. That of a sample costs microseconds, and finds what changes whole rows, as whatever goes through a matrix
+A fingerprint is a sum of bits as integers. It is computed at the speed of memory, by all threads of torch, and does not
+depend on their number. That of a sample costs microseconds, and finds what changes whole rows, as whatever goes through a matrix
 product does.
 """
 
@@ -42,14 +42,14 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def sampled(tensor: Tensor) -> int:
-    """Of one element in 1024 of a strided tensor, and of 256 if it has so many: one of a row (along the last dimension), of as
-    many rows as that makes.
+    """Of one element in 1024 of a strided tensor, and of 256 if it has so many: one of a row (along the last dimension), of
+    as many rows as that makes.
 
     Raises: as `fingerprint`.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    chosen = tensor[_sample(tensor.shape)]
+    chosen = tensor[_sample(tensor.shape)].resolve_neg()
     return int(chosen.view(_INTEGERS[tensor.dtype.itemsize]).sum(dtype=torch.int64))
 
 
