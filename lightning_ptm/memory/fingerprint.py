@@ -1,8 +1,8 @@
 """Fingerprints of tensors' bytes: equal bytes have equal ones, and others almost never do.
 
 A fingerprint is a sum of bits as integers. It is computed at the speed of memory, by all threads of torch, and does not
-depend on their number. That of a sample costs microseconds, and finds what changes whole rows, as whatever goes through a matrix
-product does.
+depend on their number. That of a sample costs microseconds, and finds what changes whole rows, as whatever goes through a
+matrix product does.
 """
 
 from __future__ import annotations

@@ -449,7 +449,7 @@ class _Counting(_Averaging):
 
     def forward(self, block: Any, x: Tensor) -> Tensor:
         block.counts["calls"] += 1
-        return x * (1 + 0.1 * (block.counts["calls"] > 3))
+        return x * x.sigmoid() * (1 + 0.1 * (block.counts["calls"] > 3))
 
 
 class CountedByACounter(_Counting):
@@ -473,7 +473,7 @@ class CountedInANamespace(_Averaging):
 
     def forward(self, block: Any, x: Tensor) -> Tensor:
         block.state.calls[0] += 1
-        return x * (1 + 0.1 * (block.state.calls[0] > 3))
+        return x * x.sigmoid() * (1 + 0.1 * (block.state.calls[0] > 3))
 
 
 class HookedWithNames(Hooked):
