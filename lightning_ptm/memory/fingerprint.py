@@ -49,7 +49,7 @@ def sampled(tensor: Tensor) -> int:
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    chosen = tensor[_sample(tensor.shape)]
+    chosen = tensor[_sample(tensor.shape)].resolve_neg()
     bits = chosen.view(_INTEGERS[tensor.dtype.itemsize])
     return int((_folded(bits) if bits.dtype is torch.int64 else bits).sum(dtype=torch.int64))
 

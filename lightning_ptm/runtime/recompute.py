@@ -5,21 +5,25 @@ Owns torch's checkpoints around units. Knows nothing of pages; who is told that 
 I1: what a checkpoint of the user's recomputes already is recomputed once, not twice.
 I2: a forward that does not repeat itself is refused with the name of its unit: what it saves for the backward is compared
 with what the first has saved, by fingerprints (on a CPU; on other devices by number, shapes and dtypes alone).
-I3: what a module holds (parameters, buffers, other attributes, submodules, hooks, its class) and the containers among its
-arguments are for the recomputed forward what they were for the first, and what a forward changes of them is changed once.
+I3: what a module holds, through modules and containers (parameters and whether they are trained, buffers, other attributes,
+submodules, hooks, its class), and the containers and modules among its arguments are for the recomputed forward what they
+were for the first, and what a forward changes of them is changed once.
 I4: what ranks have exchanged in a forward (`once`) is kept, and not exchanged again. I5: weights that have changed since, and
-tensors among the arguments that were written to, are refused.
+tensors among the arguments that were written to, are refused; so is a forward that gives a parameter another value each time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import threading
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -114,96 +118,284 @@ def compiled_around(root: nn.Module, units: Iterable[Unit]) -> list[str]:
     return found
 
 
-_CONTAINERS = (list, dict, set, deque)
-"""Attributes of these classes are copied before a call, one level deep."""
-_REGISTRIES = ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks")
-"""Attributes of a module that hold others, under names."""
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
+_LISTS = (list, deque)
+_CONTAINERS = (*_DICTS, *_LISTS, set)
+_STATISTICS = ("running_mean", "running_var")
+"""Buffers that torch's batch_norm writes to without counting it as a change."""
+
+_nothing = object()
+
+
+class _Contents:
+    """Which objects modules hold: attributes and what is registered, what is in containers among these, and so on through
+    modules and containers, but not through objects of other classes.
+
+    Args:
+        roots: modules.
+        around: ids of modules that are left out: those that `roots` are parts of.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module], around: Iterable[int]) -> None:
+        self.kinds: list[tuple[nn.Module, type]] = []
+        self.containers: list[tuple[Any, Any]] = []
+        self.parameters: list[nn.Parameter] = []
+        self.with_tensors: list[tuple[Any, Any, list[Any]]] = []
+        self._empty: list[Any] = []
+        self._tuples = False
+        seen, todo = set(around), list[Any](roots)
+        while todo:
+            value = todo.pop()
+            kind = type(value)
+            if isinstance(value, nn.Module):
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    self.kinds.append((value, kind))
+                    todo.append(vars(value))
+            elif kind is SimpleNamespace:
+                todo.append(vars(value))
+            elif isinstance(value, tuple):
+                self._tuples |= any(isinstance(each, Tensor) and each.grad_fn is not None for each in value)
+                todo += value
+            elif kind in _CONTAINERS and id(value) not in seen:
+                seen.add(id(value))
+                if not value:
+                    self._empty.append(value)
+                    continue
+                inside = value.values() if kind in _DICTS else value
+                inside = [each for each in inside if type(each) not in _OTHERS]
+                todo += [each for each in inside if isinstance(each, _LEADS_ON)]
+                self.parameters += [each for each in inside if type(each) is nn.Parameter]
+                self._add(value, any(map(_is_state, inside)))
+        self._put_in_place()
+        self._sets = [each for each in self.containers if type(each[0]) is set]
+        self._dicts = [each for each, _ in self.containers if type(each) in _DICTS]
+        self._lists = [each for each, _ in self.containers if type(each) in _LISTS]
+        self._of_dicts = _items(copy for _, copy in self.containers if type(copy) in _DICTS)
+        self._of_lists = _items(copy for _, copy in self.containers if type(copy) in _LISTS)
+
+    def _add(self, container: Any, with_tensors: bool) -> None:
+        copy = container.copy()
+        if type(container) is set or not with_tensors:
+            self.containers.append((container, copy))
+            return
+        items = list(copy.items() if type(copy) in _DICTS else enumerate(copy))
+        self.with_tensors.append((container, copy, [name for name, each in items if _is_state(each)]))
+
+    def _put_in_place(self) -> None:
+        """Puts what has no graph in place of what has: the graph of an earlier call would hold what that call has kept, which
+        would hold the graph of the one before."""
+        others: dict[int, Any] = {}
+        for at, (container, copy, names) in enumerate(self.with_tensors):
+            graphs = [name for name in names if copy[name].grad_fn is not None]
+            for name in graphs:
+                tensor = copy[name]
+                copy[name] = others.setdefault(id(tensor), tensor.detach().requires_grad_())
+            if graphs and not any(
+                container is vars(module) or container is module._buffers for module, _ in self.kinds
+            ):
+                others[id(container)] = copy.copy()
+                self.with_tensors[at] = others[id(container)], copy, names
+        if others or self._tuples:
+            for _, copy, *_ in (*self.containers, *self.with_tensors):
+                for name, value in (
+                    [] if type(copy) is set else list(copy.items() if type(copy) in _DICTS else enumerate(copy))
+                ):
+                    copy[name] = _replaced(value, others)
+
+    def remains(self) -> bool:
+        """Whether all of it is what it was, but for what is in `with_tensors`."""
+        of_dicts, of_lists = _items(self._dicts), _items(self._lists)
+        return (
+            not any(self._empty)
+            and len(of_dicts) == len(self._of_dicts)
+            and len(of_lists) == len(self._of_lists)
+            and all(map(operator.is_, of_dicts, self._of_dicts))
+            and all(map(operator.is_, of_lists, self._of_lists))
+            and all(container == copy for container, copy in self._sets)
+            and all(type(module) is kind for module, kind in self.kinds)
+        )
+
+    def remains_all(self) -> bool:
+        """Whether all of it is what it was."""
+        return self.remains() and all(_same(container, copy) for container, copy, _ in self.with_tensors)
+
+    def put(self) -> Callable[[], None]:
+        """Makes all of it what it was, but for what is in `with_tensors`; returns what takes that back."""
+        if self.remains():
+            return lambda: None if self.remains() else self._put(self.kinds, self.containers, ())
+        kinds = [(module, type(module)) for module, _ in self.kinds]
+        now = [(container, container.copy()) for container, _ in self.containers]
+        filled = [(container, container.copy()) for container in self._empty if container]
+        self._put(self.kinds, self.containers, ())
+        return partial(self._put, kinds, now, filled)
+
+    def _put(
+        self,
+        kinds: Iterable[tuple[nn.Module, type]],
+        contents: Iterable[tuple[Any, Any]],
+        filled: Iterable[tuple[Any, Any]],
+    ) -> None:
+        for container in self._empty:
+            if container:
+                container.clear()
+        for module, kind in kinds:
+            if type(module) is not kind:
+                module.__class__ = kind
+        _put(contents)
+        _put(filled)
+
+
+def _items(containers: Iterable[Any]) -> list[Any]:
+    """The number of what is in each, and all that is in them."""
+    found = list(containers)
+    inside = (dict.values(each) if isinstance(each, dict) else each for each in found)
+    return [*map(len, found), *chain.from_iterable(inside)]
+
+
+def _replaced(value: Any, others: dict[int, Any]) -> Any:
+    """What is in place of `value`; in tuples, of tensors with a graph."""
+    if type(value) is tuple:
+        items = [
+            each.detach().requires_grad_()
+            if isinstance(each, Tensor) and each.grad_fn is not None
+            else _replaced(each, others)
+            for each in value
+        ]
+        return value if all(map(operator.is_, items, value)) else tuple(items)
+    return others.get(id(value), value)
+
+
+_OTHERS = frozenset(map(type, (None, True, 0, 0.0, "", _items, partial(_items), [].append)))
+_is_trained = operator.attrgetter("requires_grad")
+_LEADS_ON = (nn.Module, SimpleNamespace, tuple, dict, list, deque, set)
+
+
+def _is_state(value: Any) -> bool:
+    """Whether it is a tensor whose bytes a forward may change. Parameters are not, whose values I5 is about."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
+
+
+def _same(container: Any, copy: Any) -> bool:
+    """Whether a container holds the objects that its copy does, in their order."""
+    if len(container) != len(copy) or type(container) is set:
+        return bool(container == copy)
+    if type(container) in _DICTS:
+        return all(map(operator.is_, container, copy)) and all(map(operator.is_, container.values(), copy.values()))
+    return all(map(operator.is_, container, copy))
+
+
+def _put(containers: Iterable[tuple[Any, Any]]) -> None:
+    """Gives containers their contents."""
+    for container, contents in containers:
+        if not _same(container, contents):
+            container.clear()
+            if type(container) in _LISTS:
+                container.extend(contents)
+            elif type(container) is Counter:
+                dict.update(container, contents)  # its own adds
+            else:
+                container.update(contents)
 
 
 class _Held:
-    """What a module and its submodules hold before a call: which objects, and tensors that a forward may write to as copies.
+    """What modules hold before a call: which objects, and tensors that a forward may write to as copies.
 
-    Parameters are objects here, whose values I5 is about; `keep_changed` lets go of copies of large tensors that the call has
-    not changed.
+    Args:
+        contents: as they are now.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._owners = [
-            (owner, type(owner), dict(vars(owner)), {name: dict(vars(owner)[name]) for name in _REGISTRIES})
-            for owner in module.modules()
-        ]
-        self._tensors = [
-            (held, name, value, value._version, value.clone())
-            for owner in module.modules()
-            for held in (owner._buffers, vars(owner))
-            for name, value in held.items()
-            if isinstance(value, Tensor) and not value.is_inference() and not isinstance(value, nn.Parameter)
-        ]
-        self._copies = [
-            (vars(owner), name, value.copy())
-            for owner in module.modules()
-            for name, value in vars(owner).items()
-            if type(value) in _CONTAINERS and name not in _OF_TORCH
-        ]
+    def __init__(self, contents: _Contents) -> None:
+        self._contents = contents
+        self._tensors = {
+            id(copy[name]): (name, copy[name], copy[name]._version)
+            for _, copy, names in contents.with_tensors
+            for name in names
+        }
+        values = [value for _, value, _ in self._tensors.values()]
+        self._before = dict(zip(self._tensors, _copies(values), strict=True))
+        self._trained = list(map(_is_trained, contents.parameters))
 
-    def addresses(self) -> frozenset[int]:
-        """Of the tensors, where they have memory."""
-        return frozenset(value.data_ptr() for *_, value, _, _ in self._tensors if torch._C._has_storage(value))
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the modules."""
+        return self._contents.parameters
+
+    @property
+    def ids(self) -> Collection[int]:
+        """Of the tensors."""
+        return self._tensors.keys()
 
     def keep_changed(self) -> None:
-        # Running statistics are small, and torch's batch_norm writes to them without counting it as a change.
-        self._tensors = [
-            (held, name, value, version, before)
-            for held, name, value, version, before in self._tensors
-            if value.numel() <= _SMALL_NUMEL or held.get(name) is not value or value._version != version
-        ]
+        """Lets go of copies of large tensors that the call has not changed."""
+        for key, (name, value, version) in self._tensors.items():
+            before = self._before[key]
+            if value.numel() <= _SMALL_NUMEL or value._version != version:
+                continue
+            on_cpu = value.device.type == "cpu" and type(value) is Tensor and value.layout is torch.strided
+            # Writes to `.data` are no change that is counted, either.
+            if _equal(value, before) if on_cpu else name not in _STATISTICS:
+                del self._before[key]
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """Inside, all of it is as it was, tensors and containers as copies; what happens to these is forgotten."""
-        now = [
-            (owner, type(owner), dict(vars(owner)), {name: dict(vars(owner)[name]) for name in _REGISTRIES})
-            for owner, *_ in self._owners
-        ]
-        buffers: list[tuple[Any, str, Any]] = [
-            (held, name, held.get(name, _nothing)) for held, name, *_ in self._tensors
-        ]
-        _put(self._owners)
-        for held, name, *_, before in self._tensors:
-            held[name] = before.clone()
-        for attributes, name, copy in self._copies:
-            attributes[name] = copy.copy()
+        for key, (_, value, version) in self._tensors.items():
+            if key not in self._before and value._version != version:
+                refuse_changed(value, version)
+        trained = list(map(_is_trained, self._contents.parameters))
+        self._train(trained, self._trained)
+        back = self._contents.put()
+        now = [(container, container.copy()) for container, *_ in self._contents.with_tensors]
+        fresh = dict(zip(self._before, _copies(list(self._before.values())), strict=True))
         try:
+            for container, contents, names in self._contents.with_tensors:
+                _put([(container, contents)])
+                for name in names:
+                    value = fresh.get(id(contents[name]), contents[name])
+                    # In place of what was computed, so that it may be written to.
+                    container[name] = value.requires_grad_().clone() if contents[name].requires_grad else value
             yield
         finally:
+            back()
             _put(now)
-            for held, name, value in buffers:
-                if value is _nothing:
-                    held.pop(name, None)
-                else:
-                    held[name] = value
+            self._train(self._trained, trained)
+
+    def _train(self, now: list[bool], then: list[bool]) -> None:
+        """Makes parameters want gradients as they did: autograd saves nothing for others."""
+        if now != then:
+            for parameter, wanted in zip(self._contents.parameters, then, strict=True):
+                parameter.requires_grad_(wanted)
 
 
-_nothing = object()
-_OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
+@torch.no_grad()
+def _equal(one: Tensor, other: Tensor) -> bool:
+    try:  # by 8 bytes, which is ten times as fast for bytes
+        return torch.equal(one.view(torch.int64), other.view(torch.int64))
+    except RuntimeError:  # of odd size, or in another order
+        return torch.equal(one, other)
 
 
-def _put(owners: Iterable[tuple[nn.Module, type, dict[str, Any], dict[str, dict[str, Any]]]]) -> None:
-    """Gives modules their class, attributes and registered objects."""
-    for owner, kind, attributes, registries in owners:
-        if type(owner) is not kind:
-            owner.__class__ = kind
-        _set_items(vars(owner), attributes)
-        for name, items in registries.items():
-            _set_items(vars(owner)[name], items)
-
-
-def _set_items(target: dict[str, Any], items: dict[str, Any]) -> None:
-    """Makes `target` hold the same objects under the same names as `items`, in their order, where it does not."""
-    if len(target) != len(items) or any(target.get(name, _nothing) is not value for name, value in items.items()):
-        target.clear()
-        target.update(items)
+@torch.no_grad()
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies, of which those share memory that are of tensors which do."""
+    if len(tensors) == 1:
+        return [tensors[0].detach().clone()]
+    places = [each.untyped_storage()._cdata if torch._C._has_storage(each) else id(each) for each in tensors]
+    times = Counter(places)
+    if len(times) == len(tensors):
+        return [each.detach().clone() for each in tensors]
+    memory: dict[int, Any] = {}
+    copies = []
+    for tensor, place in zip(tensors, places, strict=True):
+        if times[place] == 1 or type(tensor) is not Tensor:
+            copies.append(tensor.detach().clone())
+            continue
+        if place not in memory:
+            memory[place] = tensor.untyped_storage().clone()
+        shape = tensor.storage_offset(), tensor.shape, tensor.stride()
+        copies.append(torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(memory[place], *shape))
+    return copies
 
 
 class _Arguments:
@@ -276,6 +468,7 @@ class _FirstCall:
     saves: _Saves
     arguments: _Arguments
     changes: dict[str, int]
+    written: list[nn.Parameter]
 
     def check(self, changes: dict[str, int]) -> None:
         """Raises UsageError (I5).
@@ -301,12 +494,12 @@ class _Saves:
 
     Args:
         turn: how many calls of the unit there were before.
-        buffers: addresses of the module's tensors.
+        state: ids of tensors that the module holds: they are what they were, and may be written to behind being saved.
     """
 
-    def __init__(self, turn: int, buffers: frozenset[int]) -> None:
+    def __init__(self, turn: int, state: Collection[int]) -> None:
         self._turn = turn
-        self._buffers = buffers
+        self._state = state
         self._last: tuple[_Looks, Tensor, int] | None = None
 
     @contextmanager
@@ -322,17 +515,24 @@ class _Saves:
         if last is not None:
             looks, tensor, version = last
             # What was written to since it was saved is refused by torch, if it is read.
-            looks.sample = sampled(tensor) if tensor._version == version else None
+            looks.sample = sampled(tensor) if tensor._version == version and _has_bytes(tensor) else None
 
     def come(self, looks: _Looks, tensor: Tensor) -> None:
         """A tensor is saved."""
         base = tensor if tensor._base is None else tensor._base
-        if (base.is_leaf and base.requires_grad) or not _is_compared(tensor) or tensor.data_ptr() in self._buffers:
-            return  # a weight is compared by its changes (I5); a buffer is another one in the recomputed forward
+        if base.is_leaf and base.requires_grad:
+            return  # a weight, which is compared by its changes (I5)
+        # Integers are no gradients' business, and what kernels save as bytes has some that nobody has written.
+        if (
+            id(tensor) in self._state
+            or id(base) in self._state
+            or not (tensor.is_floating_point() or tensor.is_complex())
+        ):
+            return
         self._turn += 1
-        if self._turn % _SAMPLES_ONE_IN == 0:
+        if self._turn % _SAMPLES_ONE_IN == 0 and _has_bytes(tensor):
             looks.sample = sampled(tensor)
-        self._last = looks, tensor.detach(), tensor._version
+        self._last = looks, tensor, tensor._version
 
 
 class _Looks:
@@ -360,11 +560,8 @@ class _Looks:
         return f"{self._known}"
 
 
-def _is_compared(tensor: Tensor) -> bool:
-    """Whether it is a plain strided tensor of numbers in RAM. Others are masks, places, and what kernels keep for their
-    backward, of which they leave some bytes as they are."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return False
+def _has_bytes(tensor: Tensor) -> bool:
+    """Whether it is a plain strided tensor in RAM."""
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and in_ram(tensor)
     return plain and not (tensor.is_nested or tensor.is_quantized or is_fake(tensor) or in_transform())
 
@@ -387,6 +584,32 @@ def once(compute: Callable[[], Tensor]) -> Tensor:
     """
     kept: _Kept | None = getattr(_of_thread, "kept", None)
     return compute() if kept is None else kept.result(compute)
+
+
+def _contents_of(module: nn.Module, around: Collection[int]) -> Callable[[Sequence[Any], dict[str, Any]], _Contents]:
+    """What tells the contents of a module, and of modules that it is given, before a call with some arguments."""
+    last: _Contents | None = None
+
+    def contents(args: Sequence[Any], kwargs: dict[str, Any]) -> _Contents:
+        nonlocal last
+        given = [each for each in _flat((*args, *kwargs.values())) if isinstance(each, nn.Module)]
+        if given:
+            return _Contents([module, *given], around)
+        if last is None or not last.remains_all():
+            last = None  # not two at a time
+            last = _Contents([module], around)
+        return last
+
+    return contents
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """What is in lists, tuples and dicts."""
+    for value in values:
+        if type(value) in _NESTED:
+            yield from _flat(value.values() if type(value) is dict else value)
+        else:
+            yield value
 
 
 @contextmanager
@@ -435,6 +658,7 @@ class Recompute:
         by_itself = _checkpoints_itself(module)
         if by_itself:
             self._tell_models_around(module)
+        contents = _contents_of(module, self._around(unit))
         changes = self._changes(module)
         turns = itertools.count()
         compiled = any(each._compiled_call_impl is not None for each in module.modules())
@@ -443,19 +667,30 @@ class Recompute:
 
         def again(first: _FirstCall, *args: Any, **kwargs: Any) -> Any:
             if not in_backward():
+                versions = [each._version for each in first.held.parameters]
                 with first.kept.inside(again=False), first.saves.watched():
                     output = first.forward(*args, **kwargs)
                 first.held.keep_changed()
+                first.written.extend(
+                    each
+                    for each, version in zip(first.held.parameters, versions, strict=True)
+                    if each._version != version
+                )
                 first.changes.update(changes())  # behind it: lock-free units get newer values when they are first read
                 return output
             self._last = unit
             self._starts(unit.index)
             first.check(changes())
             args_again, kwargs_again = first.arguments.of(args, kwargs)
-            with first.held.as_before(), first.kept.inside(again=True):
+            with first.held.as_before(), first.kept.inside(again=True), self._unwritten(unit, first):
                 try:
                     return first.forward(*args_again, **kwargs_again)
                 except StopIteration as error:  # loops, Lightning's too, would take it for their end
+                    raise _differs(unit) from error
+                except AssertionError as error:
+                    if "target_frame.early_stop" not in str(error):
+                        raise
+                    # It goes on behind its end, for it has caught what torch ends it with.
                     raise _differs(unit) from error
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -466,13 +701,41 @@ class Recompute:
                 return forward(*args, **kwargs)
             if by_itself and module.gradient_checkpointing and module.training:
                 return forward(*args, **kwargs)  # the user has switched it on
-            held = _Held(module)
-            saves = _Saves(next(turns), held.addresses())
-            known = _FirstCall(forward, held, _Kept(), saves, _Arguments(args, kwargs), {})
+            held = _Held(contents(args, kwargs))
+            saves = _Saves(next(turns), held.ids)
+            known = _FirstCall(forward, held, _Kept(), saves, _Arguments(args, kwargs), {}, [])
             return checkpoint(again, known, *args, use_reentrant=False, determinism_check=check, **kwargs)
 
         # Not to be traced as a part of what is compiled around it; what it calls may be.
         return cast(Call, torch.compiler.disable(call, recursive=False))
+
+    @contextmanager
+    def _unwritten(self, unit: Unit, first: _FirstCall) -> Iterator[None]:
+        """Inside, a parameter that the first call has written to gets no other value by being written to again.
+
+        Raises:
+            UsageError: it did.
+        """
+        before = [each.detach().clone() for each in first.written]
+        try:
+            yield
+        finally:
+            for parameter, value in zip(first.written, before, strict=True):
+                if not torch.equal(parameter.detach(), value):
+                    name = next(
+                        (name for name, each in self._root.named_parameters() if each is parameter), "a parameter"
+                    )
+                    raise UsageError(
+                        f"{unit.name} ({type(unit.module).__name__}) writes to {name} in its forward, and did so a second "
+                        f"time when it was recomputed in the backward pass; keep what a forward writes to in a buffer "
+                        f"(register_buffer), or set recompute='none'"
+                    )
+
+    def _around(self, unit: Unit) -> set[int]:
+        """Ids of the modules that the unit is a part of."""
+        names = unit.name.split(".")
+        around = {id(self._root.get_submodule(".".join(names[:depth]))) for depth in range(len(names))}
+        return around - {id(unit.module)}
 
     def _tell_models_around(self, layer: nn.Module) -> None:
         for module in self._root.modules():

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import gc
 import random
+import types
+import weakref
 from typing import Any
 
 import numpy as np
@@ -299,6 +303,298 @@ class CachingInADict(Caching):
         return block(x, cache=cache)  # type: ignore[no-any-return]
 
 
+def _of(forward: Any, prepare: Any = lambda block: None) -> Any:
+    """A class of blocks whose forward is `forward(block, x)` around that of `Block`."""
+
+    class OfBlock(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            prepare(self)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(self, super().forward(x))  # type: ignore[no-any-return]
+
+    return OfBlock
+
+
+def _average(value: Tensor, x: Tensor) -> None:
+    with torch.no_grad():
+        value.mul_(0.9).add_(x.mean() + 0.1)
+
+
+class _Batches(Odd):
+    """Two micro-batches in a step, and so many steps that each tensor that a call saves has been compared."""
+
+    manual = True
+
+    def step(self, run: Any, x: Tensor) -> None:
+        optimizer = run.optimizers()
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses = [self.loss(x), self.loss(2 * x)]
+            for loss in losses:
+                run.manual_backward(loss)
+            optimizer.step()
+        run.losses.append(losses[0].detach())
+
+
+class Normalized(_Batches):
+    """Running statistics, to which batch_norm writes behind having saved them."""
+
+    def block(self) -> nn.Module:
+        return _of(lambda b, x: b.batch(x), lambda b: setattr(b, "batch", nn.BatchNorm1d(WIDTH)))()  # type: ignore[no-any-return]
+
+
+class Recurrent(_Batches):
+    """A kernel that saves bytes that nobody has written."""
+
+    def block(self) -> nn.Module:
+        return _of(lambda b, x: b.rnn(x[None])[0][0], lambda b: setattr(b, "rnn", nn.LSTM(WIDTH, WIDTH)))()  # type: ignore[no-any-return]
+
+
+class NormalizedWide(Odd):
+    """Statistics that are large."""
+
+    def block(self) -> nn.Module:
+        wide = 1 << 15
+        return nn.Sequential(
+            nn.Linear(WIDTH, 4), nn.Linear(4, wide), nn.BatchNorm1d(wide), nn.Linear(wide, 4), nn.Linear(4, WIDTH)
+        )
+
+
+class NormalizedByAnothers(Odd):
+    """A module of the root, which blocks have in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(WIDTH, affine=False)
+        for block in self.blocks:
+            block.batch = [self.batch]  # type: ignore[assignment]
+
+    def block(self) -> nn.Module:
+        return _of(lambda b, x: b.batch[0](x))()  # type: ignore[no-any-return]
+
+
+class NormalizedByAnArgument(Odd):
+    """A module that blocks are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(WIDTH, affine=False)
+
+    def block(self) -> nn.Module:
+        class OfBlock(Block):
+            def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
+                return norm(super().forward(x))  # type: ignore[no-any-return]
+
+        return OfBlock()
+
+    def through(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, self.batch)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class _Averaging(Odd):
+    """Averages, in a thing that a block holds."""
+
+    def prepare(self, block: Any) -> None:
+        """Gives a new block what it holds."""
+
+    def forward(self, block: Any, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def block(self) -> nn.Module:
+        return _of(self.forward, self.prepare)()  # type: ignore[no-any-return]
+
+
+class AveragedInADict(_Averaging):
+    """A tensor in a dict in a dict."""
+
+    def prepare(self, block: Any) -> None:
+        block.state = {"inner": {"mean": torch.zeros(())}}
+
+    def forward(self, block: Any, x: Tensor) -> Tensor:
+        _average(block.state["inner"]["mean"], x)
+        return x * (1 + block.state["inner"]["mean"].clone())
+
+
+class AveragedAndViewed(_Averaging):
+    """A buffer, of which another attribute is a view."""
+
+    def prepare(self, block: Any) -> None:
+        block.register_buffer("means", torch.zeros(4))
+        block.first = block.means[:1]
+
+    def forward(self, block: Any, x: Tensor) -> Tensor:
+        _average(block.means, x)
+        return x * (1 + block.first.clone())
+
+
+class AveragedByData(_Averaging):
+    """A large buffer, by way of its `data`, which is not counted as a change."""
+
+    def prepare(self, block: Any) -> None:
+        block.register_buffer("means", torch.zeros(400, WIDTH))
+
+    def forward(self, block: Any, x: Tensor) -> Tensor:
+        x = x * (1 + block.means[0].clone())
+        block.means.data.mul_(0.9).add_(x.detach().mean(0))
+        return x
+
+
+class _Counting(_Averaging):
+    """Counts calls in a container, and computes otherwise from the fourth on."""
+
+    def forward(self, block: Any, x: Tensor) -> Tensor:
+        block.counts["calls"] += 1
+        return x * x.sigmoid() * (1 + 0.1 * (block.counts["calls"] > 3))
+
+
+class CountedByACounter(_Counting):
+    def prepare(self, block: Any) -> None:
+        block.counts = collections.Counter()
+
+
+class CountedByDefault(_Counting):
+    def prepare(self, block: Any) -> None:
+        block.counts = collections.defaultdict(int)
+
+
+class CountedInOrder(_Counting):
+    def prepare(self, block: Any) -> None:
+        block.counts = collections.OrderedDict(calls=0)
+
+
+class CountedInANamespace(_Averaging):
+    def prepare(self, block: Any) -> None:
+        block.state = types.SimpleNamespace(calls=[0])
+
+    def forward(self, block: Any, x: Tensor) -> Tensor:
+        block.state.calls[0] += 1
+        return x * x.sigmoid() * (1 + 0.1 * (block.state.calls[0] > 3))
+
+
+class HookedWithNames(Hooked):
+    """The hook is one that gets arguments by name, too."""
+
+    def through(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            norm: Any = block.norm
+            handle = norm.register_forward_hook(lambda module, args, named, output: output * 2, with_kwargs=True)
+            x = block(x)
+            handle.remove()
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Frozen(Odd):
+    """A weight is frozen behind the forward (as LoRA's adapters are when another is chosen)."""
+
+    def step(self, run: Any, x: Tensor) -> Any:
+        loss = super().step(run, x)
+        for block in self.blocks:
+            block.up.weight.requires_grad_(False)  # type: ignore[union-attr]
+        return loss
+
+    def before_batch(self, index: int, run: Any) -> None:
+        for block in self.blocks:
+            block.up.weight.requires_grad_(True)  # type: ignore[union-attr]
+
+
+class Spectral(_Averaging):
+    """Complex numbers, and a part of their conjugates."""
+
+    def forward(self, block: Any, x: Tensor) -> Tensor:
+        z = torch.fft.rfft(x)
+        w = z.conj()
+        return x + torch.fft.irfft(z * w.imag * 0.1, n=WIDTH) * w.imag.abs().mean()
+
+
+OTHERS = [
+    Normalized,
+    Recurrent,
+    NormalizedWide,
+    NormalizedByAnothers,
+    NormalizedByAnArgument,
+    AveragedInADict,
+    AveragedAndViewed,
+    AveragedByData,
+    CountedByACounter,
+    CountedByDefault,
+    CountedInOrder,
+    CountedInANamespace,
+    HookedWithNames,
+    Frozen,
+    Spectral,
+]
+
+
+@pytest.mark.parametrize("program", OTHERS, ids=lambda program: program.__name__)
+def test_what_a_forward_changes_it_changes_once(strategy_at, program: type[Odd]) -> None:
+    assert_same(program, strategy_at("ram", recompute="all"))
+
+
+class AveragedInAParameter(_Averaging):
+    """A forward writes to a parameter of its own."""
+
+    def prepare(self, block: Any) -> None:
+        block.mean = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, block: Any, x: Tensor) -> Tensor:
+        _average(block.mean, x)
+        return x * x.sigmoid()
+
+
+def test_a_forward_that_gives_a_parameter_another_value_each_time_is_refused(strategy_at) -> None:
+    assert_refused(
+        AveragedInAParameter, strategy_at("ram", recompute="all"), "writes to odd.blocks.", "mean", "register_buffer"
+    )
+
+
+class CatchesAll(Odd):
+    """A forward catches whatever is raised in it."""
+
+    def block(self) -> nn.Module:
+        class OfBlock(Block):
+            def forward(self, x: Tensor) -> Tensor:
+                try:
+                    return super().forward(x)
+                except Exception:
+                    return 2 * super().forward(x)
+
+        return OfBlock()
+
+
+class Watched(Odd):
+    """Blocks show what they have computed last, which the loss does not use."""
+
+    def block(self) -> nn.Module:
+        def forward(block: Any, x: Tensor) -> Tensor:
+            block.last, block.all = block.norm(x).exp(), [block.norm(x).exp()]
+            return x
+
+        return _of(forward)()  # type: ignore[no-any-return]
+
+    def before_batch(self, index: int, run: Any) -> None:
+        if index == 0:
+            seen.clear()
+        for block in self.blocks:
+            if index:
+                seen.extend(map(weakref.ref, (block.last, block.all[0])))  # type: ignore[arg-type,index,union-attr]
+
+
+seen: list[Any] = []
+
+
+def test_a_unit_does_not_hold_what_earlier_forwards_have_left_in_attributes(strategy_at) -> None:
+    assert_same(Watched, strategy_at("ram", recompute="all"))
+    gc.collect()
+    assert len(seen) == 24 and sum(each() is not None for each in seen) <= 8
+
+
 ONE_CALL = [Stepped, ScaledByItself, ScaledInPlace, Logged, Mode, ClassChanges, Patched]
 MORE = [
     Generated,
@@ -404,7 +700,7 @@ class CachesInAnObject(Caching):
         return OfBlock()
 
 
-REFUSED = [_Drawing, DrawsFromNumpy, DrawsFromItsOwn, ReadsAClosure, CachesInAnObject]
+REFUSED = [CatchesAll, _Drawing, DrawsFromNumpy, DrawsFromItsOwn, ReadsAClosure, CachesInAnObject]
 
 
 @pytest.mark.parametrize("program", REFUSED, ids=lambda program: program.__name__)
