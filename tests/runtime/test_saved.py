@@ -223,7 +223,7 @@ def test_a_view_that_outlives_its_unit_is_refused_when_the_unit_goes() -> None:
     with calls() as it:
         weight, _ = it.fetched(FIRST)
         kept = [weight.detach()[0, :5]]
-        with pytest.raises(UsageError, match=r"a view of .* is kept beyond the call .* `weight.detach\(\).clone\(\)`"):
+        with pytest.raises(UsageError, match=r"a view of .* is kept beyond the call .*`weight.detach\(\).clone\(\)`"):
             it.parts.stores[FIRST].release()
         kept.append(kept.pop().clone())
         it.parts.stores[FIRST].release()
