@@ -2,8 +2,8 @@
 
 The bytes are looked at as rows of words. A fingerprint is of the sums of rows and of columns, each times a number of its
 place, so that the same words in another order have another one. It is computed at the speed of memory, by all threads of
-torch, and does not depend on their number. That of a sample costs microseconds, and finds what changes whole rows, as whatever
-goes through a matrix product does.
+torch, and does not depend on their number. That of a sample costs microseconds, and finds what changes whole rows, as
+whatever goes through a matrix product does.
 """
 
 from __future__ import annotations
