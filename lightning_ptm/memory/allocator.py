@@ -164,7 +164,12 @@ class Allocator:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's storage lies in the memory of pages, whichever part of it the storage covers."""
-        address = tensor.untyped_storage().data_ptr()
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except (
+            RuntimeError
+        ):  # torch's answer where there is no memory: a zero tensor, or a subclass of which only Python knows
+            return False
         return any(start <= address < end for start, end in self._addresses)
 
     # Tensors.

@@ -1,24 +1,30 @@
 """Fingerprints of tensors' bytes: equal bytes have equal ones, and others almost never do.
 
-A fingerprint is a sum of bits as integers. It is computed at the speed of memory, by all threads of torch, and does not
-depend on their number. That of a sample costs microseconds, and finds what changes whole rows, as whatever goes through a
-matrix product does.
+The bytes are looked at as rows of words. A fingerprint is of the sums of rows and of columns, each times a number of its
+place, so that the same words in another order have another one. It is computed at the speed of memory, by all threads of
+torch, and does not depend on their number. That of a sample costs microseconds, and finds what changes whole rows, as
+whatever goes through a matrix product does.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
 _WORD_BYTES = 8
+_ROW = 1 << 12
+_ROWS = 1 << 4
+"""So many stay in a core's caches while they are looked at."""
+_PART = 1 << 16
+_PRIME = (1 << 61) - 1
 
 
 @torch.no_grad()
-def fingerprint(tensor: Tensor) -> tuple[int, int]:
-    """Of the elements of a dense tensor in RAM, in the order of its memory: the sum of its 8-byte words, and of the rest.
+def fingerprint(tensor: Tensor) -> int:
+    """Of the elements of a dense tensor in RAM, in the order of its memory.
 
     Raises:
         RuntimeError: it has no bytes to read (meta, sparse, batched).
@@ -28,11 +34,34 @@ def fingerprint(tensor: Tensor) -> tuple[int, int]:
             tensor = tensor.narrow(dim, 0, 1)  # an expanded dimension says the same again and again
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     whole = tensor.detach().permute(order).contiguous().view(-1).view(torch.uint8)
-    words = whole.numel() // _WORD_BYTES * _WORD_BYTES
-    body, rest = whole[:words], whole[words:]
+    size = whole.numel() // _WORD_BYTES * _WORD_BYTES
+    body, rest = whole[:size], whole[size:]
     if body.storage_offset() % _WORD_BYTES or body.data_ptr() % _WORD_BYTES:
         body = body.clone()
-    return int(_folded(body.view(torch.int64)).sum()), int(rest.sum(dtype=torch.int64))
+    words = body.view(torch.int64)
+    long = len(words) // _ROW * _ROW
+    rows = words[:long].view(-1, _ROW)
+    # An even number of signs of float64, the highest bits, is lost in sums of whole words.
+    upper = [(some >> 32).sum(1) for some in rows.split(_ROWS)]
+    sums = torch.cat((rows.sum(1), rows.sum(0), *upper, words[long:], rest.to(torch.int64)))
+    # The upper bits go into the lower ones, which a product keeps: floats often differ in the upper ones alone.
+    return _weighed(sums ^ (sums >> 32))
+
+
+def _weighed(words: Tensor) -> int:
+    """The sum of words (n,), each times a number of its place."""
+    total = 0
+    for part in words.split(_PART):
+        total = total * _PRIME + int(torch.dot(part, _numbers()[: len(part)]))
+    return total % (1 << 64)
+
+
+@cache
+def _numbers() -> Tensor:
+    """A number of each place in a part, large ones that look random."""
+    with torch.inference_mode(False):
+        chance = torch.Generator().manual_seed(1)
+        return torch.randint(1, 1 << 62, (_PART,), generator=chance, device="cpu", dtype=torch.int64)
 
 
 _LEAST_SAMPLED = 1 << 8

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -390,8 +389,7 @@ class FlatBinding:
         Raises:
             UsageError: there is such a view.
         """
-        # What a traceback's frames hold is read by nobody any more.
-        if self._base is None or self.lent or sys.exc_info()[1] is not None or not self._views.held_beside(self._base):
+        if self._base is None or self.lent or not self._views.held_beside(self._base):
             return
         gc.collect()
         held = self._views.held_beside(self._base)
@@ -423,21 +421,45 @@ class FlatBinding:
         looked_at = tensor.dtype, shape, stride, tensor.is_conj(), tensor.is_neg()
         return Packed(self, slot, offset, *looked_at, self.changes[slot])
 
-    def unpack(self, packed: Packed, *, copied: bool) -> Tensor:
+    def unpack(self, packed: Packed, *, copied: bool, counted: bool = True) -> Tensor:
         """What was named, over the bytes of the parameter where they are now, or over a copy of these.
+
+        Args:
+            counted: it must be gone when the flat is given up, as any view of the parameter (`check_views`).
 
         Raises:
             UsageError: the values have changed since.
         """
+        if self._base is None and self.lent:
+            raise UsageError(
+                f"a backward pass runs inside `with strategy.gathered(module):`, where {packed.name} is whole and not in the "
+                f"pages that the forward before the block has computed with; end the block before, or compute the forward "
+                f"inside of it, too"
+            )
         if self._base is None:
             raise InternalError(f"{packed.name} is not gathered while a saved tensor of it is read")
         if self.changes[packed.slot] != packed.change:
             refuse_older(packed.name, self.changes[packed.slot] - packed.change)
+        with (
+            torch._C._DisableTorchDispatch()
+        ):  # modes of the user's, such as a selective checkpoint, need not hear of it
+            return self._seen(packed, copied=copied, counted=counted)
+
+    def _seen(self, packed: Packed, *, copied: bool, counted: bool) -> Tensor:
+        assert self._base is not None  # as `unpack` knows
         place = self.layout.slots[packed.slot]
-        part = self._base[place.start : place.start + place.numel].view(torch.uint8)
-        part = part.clone() if copied else over_own_storage(part)
+        part, offset = self._base[place.start : place.start + place.numel], packed.offset
+        if copied:  # no more than is looked at: code that reads a weight row by row saves each row
+            size = packed.dtype.itemsize
+            steps = zip(packed.shape, packed.stride, strict=True)
+            reach = 1 + sum((many - 1) * stride for many, stride in steps) if 0 not in packed.shape else 0
+            part, offset = part.view(torch.uint8)[offset * size : (offset + reach) * size].clone(), 0
+        elif counted:
+            part = self._views.at(self._base)[packed.slot]
+        else:
+            part = over_own_storage(part)
         found = torch.empty(0, dtype=packed.dtype, device=part.device)
-        found.set_(part.untyped_storage(), packed.offset, packed.shape, packed.stride)
+        found.set_(part.untyped_storage(), offset, packed.shape, packed.stride)
         found = found.conj() if packed.conj else found
         return torch._neg_view(found) if packed.neg else found
 

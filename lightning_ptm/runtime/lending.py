@@ -111,7 +111,7 @@ class Lending:
                 f"give the outer block write=True"
             )
         wholes: list[tuple[FlatBinding, FlatStore | None, Tensor]] = []
-        before: list[list[tuple[int, int]]] = []
+        before: list[list[int]] = []
         lent: set[int] = set()
         try:
             for store in chosen:

@@ -13,12 +13,17 @@ whose flat is elsewhere now, is of bytes that may hold something else by now.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from traceback import walk_tb
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from lightning_ptm.runtime.graphs import tensors_in
 
 if TYPE_CHECKING:
     from lightning_ptm.runtime.binding import FlatBinding
@@ -71,7 +76,11 @@ class FlatViews:
     def held_beside(self, full: Tensor) -> Sequence[int]:
         """Slots whose storage at `full` somebody holds beside the parameter, which is bound to it."""
         views = self._at.get(full.data_ptr(), ())
-        return [slot for slot, view in enumerate(views) if view.numel() and _holders(view) > _OWN_HOLDERS]
+        return [slot for slot, view in enumerate(views) if view.numel() and self._held(view)]
+
+    def _held(self, view: Tensor) -> bool:
+        beside = _holders(view) - _OWN_HOLDERS
+        return beside > 0 and beside > len(_in_frames_that_have_ended(view))
 
     def at(self, full: Tensor) -> Sequence[Tensor]:
         """By slot, the parameter as a view of `full`, (padded_numel,), over a storage of its own."""
@@ -108,11 +117,40 @@ class FlatViews:
 
 def _holders(view: Tensor) -> int:
     """How many tensors, and objects of Python's, hold the storage of a tensor."""
-    return int(torch._C._storage_Use_Count(view.untyped_storage()._cdata))
+    storage = view.untyped_storage()  # one object of Python's for all who ask, which counts once
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
-_OWN_HOLDERS = 4
-"""Of a storage that a bound parameter has: the parameter, the view that is kept here, and two of who asks."""
+_OWN_HOLDERS = _holders(torch.empty(1).view(1)) + 1
+"""Of a storage that a bound parameter has: the view that is kept here, with its base, who asks, and the parameter."""
+
+
+def _is_over(tensor: Tensor, storage: int) -> bool:
+    is_other = isinstance(tensor, nn.Parameter) or not torch._C._has_storage(tensor)
+    return not is_other and tensor.untyped_storage()._cdata == storage
+
+
+def _in_frames_that_have_ended(view: Tensor) -> set[int]:
+    """By identity, tensors that have the storage of `view`, are no parameters, and are read by nobody any more: variables of
+    functions that were ended by the error which is handled now."""
+    handled = sys.exc_info()[1]
+    if handled is None:
+        return set()
+    running: set[int] = set()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        running.add(id(frame))
+        frame = frame.f_back
+    storage, errors, found = view.untyped_storage()._cdata, [handled], set()
+    for error in errors:
+        errors += [each for each in (error.__cause__, error.__context__) if each is not None and each not in errors]
+        for frame, _ in walk_tb(error.__traceback__):
+            if id(frame) not in running:
+                with torch._C.DisableTorchFunctionSubclass():  # there are closed parameters among them
+                    inside = list(tensors_in(list(frame.f_locals.values())))
+                    inside += [each._base for each in inside if each._base is not None]
+                    found |= {id(each) for each in inside if _is_over(each, storage)}
+    return found
 
 
 def over_own_storage(part: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ class SavedTensors:
             if not self._executor.leased(unit):
                 self._executor.hold(unit)
             # Of what no gradient asks for, the checkpoint keeps this for as long as the graph.
-            return keep(found.binding.unpack(found, copied=False))
+            return keep(found.binding.unpack(found, copied=False, counted=False))
 
         pack.__module__ = _CHECKPOINT  # as `inside_checkpoint` asks
         return pack

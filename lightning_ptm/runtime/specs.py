@@ -209,7 +209,7 @@ def traits_of(
                     f"of {request.backend.device}, give {instead}master_home='device', with device_memory for them (where "
                     f"it has none, parameter_home='device')"
                 )
-            raise OptimizerRefusedError(f"{error}{where}", device) from error
+            raise OptimizerRefusedError(f"{error}{where}", device) from (error.__cause__ or error)
     return known[key]
 
 

@@ -6,6 +6,7 @@ versions of the weights, and what is refused here has no number to be compared w
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -134,7 +135,16 @@ class DataEditedWhileGathered(EditedWhileGathered):
             self.blocks[2].up.weight.data.mul_(0.5)
 
 
-RAISES_IN_PLAIN = [Between, Retained, OfTheBatchBefore, EditedWhileGathered]
+class PermutedWhileGathered(EditedWhileGathered):
+    """The same numbers in another order."""
+
+    def change(self, run: Any, optimizer: Any) -> None:
+        strategy = run.trainer.strategy
+        with strategy.gathered(self.blocks[2]) if hasattr(strategy, "gathered") else nullcontext(), torch.no_grad():
+            self.blocks[2].up.weight.copy_(self.blocks[2].up.weight.flip(0))
+
+
+RAISES_IN_PLAIN = [Between, Retained, OfTheBatchBefore, EditedWhileGathered, PermutedWhileGathered]
 HIDDEN_IN_PLAIN = [Fused, RetainedFused, Adversary, DataEditedWhileGathered]
 
 

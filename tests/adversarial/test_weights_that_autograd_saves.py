@@ -5,6 +5,7 @@ Pages are used again between forward and backward here (`tight`), with and witho
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from kinds import WIDTH, Block, Odd, assert_refused, assert_same
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 PLACES = ["ram", "all_on_disk", "tight", "tight_recomputed"]
 
@@ -239,7 +240,52 @@ class CompressedActivations(SparseActivations):
     layout = "csr"
 
 
+class AfterAnError(Odd):
+    """A try raises with views of weights in its variables, and another is made while the error is handled."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        try:
+            x = self.attempt(x, fails=True)
+        except MemoryError:
+            x = self.attempt(x[:1], fails=False)
+        return self.head(x).square().mean()
+
+    def attempt(self, x: Tensor, *, fails: bool) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+            turned, listed = block.up.weight.T, [block.down.weight.detach()]
+            if fails and block is self.blocks[2]:
+                raise MemoryError
+            x = x + (x @ turned)[:, :WIDTH] * 0.1
+            del turned, listed
+        return x
+
+
+class ForwardDerivative(Odd):
+    """A derivative along one direction, by forward-mode differentiation, which saves zeros that have no memory."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            made = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            value, slope = torch.autograd.forward_ad.unpack_dual(self.through(made))
+            return value.square().mean() + slope.square().mean()
+
+
+class InSelectiveCheckpoint(Odd):
+    """A checkpoint of the user's that keeps what its matrix products give, by a mode of torch's dispatcher."""
+
+    def through(self, x: Tensor) -> Tensor:
+        keep = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=keep)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 SAME = [
+    AfterAnError,
+    InSelectiveCheckpoint,
     Penalty,
     Norm,
     Gram,
@@ -320,6 +366,28 @@ class KeptByDlpack(KeptForLater):
         return torch.from_dlpack(weight.detach())
 
 
+class KeptAsStorage(KeptForLater):
+    """Its storage, as the object that Python has of it."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        x, kept = self.stem(x), []
+        for block in self.blocks:
+            x = block(x)
+            kept.append(block.up.weight.untyped_storage())
+        values = [torch.empty(0).set_(each) for each in kept]  # type: ignore[call-overload]
+        return self.head(x).square().mean() * sum(each.norm() for each in values)
+
+
+class KeptWhileAnErrorIsHandled(KeptDetached):
+    """Detached, while an error is handled that has nothing to do with it."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        try:
+            raise ImportError
+        except ImportError:
+            return super().loss(x)
+
+
 class KeptInAContext(OwnFunction):
     """A function of the user's keeps a view as an attribute of its context, which autograd knows nothing of."""
 
@@ -370,6 +438,8 @@ REFUSED = [
     KeptData,
     KeptAsArray,
     KeptByDlpack,
+    KeptAsStorage,
+    KeptWhileAnErrorIsHandled,
     KeptInAContext,
     KeptByAClosure,
 ]
@@ -393,3 +463,41 @@ def test_a_sparse_tensor_over_a_weight(strategy_at, place: str) -> None:
         assert_same(SparseOverAWeight, strategy_at(place))
     else:
         assert_refused(SparseOverAWeight, strategy_at(place), "up.weight", "a part of another tensor", "clone()")
+
+
+class GivenOnByABackward(Odd):
+    """A function's backward gives the weight that it has saved on as a gradient."""
+
+    def block(self) -> nn.Module:
+        class Sum(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+                ctx.save_for_backward(weight)
+                return (x * weight[: len(x)]).sum()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+                return ctx.saved_tensors[0][:2], None
+
+        class OfBlock(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.one, self.two = (nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1) for _ in range(2))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return x.detach() @ self.two + Sum.apply(x, self.one)
+
+        return OfBlock()
+
+
+@pytest.mark.parametrize("place", ["ram", "tight"])
+def test_what_a_backward_was_given_is_refused_where_it_outlives_it(strategy_at, place: str) -> None:
+    if place == "ram":
+        assert_same(GivenOnByABackward, strategy_at(place))
+    else:
+        assert_refused(GivenOnByABackward, strategy_at(place), "a view of ", ".one", "clone()")
+
+
+@pytest.mark.parametrize("place", ["ram", "tight"])
+def test_forward_mode_derivatives(strategy_at, place: str) -> None:
+    assert_same(ForwardDerivative, strategy_at(place))

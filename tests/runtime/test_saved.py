@@ -199,7 +199,10 @@ def test_a_weight_is_named_however_it_is_looked_at(look: str, in_use: bool) -> N
         it.log.in_use |= {FIRST} if in_use else set()
         it.parts.stores[FIRST].release()
         output.backward()
-        assert x.grad is not None and torch.equal(x.grad, expected.conj().to(x.dtype))
+        assert x.grad is not None
+        # Halves of numbers may be none.
+        got, wanted = x.grad.nan_to_num(7), expected.conj().to(x.dtype).nan_to_num(7)
+        assert torch.equal(got, wanted)
 
 
 def test_a_unit_that_nobody_uses_may_go_before_what_is_read_of_it_is_computed_with() -> None:
