@@ -332,7 +332,7 @@ class _Held:
             before = self._before[key]
             if value.numel() <= _SMALL_NUMEL or value._version != version:
                 continue
-            on_cpu = value.device.type == "cpu" and type(value) is Tensor and value.layout is torch.strided
+            on_cpu = in_ram(value) and type(value) is Tensor and value.layout is torch.strided
             # Writes to `.data` are no change that is counted, either.
             if _equal(value, before) if on_cpu else name not in _STATISTICS:
                 del self._before[key]
