@@ -23,7 +23,7 @@ from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import UsageError, in_a_line
 from lightning_ptm.events import Events
 from lightning_ptm.memory.allocator import Allocator
-from lightning_ptm.memory.backend import Backend
+from lightning_ptm.memory.backend import Backend, in_ram
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
 from lightning_ptm.planning.holders import Axis
@@ -461,7 +461,7 @@ class Engine:
             for at, group in enumerate(optimizer.param_groups)
             for name, value in group.items()
             if isinstance(value, (bool, int, float, tuple))
-            or (isinstance(value, Tensor) and value.device.type == "cpu")
+            or (isinstance(value, Tensor) and in_ram(value))
         }
 
     def _forward_root(self) -> None:

@@ -25,4 +25,10 @@ def note(root: nn.Module, trained: Collection[int]) -> None:
 
 def learnt_in(root: nn.Module) -> frozenset[int]:
     """Ids of those parameters of a module that a run has trained."""
-    return frozenset(id(module._parameters.get(name)) for module in root.modules() for name in _LEARNT.get(module, ()))
+    # A scripted module has a dictionary of its own, which does not know `get`.
+    return frozenset(
+        id(module._parameters[name])
+        for module in root.modules()
+        for name in _LEARNT.get(module, ())
+        if name in module._parameters
+    )

@@ -42,3 +42,10 @@ def test_a_module_that_is_gone_is_forgotten() -> None:
     del layer
     gc.collect()
     assert len(learnt._LEARNT) < known
+
+
+def test_scripted_modules_are_known_too() -> None:
+    layer = torch.jit.script(nn.Linear(2, 2))
+    weight = next(layer.parameters())
+    learnt.note(layer, {id(weight)})
+    assert learnt.learnt_in(layer) == {id(weight)}
