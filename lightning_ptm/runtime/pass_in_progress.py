@@ -75,7 +75,7 @@ class PassInProgress:
         """Inside, and inside of `checked`, the announced pass runs; what it has left open is ended after it.
 
         Args:
-            by_user: code of the user's runs passes, or one, or none, and may look at gradients behind them: none is announced.
+            by_user: the user's code runs one pass, several or none, and may look at gradients behind them: none is announced.
         """
         if not by_user:
             self.announced = True

@@ -301,8 +301,8 @@ class AngelPTMPrecision(Precision):
 
 
 def _has_its_class_s_step(optimizer: Optimizer) -> bool:
-    """Whether no function stands in the place of `optimizer.step`, which could change gradients behind the closure; one that a
-    scheduler has put there, to count steps, aside."""
+    """Whether no function stands in the place of `optimizer.step`, which could change gradients behind the closure. One that
+    a scheduler has put there, to count steps, does not."""
     step = vars(optimizer).get("step", type(optimizer).step)
     while getattr(step, "_wrapped_by_lr_sched", False):
         step = step.__wrapped__
