@@ -604,6 +604,11 @@ class Engine:
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
+    @property
+    def closed(self) -> bool:
+        """Its run is over."""
+        return self._closed
+
     def close(self) -> None:
         """Takes hooks off, stops threads, frees pages. Parameters are left as they are; see `Lending.restore`."""
         if self._closed:
