@@ -58,7 +58,6 @@ from lightning_ptm.trainer.watches import (
     warn_of_wide_products_uncompiled,
 )
 
-
 _in_progress: weakref.WeakSet[Engine] = weakref.WeakSet()
 """Of all strategies of this process."""
 
