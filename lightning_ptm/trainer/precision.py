@@ -304,7 +304,7 @@ def _has_its_class_s_step(optimizer: Optimizer) -> bool:
     """Whether no function stands in the place of `optimizer.step`, which could change gradients behind the closure. One that
     a scheduler has put there, to count steps, does not."""
     step = vars(optimizer).get("step", type(optimizer).step)
-    while getattr(step, "_wrapped_by_lr_sched", False):
+    while getattr(step, "_wrapped_by_lr_sched", False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return getattr(step, "__func__", step) is type(optimizer).step
 
