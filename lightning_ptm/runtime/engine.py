@@ -479,8 +479,11 @@ class Engine:
         self.backwards.abandon()
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self, *, by_user: bool = False) -> Iterator[None]:
         """Inside, the strategy runs a backward pass of the loss.
+
+        Args:
+            by_user: in a method of the user's, which may read and edit gradients behind the pass.
 
         Raises:
             UsageError: it would add to what a step has used up.
@@ -489,7 +492,8 @@ class Engine:
             flat.gradient.dot_grad.used.check_forgotten()
         if self._manual and not self.backwards.in_step and self._module_buffers is not None:
             self._module_buffers.backward_outside(reduced=not self.stepping.adds_up)
-        with self.memory_in_words("the backward pass"), self.backwards.of_the_loss(), self.hooks.backward():
+        of_the_loss = nullcontext() if by_user else self.backwards.of_the_loss()
+        with self.memory_in_words("the backward pass"), of_the_loss, self.hooks.backward(by_user=by_user):
             yield
 
     def memory_in_words(self, doing: str) -> AbstractContextManager[None]:
@@ -599,6 +603,11 @@ class Engine:
         )
 
     # -- end ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Its run is over."""
+        return self._closed
 
     def close(self) -> None:
         """Takes hooks off, stops threads, frees pages. Parameters are left as they are; see `Lending.restore`."""

@@ -132,9 +132,14 @@ class Hooks:
         self._calls.forget()
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Inside, a backward pass of the whole loss runs; what it has left open is ended after it."""
-        with self._saved.watching(), self._pass.of_the_loss(self._recompute.checked()), putting_on_is_no_write():
+    def backward(self, *, by_user: bool = False) -> Iterator[None]:
+        """Inside, a backward pass of the whole loss runs; what it has left open is ended after it.
+
+        Args:
+            by_user: see PassInProgress.of_the_loss.
+        """
+        of_the_loss = self._pass.of_the_loss(self._recompute.checked(), by_user=by_user)
+        with self._saved.watching(), of_the_loss, putting_on_is_no_write():
             yield
 
     @contextmanager

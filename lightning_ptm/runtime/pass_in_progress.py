@@ -1,7 +1,8 @@
 """The backward pass in progress: when it begins and ends, and what is done upon the table's actions (calls.py).
 
 Owns whether a pass is in progress, and whether it is announced. One is, of the whole loss, which ends when whoever announced
-it says so; one of the user's own begins with the first that is heard of it, and ends when autograd is through.
+it says so; one of the user's own, also inside of a `LightningModule.backward`, begins with the first that is heard of it, and
+ends when autograd is through.
 
 I1: executor and listener hear of a pass's end once, behind the end of each of its units; or, of a pass that is given up,
     the executor alone.
@@ -70,15 +71,21 @@ class PassInProgress:
         """Whether it is of the whole loss, and ends when it is said to. Others read it."""
 
     @contextmanager
-    def of_the_loss(self, checked: AbstractContextManager[None]) -> Iterator[None]:
-        """Inside, and inside of `checked`, the announced pass runs; what it has left open is ended after it."""
-        self.announced = True
-        self.start()
+    def of_the_loss(self, checked: AbstractContextManager[None], *, by_user: bool = False) -> Iterator[None]:
+        """Inside, and inside of `checked`, the announced pass runs; what it has left open is ended after it.
+
+        Args:
+            by_user: the user's code runs one pass, several or none, and may look at gradients behind them: none is announced.
+        """
+        if not by_user:
+            self.announced = True
+            self.start()
         try:
             with checked:
                 yield
         except BaseException:  # which the step may survive, and go on with another pass
-            self.give_up()
+            if self.begun:
+                self.give_up()
             raise
         self.announced = False
         if self.begun:

@@ -62,7 +62,8 @@ class StateDicts:
             )
             for each in modules
         ]
-        for each in copied:
+        self._copied = list(copied)
+        for each in self._copied:
             ours = {"__deepcopy__": _DeepCopy(self._copy, each), "__reduce_ex__": _Reduce(self._copy, each)}
             self._restore.append(replace(each, **ours))
 
@@ -104,12 +105,15 @@ class StateDicts:
     def _copy(self, module: nn.Module, known: dict[int, Any]) -> Any:
         if self._uncopied and next(module.parameters(), None) is not None:
             raise UsageError(self._uncopied)
-        ours = {name: vars(module).pop(name) for name in ("__deepcopy__", "__reduce_ex__")}
+        # Of all modules: one that asks another for what it lacks itself (PEFT's) would find that one's.
+        names = "__deepcopy__", "__reduce_ex__"
+        ours = [(each, {name: vars(each).pop(name) for name in names if name in vars(each)}) for each in self._copied]
         try:
             with self._outermost(module, self._readable):
                 return copy.deepcopy(module, known)
         finally:
-            vars(module).update(ours)
+            for each, methods in ours:
+                vars(each).update(methods)
 
 
 class _Method:

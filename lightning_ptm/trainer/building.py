@@ -22,7 +22,7 @@ from lightning_ptm.checkpoints.interruption import Interruption
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.comm import Communicator, Communicators, ProcessGroupCommunicator
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings, format_bytes
-from lightning_ptm.errors import AngelPTMError, ConfigError, RankError
+from lightning_ptm.errors import AngelPTMError, ConfigError, RankError, UsageError, some
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.disk import FileOps, check_folders, make_folders
@@ -58,6 +58,9 @@ from lightning_ptm.trainer.watches import (
     warn_of_wide_products_uncompiled,
 )
 
+_in_progress: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""Of all strategies of this process."""
+
 
 class BuildingStrategy(CheckpointingStrategy):
     """Builds runs."""
@@ -75,6 +78,21 @@ class BuildingStrategy(CheckpointingStrategy):
         self._steps: tuple[OptimizerStep, ...] = ()
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
+
+    def _refuse_in_another_run(self) -> None:
+        """Before a run begins.
+
+        Raises:
+            UsageError: another one, in whose hook this one begins, has weights of the module in pages.
+        """
+        for engine in tuple(_in_progress):
+            names = [] if engine.closed else engine.lending.names_of_copies(self._module.parameters())
+            if names:
+                raise UsageError(
+                    f"{some(names, 3)}: in the pages of a run that is in progress, so another run cannot have them; run "
+                    f"copy.deepcopy(module) in its place, which has the values of now and is in no run, and load what it "
+                    f"has learnt (module.load_state_dict), or wait for the end of the first run"
+                )
 
     def _build(
         self, trainer: Trainer, *, anew: bool = False, given: Given | None = None, handed: HandedOn | None = None
@@ -129,6 +147,7 @@ class BuildingStrategy(CheckpointingStrategy):
             handed=handed,
             root=root_folder(trainer),
         )
+        _in_progress.add(self._engine)
         # A checkpoint in progress is of the weights before the edit.
         self._engine.by_hand.before_edits = self._saves.finish
         # A run that goes on from a checkpoint rounds as it would have done.

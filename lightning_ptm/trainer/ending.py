@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ptm.checkpoints import afterwards, restore
-from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.checkpoints.saves import Saves
 from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.events import Events
@@ -211,13 +210,15 @@ class EndingStrategy(BuildingStrategy):
             self._ended = dataclasses.replace(self._ended, weights=True, parts=self._ended.parts and not cut_here)
             complete = not any(isinstance(each, ClosedParameter) for each in self._module.parameters())
             self.precision_plugin.over = complete and not self._has_ranks and self.precision_plugin.loss_scale is None
-            kept = [each for each in self._trained if plain_optimizer(each) not in replaced]
+            # The run's, whatever the Trainer has been given since.
+            optimizers = engine.updates.groups.optimizers
+            kept = [each for each in optimizers if each not in replaced]
             keep_here = kept if self.is_global_zero else ()
             if (
                 self._trains
                 and not self._cut_off
                 and not engine.update_failed
-                and restore.optimizer_states(engine, self.optimizers, keep_here, whole=cut_here)
+                and restore.optimizer_states(engine, optimizers, keep_here, whole=cut_here)
             ):
                 self._ended = dataclasses.replace(self._ended, optimizer_states=True)
         if engine.update_failed:

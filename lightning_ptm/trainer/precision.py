@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.runtime.closed import ClosedParameter
 from lightning_ptm.trainer.half_products import wide_products
@@ -181,7 +182,8 @@ class AngelPTMPrecision(Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
     ) -> None:
-        with nullcontext() if self.over else self._running().backward(), self._products():
+        in_pages = nullcontext() if self.over else self._running().backward(by_user=_overrides(model, "backward"))
+        with in_pages, self._products():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
@@ -257,7 +259,7 @@ class AngelPTMPrecision(Precision):
             return False
         if any(_overrides(model, name) for name in ("configure_gradient_clipping", "backward", "optimizer_zero_grad")):
             return False
-        return not self.gradient_readers(model)
+        return _has_its_class_s_step(plain_optimizer(trainer.optimizers[0])) and not self.gradient_readers(model)
 
     @staticmethod
     def forgets_gradients(model: LightningModule) -> bool:
@@ -296,6 +298,15 @@ class AngelPTMPrecision(Precision):
                 "AngelPTMPrecision works together with AngelPTMStrategy only; use Trainer(strategy='angel_ptm', ...)"
             )
         return self._engine
+
+
+def _has_its_class_s_step(optimizer: Optimizer) -> bool:
+    """Whether no function stands in the place of `optimizer.step`, which could change gradients behind the closure. One that
+    a scheduler has put there, to count steps, does not."""
+    step = vars(optimizer).get("step", type(optimizer).step)
+    while getattr(step, "_wrapped_by_lr_sched", False) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return getattr(step, "__func__", step) is type(optimizer).step
 
 
 def _overrides(thing: Any, name: str) -> bool:

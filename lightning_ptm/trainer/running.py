@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ptm.checkpoints.interruption import Interruption
-from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.comm import Communicator, Gathering
 from lightning_ptm.errors import UsageError
 from lightning_ptm.events import Listener
@@ -84,8 +83,9 @@ class RunningStrategy(ConnectedStrategy):
         return self.optimizers if self._trains else []
 
     def _paged_optimizers(self) -> list[Optimizer]:
-        plain = map(plain_optimizer, self._trained)
-        return [optimizer for optimizer in plain if not self.engine.stepping.steps_itself(optimizer)]
+        """Of the run's own, whatever the Trainer has been given since."""
+        known = self.engine.updates.groups.optimizers
+        return [optimizer for optimizer in known if not self.engine.stepping.steps_itself(optimizer)]
 
     @property
     def _unsaved(self) -> str:

@@ -99,6 +99,7 @@ class AngelPTMStrategy(RearrangingStrategy):
         if self._resuming is not None:
             self._resuming.keep_name_of_last()
         self._close_engine()
+        self._refuse_in_another_run()
         self._signals = None
         if fitting:  # as Lightning: an evaluation leaves those of the last fit, which may still be saved
             self._reset_optimizers_and_schedulers()

@@ -598,3 +598,37 @@ def test_unfreezing_beside_stochastic_averaging(
         return module  # type: ignore[no-any-return]
 
     assert_alike(with_averaging(strategy_at(place)), with_averaging(None))
+
+
+class Delegates(nn.Module):
+    """Asks the module inside for what it lacks, as PEFT's models do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(x)
+
+
+class CopiesDelegating(Twin):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Delegates(Delegates(each)) for each in self.blocks)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        block, x = self.blocks[1], torch.ones(1, self.blocks[1].in_features)
+        copies = [copy.deepcopy(block), copy.deepcopy(self.blocks)[1], pickle.loads(pickle.dumps(block))]
+        self.losses += [each(x).detach() for each in copies]
+        assert {type(each) for each in (*copies, copy.copy(block))} == {Delegates}
+
+
+@pytest.mark.parametrize("place", ["ram", "masters_on_disk", "all_on_disk"])
+def test_a_module_that_asks_another_for_what_it_lacks_is_copied_itself(strategy_at: MakeStrategy, place: str) -> None:
+    assert_alike(trained(CopiesDelegating, strategy_at(place)), trained(CopiesDelegating))
