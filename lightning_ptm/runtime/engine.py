@@ -460,8 +460,7 @@ class Engine:
             for optimizer in self._optimizers
             for at, group in enumerate(optimizer.param_groups)
             for name, value in group.items()
-            if isinstance(value, (bool, int, float, tuple))
-            or (isinstance(value, Tensor) and in_ram(value))
+            if isinstance(value, (bool, int, float, tuple)) or (isinstance(value, Tensor) and in_ram(value))
         }
 
     def _forward_root(self) -> None:
