@@ -384,7 +384,7 @@ class FlatBinding:
         self.doors.forget()
 
     def check_views(self) -> None:
-        """Refuses that the flat is given up while somebody holds a view of a parameter, whose bytes will be others.
+        """Checks, before the flat is given up, that no view of a parameter is alive, whose bytes would become others.
 
         Raises:
             UsageError: there is such a view.

@@ -43,7 +43,7 @@ class PageViews:
         self.holds = holds
         self._flats: list[FlatBinding] = []
         self._known: dict[int, tuple[FlatBinding, int]] = {}
-        """By the identity of a storage, which nobody else can have while somebody holds it."""
+        """By the address of a storage's own object, which is unique as long as it is alive."""
 
     def of_flat(self, binding: FlatBinding) -> FlatViews:
         """The storages of one flat's parameters, which `find` then knows."""
@@ -52,7 +52,7 @@ class PageViews:
 
     def find(self, tensor: Tensor) -> tuple[FlatBinding, int] | None:
         """The flat and the slot whose storage `tensor` has, wherever the flat is now. Of a storage that is none of these
-        (`over_own_storage` makes such), those whose bytes lie there. None: nobody's any more (I1)."""
+        (`over_own_storage` makes such), those whose bytes lie there. None: no bound flat's (I1)."""
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
         if known is not None:
@@ -74,7 +74,7 @@ class FlatViews:
         self._at: OrderedDict[int, Sequence[Tensor]] = OrderedDict()
 
     def held_beside(self, full: Tensor) -> Sequence[int]:
-        """Slots whose storage at `full` somebody holds beside the parameter, which is bound to it."""
+        """Slots whose storage at `full` has other references than the bound parameter's."""
         views = self._at.get(full.data_ptr(), ())
         return [slot for slot, view in enumerate(views) if view.numel() and self._held(view)]
 

@@ -176,7 +176,7 @@ class SavedTensors:
             self._watches -= 1
 
     def _recomputed(self, keep: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """What a checkpoint keeps of a recomputed forward stays in place until the iteration ends (I4)."""
+        """Makes the hook for what a checkpoint keeps of a recomputed forward: its units stay until the iteration ends (I4)."""
 
         def pack(tensor: Tensor) -> Any:
             found = self._name(None, tensor)
@@ -250,7 +250,7 @@ class SavedTensors:
             return saved.unpack(saved.packed)
         unit = saved.binding.layout.unit
         self._executor.saved_is_read(unit)
-        # Nobody keeps the unit while autograd computes with it, so what is fetched next may take its pages.
+        # Without a lease the unit may be given up by the next fetch, before autograd has computed with what it gets here.
         passing = not self._executor.leased(unit)
         if not self._stores[unit].live:
             with self._stream.entered():
