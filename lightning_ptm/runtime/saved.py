@@ -176,7 +176,7 @@ class SavedTensors:
             self._watches -= 1
 
     def _recomputed(self, keep: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Makes the hook for what a checkpoint keeps of a recomputed forward: its units stay until the iteration ends (I4)."""
+        """Makes the hook for what a checkpoint keeps of a recomputed forward; units stay until the iteration ends (I4)."""
 
         def pack(tensor: Tensor) -> Any:
             found = self._name(None, tensor)
