@@ -17,7 +17,7 @@ from lightning_ptm.planning.layout import FlatLayout
 
 _RUNS = 4
 """Places of a parameter, from its start to its end, of which a sample has elements. Reading these, none of which is in a
-cache, is what a sample costs: of steps of 1024 tokens 0.1 %, of 64 tokens less than 1 %, where each unit is brought twice."""
+cache, is what a sample costs: less than 1 % of a step of 64 tokens in which each unit is brought twice."""
 _RUN_NUMEL = 8
 """Elements that follow each other at each place."""
 _BLOCK = 1 << 16
