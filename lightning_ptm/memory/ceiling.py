@@ -5,12 +5,14 @@ Where a process takes more than its control group or the machine has, the kernel
 too much is refused, PyTorch or Python raises where it was asked for, and the run can say what was lacking. Linux; elsewhere a
 ceiling has no effect.
 
-I1: the hard limit stays, and a soft limit that somebody has set is never raised. I2: `lift` puts the soft limit back.
+I1: the hard limit stays, and a soft limit of others is never raised. I2: when the last ceiling is lifted, the soft limit is
+what it was before the first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from pathlib import Path
 
@@ -30,12 +32,14 @@ _REFUSED = (
 """What PyTorch, oneDNN, Python and the C++ library say in errors that are no MemoryError; in lower case."""
 
 
-class Ceiling:
-    """See the file's contract. One at a time in a process."""
+_THEIRS: dict[int, int] = {}
+"""By process, the soft limit that there was before the first of the ceilings that are in force now."""
+_IN_FORCE: set[int] = set()
+"""By identity. A run that is laid out anew has its ceiling before the one before it has lifted its own."""
 
-    def __init__(self) -> None:
-        self._before: int | None = None
-        """The soft limit that there was; None while there is no ceiling of ours."""
+
+class Ceiling:
+    """See the file's contract. Of several in a process the last one that was put counts."""
 
     def put(self, left_bytes: int) -> None:
         """From now on this process may map so many bytes more than it has mapped."""
@@ -43,20 +47,24 @@ class Ceiling:
         if resource is None or mapped is None:
             return
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        if self._before is None:
-            self._before = soft
-        limits = [each for each in (self._before, hard) if each != resource.RLIM_INFINITY]
+        if not _IN_FORCE:
+            _THEIRS[os.getpid()] = soft
+        _IN_FORCE.add(id(self))
+        limits = [each for each in (_THEIRS.get(os.getpid(), soft), hard) if each != resource.RLIM_INFINITY]
         _set(min([mapped + max(left_bytes, 0), *limits]), hard)
 
     def lift(self) -> None:
         """There is none any more."""
-        before, self._before = self._before, None
+        if id(self) not in _IN_FORCE:
+            return
+        _IN_FORCE.discard(id(self))
+        before = None if _IN_FORCE else _THEIRS.pop(os.getpid(), None)
         if before is not None:
             _set(before, resource.getrlimit(resource.RLIMIT_DATA)[1])
 
     def refused(self, error: BaseException) -> bool:
         """Whether an error is that of an allocation which a ceiling has refused."""
-        if self._before is None:
+        if id(self) not in _IN_FORCE:
             return False
         text = str(error).lower()
         return isinstance(error, MemoryError) or (

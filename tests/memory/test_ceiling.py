@@ -117,3 +117,15 @@ def test_where_the_system_does_not_tell_there_is_none(limits: dict[str, int], mo
 
 def test_an_error_that_names_no_bytes() -> None:
     assert wanted_bytes(MemoryError("x")) is None
+
+
+def test_the_last_of_two_that_is_lifted_puts_the_limit_back(limits: dict[str, int]) -> None:
+    first, second = Ceiling(), Ceiling()
+    first.put(100 * MIB)
+    second.put(50 * MIB)
+    first.lift()
+    assert limits["soft"] == 350 * MIB
+    second.lift()
+    assert limits["soft"] == resource.RLIM_INFINITY
+    second.lift()
+    assert limits["soft"] == resource.RLIM_INFINITY
