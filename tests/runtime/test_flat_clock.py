@@ -61,6 +61,14 @@ def test_a_forecast_waits_for_the_gradient_and_for_who_reads_the_parameters() ->
     gradient.after = (SimpleNamespace(wait=lambda: told.append("gradient")),)
     clock.forecast = SimpleNamespace(add_=lambda *_: told.append("added"))
     flat.store.await_reads = lambda: told.append("reads")
+    changes = {
+        "values_will_change": lambda: told.append("will change"),
+        "values_have_changed": lambda: told.append("have changed"),
+    }
+    flat.store.binding = SimpleNamespace(**changes)
     flat.store.home = SimpleNamespace(tensor=lambda: torch.zeros(4))
     clock.add_forecast(gradient)
-    assert told == ["gradient", "reads", "added"] and (clock.seen, clock.exact) == (1, False)
+    assert told == ["gradient", "reads", "will change", "added", "have changed"] and (clock.seen, clock.exact) == (
+        1,
+        False,
+    )
