@@ -43,7 +43,7 @@ class Other:
         return values
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        return value if source == 0 else ("", "is elsewhere", NOTHING)
+        return value if source == 0 else ("", "is elsewhere", NOTHING, {})
 
     def exchanged(self) -> Exchanged:
         return NOTHING
