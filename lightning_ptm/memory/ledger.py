@@ -111,6 +111,8 @@ class TierLedger:
         parts = self.table.parts(tail.frame)
         if stop_bytes == self.page_size or not parts or parts[-1].tensor_id != self._tail_tensor_id:
             return None  # no room, or released since
+        if parts[-1].stop_bytes != stop_bytes:
+            return None  # moved away since, and back to the same page with more of its bytes there
         more_pages = self._pages(needed_bytes + stop_bytes) - 1
         return tail if more_pages == 0 or self.pool.has_run_at(tail.frame + 1, more_pages) else None
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ptm.errors import InternalError
+from lightning_ptm.memory.ledger import TierLedger
 from lightning_ptm.memory.states import TRANSITIONS, Flight, PageEvent, PageTable, next_state
-from lightning_ptm.terms import PageState, Tier
+from lightning_ptm.terms import BLOCK_BYTES, PageState, Tier
 
 PAGE = 65536
 TENSOR = 7
@@ -197,3 +198,16 @@ def test_random_sequences_agree_with_a_map_of_every_block(steps: list[tuple[str,
                 assert state is PageState.LEAVING
             else:
                 assert state is PageState.RESIDENT
+
+
+def test_a_tail_that_has_moved_away_and_back_is_followed_where_it_ends_now() -> None:
+    ledger = TierLedger(Tier.HOST, 4, 4 * BLOCK_BYTES, "")
+    first = ledger.place(1, "first", BLOCK_BYTES, shared_tail=True)
+    ledger.vacate(1, first)
+    again = ledger.place(1, "first", 3 * BLOCK_BYTES)
+    assert again[0].frame == first[0].frame
+    second = ledger.place(2, "second", BLOCK_BYTES, shared_tail=True)
+    assert second[0].frame != again[0].frame
+    ledger.vacate(1, again)
+    ledger.vacate(2, second)
+    assert ledger.free_bytes == ledger.capacity_bytes
