@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class Back(enum.Enum):
     """Which of the weights come back at the end of a run."""
 
-    NONE = "none: they are not wanted, or nobody knows them"
+    NONE = "none: they are not wanted, or not known"
     ALL = "all"
     TRAINED = "those that were trained, since RAM has no room for all"
     WRITTEN = "none: they go to disk, since RAM has no room for those that were trained"
