@@ -84,7 +84,7 @@ def sides(size: str, args: argparse.Namespace, python: str, folder: Path) -> lis
     options = base_options(SHAPES[size], batch=args.batch)
     environment = side_environment(args)
     settings = {"page_size": f"{args.page_size}MiB", "disk_path": str(folder)}
-    homes = {"parameter_home": "device", "master_home": "disk"}
+    homes = {"offload_parameters": "device", "offload_optimizer": "disk"}
     racing = [ours(options, args, settings | homes)]
     own_environment = {
         **environment,

@@ -41,7 +41,7 @@ def sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> list[Side]
     """The contestants, with what each is asked to train."""
     options = base_options(shape, batch=args.batch)
     settings = {"page_size": f"{args.page_size}MiB", "disk_path": str(folder)}
-    homes = {"parameter_home": "device", "master_home": "disk"}
+    homes = {"offload_parameters": "device", "offload_optimizer": "disk"}
     return [
         ours(options, args, settings | homes),
         disk_side(args, folder, step_bytes=STEP_BYTES * shape.numel, file_bytes=STEP_BYTES // 2 * shape.numel),

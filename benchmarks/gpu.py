@@ -132,8 +132,12 @@ def placements(args: argparse.Namespace, machine: Machine, folder: Path, table: 
     strategy = "--trainer.strategy.init_args"
     homes = {
         "device": [],
-        "RAM": [f"{strategy}.parameter_home=host", f"{strategy}.master_home=host"],
-        "disk": [f"{strategy}.parameter_home=disk", f"{strategy}.master_home=disk", f"{strategy}.disk_path={folder}"],
+        "RAM": [f"{strategy}.offload_parameters=host", f"{strategy}.offload_optimizer=host"],
+        "disk": [
+            f"{strategy}.offload_parameters=disk",
+            f"{strategy}.offload_optimizer=disk",
+            f"{strategy}.disk_path={folder}",
+        ],
     }
     found = {}
     for name, settings in homes.items():
@@ -159,9 +163,9 @@ def in_memory(args: argparse.Namespace, machine: Machine, folder: Path, table: T
     shape = in_memory_shape(args, machine)
     options = base_options(shape, batch=args.batch)
     environment = side_environment(args)
-    disk = {"disk_path": str(folder), "master_home": "disk"}
+    disk = {"disk_path": str(folder), "offload_optimizer": "disk"}
     sides = [
-        placed("ours", options, args, {"parameter_home": "device", "master_home": "device"}),
+        placed("ours", options, args, {"offload_parameters": "device", "offload_optimizer": "device"}),
         on_device(Side("plain", "plain", options, threads=args.threads, environment=environment)),
         on_device(
             Side(
@@ -172,9 +176,9 @@ def in_memory(args: argparse.Namespace, machine: Machine, folder: Path, table: T
                 environment=environment,
             )
         ),
-        placed("masters in RAM", options, args, {"parameter_home": "device", "master_home": "host"}),
-        placed("all in RAM", options, args, {"parameter_home": "host", "master_home": "host"}),
-        placed("masters on disk", options, args, {**disk, "parameter_home": "device"}),
+        placed("masters in RAM", options, args, {"offload_parameters": "device", "offload_optimizer": "host"}),
+        placed("all in RAM", options, args, {"offload_parameters": "host", "offload_optimizer": "host"}),
+        placed("masters on disk", options, args, {**disk, "offload_parameters": "device"}),
         placed("lock-free", options, args, {**disk, "lock_free": True, "max_staleness": 16}),
     ]
     name = f"GPT {shape.numel:,}"
@@ -209,7 +213,7 @@ def in_ram(args: argparse.Namespace, machine: Machine, folder: Path, table: Tabl
     """States in RAM, against DeepSpeed."""
     shape = in_ram_shape(args, machine)
     options = {**base_options(shape, batch=args.batch), "recompute": True}
-    homes = {"parameter_home": "host", "master_home": "host", "recompute": "all"}
+    homes = {"offload_parameters": "host", "offload_optimizer": "host", "recompute": "all"}
     sides = [placed("ours", {**options, "meta": True}, args, homes)]
     try:
         python = deepspeed_python(args.environment, args.deepspeed, on_disk=False)

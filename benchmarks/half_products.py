@@ -1,11 +1,11 @@
 """Mixed bf16 precision on CPUs with and without 16-bit arithmetic: what does it cost over fp32, and over torch's kernels?
 
 Sides, in turns, on the same GPT at sequence 256, one rank, everything in RAM:
-  ours     AngelPTMStrategy, precision="bf16-mixed", products in fp32 (half_products="fp32"), on any CPU
+  ours     AngelPTMStrategy, precision="bf16-mixed", products in fp32 (matmul_precision="fp32"), on any CPU
   single   Lightning's own single-device strategy, precision="32-true"
 and, where the CPU has 16-bit arithmetic,
   auto     AngelPTMStrategy, precision="bf16-mixed", as it chooses by itself
-  native   the same with half_products="native"
+  native   the same with matmul_precision="native"
 Ratio: seconds of a step, ours over single, and auto over native.
 """
 
@@ -19,7 +19,7 @@ from common import Bar, argument_parser, base_options, chosen, ours, publish, qu
 from gpt import SHAPES, GPTShape
 from race import Race, Score, Side
 
-from lightning_ptm.trainer.half_products import has_arithmetic
+from lightning_ptm.trainer.matmul_precision import has_arithmetic
 
 MAIN_JOB = "main job"
 SIZES = {**SHAPES, MAIN_JOB: GPTShape(layers=4, width=192, heads=6, vocabulary=256)}
@@ -32,11 +32,11 @@ def sides(size: str, args: argparse.Namespace) -> list[Side]:
     options = base_options(SIZES[size], batch=args.batch or BATCH[size])
     single = {**options, "precision": "32-true"}
     found = [
-        ours(options, args, {"half_products": "fp32"}),
+        ours(options, args, {"matmul_precision": "fp32"}),
         Side("single", "trainer", single, threads=args.threads, environment=side_environment(args)),
     ]
     if has_arithmetic(torch.bfloat16):
-        found += [replace(ours(options, args, {"half_products": name}), name=name) for name in ("auto", "native")]
+        found += [replace(ours(options, args, {"matmul_precision": name}), name=name) for name in ("auto", "native")]
     return found
 
 
@@ -66,7 +66,7 @@ def main() -> None:
         show_scores(scores, tokens_per_step=(args.batch or BATCH[size]) * SIZES[size].sequence)
         all_bars += bars(size, scores)
         all_scores |= {f"{size} {name}": score for name, score in scores.items()}
-    publish("half_products.py", args, all_bars, all_scores)
+    publish("matmul_precision.py", args, all_bars, all_scores)
 
 
 if __name__ == "__main__":

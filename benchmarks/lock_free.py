@@ -59,8 +59,8 @@ def sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> list[Side]
     settings = {
         "page_size": f"{args.page_size}MiB",
         "disk_path": str(folder),
-        "parameter_home": "auto",
-        "master_home": "disk",
+        "offload_parameters": "auto",
+        "offload_optimizer": "disk",
         "freed_memory": "keep",
     }
     lock_free = {"lock_free": True, "max_staleness": args.max_staleness}

@@ -7,8 +7,10 @@ the largest staleness. Bar: the mean over seeds of lock-free loss over synchrono
 1 to 4, 1.03 beyond.
 
 `--rules` also tries other ways to apply the gradients of several steps in one update. The one that is used is "each"
-(lightning_ptm/update/buffers.py): a step for each, with the mean gradient; of more than two steps, once there have been ten,
-those of Adam and AdamW in one call that comes near them (update/merged.py). "each-apart" always takes them one by one. The
+(lightning_ptm/update/lock_free_buffers.py): a step for each, with the mean gradient; of more than two steps, once
+there have been ten,
+those of Adam and AdamW in one call that comes near them (update/merged_steps.py). "each-apart" always takes them one
+by one. The
 others take a single step: with the mean or sum of gradients, and the sum, mean or newest of learning rates.
 `--no-forecast` lets compute use parameters as they are. `--hold-updates` holds updates as that setting does; each pass that
 has begun then ends before the next step, so that staleness is the same on any machine, whatever else it does: about three
@@ -38,11 +40,11 @@ from race import Score
 from slow_disk import SlowDisks
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.planning.waiting import REACH
-from lightning_ptm.runtime.lockfree import LockFreeUpdates
-from lightning_ptm.update import buffering, job
-from lightning_ptm.update.buffers import Contribution
-from lightning_ptm.update.gradient import Transform
+from lightning_ptm.planning.version_policy import REACH
+from lightning_ptm.runtime.updates.lock_free import LockFreeUpdates
+from lightning_ptm.update import buffering_thread, update_job
+from lightning_ptm.update.gradient_source import Transform
+from lightning_ptm.update.lock_free_buffers import Contribution
 from lightning_ptm.update.shadow import GroupValues
 
 LIMIT, FAR_LIMIT = 1.01, 1.03
@@ -135,7 +137,7 @@ def train(name: str, seed: int, args: argparse.Namespace, folder: Path, rule_nam
     lock_free = rule_name is not None
     settings = {
         "disk_path": folder,
-        "master_home": "disk",
+        "offload_optimizer": "disk",
         "lock_free": lock_free,
         "max_staleness": args.max_staleness,
         "forecast": not args.no_forecast,
@@ -143,11 +145,11 @@ def train(name: str, seed: int, args: argparse.Namespace, folder: Path, rule_nam
     }
     if lock_free:
         settings |= {"staleness_warmup": args.staleness_warmup, "forecast_reach": args.reach}
-    original, merge = buffering.combined, job.merge
+    original, merge = buffering_thread.combined, update_job.merge
     counted = Counted(RULES.get(rule_name or OURS, original))
-    buffering.combined = counted
+    buffering_thread.combined = counted
     if rule_name == APART:
-        job.merge = _never
+        update_job.merge = _never
     try:
         with tempfile.TemporaryDirectory() as runs:
             cli = main_job(seed, args.train_steps, Path(runs), settings, args.job)
@@ -164,7 +166,7 @@ def train(name: str, seed: int, args: argparse.Namespace, folder: Path, rule_nam
             cli.trainer.fit(cli.model, datamodule=cli.datamodule)
             seconds = time.perf_counter() - started
     finally:
-        buffering.combined, job.merge = original, merge
+        buffering_thread.combined, update_job.merge = original, merge
     staleness = last[0].staleness
     stale_steps = args.train_steps - args.staleness_warmup
     run = Run(

@@ -50,7 +50,7 @@ def sides(size: str, args: argparse.Namespace, folder: Path) -> list[Side]:
     options = base_options(SHAPES[size], batch=args.batch or BATCH[size])
     settings = {"page_size": f"{args.page_size}MiB", "disk_path": str(folder), "recompute": args.recompute}
     settings["freed_memory"] = "return"
-    homes = {"parameter_home": "device", "master_home": "disk"}
+    homes = {"offload_parameters": "device", "offload_optimizer": "disk"}
     alone = {**options, "update": False, "recompute": args.recompute == "all"}
     return [
         ours({**options, "meta": True}, args, settings | homes),

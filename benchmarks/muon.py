@@ -50,7 +50,7 @@ def sides(shape: GPTShape, way: str, args: argparse.Namespace, folder: Path) -> 
     """The contestants, with what each is asked to train."""
     options = {**base_options(shape, batch=args.batch), "optimizer": WAYS[way]}
     settings = {"page_size": f"{args.page_size}MiB", "disk_path": str(folder)}
-    homes = {"parameter_home": "device", "master_home": "disk"}
+    homes = {"offload_parameters": "device", "offload_optimizer": "disk"}
     size = state_bytes(shape)
     return [
         ours(options, args, settings | homes),

@@ -671,7 +671,7 @@ def table6_10t(ask: Answers) -> Table:
 
 def _with_ssds(ask: Answers, model: str, ranks: int, staleness: Sequence[int]) -> Table:
     disk = {"disk_path": "/any"}
-    asked = [("synchronous", _experts(ranks, 32, **disk, master_home="disk"))]
+    asked = [("synchronous", _experts(ranks, 32, **disk, offload_optimizer="disk"))]
     for steps in staleness:
         question = _experts(ranks, 32, **disk, lock_free=True, max_staleness=steps)
         asked.append((f"lock-free, max_staleness={steps}", question))

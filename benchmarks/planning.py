@@ -14,10 +14,10 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lightning_ptm.planning.differences import digest, plan_lines
-from lightning_ptm.planning.homes import Budget
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.placement import place
+from lightning_ptm.planning.placement_data import Budget
+from lightning_ptm.planning.plan_diff import digest, plan_lines
 from lightning_ptm.planning.schedule import schedule
 from lightning_ptm.planning.simulate import simulate
 from lightning_ptm.planning.trace import sequential_trace

@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[dict[str, int | bool], int]] = {
 def runs(size: str, args: argparse.Namespace, folder: Path) -> dict[str, Side]:
     """The settings of one model, by name."""
     disk = {"disk_path": str(folder), "disk_memory": "8GiB", "page_size": f"{args.page_size}MiB"}
-    on_disk = {**disk, "master_home": "disk"}
+    on_disk = {**disk, "offload_optimizer": "disk"}
     divided = {"tensor_parallel_size": 2}
     settings: dict[str, dict[str, object]] = {
         "in RAM": {},

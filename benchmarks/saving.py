@@ -47,9 +47,12 @@ def saving_sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> lis
     options = base_options(shape, batch=1)
     settings = {"page_size": f"{args.page_size}MiB", "state_dict_type": args.kind}
     made = []
-    homes_of: dict[str, dict[str, str]] = {"ours": {}, "on_disk": {"disk_path": str(folder), "master_home": "disk"}}
+    homes_of: dict[str, dict[str, str]] = {
+        "ours": {},
+        "on_disk": {"disk_path": str(folder), "offload_optimizer": "disk"},
+    }
     if args.kind == "full":
-        homes_of["all_on_disk"] = {**homes_of["on_disk"], "parameter_home": "disk"}
+        homes_of["all_on_disk"] = {**homes_of["on_disk"], "offload_parameters": "disk"}
     for name, homes in homes_of.items():
         place = folder / name
         place.mkdir()
@@ -66,7 +69,11 @@ def saving_sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> lis
 def training_sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> list[Side]:
     """Those that train meanwhile."""
     options = {**base_options(shape, batch=args.batch), "meta": True}
-    settings = {"page_size": f"{args.page_size}MiB", "disk_path": str(folder), "master_home": args.master_home}
+    settings = {
+        "page_size": f"{args.page_size}MiB",
+        "disk_path": str(folder),
+        "offload_optimizer": args.offload_optimizer,
+    }
     settings |= {"state_dict_type": "sharded"}
     made = [replace(ours(options, args, settings), name="train")]
     for name, behind in (("before", False), ("behind", True)):

@@ -44,7 +44,7 @@ def sides(shape: GPTShape, args: argparse.Namespace, folder: Path, group: str) -
     """The contestants, with what each is asked to train."""
     options = base_options(shape, batch=1)
     settings = {"page_size": f"{args.page_size}MiB", "disk_path": str(folder), "recompute": "all"}
-    homes = {"parameter_home": "disk", "master_home": "disk"}
+    homes = {"offload_parameters": "disk", "offload_optimizer": "disk"}
     capped = ours({**options, "meta": True}, args, settings | homes, memory_group=group)
     step_bytes = 64 * MIB if args.quick else DISK_STEP_BYTES
     racing = [capped, disk_side(args, folder, step_bytes=step_bytes, file_bytes=step_bytes)]
@@ -128,7 +128,7 @@ def main() -> None:
         show_scores(scores, tokens_per_step=shape.sequence)
         all_bars += bars(shape, scores, args)
         all_scores |= {f"{numel} {name}": score for name, score in scores.items()}
-    publish("scale.py", args, all_bars, all_scores)
+    publish("loss_scale.py", args, all_bars, all_scores)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Speed: GPT of width 1024, batch 1, every block recomputed, built on the meta device, under a hard memory cap on each process.
 Sides, in turns, all with master states on disk:
-  auto, bf16, int8   AngelPTMStrategy with this `state_dtype`
+  auto, bf16, int8   AngelPTMStrategy with this `optimizer_state_dtype`
 Ratios: step time of auto over that of each. `--disk-mb-per-s` slows the disk down to a fixed speed, so that the disk is what
 a step waits for; without it the disk is the machine's own.
 Loss: the main job in RAM, over `--seeds` seeds: the mean validation loss of each over that of auto.
@@ -49,9 +49,9 @@ def sides(shape: GPTShape, args: argparse.Namespace, folder: Path, groups: Mappi
     if args.disk_mb_per_s:
         options["disk_bytes_per_s"] = args.disk_mb_per_s * 1e6
     settings = {"page_size": f"{args.page_size}MiB", "disk_path": str(folder), "recompute": "all"}
-    homes = {"parameter_home": args.parameter_home, "master_home": "disk"}
+    homes = {"offload_parameters": args.offload_parameters, "offload_optimizer": "disk"}
     return [
-        replace(ours(options, args, settings | homes | {"state_dtype": word}, memory_group=group), name=word)
+        replace(ours(options, args, settings | homes | {"optimizer_state_dtype": word}, memory_group=group), name=word)
         for word, group in groups.items()
     ]
 
@@ -73,7 +73,7 @@ def speed_bars(shape: GPTShape, scores: dict[str, Score], args: argparse.Namespa
 def validation_loss(word: str, seed: int, args: argparse.Namespace) -> float:
     """Of the main job."""
     with tempfile.TemporaryDirectory() as runs:
-        cli = main_job(seed, args.train_steps, Path(runs), {"state_dtype": word})
+        cli = main_job(seed, args.train_steps, Path(runs), {"optimizer_state_dtype": word})
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     loss = float(cli.trainer.callback_metrics["val_loss"])
     print(f"{word}, seed {seed}: validation loss {loss:.5f}", flush=True)
@@ -88,7 +88,7 @@ def loss_bars(args: argparse.Namespace) -> list[Bar]:
     if not args.seeds:
         return []
     rows = [(word, *(f"{loss:.5f}" for loss in found), f"{mean(found):.5f}") for word, found in losses.items()]
-    show_table(("state_dtype", *map(str, seeds), "mean"), rows)
+    show_table(("optimizer_state_dtype", *map(str, seeds), "mean"), rows)
     return [
         Bar(
             f"main job, {args.seeds} seeds, {word}: validation loss over auto",
@@ -137,7 +137,7 @@ def main() -> None:
             show_scores(scores, tokens_per_step=shape.sequence)
             bars += speed_bars(shape, scores, args)
     bars += loss_bars(args)
-    publish("state_dtype.py", args, bars, scores)
+    publish("optimizer_state_dtype.py", args, bars, scores)
 
 
 if __name__ == "__main__":

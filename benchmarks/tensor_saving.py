@@ -40,7 +40,7 @@ def sides(size: str, where: str, args: argparse.Namespace, folder: Path) -> list
     options = base_options(SHAPES[size], batch=1)
     settings = {"page_size": f"{args.page_size}MiB", "state_dict_type": "sharded"}
     if where == "on_disk":
-        settings |= {"disk_path": str(folder), "master_home": "disk"}
+        settings |= {"disk_path": str(folder), "offload_optimizer": "disk"}
     made = []
     for name, (ranks, tensor) in RANKS.items():
         if args.sides and name not in args.sides.split(","):

@@ -136,8 +136,8 @@ def once(shape: GPTShape, args: argparse.Namespace, folder: Path) -> dict[str, f
     settings = {
         "page_size": f"{args.page_size}MiB",
         "disk_path": str(folder),
-        "master_home": "disk",
-        "parameter_home": "device",
+        "offload_optimizer": "disk",
+        "offload_parameters": "device",
         "restore_weights": False,
         **dict(args.set),
     }

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> Trainer:
         strategy=AngelPTMStrategy(
             tensor_parallel_size=options.tensor,
             weights=folder,
-            master_home="disk",
+            offload_optimizer="disk",
             disk_path=options.disk,
         ),
         devices=devices,

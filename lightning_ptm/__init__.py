@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from lightning_ptm.planning.trace import TensorUse as TensorUse
     from lightning_ptm.planning.trace import Tick as Tick
     from lightning_ptm.planning.trace import Trace as Trace
-    from lightning_ptm.runtime.audits import UpdateAudit as UpdateAudit
-    from lightning_ptm.runtime.inspection import PageUse as PageUse
-    from lightning_ptm.runtime.inspection import PlannedBytes as PlannedBytes
-    from lightning_ptm.runtime.inspection import StateBytes as StateBytes
-    from lightning_ptm.runtime.inspection import TierRoom as TierRoom
-    from lightning_ptm.runtime.statistics import Statistics as Statistics
+    from lightning_ptm.runtime.engine.inspection import PageUse as PageUse
+    from lightning_ptm.runtime.engine.inspection import PlannedBytes as PlannedBytes
+    from lightning_ptm.runtime.engine.inspection import StateBytes as StateBytes
+    from lightning_ptm.runtime.engine.inspection import TierRoom as TierRoom
+    from lightning_ptm.runtime.engine.statistics import Statistics as Statistics
+    from lightning_ptm.runtime.updates.audits import UpdateAudit as UpdateAudit
     from lightning_ptm.trainer.precision import AngelPTMPrecision as AngelPTMPrecision
     from lightning_ptm.trainer.strategy import AngelPTMStrategy as AngelPTMStrategy
 
@@ -57,9 +57,9 @@ _HOMES = {
     ),
     "events": ("Event", "EventKind"),
     "planning.trace": ("TensorUse", "Tick", "Trace"),
-    "runtime.inspection": ("PageUse", "PlannedBytes", "StateBytes", "TierRoom"),
-    "runtime.audits": ("UpdateAudit",),
-    "runtime.statistics": ("Statistics",),
+    "runtime.engine.inspection": ("PageUse", "PlannedBytes", "StateBytes", "TierRoom"),
+    "runtime.updates.audits": ("UpdateAudit",),
+    "runtime.engine.statistics": ("Statistics",),
     "trainer.precision": ("AngelPTMPrecision",),
     "trainer.strategy": ("AngelPTMStrategy",),
 }

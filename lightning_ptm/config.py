@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from lightning_ptm.errors import ConfigError, InternalError
-from lightning_ptm.habits import unknown_setting
+from lightning_ptm.setting_hints import unknown_setting
 from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier, is_page_size
 
 DEFAULT_PAGE_BYTES = 4 << 20
@@ -77,13 +77,14 @@ class Settings:
         disk_path: Folder, or several, for the disk tier. Several are striped. The files never outlive the process. The
             last folder is made where it is missing; the one around it must exist.
         disk_memory: Bytes of the disk tier (per rank). `auto` takes what the plan needs.
-        parameter_home: Tier that holds the compute parameters between steps; `auto` lets the plan decide.
+        offload_parameters: Tier that holds the compute parameters between steps; `auto` lets the plan decide.
         frozen_dtype: In how many bits pages keep frozen matrices (`requires_grad=False`), but for those of the root unit and
             of embeddings: as they `compute`, or as codes of 8 (`int8`) or 4 bits (`nf4`, that of QLoRA), with a scale for
             each 64 elements. They come to compute precision when their unit is fetched. What the codes do not hold is lost:
             checkpoints, and the module after the run, have the rounded values.
-        master_home: Tier that holds fp32 parameters and optimizer moments between steps; `auto` lets the plan decide.
-        state_dtype: What optimizer states lie in pages as: `auto`, as the optimizer computes them; `bf16`, 2 bytes an
+        offload_optimizer: Tier that holds fp32 parameters and optimizer moments between steps; `auto` lets the plan decide.
+        optimizer_state_dtype: What optimizer states lie in pages as: `auto`, as the optimizer computes them; `bf16`,
+        2 bytes an
             element; `int8`, 1 byte and a scale for each 64; or a dictionary from their names to these, such as
             `{"exp_avg": "bf16", "exp_avg_sq": "int8"}`. For any element-wise optimizer, which goes on computing in fp32;
             rounding is stochastic, so that small changes count. fp32 parameters stay: AdamW's 12 bytes a parameter become 8,
@@ -107,13 +108,15 @@ class Settings:
             `tensor_parallel_plan` names, and exchange activations. What a group has whole is sharded over its ranks, too, so
             each element of the model has one owner. 1 cuts nothing. Checkpoints are those of a run without.
         tensor_parallel_plan: How the model is cut: a dictionary from names of modules (with `*` for numbers) to rules of
-            `lightning_ptm.parallel` (`Columns`, `Rows`, `Vocabulary`, `Partial`, `Summed`), or Transformers' words for them.
+            `lightning_ptm.parallel` (`ColwiseParallel`, `RowwiseParallel`, `VocabParallel`, `Partial`, `Summed`), or
+            Transformers' words for them.
             `auto` takes what the model's classes say of themselves: this package's models do, and Transformers'.
         sequence_parallel: With `tensor_parallel_size`: between the layers that are cut (norms, dropout, residuals), each rank
             of a group computes its part of the sequence, and keeps the activations of that alone. Blocks take and give what
             is whole. Each rank draws random numbers of its own for its part.
         lock_free: Compute does not wait for updates: master states stream through the disk in the background, and each
-            unit computes with the newest parameters that there are. Without a `disk_path` and a `master_home` they are in the
+            unit computes with the newest parameters that there are. Without a `disk_path` and a `offload_optimizer`
+            they are in the
             Trainer's root folder.
         max_staleness: With `lock_free`: steps whose gradients a parameter in use may not include yet; compute waits rather
             than exceed it. 0 gives the numbers of a synchronous run.
@@ -130,7 +133,7 @@ class Settings:
         forecast_reach: With `forecast`: so many updates are; where more are lacking, parameters are used as they are.
             Each step of a forecast takes compute a pass over the parameters; where updates are held, one more, for the
             momentum of the gradients that wait.
-        half_products: On a CPU, how products of 16-bit tensors are computed (matrix products, attention, convolutions):
+        matmul_precision: On a CPU, how products of 16-bit tensors are computed (matrix products, attention, convolutions):
             `native` by torch's own kernels, `fp32` in fp32 and rounded once, or `auto`: natively unless the processor has no
             16-bit arithmetic, where that takes 10 to 100 times as long. Pages and all other operators stay 16-bit; units
             are then computed without torch.compile.
@@ -169,10 +172,10 @@ class Settings:
     host_memory: str | int = "auto"
     disk_path: str | Path | Sequence[str | Path] | None = None
     disk_memory: str | int = "auto"
-    parameter_home: Home = "auto"
+    offload_parameters: Home = "auto"
     frozen_dtype: Literal["compute", "int8", "nf4"] = "compute"
-    master_home: Home = "auto"
-    state_dtype: StateDtype | Mapping[str, StateDtype] = "auto"
+    offload_optimizer: Home = "auto"
+    optimizer_state_dtype: StateDtype | Mapping[str, StateDtype] = "auto"
     recompute: str = "none"
     activations: Literal["keep", "host"] = "keep"
     units: Literal["auto"] | Sequence[str] = "auto"
@@ -188,7 +191,7 @@ class Settings:
     hold_updates: bool = False
     forecast: bool = True
     forecast_reach: int = 2
-    half_products: Literal["auto", "native", "fp32"] = "auto"
+    matmul_precision: Literal["auto", "native", "fp32"] = "auto"
     staging_memory: str | int = "auto"
     freed_memory: Literal["auto", "keep", "return"] = "auto"
     state_dict_type: Literal["full", "sharded"] = "full"
@@ -215,7 +218,7 @@ class Settings:
             value = getattr(self, field.name)
             if isinstance(field.default, bool) and not isinstance(value, bool):  # the text "false" would count as true
                 raise ConfigError(f"{field.name}={value!r} is neither on nor off; give True or False")
-        for name in ("parameter_home", "master_home"):
+        for name in ("offload_parameters", "offload_optimizer"):
             if getattr(self, name) not in ("auto", "device", "host", "disk"):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no tier; use 'auto', 'device', 'host' or 'disk'")
         self._check_disk_path()
@@ -265,9 +268,9 @@ class Settings:
                 f"hold_updates=True with lock_free={self.lock_free} and max_staleness={self.max_staleness} has no room to "
                 f"hold updates in; give lock_free=True and a max_staleness of {LEAST_HELD_STALENESS} or more, or leave it out"
             )
-        if self.lock_free and self.parameter_home == "disk":
+        if self.lock_free and self.offload_parameters == "disk":
             raise ConfigError(
-                "lock_free=True computes with parameters that lie in RAM, and parameter_home is 'disk'; leave it at 'auto', "
+                "lock_free=True computes with parameters that lie in RAM, and offload_parameters is 'disk'; leave it at 'auto', "
                 "or use lock_free=False"
             )
 
@@ -285,12 +288,12 @@ class Settings:
             raise ConfigError(f"disk_path={self.disk_path!r}: {error}; give the whole path") from error
 
     def _check_state_dtype(self) -> None:
-        known, asked = get_args(StateDtype), self.state_dtype
+        known, asked = get_args(StateDtype), self.optimizer_state_dtype
         words = list(asked.values()) if isinstance(asked, Mapping) else [asked]
         named = bool(words) and all(isinstance(name, str) for name in self.state_dtypes)
         if not named or not all(word in known for word in words):
             raise ConfigError(
-                f"state_dtype={asked!r}: use 'auto', 'bf16' or 'int8', or a dictionary from names of states to these, such "
+                f"optimizer_state_dtype={asked!r}: use 'auto', 'bf16' or 'int8', or a dictionary from names of states to these, such "
                 f"as {{'exp_avg': 'bf16', 'exp_avg_sq': 'int8'}}"
             )
 
@@ -302,7 +305,7 @@ class Settings:
         if self.tensor_parallel_plan != "auto" and not isinstance(self.tensor_parallel_plan, Mapping):
             raise ConfigError(
                 f"tensor_parallel_plan={self.tensor_parallel_plan!r}: give 'auto', or a dictionary such as "
-                f"{{'blocks.*.expand': Columns(), 'blocks.*.project': Rows()}} (from lightning_ptm.parallel)"
+                f"{{'blocks.*.expand': ColwiseParallel(), 'blocks.*.project': RowwiseParallel()}} (from lightning_ptm.parallel)"
             )
 
     def _check_weights(self) -> None:
@@ -361,19 +364,19 @@ class Settings:
         return self._bytes_or_none("staging_memory")
 
     @property
-    def wanted_master_home(self) -> Home:
+    def wanted_offload_optimizer(self) -> Home:
         """Lock-free updates are for master states on disk, if nobody says otherwise."""
-        return "disk" if self.lock_free and self.master_home == "auto" else self.master_home
+        return "disk" if self.lock_free and self.offload_optimizer == "auto" else self.offload_optimizer
 
     @property
     def state_dtypes(self) -> Mapping[str, StateDtype]:
         """By name of a state; empty where it is one for all."""
-        return self.state_dtype if isinstance(self.state_dtype, Mapping) else {}
+        return self.optimizer_state_dtype if isinstance(self.optimizer_state_dtype, Mapping) else {}
 
     @property
     def encodes_states(self) -> bool:
         """Whether some states are to lie in pages as something else than the optimizer computes."""
-        return any(word != "auto" for word in (self.state_dtypes.values() or [self.state_dtype]))
+        return any(word != "auto" for word in (self.state_dtypes.values() or [self.optimizer_state_dtype]))
 
     @property
     def disk_paths(self) -> tuple[Path, ...]:
@@ -438,9 +441,11 @@ _NEEDS = (
     ),
     _Needs(
         ("disk_memory",),
-        lambda settings: bool(settings.disk_paths) or "disk" in (settings.parameter_home, settings.wanted_master_home),
+        lambda settings: (
+            bool(settings.disk_paths) or "disk" in (settings.offload_parameters, settings.wanted_offload_optimizer)
+        ),
         "disk_path=None and no home on disk: there is no disk tier that it could bound",
-        "disk_path='/a/folder' (or master_home='disk')",
+        "disk_path='/a/folder' (or offload_optimizer='disk')",
     ),
 )
 """Kept to what this object alone can tell: what has an effect on one machine and none on another is no mistake."""
@@ -451,7 +456,7 @@ _WORDS = {
         "state_dict_type",
         "failed_save",
         "reduce_gradients",
-        "half_products",
+        "matmul_precision",
         "freed_memory",
         "resume",
         "frozen_dtype",

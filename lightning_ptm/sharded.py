@@ -22,12 +22,12 @@ from lightning_ptm.checkpoints.module_states import parameters_by_name
 from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
 from lightning_ptm.errors import UsageError
 from lightning_ptm.progress import Progress
-from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.storage.checked import CheckedFolder
+from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.storage.index import LIGHTNING, PARAMETERS, Index, StateFile
-from lightning_ptm.storage.reading import is_folder
 from lightning_ptm.storage.tensors import Mapped
-from lightning_ptm.trainer.paged_states import opened
+from lightning_ptm.storage.user_errors import is_folder
+from lightning_ptm.storage.verified import CheckedFolder
+from lightning_ptm.trainer.paged_optimizer_state import opened
 
 # -- what Lightning's dictionary holds instead of tensors ------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptm import AngelPTMError, AngelPTMStrategy
-from lightning_ptm.runtime import engine  # noqa: F401  (before children are made)
+from lightning_ptm.runtime.engine import engine  # noqa: F401  (before children are made)
 
 REFUSED, OTHER = 3, 4
 

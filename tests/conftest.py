@@ -32,13 +32,13 @@ look_for_callbacks_once()
 
 TIERS: dict[str, dict[str, Any]] = {
     "ram": {},
-    "masters_on_disk": {"master_home": "disk"},
-    "all_on_disk": {"master_home": "disk", "parameter_home": "disk"},
+    "masters_on_disk": {"offload_optimizer": "disk"},
+    "all_on_disk": {"offload_optimizer": "disk", "offload_parameters": "disk"},
     "three_tiers": {
         "device_memory": "2MiB",
         "host_memory": "64MiB",
-        "parameter_home": "host",
-        "master_home": "disk",
+        "offload_parameters": "host",
+        "offload_optimizer": "disk",
     },
     "lock_free": {"lock_free": True, "max_staleness": 0},
     "lock_free_three_tiers": {
@@ -47,11 +47,11 @@ TIERS: dict[str, dict[str, Any]] = {
         "lock_free": True,
         "max_staleness": 0,
     },
-    "tight": {"device_memory": LEAST, "parameter_home": "disk", "master_home": "disk"},
+    "tight": {"device_memory": LEAST, "offload_parameters": "disk", "offload_optimizer": "disk"},
     "tight_recomputed": {
         "device_memory": LEAST,
-        "parameter_home": "disk",
-        "master_home": "disk",
+        "offload_parameters": "disk",
+        "offload_optimizer": "disk",
         "recompute": "all",
         "poison": False,
     },

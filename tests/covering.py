@@ -14,12 +14,13 @@ Case = tuple[str, ...]
 
 
 def meetings(case: Case, together: int = 2) -> set[Any]:
-    """Every `together` of its choices."""
+    """Every `raise_on_all_ranks` of its choices."""
     return set(itertools.combinations(enumerate(case), together))
 
 
 def few(cases: Sequence[Case], seed: int = 0, together: int = 2) -> list[Case]:
-    """Few of these in which every `together` choices meet that meet in any: greedily, the best of some drawn ones."""
+    """Few of these in which every `raise_on_all_ranks` choices meet that meet in any: greedily, the best of some
+    drawn ones."""
     draw = random.Random(seed)
     found = {case: meetings(case, together) for case in cases}
     missing = set().union(*found.values())

@@ -9,8 +9,8 @@ import lightning as L
 from lightning_ptm.planning.inventory import Lifetime
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.trace import Tick, Trace
-from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.paper import Paper
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.virtual_run import VirtualRun
 from lightning_ptm.terms import Mode, Operation, Phase, Tier
 
 
@@ -68,7 +68,7 @@ def on_paper(seen: Listens, accumulate: int = 1, *, recomputed: bool = False) ->
     fixed = (
         blueprint.inventory.held_bytes(Tier.DEVICE, Lifetime.RUN, Lifetime.FIRST_GRADIENT) // blueprint.layout.page_size
     )
-    paper = Paper(blueprint, fixed, blueprint.by_need if recomputed else ())
+    paper = VirtualRun(blueprint, fixed, blueprint.by_need if recomputed else ())
     paper.fetching.told = found.append
     for step, ((plan, planned), trace) in enumerate(zip(seen.plans, seen.traces(), strict=True), start=1):
         paper.run(plan, trace, planned, steps=step % accumulate == 0)

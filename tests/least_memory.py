@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import CapacityError
-from lightning_ptm.runtime.blueprint import Blueprint, Request
-from lightning_ptm.runtime.handed_on import HandedOn
+from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
+from lightning_ptm.runtime.relayout.previous_state import PreviousState
 
 LEAST = "least"
 """The value of `device_memory` that `strategy_with` understands beside the strategy's own."""
@@ -24,7 +24,7 @@ class LeastMemoryStrategy(AngelPTMStrategy):
     pages = 0
     spare_pages = 0
 
-    def _decided(self, request: Request, handed: HandedOn | None) -> Blueprint:
+    def _decided(self, request: Request, handed: PreviousState | None) -> Blueprint:
         refused, accepted = 0, 4
         while (made := self._accepted(accepted, request, handed)) is None:
             refused, accepted = accepted, 2 * accepted
@@ -41,7 +41,7 @@ class LeastMemoryStrategy(AngelPTMStrategy):
         self.pages = accepted + self.spare_pages
         return made
 
-    def _accepted(self, pages: int, request: Request, handed: HandedOn | None) -> Blueprint | None:
+    def _accepted(self, pages: int, request: Request, handed: PreviousState | None) -> Blueprint | None:
         settings = dataclasses.replace(request.settings, device_memory=pages * request.settings.page_bytes)
         try:
             return super()._decided(dataclasses.replace(request, settings=settings), handed)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptm import UpdateAudit
-from lightning_ptm.runtime.audits import StalenessStats
+from lightning_ptm.runtime.updates.audits import StalenessStats
 
 NUMEL = 4224
 SIDES = ("left", "right")

@@ -15,7 +15,7 @@ from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.commands.plan import forecast
 from lightning_ptm.forecasting.prediction import Prediction
-from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
 
 LIMITS = {"page_size": "64KiB", "host_memory": "64MiB", "disk_memory": "64MiB"}
 """Settings of all runs that are compared."""

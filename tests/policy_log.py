@@ -15,7 +15,7 @@ from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.transfer import Transfer
 from lightning_ptm.planning.chunks import ChunkAct, ChunkEvent
-from lightning_ptm.planning.gradients import gradient_tasks
+from lightning_ptm.planning.gradient_tasks import gradient_tasks
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import Mode
 from lightning_ptm.update.pipeline import Pipeline

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.trainer.half_products import products_here
+from lightning_ptm.trainer.matmul_precision import products_here
 
 
 def products_of(precision: str) -> AbstractContextManager[None]:

@@ -109,8 +109,8 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"device_memory": None}, r"device_memory=None is not a size"),
         ({"disk_memory": "1.GiB"}, r"disk_memory='1.GiB' is not a size"),
         ({"staging_memory": []}, r"staging_memory=\[\] is not a size"),
-        ({"parameter_home": "gpu"}, r"parameter_home='gpu' is no tier; use 'auto', 'device', 'host' or 'disk'"),
-        ({"master_home": "ssd"}, r"master_home='ssd' is no tier; use 'auto', 'device', 'host' or 'disk'"),
+        ({"offload_parameters": "gpu"}, r"offload_parameters='gpu' is no tier; use 'auto', 'device', 'host' or 'disk'"),
+        ({"offload_optimizer": "ssd"}, r"offload_optimizer='ssd' is no tier; use 'auto', 'device', 'host' or 'disk'"),
         ({"reduce_gradients": "never"}, r"reduce_gradients='never': use 'each_backward' or 'each_step'"),
         ({"freed_memory": "free"}, r"freed_memory='free': use 'auto', 'keep' or 'return'"),
         ({"lock_free": "yes"}, r"lock_free='yes' is neither on nor off; give True or False"),
@@ -161,7 +161,7 @@ WITHOUT_EFFECT = [
         {"disk_memory": "1GiB"},
         "disk_memory='1GiB' with disk_path=None and no home on disk: .* give disk_path='/a/folder'",
     ),
-    ({"disk_memory": 1 << 30, "master_home": "host"}, "disk_memory=1073741824 with disk_path=None"),
+    ({"disk_memory": 1 << 30, "offload_optimizer": "host"}, "disk_memory=1073741824 with disk_path=None"),
     ({"async_save": True}, "async_save=True writes checkpoints from pages, .* set state_dict_type='sharded'"),
 ]
 
@@ -178,7 +178,7 @@ def test_settings_that_would_have_no_effect(settings: dict[str, Any], message: s
         {"lock_free": True, "max_staleness": 4, "staleness_warmup": 10, "forecast_reach": 3},
         {"lock_free": True, "forecast": False},
         {"lock_free": True, "disk_memory": "1GiB"},
-        {"parameter_home": "disk", "disk_memory": "1GiB"},
+        {"offload_parameters": "disk", "disk_memory": "1GiB"},
         {"disk_path": "/disk", "disk_memory": "1GiB"},
         {"tensor_parallel_size": 2, "sequence_parallel": True, "tensor_parallel_plan": {}},
         {"weights": "w", "weights_map": {"a": "b"}, "weights_new": ["a"], "weights_strict": False},
@@ -253,7 +253,9 @@ def test_device_too_small_for_one_tick() -> None:
 
 
 def test_host_too_small_for_the_master_states() -> None:
-    message = refused(small(device_memory="4MiB", master_home="host", host_memory="512KiB"), Stack(), CapacityError)
+    message = refused(
+        small(device_memory="4MiB", offload_optimizer="host", host_memory="512KiB"), Stack(), CapacityError
+    )
     assert "master states" in message
     assert re.search(r"blocks\.\d", message), message
     assert re.search(r"\d [KM]iB", message), message
@@ -261,7 +263,7 @@ def test_host_too_small_for_the_master_states() -> None:
 
 
 def test_disk_memory_too_small(disk: Path) -> None:
-    settings = {"master_home": "disk", "disk_path": disk, "disk_memory": "256KiB"}
+    settings = {"offload_optimizer": "disk", "disk_path": disk, "disk_memory": "256KiB"}
     message = refused(small(**settings), Stack(), CapacityError)
     assert re.match(
         r"the master states of .*need .* left of 256 KiB; raise disk_memory, or give a disk_path with", message
@@ -271,12 +273,12 @@ def test_disk_memory_too_small(disk: Path) -> None:
 def test_the_smallest_module_is_one_unit_with_a_name(disk: Path) -> None:
     module = Stack()
     module.blocks = nn.ModuleList([nn.Linear(64, 256)])
-    settings = {"master_home": "disk", "disk_path": disk, "disk_memory": "64KiB"}
+    settings = {"offload_optimizer": "disk", "disk_path": disk, "disk_memory": "64KiB"}
     assert "the master states of root need 136 KiB" in refused(small(**settings), module, CapacityError)
 
 
 def test_staging_too_small(disk: Path) -> None:
-    settings = {"master_home": "disk", "disk_path": disk, "staging_memory": "64KiB"}
+    settings = {"offload_optimizer": "disk", "disk_path": disk, "staging_memory": "64KiB"}
     message = refused(small(**settings), Stack(), ConfigError, "bf16-mixed")
     # fp32 parameter and two moments, a 16-bit copy and a gradient.
     assert "staging_memory is 64 KiB and one chunk of this optimizer's states takes 320 KiB" in message
@@ -285,7 +287,7 @@ def test_staging_too_small(disk: Path) -> None:
 
 def test_a_budget_that_is_just_enough_trains() -> None:
     """The refusals above are no empty caution: the bytes that they ask for do."""
-    strategy = small(device_memory="1MiB", host_memory="64MiB", parameter_home="host", master_home="host")
+    strategy = small(device_memory="1MiB", host_memory="64MiB", offload_parameters="host", offload_optimizer="host")
     module = Stack()
     trainer_with(strategy).fit(module, batches())
     assert module.steps == 2
@@ -317,7 +319,7 @@ class Files(FileOps):
 
 
 def on(path: Path, files: FileOps | None = None) -> AngelPTMStrategy:
-    strategy = small(master_home="disk", disk_path=path)
+    strategy = small(offload_optimizer="disk", disk_path=path)
     strategy.file_ops = files
     return strategy
 
@@ -346,7 +348,7 @@ def test_a_disk_path_that_cannot_be_made(tmp_path: Path) -> None:
         ("There/dir", "There"),  # a file system that knows upper case
     ],
 )
-@pytest.mark.parametrize("settings", [{"master_home": "disk"}, {"page_size": "auto"}], ids=str)
+@pytest.mark.parametrize("settings", [{"offload_optimizer": "disk"}, {"page_size": "auto"}], ids=str)
 def test_a_disk_path_in_a_folder_that_does_not_exist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | tuple[str, ...], first: str, settings: dict[str, Any]
 ) -> None:
@@ -361,7 +363,9 @@ def test_a_disk_path_in_a_folder_that_does_not_exist(
 
 
 @pytest.mark.parametrize("given", ["spill", "there/spill", "./spill/", "there/../spill", "~/spill", "link/spill"])
-@pytest.mark.parametrize("settings", [{"master_home": "disk"}, {"page_size": "auto", "master_home": "disk"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"offload_optimizer": "disk"}, {"page_size": "auto", "offload_optimizer": "disk"}], ids=str
+)
 def test_the_last_folder_of_a_disk_path_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, settings: dict[str, Any]
 ) -> None:
@@ -435,7 +439,7 @@ def test_a_home_on_disk_without_a_path_goes_to_the_trainers_folder(tmp_path: Pat
     module = Stack()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer_with(small(master_home="disk"), default_root_dir=tmp_path / "new").fit(module, batches())
+        trainer_with(small(offload_optimizer="disk"), default_root_dir=tmp_path / "new").fit(module, batches())
     assert module.steps == 2
     assert list((tmp_path / "new").iterdir()) == []
 
@@ -453,7 +457,7 @@ def test_a_home_on_disk_without_a_path_goes_to_the_trainers_folder(tmp_path: Pat
     ],
 )
 def test_optimizers_that_are_not_element_wise(optimizer: Callable[[Any], Any], message: str) -> None:
-    assert re.search(message, refused(small(master_home="disk"), Stack(optimizer), ConfigError), re.DOTALL)
+    assert re.search(message, refused(small(offload_optimizer="disk"), Stack(optimizer), ConfigError), re.DOTALL)
 
 
 def test_a_parameter_in_two_optimizers() -> None:
@@ -465,7 +469,7 @@ def test_a_parameter_in_two_optimizers() -> None:
 
     module = Stack(two)
     module.automatic_optimization = False
-    message = refused(small(master_home="disk"), module, ConfigError)
+    message = refused(small(offload_optimizer="disk"), module, ConfigError)
     assert "a parameter of shape (256, 64) is in two optimizers, of which torch.optim" in message
     assert "leave it in one" in message
 

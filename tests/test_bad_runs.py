@@ -256,7 +256,7 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 strategy = lightning_ptm.AngelPTMStrategy(
-    page_size="64KiB", disk_path=sys.argv[1], master_home="disk", parameter_home="disk")
+    page_size="64KiB", disk_path=sys.argv[1], offload_optimizer="disk", offload_parameters="disk")
 trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=-1, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 try:

@@ -19,7 +19,7 @@ MIB = 1 << 20
 ROOT = Path(__file__).parents[1]
 Ask = Callable[..., dict[str, Any]]
 
-ON_DISK = {"master_home": "disk"}
+ON_DISK = {"offload_optimizer": "disk"}
 WIDE = {"width": 512}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
     # The model, the strategy, samples of a batch, and the Trainer.
@@ -27,7 +27,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
     "large batch": ({"blocks": 2}, {}, 32, {}),
     "large vocabulary": ({"vocabulary": 20000, "blocks": 2}, ON_DISK, 4, {}),
     "masters on disk": (WIDE, ON_DISK, 4, {"precision": "bf16-mixed"}),
-    "all on disk": (WIDE, {"master_home": "disk", "parameter_home": "disk"}, 4, {}),
+    "all on disk": (WIDE, {"offload_optimizer": "disk", "offload_parameters": "disk"}, 4, {}),
     "no disk": ({"width": 384}, {"disk_path": None}, 8, {}),
     "lock-free": (WIDE, {"lock_free": True, "max_staleness": 0}, 4, {}),
     "accumulates": (WIDE, {}, 8, {"accumulate_grad_batches": 2}),
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
     "recomputes": (WIDE, {**ON_DISK, "recompute": "all"}, 32, {}),
     "SGD": ({**WIDE, "optimizer": "SGD"}, {}, 8, {}),
     "whole parameters": ({**WIDE, "optimizer": "Adafactor"}, ON_DISK, 4, {}),
-    "small states": (WIDE, {**ON_DISK, "state_dtype": "int8"}, 4, {}),
+    "small states": (WIDE, {**ON_DISK, "optimizer_state_dtype": "int8"}, 4, {}),
     "true 16 bits": (WIDE, ON_DISK, 4, {"precision": "bf16-true"}),
     "host set": (WIDE, {**ON_DISK, "host_memory": "100MiB"}, 4, {}),
 }
@@ -158,7 +158,7 @@ MODELS = {  # of about 25, 110 and 270 million parameters
 def test_no_whole_process_is_killed(group: Path, tmp_path: Path, size: str, cap: int) -> None:
     second = (group / "cgroup.controllers").exists()
     (group / ("memory.max" if second else "memory.limit_in_bytes")).write_text(str(cap * MIB))
-    settings = {"master_home": "disk", "disk_path": str(tmp_path)}
+    settings = {"offload_optimizer": "disk", "disk_path": str(tmp_path)}
     ended = subprocess.run(
         [
             sys.executable,

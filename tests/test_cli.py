@@ -182,7 +182,9 @@ def test_a_disk_without_room_is_said_in_a_sentence(text: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    options = (f"--trainer.strategy.init_args.{name}" for name in (f"disk_path={text.parent}", "master_home=disk"))
+    options = (
+        f"--trainer.strategy.init_args.{name}" for name in (f"disk_path={text.parent}", "offload_optimizer=disk")
+    )
     with pytest.raises(SystemExit) as stop:
         main(["fit", *quiet(text, *options)])
     assert re.match(

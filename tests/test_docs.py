@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ptm.cli import main
 from lightning_ptm.commands.entries import COMMANDS
 from lightning_ptm.config import Settings
-from lightning_ptm.habits import HABITS
+from lightning_ptm.setting_hints import SETTING_HINTS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -148,7 +148,7 @@ def test_tables_of_settings_have_the_defaults(page: Path) -> None:
 
 def test_every_habit_has_a_row() -> None:
     text = (DOCS / "moving.md").read_text()
-    for habit in HABITS:
+    for habit in SETTING_HINTS:
         assert any(f"`{name}`" in text for name in habit.names), habit.names
 
 

@@ -18,11 +18,11 @@ from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.gradient import ParameterGradients
-from lightning_ptm.update.job import JobHandle, UpdateJob
+from lightning_ptm.update.flat_states import FlatStates
+from lightning_ptm.update.gradient_source import ParameterGradients
 from lightning_ptm.update.probe import probe
-from lightning_ptm.update.shadow import Shadow, snapshot
-from lightning_ptm.update.states import FlatStates
+from lightning_ptm.update.shadow import ShadowOptimizer, snapshot
+from lightning_ptm.update.update_job import JobHandle, UpdateJob
 from lightning_ptm.update.updater import Updater
 
 STAGING_CHUNKS = 12
@@ -51,7 +51,7 @@ def run(options: dict[str, Any], baton: Baton) -> None:
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))], lr=1e-3)
         traits = probe(optimizer, dtype=torch.float32)
         updater = Updater(allocator, staging=STAGING_CHUNKS)
-        shadow = Shadow(optimizer, traits)
+        shadow = ShadowOptimizer(optimizer, traits)
         jobs = []
         for flat in layout.flats:
             states = FlatStates.allocate(allocator, flat, 0, traits, Tier.DISK, master_dtype=torch.float32)

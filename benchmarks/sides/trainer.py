@@ -150,13 +150,13 @@ def make_strategy(settings: dict[str, Any] | None) -> Strategy | str:
     import lightning_ptm
 
     if settings.get("tensor_parallel_size", 1) > 1:
-        from lightning_ptm.parallel import Columns, Rows
+        from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel
 
         plan = {
-            "attention.qkv": Columns(parts=3, heads="heads"),
-            "attention.out": Rows(),
-            "up": Columns(),
-            "down": Rows(),
+            "attention.qkv": ColwiseParallel(parts=3, heads="heads"),
+            "attention.out": RowwiseParallel(),
+            "up": ColwiseParallel(),
+            "down": RowwiseParallel(),
         }
         settings = {**settings, "tensor_parallel_plan": {f"model.blocks.*.{name}": rule for name, rule in plan.items()}}
     strategy: Strategy = lightning_ptm.AngelPTMStrategy(**settings)

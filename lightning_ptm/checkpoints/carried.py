@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
 from lightning_ptm.errors import some
-from lightning_ptm.runtime.closed import reopen
-from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.runtime.handed_on import HandedOn
-from lightning_ptm.runtime.materialize import Given
-from lightning_ptm.runtime.parameter_data import set_data
-from lightning_ptm.trainer.paged_states import opened
+from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.runtime.full_params.first_values import Given
+from lightning_ptm.runtime.relayout.previous_state import PreviousState
+from lightning_ptm.runtime.tensors.parameter_data import set_data
+from lightning_ptm.runtime.units.guarded_parameter import reopen
+from lightning_ptm.trainer.paged_optimizer_state import opened
 
 
 class Carried(abc.ABC):
@@ -38,9 +38,9 @@ class Carried(abc.ABC):
     """
 
     def __init__(self, engine: Engine, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
-        self._names = {id(parameter): name for name, parameter in engine.wholes.names()}
-        self._kept = {id(parameter): weakref.ref(parameter) for _, parameter in engine.wholes.names()}
-        parameters = [parameter for _, parameter in engine.wholes.names()]
+        self._names = {id(parameter): name for name, parameter in engine.gathered_flats.names()}
+        self._kept = {id(parameter): weakref.ref(parameter) for _, parameter in engine.gathered_flats.names()}
+        parameters = [parameter for _, parameter in engine.gathered_flats.names()]
         engine.drain("states before they are laid out anew")
         self._removed = [_let_go_of_removed(engine, module, plain_optimizer(each)) for each in optimizers]
         """By optimizer, (id, name) of parameters of which the states in pages end."""
@@ -63,7 +63,7 @@ class Carried(abc.ABC):
         """First values, where files have them."""
 
     @property
-    def handed(self) -> HandedOn | None:
+    def handed(self) -> PreviousState | None:
         """Pages that have them."""
         return None
 
@@ -165,7 +165,7 @@ def warn_of_resized(engine: Engine, optimizer: Optimizer) -> None:
         name
         for _, flat in engine.updates.groups.flats_of(engine.updates.groups.index_of(optimizer))
         for place, name in enumerate(slot.spec.name for slot in flat.store.binding.layout.slots)
-        if name in engine.lending.resized and flat.states.remembers(place)
+        if name in engine.lent_parameters.resized and flat.states.remembers(place)
     ]
     if ending:
         rank_zero_warn(

@@ -23,13 +23,13 @@ from typing_extensions import override
 from lightning_ptm.checkpoints.carried import Carried, kept_outside
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.checkpoints.saving import Saving
-from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.runtime.materialize import Given, Read
+from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.runtime.full_params.first_values import Given, Read
 from lightning_ptm.sharded import check
-from lightning_ptm.storage.checked import CheckedFolder
 from lightning_ptm.storage.folder import Draft
 from lightning_ptm.storage.index import PARAMETERS, slot_of
 from lightning_ptm.storage.tensors import Mapped
+from lightning_ptm.storage.verified import CheckedFolder
 from lightning_ptm.storage.writer import SaveOps
 
 
@@ -67,10 +67,10 @@ class CarriedInFiles(Carried):
         """By whether it is of parameters or of what optimizers keep of them."""
         self._draft: Draft | None = None
         try:
-            with engine.rendezvous.together():
+            with engine.barriers.together():
                 if engine.communicator.rank == 0:
                     self._draft = Draft(folder / "carried", replace=False)
-            held = engine.rendezvous.told(None if self._draft is None else str(self._draft.folder))
+            held = engine.barriers.told(None if self._draft is None else str(self._draft.folder))
             self._path = Path(held) / "states"
             # Lightning's dictionary stays where it is; with this key, states of optimizers are written.
             nothing: dict[str, Any] = {"optimizer_states": []}
@@ -93,7 +93,7 @@ class CarriedInFiles(Carried):
         folder = CheckedFolder(self._path)
         if engine is not None:
             communicator = engine.communicator
-            with engine.rendezvous.together():
+            with engine.barriers.together():
                 check(folder, folder.index.files[communicator.rank :: communicator.world_size], engine.bars)
         for file in folder.index.files:
             known = folder.files[file.name]

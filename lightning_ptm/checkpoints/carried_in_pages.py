@@ -18,12 +18,12 @@ from typing_extensions import override
 from lightning_ptm.checkpoints.carried import Carried, kept_outside
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.comm import SoloCommunicator
-from lightning_ptm.runtime.closed import ClosedParameter, reopen
-from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.runtime.handed_on import HandedOn
-from lightning_ptm.runtime.machine import free_host_bytes
-from lightning_ptm.runtime.materialize import Given
-from lightning_ptm.runtime.parameter_data import set_data
+from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.runtime.full_params.first_values import Given
+from lightning_ptm.runtime.machine.machine import free_host_bytes
+from lightning_ptm.runtime.relayout.previous_state import PreviousState
+from lightning_ptm.runtime.tensors.parameter_data import set_data
+from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter, reopen
 
 
 class CarriedInPages(Carried):
@@ -36,7 +36,7 @@ class CarriedInPages(Carried):
 
     @property
     @override
-    def handed(self) -> HandedOn:
+    def handed(self) -> PreviousState:
         return self._handed
 
     @override
@@ -54,7 +54,7 @@ class CarriedInPages(Carried):
     @override
     def rescue(self, module: nn.Module) -> bool:
         if self._handed.relay.given_up:  # the next engine may have had all of them already, and have given them back
-            return not any(isinstance(each, ClosedParameter) for each in module.parameters())
+            return not any(isinstance(each, GuardedParameter) for each in module.parameters())
         known = [each for each in module.parameters() if each in self._handed]
         needed = sum(each.numel() * self._handed.dtype(id(each)).itemsize for each in known)
         if not self._alone or needed > free_host_bytes():

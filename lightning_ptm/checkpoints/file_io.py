@@ -16,7 +16,7 @@ from lightning_ptm.errors import CheckpointError
 from lightning_ptm.progress import Progress, Seen
 from lightning_ptm.storage.archive import Archive, unreadable
 from lightning_ptm.storage.folder import file_draft
-from lightning_ptm.storage.reading import is_file
+from lightning_ptm.storage.user_errors import is_file
 
 _WRITTEN_AT_ONCE_BYTES = 64 << 20
 _VERSION = "pytorch-lightning_version"

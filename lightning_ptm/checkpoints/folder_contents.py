@@ -16,16 +16,16 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ptm.checkpoints.background_row_exchange import BackgroundRowExchange
 from lightning_ptm.checkpoints.module_states import parameters_by_name
 from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
-from lightning_ptm.checkpoints.rows import PagedFlat, RowExchange, Table, not_exchanged
-from lightning_ptm.checkpoints.rows_behind import ExchangeBehind
+from lightning_ptm.checkpoints.row_exchange import PagedFlat, RowExchange, Table, not_exchanged
 from lightning_ptm.memory.backend import in_ram
-from lightning_ptm.memory.paged import PagedTensor
+from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.planning.layout import ParameterSpec
-from lightning_ptm.runtime.pieces import within
-from lightning_ptm.runtime.sharded_kinds import ShardedFlat, ShardedKind
-from lightning_ptm.runtime.snapshot import SnapshotPart, stretches
+from lightning_ptm.runtime.full_params.sharded_states import ShardedFlat, ShardedStates
+from lightning_ptm.runtime.full_params.snapshot import SnapshotPart, stretches
+from lightning_ptm.runtime.tensors.page_io import within
 from lightning_ptm.storage.index import Index, OptimizerIndex, Seal, StateFile, write_synced
 from lightning_ptm.storage.tensors import Layout, lay_out
 from lightning_ptm.storage.writer import FileBytes, RangeWriter, SaveOps
@@ -77,7 +77,7 @@ class StateFiles:
         return {file.name: Seal.of(layout.header) for file, layout in zip(self.files, self.layouts, strict=True)}
 
 
-def bytes_here(kind: ShardedKind) -> int:
+def bytes_here(kind: ShardedStates) -> int:
     """What this rank has of one kind of states."""
     paged = sum(segment.numel * flat.paged.dtype.itemsize for flat in kind.flats for segment in flat.segments)
     return paged + sum(values.nbytes for flat in kind.flats for _, _, values in flat.outside)
@@ -110,8 +110,8 @@ def _stays(flat: ShardedFlat, *, changing: bool) -> bool:
 def parts_of(
     put: _Put,
     files: StateFiles,
-    kinds: Sequence[ShardedKind],
-    exchange: RowExchange | ExchangeBehind,
+    kinds: Sequence[ShardedStates],
+    exchange: RowExchange | BackgroundRowExchange,
     *,
     cell_numel: int,
     changing: bool,
@@ -130,7 +130,7 @@ def parts_of(
             if flat.segments:
                 stays = _stays(flat, changing=changing)
                 write = partial(_put, put, file.name, starts, flat, exchange, stays)
-                room = partial(exchange.wait_for_room, flat) if isinstance(exchange, ExchangeBehind) else None
+                room = partial(exchange.wait_for_room, flat) if isinstance(exchange, BackgroundRowExchange) else None
                 part = SnapshotPart(flat.paged, write, *_cells_of(flat, cell_numel, changing=changing), room)
                 known = parts.get(flat.paged.id)
                 parts[flat.paged.id] = part if known is None else _with(known, part)
@@ -154,7 +154,7 @@ def _put(
     name: str,
     starts: Mapping[str, int],
     flat: ShardedFlat,
-    exchange: RowExchange | ExchangeBehind,
+    exchange: RowExchange | BackgroundRowExchange,
     stays: bool,
     start: int,
     values: Tensor,

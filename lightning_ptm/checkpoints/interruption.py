@@ -14,9 +14,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_ptm.checkpoints.saves import Saves
+from lightning_ptm.checkpoints.save_queue import SaveQueue
 from lightning_ptm.errors import AngelPTMError, CheckpointError, UsageError
-from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.engine.engine import Engine
 
 _MEET_S = 5.0
 """How long a rank that was cut short waits for the others to be, before a checkpoint is given up."""
@@ -38,7 +38,7 @@ class Interruption:
         engine: the run's; module: what it trains; saves: the checkpoints in progress.
     """
 
-    def __init__(self, engine: Engine, module: LightningModule, saves: Saves) -> None:
+    def __init__(self, engine: Engine, module: LightningModule, saves: SaveQueue) -> None:
         self._engine = engine
         self._module = module
         self._saves = saves
@@ -56,7 +56,7 @@ class Interruption:
     def torn(self) -> bool:
         """Whether what the run leaves behind is of two steps."""
         engine = self._engine
-        return self.unsaved == TORN or engine.update_failed or (engine.rendezvous.failed and engine.stepping.torn)
+        return self.unsaved == TORN or engine.update_failed or (engine.barriers.failed and engine.stepping.torn)
 
     def settle(self) -> None:
         """Find out whether there is a state that all ranks have; where there is none, this rank hangs up, so that nobody

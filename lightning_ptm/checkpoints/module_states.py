@@ -2,7 +2,7 @@
 
 The same bytes as a single device would have saved: fp32 weights by name, so a checkpoint moves freely between angel_ptm,
 DDP and one device (as do optimizer states: optimizer_states.py). Built unit by unit; the dictionary itself is whole, on rank
-0 only (room.py says where). Every function that is given an engine is collective.
+0 only (assembly_memory.py says where). Every function that is given an engine is collective.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from lightning_ptm.checkpoints.room import copies
-from lightning_ptm.checkpoints.stand_ins import StandIns
+from lightning_ptm.checkpoints.assembly_memory import copies
+from lightning_ptm.checkpoints.placeholders import Placeholders
 from lightning_ptm.errors import ConfigError, UsageError, some
-from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.engine.engine import Engine
 
 
 def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict
         return {}
     # The module's own state_dict names everything (tied weights, buffers, extra state, users' overrides), and its hooks may
     # change values. It also carries the modules' versions, which `load_state_dict` asks for.
-    with engine.lending.lent(values):
+    with engine.lent_parameters.lent(values):
         return module.state_dict()
 
 
@@ -77,9 +77,9 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
     """
     engine.drain("load a state dict")
     engine.executor.release_all()
-    with engine.lending.lent(None):
+    with engine.lent_parameters.lent(None):
         named = named_items(module)
-    parameters = engine.wholes.shapes()
+    parameters = engine.gathered_flats.shapes()
     by_id = {id(item): state[name] for name, item in named.items() if name in state and id(item) in parameters}
     engine.values.load_parameters(by_id)
     with engine.state_dicts.as_they_are():
@@ -123,7 +123,7 @@ def load_rest(
         if name in named and id(named[name]) in elsewhere:
             rest[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
             given.append((rest[name], id(named[name])))
-    stand_ins = StandIns(module, elsewhere)
+    stand_ins = Placeholders(module, elsewhere)
     with stand_ins, stand_ins.watched(given), warnings.catch_warnings():
         if given:
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ptm.checkpoints.room import copies
+from lightning_ptm.checkpoints.assembly_memory import copies
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.trainer.paged_states import guard, opened
+from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.trainer.paged_optimizer_state import guard, opened
 from lightning_ptm.update.traits import same_value
 
 
@@ -113,10 +113,10 @@ def take_over_optimizer_state(engine: Engine, optimizer: Optimizer) -> Callable[
     parameters = parameters_of(optimizer)
     with opened(optimizer):
         here = {place: optimizer.state[p] for place, p in enumerate(parameters) if optimizer.state.get(p)}
-    if engine.rendezvous.all_say(not here):
+    if engine.barriers.all_say(not here):
         return None
-    if not engine.rendezvous.all_say(bool(here)):
-        here = engine.rendezvous.told(here)
+    if not engine.barriers.all_say(bool(here)):
+        here = engine.barriers.told(here)
         if not here:
             raise UsageError(
                 f"the {type(optimizer).__name__} has states on some ranks, and none on rank 0; load them on all ranks"

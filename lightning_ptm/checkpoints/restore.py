@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 from lightning_ptm.checkpoints.optimizer_states import give_back_optimizer_state
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import PageIOError, UsageError
-from lightning_ptm.runtime.binding import ENDED
-from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.runtime.machine import free_host_bytes
+from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.runtime.machine.machine import free_host_bytes
+from lightning_ptm.runtime.units.binding import ENDED
 
 log = logging.getLogger(__name__)
 
 
-class Back(enum.Enum):
+class GivenBack(enum.Enum):
     """Which of the weights come back at the end of a run."""
 
     NONE = "none: they are not wanted, or not known"
@@ -35,14 +35,14 @@ class Back(enum.Enum):
 
 def _needed(engine: Engine, ranks_here: int, *, whole: bool) -> tuple[int, int]:
     """RAM that all weights take, and that those which were trained do, on this machine."""
-    every, left_out = list(engine.wholes.bindings()), engine.lending.untrained()
+    every, left_out = list(engine.gathered_flats.bindings()), engine.lent_parameters.untrained()
     trained = [each for each in every if each not in left_out]
     # What the user has built, and pages have rounded, was in RAM all the time.
     total = engine.precise_bytes(with_other_parts=whole) - engine.values.bytes_of_originals()
     return total * ranks_here, engine.precise_bytes_of(trained, with_other_parts=whole) * ranks_here
 
 
-def decided(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False) -> Back:
+def decided(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False) -> GivenBack:
     """What will be given back, by the RAM that is free now.
 
     Args:
@@ -50,18 +50,18 @@ def decided(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = Fals
         ranks_here: ranks that share this machine's RAM.
         whole: parts of parameters will be put together.
     """
-    if (engine.rendezvous.failed and not engine.communicator.alone) or engine.values.unknown or not wanted:
-        return Back.NONE
+    if (engine.barriers.failed and not engine.communicator.alone) or engine.values.unknown or not wanted:
+        return GivenBack.NONE
     every, trained = _needed(engine, ranks_here, whole=whole)
-    if engine.rendezvous.all_say(every <= free_host_bytes()):
-        return Back.ALL
-    return Back.TRAINED if engine.rendezvous.all_say(trained <= free_host_bytes()) else Back.WRITTEN
+    if engine.barriers.all_say(every <= free_host_bytes()):
+        return GivenBack.ALL
+    return GivenBack.TRAINED if engine.barriers.all_say(trained <= free_host_bytes()) else GivenBack.WRITTEN
 
 
 def _untouched_bytes(engine: Engine) -> int:
     """Of pools in RAM, what only steps will touch: gradients, states, staging."""
     ram = engine.blueprint.ram
-    laid = sum(engine.wholes.bytes_of_homes(flat) for store in engine.stores for flat in store.flats)
+    laid = sum(engine.gathered_flats.bytes_of_homes(flat) for store in engine.stores for flat in store.flats)
     return max(0, engine.blueprint.pool_bytes[ram] - laid)
 
 
@@ -98,7 +98,9 @@ class Returned:
     failure: Exception | None = None
 
 
-def weights(engine: Engine, back: Back, told_later: list[Exception], *, again: str = "", path: str = "") -> Returned:
+def weights(
+    engine: Engine, back: GivenBack, told_later: list[Exception], *, again: str = "", path: str = ""
+) -> Returned:
     """Puts whole, precise weights into the module's parameters; lets go of others: they cannot be read then.
 
     Args:
@@ -110,36 +112,36 @@ def weights(engine: Engine, back: Back, told_later: list[Exception], *, again: s
     Raises:
         What the last updates of a run have met that nobody else has heard of yet, if no weights come back, e.g. PageIOError.
     """
-    if engine.rendezvous.failed and not engine.communicator.alone:
+    if engine.barriers.failed and not engine.communicator.alone:
         log.warning(
             "this run has failed, so the module's parameters have no values any more; load them from a checkpoint"
         )
-        engine.lending.let_go()
+        engine.lent_parameters.let_go()
         return Returned(False)
-    if back in (Back.NONE, Back.WRITTEN):
+    if back in (GivenBack.NONE, GivenBack.WRITTEN):
         absent = f"were written to {path} when its run ended, for want of RAM; load them from there" if path else ENDED
         try:
-            if not engine.rendezvous.failed:
+            if not engine.barriers.failed:
                 engine.drain("weights at the end", at_end=True)
                 _look_for_lost_writes(engine, told_later)
         finally:
-            engine.lending.let_go(absent)
+            engine.lent_parameters.let_go(absent)
         return Returned(False)
-    left_out = engine.lending.untrained() if back is Back.TRAINED else []
+    left_out = engine.lent_parameters.untrained() if back is GivenBack.TRAINED else []
     try:
         failure = _drained(engine)
         engine.executor.release_all()
         _look_for_lost_writes(engine, told_later)
-        engine.lending.restore(left_out, _left_out(again))
+        engine.lent_parameters.restore(left_out, _left_out(again))
     except Exception as error:
-        engine.lending.let_go()
-        if not engine.rendezvous.failed:
+        engine.lent_parameters.let_go()
+        if not engine.barriers.failed:
             raise  # the first to hear of the last step's update: nobody else would report it
         log.warning("the weights could not be given back to the module: %s", error)
         return Returned(False)
     if failure is not None:
         log.warning("an update has failed, so that some of the module's weights may be of the step before: %s", failure)
-    return Returned(True, None if engine.rendezvous.failed else failure)
+    return Returned(True, None if engine.barriers.failed else failure)
 
 
 def _drained(engine: Engine) -> Exception | None:
@@ -165,10 +167,10 @@ def _left_out(again: str) -> str:
 
 def _look_for_lost_writes(engine: Engine, told_later: list[Exception]) -> None:
     try:
-        engine.lending.check_written()
+        engine.lent_parameters.check_written()
         engine.updates.check_stepped()
     except UsageError as error:
-        if not engine.rendezvous.failed:  # else the run's own error has been told, which may be this one
+        if not engine.barriers.failed:  # else the run's own error has been told, which may be this one
             told_later.append(error)
 
 
@@ -186,14 +188,14 @@ def optimizer_states(
         wanted RAM for other things), or a run on several ranks has failed, or the module has parts of parameters, and whole
         states would fit none.
     """
-    if engine.rendezvous.failed and not engine.communicator.alone:
+    if engine.barriers.failed and not engine.communicator.alone:
         return False
     if engine.blueprint.holders.in_parts and not whole:
         return False
     in_memory, on_disk = engine.optimizer_state_bytes(on_disk=False), engine.optimizer_state_bytes(on_disk=True)
     room = free_host_bytes() // 2 if on_disk else free_host_bytes()
     # Ranks that hold different experts may keep them in different tiers.
-    if not engine.rendezvous.all_say(in_memory + on_disk <= room):
+    if not engine.barriers.all_say(in_memory + on_disk <= room):
         return False
     for optimizer in optimizers:
         give_back_optimizer_state(engine, optimizer, keep=optimizer in kept)

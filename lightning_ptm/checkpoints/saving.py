@@ -1,9 +1,10 @@
 """Writing sharded checkpoints: every rank its own stretches, straight from its pages, at once or while training goes on.
 
-`Saving` is one checkpoint on its way to the disk; saves.py has those of a run, folder_contents.py what is written where.
+`Saving` is one checkpoint on its way to the disk; save_queue.py has those of a run, folder_contents.py what is written where.
 I1: all ranks know of a failure on any of them, and raise; what was under the final name is then as it was before.
 I2: the run's collectives are issued by the caller's thread only. Behind its back, tensor groups exchange rows by a channel of
-    their own (rows_behind.py), and all ranks know of each other by the files of the folder: each rank's list of ranges is its
+    their own (background_row_exchange.py), and all ranks know of each other by the files of the folder: each rank's
+    list of ranges is its
     last act, and rank 0 puts the checkpoint in place when all are there.
 """
 
@@ -22,6 +23,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ptm.checkpoints.background_row_exchange import BackgroundRowExchange
 from lightning_ptm.checkpoints.folder_contents import (
     StateFiles,
     bytes_here,
@@ -30,17 +32,16 @@ from lightning_ptm.checkpoints.folder_contents import (
     parts_of,
     write_dictionary,
 )
-from lightning_ptm.checkpoints.rows import RowExchange
-from lightning_ptm.checkpoints.rows_behind import ExchangeBehind
+from lightning_ptm.checkpoints.row_exchange import RowExchange
 from lightning_ptm.errors import AngelPTMError, CheckpointError
 from lightning_ptm.progress import Seen, unseen
-from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.runtime.machine import free_host_bytes
-from lightning_ptm.runtime.sharded_kinds import ShardedKind
+from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.runtime.full_params.sharded_states import ShardedStates
+from lightning_ptm.runtime.machine.machine import free_host_bytes
 from lightning_ptm.storage.folder import Draft
 from lightning_ptm.storage.index import LIGHTNING, all_have_written, write_ranges
 from lightning_ptm.storage.writer import BUFFER_BYTES, BUFFERS, FileBytes, RangeWriter, SaveOps, failure
-from lightning_ptm.update.threads import one_core, use_cores
+from lightning_ptm.update.core_limits import one_core, use_cores
 
 _COPIES_SHARE = 8
 """One part in this many of the free RAM may hold copies of what updates have changed since."""
@@ -91,7 +92,7 @@ class Saving:
             optimizers if with_optimizers else (),
             checkpoint,
             files,
-            names={id(parameter): name for name, parameter in engine.wholes.names()},
+            names={id(parameter): name for name, parameter in engine.gathered_flats.names()},
             world_size=engine.communicator.world_size,
             page_size=engine.allocator.page_size,
         )
@@ -110,7 +111,7 @@ class Saving:
         self._then: list[tuple[Path | None, Callable[[], None]]] = []
         self._writer: RangeWriter | None = None
         self._thread: threading.Thread | None = None
-        self._exchange: RowExchange | ExchangeBehind | None = None
+        self._exchange: RowExchange | BackgroundRowExchange | None = None
         self._putting = threading.Lock()
         try:
             copies = int(free_host_bytes()) // _COPIES_SHARE // ranks_here // BUFFER_BYTES if behind else 0
@@ -134,20 +135,20 @@ class Saving:
             copies: buffers of the writer that free RAM has room for.
         """
         engine = self._engine
-        with engine.rendezvous.together():
+        with engine.barriers.together():
             if engine.communicator.rank == 0:
                 self._draft = Draft(self.path)
         folder = self._draft.folder if self._draft is not None else None
-        self._folder = Path(engine.rendezvous.told(None if folder is None else str(folder)))
+        self._folder = Path(engine.barriers.told(None if folder is None else str(folder)))
         self._writer = RangeWriter(self._folder, self._ops, buffers=max(BUFFERS, copies))
-        with engine.rendezvous.together():
+        with engine.barriers.together():
             if self._draft is not None:
                 files.create(self._writer)
                 dictionary = write_dictionary(self._folder / LIGHTNING, checkpoint, self._ops)
                 self._index = replace(self._index, seals={LIGHTNING: dictionary, **files.seals()})
 
     def _begin_snapshot(
-        self, files: StateFiles, kinds: Sequence[ShardedKind], room_bytes: int, *, behind: bool
+        self, files: StateFiles, kinds: Sequence[ShardedStates], room_bytes: int, *, behind: bool
     ) -> None:
         """What is written is the states of now. Collective.
 
@@ -156,12 +157,12 @@ class Saving:
         """
         engine, cell_numel = self._engine, self._engine.snapshots.at_once
         channel = engine.communicators.behind if behind else None
-        with engine.rendezvous.together():
+        with engine.barriers.together():
             flats = [pages_of(flat, cell_numel, changing=behind) for kind in kinds for flat in kind.flats]
             rows = RowExchange(engine.with_other_parts, flats, channel)
-        behind_training: ExchangeBehind | None = None
+        behind_training: BackgroundRowExchange | None = None
         if channel is not None:
-            behind_training = ExchangeBehind(rows, room_bytes, lambda error: self._snapshot.fail(error))
+            behind_training = BackgroundRowExchange(rows, room_bytes, lambda error: self._snapshot.fail(error))
         exchange = rows if behind_training is None else behind_training
         parts, self._outside = parts_of(self._put, files, kinds, exchange, cell_numel=cell_numel, changing=behind)
         self._snapshot = engine.snapshots.begin(parts, None if behind_training is None else behind_training.abandon)
@@ -198,11 +199,11 @@ class Saving:
         """
         started = perf_counter()
         try:
-            with self._engine.rendezvous.together():
+            with self._engine.barriers.together():
                 self._wait()
                 if self._error is not None:
                     raise self._told(self._error)
-            with self._engine.rendezvous.together():
+            with self._engine.barriers.together():
                 self._commit()
                 if self._error_of_commit is not None:
                     raise self._told(self._error_of_commit)
@@ -252,7 +253,7 @@ class Saving:
 
     def _write_behind(self) -> None:
         use_cores(1)
-        if isinstance(self._exchange, ExchangeBehind):
+        if isinstance(self._exchange, BackgroundRowExchange):
             self._exchange.start()
         self._write()
 

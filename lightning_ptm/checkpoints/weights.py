@@ -1,7 +1,7 @@
 """First values from somebody else's weights (`weights=`): which tensor of the files is which parameter of the module.
 
 Decides only, from names and shapes; reads no tensor but tied ones that a file has twice. The values go from the mapped
-files to the pages when the engine gives each unit its first values (runtime/values.py).
+files to the pages when the engine gives each unit its first values (runtime/full_params/parameter_values.py).
 
 I1: a tensor of the files goes where its name says, or nowhere: what cannot be placed, is missing or has another shape is
 an error, before a byte of the model is allocated. I2: all ranks decide the same, or all raise.
@@ -29,12 +29,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_ptm import sharded
-from lightning_ptm.comm import Communicator, together
+from lightning_ptm.comm import Communicator, raise_on_all_ranks
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError, some
 from lightning_ptm.progress import Progress
-from lightning_ptm.runtime.materialize import Given
-from lightning_ptm.runtime.parts import Boxes
+from lightning_ptm.runtime.full_params.first_values import Given
+from lightning_ptm.runtime.tensors.parts import Boxes
 from lightning_ptm.storage.index import PARAMETERS, Index, StateFile, is_sharded
 from lightning_ptm.storage.pretrained import FileTensor, find
 
@@ -99,7 +99,7 @@ def first_values(
     """
     assert settings.weights is not None
     path = Path(settings.weights).expanduser()
-    with together(communicator):
+    with raise_on_all_ranks(communicator):
         held = _held(path, communicator, progress)
         names = names_of(module, boxes)
         chosen = _placed(path, held, names, settings.weights_map)
@@ -339,7 +339,7 @@ def _check_ranks(
     facts = sorted((name, tuple(targets), str(held[name].dtype), held[name].shape) for name, targets in chosen.items())
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()
     first = communicator.broadcast_object(digest if communicator.rank == 0 else None)
-    with together(communicator):
+    with raise_on_all_ranks(communicator):
         if digest != first:
             raise ConfigError(
                 f"{path} has other tensors here than on rank 0, so the ranks would train different models; give all ranks "

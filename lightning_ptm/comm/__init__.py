@@ -10,33 +10,33 @@ from lightning_ptm.comm.agreement import (
     Gathering,
     Meeting,
     NeededCollective,
-    Teams,
+    RankTeams,
 )
-from lightning_ptm.comm.arrivals import Arrivals
 from lightning_ptm.comm.communicator import Communicator, SoloCommunicator
-from lightning_ptm.comm.foreign import ForeignCollectives
 from lightning_ptm.comm.mesh import Communicators
 from lightning_ptm.comm.process_group import ProcessGroupCommunicator
-from lightning_ptm.comm.together import together
+from lightning_ptm.comm.raise_on_all_ranks import raise_on_all_ranks
+from lightning_ptm.comm.setup_barrier import SetupBarrier
+from lightning_ptm.comm.user_collectives import UserCollectives
 from lightning_ptm.comm.work import Work
 
 __all__ = [
     "DIFFERENT",
-    "TOGETHER",
     "OTHER_NUMBER",
+    "TOGETHER",
     "UNLIKE",
     "Agreement",
-    "Arrivals",
     "Boundary",
     "Communicator",
     "Communicators",
-    "ForeignCollectives",
     "Gathering",
     "Meeting",
     "NeededCollective",
     "ProcessGroupCommunicator",
+    "RankTeams",
+    "SetupBarrier",
     "SoloCommunicator",
-    "Teams",
+    "UserCollectives",
     "Work",
-    "together",
+    "raise_on_all_ranks",
 ]

@@ -3,7 +3,7 @@
 Owns this rank's place in the sequence of agreements. Knows requests (an operation on a unit), never tensors.
 
 Not every rank has a part in everything: a unit may be held by some ranks only, and ranks of a group meet to exchange tokens
-(`Teams`). Those that have none still come to the rounds, so that the order is one for all.
+(`RankTeams`). Those that have none still come to the rounds, so that the order is one for all.
 
 Every rank brings its next request, or the boundary that it has reached, to a round; all ranks see the same proposals
 and choose by the same pure rule (`choose`). A rank whose request was not chosen takes part in the chosen one with what
@@ -65,7 +65,7 @@ Row = tuple[int, int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Teams:
+class RankTeams:
     """Which ranks have a part in what, where not all have. Equal on all ranks.
 
     Attributes:
@@ -77,7 +77,7 @@ class Teams:
     holders: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
-NO_TEAMS = Teams()
+NO_TEAMS = RankTeams()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Stuck:
     """A round after which nobody could go on: some ranks wait for others, and these wait, too."""
 
 
-def choose(rows: Sequence[Row], teams: Teams = NO_TEAMS) -> Decision | Met | Stuck | None:
+def choose(rows: Sequence[Row], teams: RankTeams = NO_TEAMS) -> Decision | Met | Stuck | None:
     """The collective that all ranks issue next, or who meets, or None when some rank can leave a boundary.
 
     Raises:
@@ -194,7 +194,7 @@ def _leaves(row: Row, rows: Sequence[Row]) -> bool:
     )
 
 
-def _decided(rows: Sequence[Row], teams: Teams, operation: Operation) -> Decision:
+def _decided(rows: Sequence[Row], teams: RankTeams, operation: Operation) -> Decision:
     """Of an operation that some rank asks for."""
     code = _CODES[operation]
     asked = [row for row in rows if row[0] == code]
@@ -212,7 +212,7 @@ def _together(rows: Sequence[Row], group: Sequence[int]) -> bool:
     return first[0] == _MEETING and all(rows[rank] == first for rank in group)
 
 
-def _deserted(rows: Sequence[Row], teams: Teams, rank: int) -> str:
+def _deserted(rows: Sequence[Row], teams: RankTeams, rank: int) -> str:
     group = next(group for group in teams.groups if rank in group)
     other = next(other for other in group if rows[other] != rows[rank])
     doing = (
@@ -243,7 +243,7 @@ class Agreement:
         exchange: Callable[[Row], Sequence[Row]],
         participate: Callable[[Decision], None],
         rank: int = 0,
-        teams: Teams = NO_TEAMS,
+        teams: RankTeams = NO_TEAMS,
         explain: Callable[[str], str] = str,
     ) -> None:
         self._exchange = exchange

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lightning_ptm.comm.agreement import Row
-from lightning_ptm.comm.behind import GroupBehind
-from lightning_ptm.comm.patience import NOTHING, Exchanged
+from lightning_ptm.comm.background_group import BackgroundGroup
+from lightning_ptm.comm.deadlock_detector import NOTHING, Exchanged
 from lightning_ptm.comm.work import Work
 from lightning_ptm.errors import RankError
 from lightning_ptm.planning.layout import FlatLayout
@@ -37,7 +37,7 @@ class Communicator(Protocol):
             partition: every rank once; the same on all ranks. Collective for all of them.
         """
 
-    def behind(self, partition: Sequence[Sequence[int]]) -> GroupBehind | None:
+    def behind(self, partition: Sequence[Sequence[int]]) -> BackgroundGroup | None:
         """As `part`, for what is exchanged behind training; None of a rank that is alone."""
 
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
@@ -92,7 +92,7 @@ class SoloCommunicator:
     def part(self, partition: Sequence[Sequence[int]]) -> Communicator:
         return self
 
-    def behind(self, partition: Sequence[Sequence[int]]) -> GroupBehind | None:
+    def behind(self, partition: Sequence[Sequence[int]]) -> BackgroundGroup | None:
         return None
 
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:

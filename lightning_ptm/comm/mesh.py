@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from lightning_ptm.comm.behind import GroupBehind
+from lightning_ptm.comm.background_group import BackgroundGroup
 from lightning_ptm.comm.communicator import Communicator, SoloCommunicator
-from lightning_ptm.planning.holders import Axis, Mesh
+from lightning_ptm.planning.sharding import Axis, Mesh
 
 
 class Communicators:
@@ -39,7 +39,7 @@ class Communicators:
             if wide not in self._made:
                 self._made[wide] = everybody.part(mesh.groups(wide)) if wide else SoloCommunicator()
         wide = self._wide(behind)
-        self.behind: GroupBehind | None = everybody.behind(mesh.groups(wide)) if wide else None
+        self.behind: BackgroundGroup | None = everybody.behind(mesh.groups(wide)) if wide else None
         """Of the ranks that differ from this one along `behind` alone, if there are others."""
 
     def along(self, axes: Collection[Axis]) -> Communicator:

@@ -1,6 +1,7 @@
 """The collectives of pages over several ranks: one stripe of a flat at a time (section 3 of the design).
 
-The process groups are `lines.py`'s, and what ranks of one machine tell each other without one is `direct.py`'s. What some
+The process groups are `process_groups.py`'s, and what ranks of one machine tell each other without one is
+`intra_node.py`'s. What some
 ranks only share has a communicator of theirs (`ProcessGroupCommunicator.part`): its ranks are counted among themselves, and
 it ends with the one of all.
 
@@ -25,18 +26,18 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_ptm.comm.agreement import Row
-from lightning_ptm.comm.behind import GroupBehind
-from lightning_ptm.comm.direct import Direct
-from lightning_ptm.comm.lines import GLOO, Lines
-from lightning_ptm.comm.neighbours import Neighbours
-from lightning_ptm.comm.patience import Exchanged
+from lightning_ptm.comm.background_group import BackgroundGroup
+from lightning_ptm.comm.deadlock_detector import Exchanged
+from lightning_ptm.comm.intra_node import IntraNode
+from lightning_ptm.comm.process_groups import GLOO, ProcessGroups
+from lightning_ptm.comm.shm_collectives import ShmCollectives
 from lightning_ptm.comm.work import Work
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import Backend, in_ram
 from lightning_ptm.planning.layout import FlatLayout
 
 Exchange = Callable[[dist.ProcessGroup, bool], tuple[Tensor, Any]]
-NearExchange = Callable[[Neighbours, int], Tensor]
+NearExchange = Callable[[ShmCollectives, int], Tensor]
 """See `ProcessGroupCommunicator.issue`."""
 
 
@@ -65,21 +66,21 @@ class ProcessGroupCommunicator:
         self._events = events or Events()
         self._timeout = timeout
         self._backend = backend
-        self._lines: Lines = Lines(
+        self._lines: ProcessGroups = ProcessGroups(
             backend.collectives, timeout, within=None if within is None else within._lines, partition=partition
         )
         self._ranks = self._lines.ranks
         self.rank, self.world_size = self._lines.rank, len(self._ranks)
-        self.patience = self._lines.patience
+        self.deadlock_detector = self._lines.deadlock_detector
         # torch 2.13 renamed the flat collectives and warns for the old names.
         self._all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._rows_in = torch.zeros(3, dtype=torch.int64)
         self._rows_out = torch.zeros(3 * self.world_size, dtype=torch.int64)
         self._rows_options = AllgatherOptions()
-        self._behind: list[GroupBehind] = []
+        self._behind: list[BackgroundGroup] = []
         exchanges = exchanging and not backend.apart
-        self._direct = Direct(self._lines, timeout, rounds=within is None, exchanges=exchanges)
+        self._direct = IntraNode(self._lines, timeout, rounds=within is None, exchanges=exchanges)
 
     @property
     def alone(self) -> bool:
@@ -95,13 +96,13 @@ class ProcessGroupCommunicator:
             self._backend, self._timeout, self._events, within=self, partition=partition, exchanging=exchanging
         )
 
-    def behind(self, partition: Sequence[Sequence[int]]) -> GroupBehind | None:
-        made: GroupBehind | None = None
+    def behind(self, partition: Sequence[Sequence[int]]) -> BackgroundGroup | None:
+        made: BackgroundGroup | None = None
         for ranks in partition:  # every rank makes all groups, in the same order
             members = list(ranks)
             group = self._lines.guard(lambda: dist.new_group(members, backend=GLOO, timeout=self._timeout))  # noqa: B023
             if self._lines.own_rank in members and len(members) > 1:
-                made = GroupBehind(group, members)
+                made = BackgroundGroup(group, members)
                 self._behind.append(made)
             del group  # the last reference must be `close`'s
         return made
@@ -238,10 +239,10 @@ class ProcessGroupCommunicator:
         Raises:
             RankError: one of the ranks will not come, or has come to another exchange.
         """
-        neighbours = self._direct.exchanges
-        if neighbours is not None and near is not None and in_ram(value):
+        shm_collectives = self._direct.exchanges
+        if shm_collectives is not None and near is not None and in_ram(value):
             self._lines.check_open()
-            result: Tensor = self._lines.issue(lambda: near(neighbours, word))
+            result: Tensor = self._lines.issue(lambda: near(shm_collectives, word))
             return result
         group = self._lines.data if self._backend.holds(value) else self._lines.control
         waits = self._backend.collectives == GLOO or group is self._lines.control  # the host waits
@@ -249,7 +250,7 @@ class ProcessGroupCommunicator:
         def start() -> Tensor:
             out, handle = collective(group, waits)
             if waits:
-                self.patience.in_exchange(handle, self._ranks)
+                self.deadlock_detector.in_exchange(handle, self._ranks)
             return out
 
         out: Tensor = self._lines.issue(start)
@@ -276,21 +277,21 @@ class ProcessGroupCommunicator:
         connections = self._direct.rounds
         if connections is not None:
             self._lines.check_open()
-            told: list[Row] = self._lines.issue(lambda: connections.tell(row, self.patience.in_round))
+            told: list[Row] = self._lines.issue(lambda: connections.tell(row, self.deadlock_detector.in_round))
             return told
         self._rows_in.copy_(torch.tensor(row, dtype=torch.int64))
 
         # Of the backend itself: on the way there torch spends as long in Python as on the exchange.
         def exchange() -> None:
             gloo: Any = self._lines.control._get_backend(self._rows_in.device)
-            self.patience.in_round(gloo._allgather_base(self._rows_out, self._rows_in, self._rows_options))
+            self.deadlock_detector.in_round(gloo._allgather_base(self._rows_out, self._rows_in, self._rows_options))
 
         self._lines.issue(exchange)
         values = self._rows_out.tolist()
         return [(values[3 * rank], values[3 * rank + 1], values[3 * rank + 2]) for rank in range(self.world_size)]
 
     def exchanged(self) -> Exchanged:
-        return self.patience.exchanged()
+        return self.deadlock_detector.exchanged()
 
     def send(self, page: Tensor, rank: int) -> Work:
         handle = self._lines.issue(lambda: dist.isend(page, self._ranks[rank], group=self._lines.data))

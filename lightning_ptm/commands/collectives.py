@@ -31,8 +31,8 @@ from lightning_ptm.errors import ConfigError, InternalError, RankError
 from lightning_ptm.memory.backend import backend_here
 from lightning_ptm.parallel.exchange import RankGroup
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
-from lightning_ptm.runtime.exchanges import Exchanges
-from lightning_ptm.runtime.rendezvous import Rendezvous
+from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
+from lightning_ptm.runtime.ranks.barriers import Barriers
 
 _SETTINGS = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_THE_LAUNCH = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
@@ -219,7 +219,7 @@ class Ranks:
                 f"nodes have {alike[1]:.0f} to {alike[0]:.0f} ranks, and a hardware file describes nodes that are alike; "
                 f"launch as many on each"
             )
-        rendezvous = Rendezvous(self._all, _nothing_else, NO_TEAMS)
+        barriers = Barriers(self._all, _nothing_else, NO_TEAMS)
         in_node = of_all = sums = None
         if launch.ranks_per_node > 1:
             firsts = range(0, launch.world_size, launch.ranks_per_node)
@@ -227,12 +227,12 @@ class Ranks:
             of_node = self._all if launch.nodes == 1 else self._all.part(nodes)
             in_node = self._rate(of_node, page_bytes, flat_bytes, seconds)
             exchanging = self._all.part(nodes, exchanging=True)
-            sums = self._sums(exchanging, nodes, rendezvous, page_bytes, seconds)
+            sums = self._sums(exchanging, nodes, barriers, page_bytes, seconds)
         if launch.nodes > 1:
             of_all = self._rate(self._all, page_bytes, flat_bytes, seconds)
 
         def meet() -> _Done:
-            rendezvous.meet_group(0, launch.world_size, "a round")
+            barriers.meet_group(0, launch.world_size, "a round")
             return _Done(None)
 
         round_s = self._typical_s(meet, seconds)
@@ -268,7 +268,7 @@ class Ranks:
         self,
         of_node: ProcessGroupCommunicator,
         nodes: Sequence[range],
-        rendezvous: Rendezvous,
+        barriers: Barriers,
         size: int,
         seconds: float,
     ) -> SumRate:
@@ -276,7 +276,7 @@ class Ranks:
         groups = [dist.new_group(list(ranks), backend=self._backend.collectives) for ranks in nodes]
         node = self.launch.rank // self.launch.ranks_per_node
         group = RankGroup(groups[node], self._backend)
-        group.connect(Exchanges(of_node, node, rendezvous, _Occasions()))
+        group.connect(ActivationExchange(of_node, node, barriers, _Occasions()))
         large, small = (
             torch.zeros(numel, dtype=torch.bfloat16, device=self._backend.device)
             for numel in (size // torch.bfloat16.itemsize, 1)

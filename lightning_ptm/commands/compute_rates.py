@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_ptm.memory.backend import Backend, CpuBackend
 from lightning_ptm.progress import Begun
-from lightning_ptm.trainer.half_products import products_here
+from lightning_ptm.trainer.matmul_precision import products_here
 
 
 def _untold(part: str) -> None:

@@ -130,7 +130,7 @@ def inspect(checkpoint: Path, *, verify: bool = True, weights_only: bool = True)
         weights_only: false loads a checkpoint with objects of any class, which can run code: only for one that you trust.
     """
     from lightning_ptm.progress import Progress
-    from lightning_ptm.storage.contents import describe
+    from lightning_ptm.storage.describe import describe
     from lightning_ptm.storage.source import Source
 
     source = Source(checkpoint, weights_only=weights_only)

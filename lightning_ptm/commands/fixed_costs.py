@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.parallel import Columns, Rows
+from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 _FEW, _MANY = 2, 18
@@ -112,7 +112,7 @@ class _Tiny(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-6)
 
 
-_PLAN = {"blocks.*.columns.*": Columns(), "blocks.*.rows.*": Rows()}
+_PLAN = {"blocks.*.columns.*": ColwiseParallel(), "blocks.*.rows.*": RowwiseParallel()}
 
 
 class _Pairs(nn.Module):

@@ -25,7 +25,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning_ptm.commands.entries import COMMANDS
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError, some
-from lightning_ptm.habits import unknown_setting
+from lightning_ptm.setting_hints import unknown_setting
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 _REFUSED_NAME = re.compile(

@@ -18,11 +18,11 @@ from torch import nn
 from lightning_ptm.commands.configured import builder, read_config
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import AngelPTMError, ConfigError
-from lightning_ptm.parallel.counted import CountedGroup
+from lightning_ptm.parallel.counted_group import CountedTensorGroup
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.rules import plan_of
-from lightning_ptm.runtime.specs import compute_dtype, keeps_fp32
-from lightning_ptm.runtime.units import Unit, discover
+from lightning_ptm.runtime.deciding.specs import compute_dtype, keeps_fp32
+from lightning_ptm.runtime.units.discovery import Unit, discover
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 
 ADAM_MOMENTS = 2
@@ -86,7 +86,7 @@ def count(config: str | Path) -> ModelCount:
     parts, states = _parts(model, units), _states(model, precision)
     tensor_ranks, plan = settings.get("tensor_parallel_size", 1), settings.get("tensor_parallel_plan", "auto")
     if tensor_ranks > 1:  # from here on, its parameters are a rank's parts
-        CutModule(model, plan_of(model, plan), CountedGroup(tensor_ranks), strict=plan != "auto", proven=False)
+        CutModule(model, plan_of(model, plan), CountedTensorGroup(tensor_ranks), strict=plan != "auto", proven=False)
     return ModelCount(
         parts=parts,
         numel=sum(sizes.values()),

@@ -26,7 +26,7 @@ from lightning_ptm.drawing import (
 )
 from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.planning.simulate import simulate
-from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.terms import Link, Operation, Phase, Tier
 
 if TYPE_CHECKING:

@@ -27,12 +27,12 @@ from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import Prediction, homes_of, pages_by_use, tiers_of
 from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.forecasting.step_seconds import StepTime, exchanges, step_time, timed
-from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.deciding import decide
-from lightning_ptm.runtime.inspection import optimizers_in_pages
-from lightning_ptm.runtime.occupied import occupied
-from lightning_ptm.runtime.planner import make_plan
-from lightning_ptm.runtime.recompute import recomputed_around, recomputed_units
+from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomputed_units
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.decide import decide
+from lightning_ptm.runtime.deciding.planner import make_plan
+from lightning_ptm.runtime.deciding.predicted_memory import predicted_memory
+from lightning_ptm.runtime.engine.inspection import optimizers_in_pages
 from lightning_ptm.terms import Mode, Tier
 
 _THIS_MACHINE = Path("this machine")
@@ -192,7 +192,7 @@ class _Question:
         recomputed = recomputed_units(len(blueprint.units), request.settings.recompute_every)
         again = recomputed_around(blueprint.units, recomputed)
         sizes = self._sizes = self._sizes or Sizes(run, blueprint, recomputed)
-        takes = occupied(blueprint, made, blueprint.trace, again, sizes.ends_with(self._wanted))
+        takes = predicted_memory(blueprint, made, blueprint.trace, again, sizes.ends_with(self._wanted))
         room = activation_room(blueprint, takes, node)
         ram_room = host_room(blueprint, node)
         self._rooms = room, ram_room
@@ -254,7 +254,7 @@ def _disk_paths(document: Mapping[str, Any], changed: Mapping[str, Any]) -> tupl
     given = (document.get("trainer") or {}).get("strategy")
     ours = dict(given.get("init_args") or {}) if isinstance(given, Mapping) else {}
     settings = Settings.of({**ours, **changed})
-    on_disk = "disk" in (settings.parameter_home, settings.wanted_master_home)
+    on_disk = "disk" in (settings.offload_parameters, settings.wanted_offload_optimizer)
     return settings.disk_paths or ((Path.cwd(),) if on_disk else ())
 
 

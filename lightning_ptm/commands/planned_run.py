@@ -24,8 +24,8 @@ from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.estimate import example_batch
 from lightning_ptm.forecasting.node import Node
-from lightning_ptm.parallel.counted import CountedGroup
-from lightning_ptm.runtime.blueprint import Request
+from lightning_ptm.parallel.counted_group import CountedTensorGroup
+from lightning_ptm.runtime.deciding.blueprint import Request
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
@@ -49,7 +49,7 @@ class PlannedRun:
         self.deepens = _DEPTH if takes_argument(document, _DEPTH) else ""
         self.model = build_on_meta(document, path)
         self.batch = example_batch(_data(document, path))
-        self.group: CountedGroup | None = None
+        self.group: CountedTensorGroup | None = None
         self.request: Request = self._request(trainer, changed, node)
 
     def _request(self, trainer: Mapping[str, Any], changed: Mapping[str, Any], node: Node) -> Request:
@@ -77,12 +77,12 @@ class PlannedRun:
             strategy._lightning_module = self.model
             strategy.setup_optimizers(here)
             if strategy.settings.tensor_parallel_size > 1:
-                self.group = CountedGroup(strategy.settings.tensor_parallel_size)
+                self.group = CountedTensorGroup(strategy.settings.tensor_parallel_size)
                 strategy._cut_module(self.group, proven=False)
             wanted = strategy.settings
             if wanted.page_size == "auto":
                 wanted = dataclasses.replace(wanted, page_size=_page_bytes(node, wanted))
-            if wanted.disk_path is None and "disk" in (wanted.parameter_home, wanted.wanted_master_home):
+            if wanted.disk_path is None and "disk" in (wanted.offload_parameters, wanted.wanted_offload_optimizer):
                 wanted = dataclasses.replace(wanted, disk_path=here.default_root_dir)  # as a run does
             return strategy.request(here, wanted)
         finally:

@@ -28,7 +28,7 @@ from lightning_ptm.memory.disk import DiskRegion, check_folders
 from lightning_ptm.memory.page_rates import SATURATED, copy_rates, smallest_saturating, transfer
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.progress import Progress
-from lightning_ptm.runtime.machine import this_machine
+from lightning_ptm.runtime.machine.machine import this_machine
 
 _BLOCKS = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 _DEPTHS = (1, 4, 8)
@@ -197,7 +197,7 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
         f"beside_loss: {updates.beside_loss:.3f}  # seconds that compute loses to each second of that",
         f"learn_numel_per_s: {updates.learn_numel_per_s:.4g}  # what learning a forecast adds to that",
         f"forecast_numel_per_s: {updates.forecast_numel_per_s:.4g}  # adding a forecast to parameters",
-        "states_numel_per_s:          # optimizer states decoded and encoded again, by state_dtype",
+        "states_numel_per_s:          # optimizer states decoded and encoded again, by optimizer_state_dtype",
         *(f"  {word}: {rate:.4g}" for word, rate in updates.states_numel_per_s.items()),
         "update_flops_per_s:          # matrix products of updates on the CPU, such as Muon's",
         *(f"  {dtype}: {rate:.4g}" for dtype, rate in own.product_flops.items()),

@@ -10,9 +10,9 @@ from lightning_ptm.config import format_bytes
 from lightning_ptm.forecasting.counting import UnitWork, anatomy
 from lightning_ptm.forecasting.estimate import activation_bytes, estimate, host_activation_bytes, resized, sample_count
 from lightning_ptm.forecasting.node import Node
-from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.occupied import Occupied
-from lightning_ptm.runtime.recompute import recomputed_around
+from lightning_ptm.runtime.autograd.recompute import recomputed_around
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.predicted_memory import PredictedMemory
 from lightning_ptm.terms import Tier
 
 LARGEST_BATCH = 1 << 20
@@ -82,7 +82,7 @@ class Sizes:
         return samples
 
 
-def activation_room(blueprint: Blueprint, takes: Occupied, node: Node) -> int:
+def activation_room(blueprint: Blueprint, takes: PredictedMemory, node: Node) -> int:
     """Bytes of the device tier that are left to activations: RAM on a CPU, where pages that are not used take none."""
     if not node.apart:
         pages = takes.peak(Tier.DEVICE) + takes.peak(Tier.HOST)

@@ -16,8 +16,8 @@ from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.estimate import estimate
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.models import GPT
-from lightning_ptm.runtime.units import discover
-from lightning_ptm.trainer.half_products import products_here
+from lightning_ptm.runtime.units.discovery import discover
+from lightning_ptm.trainer.matmul_precision import products_here
 
 _HEAD_WIDTH = 64
 _LAYERS = 2

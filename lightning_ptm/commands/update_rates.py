@@ -19,17 +19,17 @@ from torch import Tensor
 
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.memory.paged import PagedTensor
+from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.encoding import ENCODINGS, Encoder, Encoding
-from lightning_ptm.update.forecast import Forecast
-from lightning_ptm.update.gradient import ParameterGradients
-from lightning_ptm.update.job import JobHandle, UpdateJob
+from lightning_ptm.update.flat_states import FlatStates
+from lightning_ptm.update.gradient_source import ParameterGradients
 from lightning_ptm.update.probe import probe
-from lightning_ptm.update.shadow import GroupValues, Shadow, snapshot
-from lightning_ptm.update.states import FlatStates
+from lightning_ptm.update.shadow import GroupValues, ShadowOptimizer, snapshot
+from lightning_ptm.update.state_encoding import ENCODINGS, Encoder, Encoding
+from lightning_ptm.update.update_job import JobHandle, UpdateJob
 from lightning_ptm.update.updater import Updater
+from lightning_ptm.update.weight_prediction import WeightPrediction
 
 _ELEMENT_BYTES = 28
 _PAGE_BYTES = 4 << 20
@@ -51,7 +51,7 @@ class UpdateRates:
             what goes with the arithmetic (transfers, the interpreter's lock) counts, too.
         learn_numel_per_s: what a forecast adds to that, elements a second.
         forecast_numel_per_s: elements a second to which a forecast is added.
-        states_numel_per_s: by word of `state_dtype`, elements of states that are decoded and encoded again.
+        states_numel_per_s: by word of `optimizer_state_dtype`, elements of states that are decoded and encoded again.
     """
 
     ram_bytes_per_s: float
@@ -124,7 +124,7 @@ class _Bench:
             optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))], lr=1e-6, fused=True)
             traits = probe(optimizer, dtype=torch.float32)
             self._traits = traits.encoded({slot.name: encoding for slot in traits.slots})
-            self._shadow = Shadow(optimizer, self._traits)
+            self._shadow = ShadowOptimizer(optimizer, self._traits)
             self._hyper: GroupValues = snapshot(optimizer, self._traits)
             self.updater = Updater(self._allocator, staging=_STAGING_CHUNKS)
             undo.callback(self.updater.close)
@@ -185,7 +185,7 @@ class _Bench:
     def forecast_numel_per_s(self, seconds: float) -> float:
         """Elements a second that a forecast is added to, by the cores that compute."""
         states, gradient, target = self._flats[0]
-        learned = Forecast(states, self._hyper)
+        learned = WeightPrediction(states, self._hyper)
         self.updater.finish(self.updater.submit(self._job(states, gradient, target, learned)))
         source = ParameterGradients([gradient])
         job = self._job(states, gradient, target, None)
@@ -228,12 +228,14 @@ class _Bench:
     def _submit(self, *, forecast: bool) -> list[JobHandle]:
         return [
             self.updater.submit(
-                self._job(states, gradient, target, Forecast(states, self._hyper) if forecast else None)
+                self._job(states, gradient, target, WeightPrediction(states, self._hyper) if forecast else None)
             )
             for states, gradient, target in self._flats
         ]
 
-    def _job(self, states: FlatStates, gradient: Tensor, target: PagedTensor, forecast: Forecast | None) -> UpdateJob:
+    def _job(
+        self, states: FlatStates, gradient: Tensor, target: PagedTensor, forecast: WeightPrediction | None
+    ) -> UpdateJob:
         return UpdateJob(
             states,
             self._shadow,

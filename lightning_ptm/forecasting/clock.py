@@ -18,16 +18,16 @@ from types import MappingProxyType
 from lightning_ptm.errors import InternalError
 from lightning_ptm.forecasting.queues import Load, Queues
 from lightning_ptm.forecasting.rates import Activity, Hardware, Stall, Timing
-from lightning_ptm.forecasting.sending import Exchanged, Sending
+from lightning_ptm.forecasting.send_order import Exchanged, SendOrder
 from lightning_ptm.forecasting.timed_chunks import Moment, TimedChunk, TimedJob, comes_s
 from lightning_ptm.forecasting.update_extras import NO_EXTRAS, UpdateExtra, with_extra
-from lightning_ptm.planning.chunks import Chunks, Wanted
-from lightning_ptm.planning.cuts import Cuts, cuts_of
-from lightning_ptm.planning.holders import Holders
-from lightning_ptm.planning.homes import Budget, Placement, arithmetic_tier
+from lightning_ptm.planning.chunk_bounds import ChunkBounds, chunk_bounds_of
+from lightning_ptm.planning.chunks import Chunks, WantedChunk
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
+from lightning_ptm.planning.placement_data import Budget, Placement, arithmetic_tier
 from lightning_ptm.planning.plan import Plan, Task
-from lightning_ptm.planning.tiers import crossed
+from lightning_ptm.planning.sharding import ModelSharding
+from lightning_ptm.planning.tier_paths import crossed
 from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.planning.update_order import first_to_wait_for, read_ahead, update_order
 from lightning_ptm.terms import Kind, Link, Operation, Tier, chunk_numel
@@ -69,7 +69,7 @@ class Clock:
         staging_chunks: float = math.inf,
         gradient_room_bytes: float = math.inf,
         record: list[Activity] | None = None,
-        holders: Holders | None = None,
+        holders: ModelSharding | None = None,
         extras: Mapping[int, UpdateExtra] = NO_EXTRAS,
     ) -> None:
         # Configuration.
@@ -97,7 +97,7 @@ class Clock:
         self._compute_s = 0.0
         self._rounds = 0
         self._queues = Queues(hardware, record)
-        self._arrivals: dict[tuple[int, Kind], _Arrival] = {}
+        self._setup_barrier: dict[tuple[int, Kind], _Arrival] = {}
         self._stalls: dict[Operation, float] = {}
         self._updated: dict[int, _Arrival] = {}
         """When the parameters of a unit are those of the last step."""
@@ -122,7 +122,7 @@ class Clock:
             case Operation.GATHER:
                 loads = self._collectives(task.unit, gradients=False)
                 self._agree(1 if loads else 0)
-                source = self._arrivals.get((task.unit, Kind.PARAMETER), self._update_of(task.unit))
+                source = self._setup_barrier.get((task.unit, Kind.PARAMETER), self._update_of(task.unit))
                 self._arrive(task, Kind.FULL, loads, max(self._now.s, source.at_s))
                 # What compute then waits for is the copy, not the collective.
                 self._blame(task.unit, Kind.FULL, source)
@@ -145,19 +145,19 @@ class Clock:
                 ready_s = self._ready_s(task.unit, Kind.GRADIENT)
                 self._arrive(task, Kind.MASTER, [*update.reads, update.arithmetic, *update.writes], ready_s)
             case Operation.RELEASE:
-                self._arrivals.pop((task.unit, Kind.FULL), None)
+                self._setup_barrier.pop((task.unit, Kind.FULL), None)
             case Operation.EVICT:
-                self._arrivals.pop((task.unit, Kind.PARAMETER), None)
+                self._setup_barrier.pop((task.unit, Kind.PARAMETER), None)
             case Operation.COMPUTE:
                 raise ValueError("a compute is told by its tick: use compute()")
 
-    def compute(self, tick: Tick, exchanged: Mapping[Link, Sending] = MappingProxyType({})) -> None:
+    def compute(self, tick: Tick, exchanged: Mapping[Link, SendOrder] = MappingProxyType({})) -> None:
         """Wait for the tick's live units, exchange tokens and activations, then compute."""
         self._pump()
         for unit in tick.live:
             self._finish(unit)
         nothing = _Arrival(0.0, Operation.COMPUTE)
-        late = max((self._arrivals.get((unit, Kind.FULL), nothing) for unit in tick.live), key=lambda at: at.at_s)
+        late = max((self._setup_barrier.get((unit, Kind.FULL), nothing) for unit in tick.live), key=lambda at: at.at_s)
         updated = max((self._update_of(unit) for unit in tick.live), key=lambda at: at.at_s)
         self._wait(max(late, updated, key=lambda at: at.at_s))
         for link, sent in exchanged.items():
@@ -188,7 +188,7 @@ class Clock:
             if self._updates:
                 # Behind the forward: what the first updates of the backward will need.
                 ahead = (flat for flat in read_ahead(self._layout, self._placement) if flat.unit in self._updates)
-                self.chunks.want([Wanted(flat, self._cuts(flat)) for flat in ahead])
+                self.chunks.want([WantedChunk(flat, self._cuts(flat)) for flat in ahead])
             for trigger in range(plan.tick_count + 1):
                 tasks = plan.tasks_at(trigger)
                 updates = [task for task in tasks if task.operation is Operation.UPDATE]
@@ -202,9 +202,9 @@ class Clock:
                         self.issue(task)
                 if trigger < plan.tick_count:
                     self.compute(trace.ticks[trigger], exchanged.get(trigger, {}))
-        for unit, kind in list(self._arrivals):
+        for unit, kind in list(self._setup_barrier):
             if kind is Kind.MASTER:
-                arrival = self._arrivals.pop((unit, kind))
+                arrival = self._setup_barrier.pop((unit, kind))
                 if wait_for_updates:
                     self._updated[unit] = arrival
 
@@ -240,8 +240,8 @@ class Clock:
                 self._owed.setdefault(task.unit, []).append(update)
                 self.chunks.enqueue(update)
 
-    def _cuts(self, flat: FlatLayout) -> Cuts:
-        return cuts_of(flat, chunk_numel(self._layout.page_size))
+    def _cuts(self, flat: FlatLayout) -> ChunkBounds:
+        return chunk_bounds_of(flat, chunk_numel(self._layout.page_size))
 
     def _pump(self) -> None:
         """What needs no waiting, as a run does it at ticks."""
@@ -319,8 +319,8 @@ class Clock:
     def _arrive(self, task: Task, kind: Kind, loads: Iterable[Load], ready_s: float) -> None:
         end_s = self._queues.carry(task.operation, task.unit, loads, ready_s)
         arrival = _Arrival(end_s, task.operation)
-        before = self._arrivals.get((task.unit, kind), arrival)
-        self._arrivals[task.unit, kind] = max(before, arrival, key=lambda at: at.at_s)
+        before = self._setup_barrier.get((task.unit, kind), arrival)
+        self._setup_barrier[task.unit, kind] = max(before, arrival, key=lambda at: at.at_s)
 
     def _update_of(self, unit: int) -> _Arrival:
         return self._updated.get(unit, _Arrival(0.0, Operation.GATHER))
@@ -328,10 +328,10 @@ class Clock:
     def _blame(self, unit: int, kind: Kind, source: _Arrival) -> None:
         """A copy that had to wait for `source` is late because of that."""
         if source.at_s > self._now.s:
-            self._arrivals[unit, kind] = _Arrival(self._arrivals[unit, kind].at_s, source.cause)
+            self._setup_barrier[unit, kind] = _Arrival(self._setup_barrier[unit, kind].at_s, source.cause)
 
     def _ready_s(self, unit: int, kind: Kind) -> float:
-        return max(self._now.s, self._arrivals.get((unit, kind), _Arrival(0.0, Operation.COMPUTE)).at_s)
+        return max(self._now.s, self._setup_barrier.get((unit, kind), _Arrival(0.0, Operation.COMPUTE)).at_s)
 
     def _loads(self, source: Tier, target: Tier, size: int) -> list[Load]:
         return [Load(link, size) for link in self._links[source, target]]

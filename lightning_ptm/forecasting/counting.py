@@ -25,13 +25,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.forecasting.meta_calls import Call, MetaCalls
-from lightning_ptm.forecasting.sending import NOTHING_SENT, Sending
+from lightning_ptm.forecasting.send_order import NOTHING_SENT, SendOrder
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
-from lightning_ptm.parallel.counted import CountedGroup, Sent
-from lightning_ptm.runtime.divided_experts import DividedExperts
-from lightning_ptm.runtime.forwards import AroundRecomputed, stand_in
-from lightning_ptm.runtime.recompute import replace
-from lightning_ptm.runtime.units import Unit
+from lightning_ptm.parallel.counted_group import CountedTensorGroup, Sent
+from lightning_ptm.runtime.autograd.forward_wrappers import RecomputedForwardWrapper, stand_in
+from lightning_ptm.runtime.autograd.recompute import replace
+from lightning_ptm.runtime.units.discovery import Unit
+from lightning_ptm.runtime.units.divided_experts import DividedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class UnitWork:
     curved_numel: int = 0
     moved_bytes: int = 0
     row_bytes: int = 0
-    sent: Sending = NOTHING_SENT
-    sent_back: Sending = NOTHING_SENT
+    sent: SendOrder = NOTHING_SENT
+    sent_back: SendOrder = NOTHING_SENT
     ends_with: int | None = None
 
 
@@ -96,7 +96,7 @@ class Counter:
         known: Anatomy,
         units: Sequence[Unit],
         experts: DividedExperts | None = None,
-        group: CountedGroup | None = None,
+        group: CountedTensorGroup | None = None,
     ) -> None:
         # Configuration.
         self._known = known
@@ -170,7 +170,7 @@ class Counter:
                     continue
                 handles.append(unit.module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
                 around = vars(unit.module).get("forward")
-                if isinstance(around, AroundRecomputed):
+                if isinstance(around, RecomputedForwardWrapper):
                     inside = around.with_inside(partial(self._takes_and_computes, unit.index, around.inside))
                     restore.append(replace(unit.module, forward=inside))
                 handles.append(unit.module.register_forward_hook(self._leave, always_call=True))
@@ -208,8 +208,8 @@ class Counter:
         """What was sent since it was last asked, the unit that computes has sent, having met its group for it."""
         before, self._counted = self._counted, self._sent_so_far()
         new, unit = self._counted.since(before), self._inside[-1]
-        self._sent[unit] += Sending(new.forward_bytes, new.forwards, rounds=min(1, new.forwards))
-        self._sent_back[unit] += Sending(new.backward_bytes, new.backwards, rounds=min(1, new.backwards))
+        self._sent[unit] += SendOrder(new.forward_bytes, new.forwards, rounds=min(1, new.forwards))
+        self._sent_back[unit] += SendOrder(new.backward_bytes, new.backwards, rounds=min(1, new.backwards))
         self._kept[unit] += new.kept_bytes
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -221,7 +221,7 @@ class Counter:
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 first = self._takers.setdefault((leaf.grad_fn, leaf.output_nr), len(self._entered) - 1)
                 self._ends[unit] = min(self._ends.get(unit, first), first)
-        if not isinstance(vars(module).get("forward"), AroundRecomputed):
+        if not isinstance(vars(module).get("forward"), RecomputedForwardWrapper):
             self._takes(unit, (args, kwargs))
 
     def _takes_and_computes(self, unit: int, inside: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

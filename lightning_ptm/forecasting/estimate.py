@@ -19,10 +19,10 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.counting import Anatomy, Counter, UnitWork, anatomy
 from lightning_ptm.models.base import LanguageModel
 from lightning_ptm.models.moe import MixtureOfExperts
-from lightning_ptm.parallel.counted import CountedGroup
+from lightning_ptm.parallel.counted_group import CountedTensorGroup
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.runtime.divided_experts import DividedExperts
-from lightning_ptm.runtime.units import Unit
+from lightning_ptm.runtime.units.discovery import Unit
+from lightning_ptm.runtime.units.divided_experts import DividedExperts
 from lightning_ptm.terms import Phase
 
 
@@ -78,7 +78,7 @@ def estimate(
     dtype: torch.dtype,
     experts: DividedExperts | None = None,
     known: Anatomy | None = None,
-    group: CountedGroup | None = None,
+    group: CountedTensorGroup | None = None,
 ) -> tuple[UnitWork, ...]:
     """What each unit computes and keeps for one batch, floating-point inputs of which become `dtype`, as the model is.
 

@@ -18,7 +18,7 @@ from lightning_ptm.config import Settings, parse_bytes
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.memory.backend import apart
-from lightning_ptm.update.encoding import ENCODINGS
+from lightning_ptm.update.state_encoding import ENCODINGS
 
 FOLDERS = (Path(__file__).parents[1] / "configs" / "hardware", Path(__file__).parents[2] / "configs" / "hardware")
 """Where configs/hardware/ is: inside the installed package, or beside it in a checkout."""

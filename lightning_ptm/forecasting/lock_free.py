@@ -6,16 +6,16 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from lightning_ptm.forecasting.beside import Beside, BesideFlat, BesideRates, BesideTiming
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.rates import Hardware
+from lightning_ptm.forecasting.shared_cores import SharedCoreFlat, SharedCoreRates, SharedCores, SharedCoreTiming
 from lightning_ptm.forecasting.update_extras import update_extras
-from lightning_ptm.planning.cuts import cuts_of
+from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.runtime.blueprint import Blueprint, LockFree
-from lightning_ptm.runtime.stock import taken_dtype
+from lightning_ptm.runtime.deciding.blueprint import Blueprint, LockFree
+from lightning_ptm.runtime.deciding.build_inventory import taken_dtype
 from lightning_ptm.terms import chunk_numel
-from lightning_ptm.update.forecast import can_forecast
+from lightning_ptm.update.weight_prediction import can_predict_weights
 
 
 def beside_compute(
@@ -26,7 +26,7 @@ def beside_compute(
     rates: Hardware,
     accumulate: int,
     among_ranks_s: float,
-) -> BesideTiming:
+) -> SharedCoreTiming:
     """A step among many.
 
     Args:
@@ -39,15 +39,15 @@ def beside_compute(
     beside_update = node.beside_update_bytes_per_s or update * lock_free.cores / node.threads / 2
     extras = update_extras(blueprint, _slowed(rates, beside_update / update))
     flats = [
-        BesideFlat(
+        SharedCoreFlat(
             unit=flat.unit,
             numel=flat.shard_numel,
             bytes_per_element=blueprint.dtypes[flat.index].itemsize,
             master_bytes_per_element=-(-blueprint.placement.master_bytes(flat) // flat.shard_numel),
             on_disk=not blueprint.placement.homes[flat.unit].master.addressable,
             kind=(flat.shard_numel, blueprint.dtypes[flat.index]),
-            foreseeable=lock_free.forecast and all(map(can_forecast, traits)),
-            cuts=cuts_of(flat, chunk_numel(layout.page_size)),
+            foreseeable=lock_free.forecast and all(map(can_predict_weights, traits)),
+            cuts=chunk_bounds_of(flat, chunk_numel(layout.page_size)),
             extra=extras.get(flat.index),
         )
         for flat in layout.flats
@@ -55,10 +55,10 @@ def beside_compute(
     ]
     both = rates.disk_both_bytes_per_s or rates.disk_read_bytes_per_s + rates.disk_write_bytes_per_s
     ram = node.host_memory_bytes_per_s / node.ranks_per_node
-    beside = Beside(
+    beside = SharedCores(
         flats,
         {(row.numel, taken_dtype(row)): row.count for row in lock_free.spares},
-        BesideRates(
+        SharedCoreRates(
             update_bytes_per_s=beside_update,
             loss=1.0 if node.beside_loss is None else node.beside_loss,
             learn_numel_per_s=node.learn_numel_per_s,

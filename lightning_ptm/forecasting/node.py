@@ -1,6 +1,7 @@
 """A node, as its hardware file describes it, and what a run finds on it.
 
-Two views of it: `Machine`, by which a run decides (runtime/machine.py), and `Hardware`, by which a plan is timed (rates.py).
+Two views of it: `Machine`, by which a run decides (runtime/machine/machine.py), and `Hardware`, by which a plan is
+timed (rates.py).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.memory.backend import apart
-from lightning_ptm.planning.holders import Axis, Holders
-from lightning_ptm.runtime.machine import Machine
+from lightning_ptm.planning.sharding import Axis, ModelSharding
+from lightning_ptm.runtime.machine.machine import Machine
 from lightning_ptm.terms import Link
 
 _NEVER = 1e-9
@@ -55,7 +56,8 @@ class Node:
             cores that compute in lockstep wait for the slowest of them.
         learn_numel_per_s, forecast_numel_per_s: elements that such an update learns a forecast of, beside its own
             arithmetic, and elements that a forecast is added to; None: that takes no time.
-        states_numel_per_s: by word of `state_dtype`, elements of states that an update on a CPU decodes and encodes again;
+        states_numel_per_s: by word of `optimizer_state_dtype`, elements of states that an update on a CPU decodes and
+        encodes again;
             None, or no such word: that takes no time.
         update_flops_per_s: of one rank, by dtype, of matrix products in updates on the CPU (Muon); None: on a CPU as in
             training, else they take no time.
@@ -132,7 +134,7 @@ class Node:
             ranks=self.ranks_per_node,
         )
 
-    def rates(self, nodes: int, holders: Holders | None = None) -> Hardware:
+    def rates(self, nodes: int, holders: ModelSharding | None = None) -> Hardware:
         """One rank's share. A ring over all ranks is as fast as its slowest part, the network between nodes being shared
         by nobody else.
 
@@ -217,7 +219,7 @@ class Node:
             rates.append(self._between(nodes) / max(leave.values()))
         return min(rates, default=None)
 
-    def _shared_bytes_per_s(self, nodes: int, holders: Holders) -> dict[tuple[Axis, ...], float]:
+    def _shared_bytes_per_s(self, nodes: int, holders: ModelSharding) -> dict[tuple[Axis, ...], float]:
         """By axes, of the rings of ranks that share flats: `Hardware.shared_bytes_per_s`."""
         classes = [holders.everybody, *holders.apart.values()]
         along = {sharing.axes for each in classes for sharing in (each.whole, each.parts, each.partial)}
@@ -268,7 +270,7 @@ class Node:
         return value
 
 
-def _along(holders: Holders | None, axis: Axis) -> tuple[tuple[int, ...], ...]:
+def _along(holders: ModelSharding | None, axis: Axis) -> tuple[tuple[int, ...], ...]:
     """Groups of ranks that differ along an axis alone, where some do."""
     if holders is None or holders.mesh.sizes.get(axis, 1) == 1:
         return ()

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.rates import Timing
 from lightning_ptm.planning.plan import Plan
-from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.inspection import OptimizerBytes
-from lightning_ptm.runtime.occupied import Occupied
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.predicted_memory import PredictedMemory
+from lightning_ptm.runtime.engine.inspection import OptimizerBytes
 from lightning_ptm.terms import Kind, Tier
 
 
@@ -128,7 +128,9 @@ def pages_by_use(blueprint: Blueprint) -> dict[str, dict[str, int]]:
     }
 
 
-def tiers_of(blueprint: Blueprint, takes: Occupied, node: Node, activations: Mapping[Tier, int]) -> dict[str, TierPlan]:
+def tiers_of(
+    blueprint: Blueprint, takes: PredictedMemory, node: Node, activations: Mapping[Tier, int]
+) -> dict[str, TierPlan]:
     """`Prediction.tiers`."""
     ranks = node.ranks_per_node
     host = node.host_memory // ranks

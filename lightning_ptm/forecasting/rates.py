@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from lightning_ptm.planning.holders import Axis, Holders
 from lightning_ptm.planning.layout import FlatLayout
+from lightning_ptm.planning.sharding import Axis, ModelSharding
 from lightning_ptm.terms import Link, Operation
 
 
@@ -31,7 +31,8 @@ class Hardware:
         disk_bytes_per_core_s: that one of those cores reads and writes a second: compute, which is in lockstep, gets longer
             by the time of its transfers; None: they take none.
         lockstep_ranks: that exchange activations many times in a step, so that each waits for all of them.
-        states_numel_per_s: by word of `state_dtype`, elements of states that the arithmetic decodes and encodes again; None,
+        states_numel_per_s: by word of `optimizer_state_dtype`, elements of states that the arithmetic decodes and
+        encodes again; None,
             or no such word: that takes no time.
         update_flops_per_s: by dtype, of matrix products in updates on the CPU; device_flops_per_s: on a device with
             arithmetic of its own; None: they take no time.
@@ -74,7 +75,7 @@ class Hardware:
             Link.TENSOR_EXCHANGE: self.tensor_exchange_bytes_per_s or self.collective_bytes_per_s,
         }[link]
 
-    def shared_rates(self, flats: Iterable[FlatLayout], holders: Holders) -> dict[int, float | None]:
+    def shared_rates(self, flats: Iterable[FlatLayout], holders: ModelSharding) -> dict[int, float | None]:
         """By flat, bytes per second of its collectives; None: as of all ranks."""
         return {flat.index: self.shared_bytes_per_s.get(holders.of_flat(flat).axes) for flat in flats}
 

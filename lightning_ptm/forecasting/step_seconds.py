@@ -14,12 +14,12 @@ from lightning_ptm.forecasting.estimate import forwards
 from lightning_ptm.forecasting.lock_free import beside_compute
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.rates import Activity, Hardware, Timing
-from lightning_ptm.forecasting.sending import NOTHING_SENT, Exchanged, Sending
+from lightning_ptm.forecasting.send_order import NOTHING_SENT, Exchanged, SendOrder
 from lightning_ptm.forecasting.timing import steady
 from lightning_ptm.forecasting.update_extras import update_extras
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.runtime.blueprint import Blueprint, LockFree
+from lightning_ptm.runtime.deciding.blueprint import Blueprint, LockFree
 from lightning_ptm.terms import Link, Operation, Phase
 
 
@@ -123,7 +123,7 @@ def exchanges(blueprint: Blueprint, works: Sequence[UnitWork], trace: Trace, aga
     that.
     """
     tokens = _tokens(blueprint, works, trace, again) if blueprint.experts is not None else {}
-    found: dict[int, dict[Link, Sending]] = {}
+    found: dict[int, dict[Link, SendOrder]] = {}
     for at, tick in enumerate(trace.ticks):
         work = works[tick.unit]
         added_up = work.sent if tick.phase is Phase.FORWARD else work.sent_back
@@ -134,10 +134,10 @@ def exchanges(blueprint: Blueprint, works: Sequence[UnitWork], trace: Trace, aga
 
 def _tokens(
     blueprint: Blueprint, works: Sequence[UnitWork], trace: Trace, again: Collection[int]
-) -> dict[int, Sending]:
+) -> dict[int, SendOrder]:
     assert blueprint.experts is not None
     layer_of, size = blueprint.experts.layer_of, blueprint.experts.split.size
-    found: defaultdict[int, Sending] = defaultdict(Sending)
+    found: defaultdict[int, SendOrder] = defaultdict(SendOrder)
     runs = itertools.groupby(enumerate(trace.ticks), key=lambda pair: (layer_of.get(pair[1].unit), pair[1].phase))
     for (layer, phase), run in runs:
         if layer is None:
@@ -146,8 +146,8 @@ def _tokens(
         # What leaves a rank is as much as what comes to it from others; counted is what the busiest has.
         rows = sum(works[unit].row_bytes for unit in units) * (size - 1) // size
         times = 3 if phase is Phase.BACKWARD and units[0] in again else 1
-        found[places[0]] += Sending(times * rows, times, times)
-        found[places[-1] + 1] += Sending(rows, 1, 1)
+        found[places[0]] += SendOrder(times * rows, times, times)
+        found[places[-1] + 1] += SendOrder(rows, 1, 1)
     return dict(found)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from lightning_ptm.planning.chunk_bounds import ChunkBounds, even_chunk_bounds
 from lightning_ptm.planning.chunks import Chunk, Job
-from lightning_ptm.planning.cuts import Cuts, even_cuts
 
 F = TypeVar("F")
 
@@ -46,9 +46,9 @@ class TimedJob(Job[F, TimedChunk[F]]):
         cuts: where it is cut where it streams; now: of whoever looks; ready_s: when the gradient is there.
     """
 
-    def __init__(self, flat: F, cuts: Cuts, now: Moment, ready_s: float, *, streams: bool) -> None:
+    def __init__(self, flat: F, cuts: ChunkBounds, now: Moment, ready_s: float, *, streams: bool) -> None:
         if not streams:
-            cuts = even_cuts(cuts.numel, cuts.numel)
+            cuts = even_chunk_bounds(cuts.numel, cuts.numel)
         super().__init__(flat, cuts, cuts.starts, streams=streams)
         self.ready_s = ready_s
         self._now = now

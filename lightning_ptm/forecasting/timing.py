@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from lightning_ptm.forecasting.clock import Clock
 from lightning_ptm.forecasting.rates import Activity, Hardware, LinkUse, Stall, Timing
-from lightning_ptm.forecasting.sending import Exchanged
+from lightning_ptm.forecasting.send_order import Exchanged
 from lightning_ptm.forecasting.update_extras import NO_EXTRAS, UpdateExtra
-from lightning_ptm.planning.holders import Holders
-from lightning_ptm.planning.homes import Budget, Placement
 from lightning_ptm.planning.layout import ModelLayout
+from lightning_ptm.planning.placement_data import Budget, Placement
 from lightning_ptm.planning.plan import Plan
+from lightning_ptm.planning.sharding import ModelSharding
 from lightning_ptm.planning.trace import Trace
 
 _STEPS_BEFORE = 3
@@ -43,7 +43,7 @@ def steady(
     wait_for_updates: bool = True,
     record: list[Activity] | None = None,
     exchanged: Exchanged | None = None,
-    holders: Holders | None = None,
+    holders: ModelSharding | None = None,
     extras: Mapping[int, UpdateExtra] = NO_EXTRAS,
 ) -> Timing:
     """The time of one optimizer step among many: a step begins while updates of the one before are still under way.

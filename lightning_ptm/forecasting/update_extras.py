@@ -1,4 +1,5 @@
-"""What updates take beside one pass over bytes: encoded optimizer states (`state_dtype`) are decoded and encoded, and the
+"""What updates take beside one pass over bytes: encoded optimizer states (`optimizer_state_dtype`) are decoded and
+encoded, and the
 arithmetic is on more bytes than travel; optimizers of whole parameters (Muon) multiply matrices."""
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from types import MappingProxyType
 from lightning_ptm.forecasting.queues import Load
 from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.planning.layout import FlatLayout
-from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.terms import Link
-from lightning_ptm.update.encoding import ENCODINGS, VALUES_DTYPE
+from lightning_ptm.update.state_encoding import ENCODINGS, VALUES_DTYPE
 from lightning_ptm.update.traits import SlotTraits
 
 _WORDS = {encoding: word for word, encoding in ENCODINGS.items()}

@@ -25,16 +25,16 @@ from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend, Mark
 from lightning_ptm.memory.copier import Copier, StartedCopy
-from lightning_ptm.memory.copies import CopyMachine, CopyRange, copy_range
+from lightning_ptm.memory.copy_plan import CopyMachine, CopyRange, copy_range
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.disk_probe import threads_per_path
-from lightning_ptm.memory.heritage import Heritage, gaps
 from lightning_ptm.memory.io import IoQueue
 from lightning_ptm.memory.ledger import TierLedger
-from lightning_ptm.memory.links import Link, LinkStats
-from lightning_ptm.memory.paged import PagedTensor
+from lightning_ptm.memory.link_meters import Link, LinkStats
+from lightning_ptm.memory.page_ranges import spans_of
+from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.region import HostRegion
-from lightning_ptm.memory.route import spans_of
+from lightning_ptm.memory.reused_extents import ReusedExtents, gaps
 from lightning_ptm.memory.streams import copy_streams
 from lightning_ptm.memory.tiers import check_settings, disk_region, regions
 from lightning_ptm.memory.transfer import Transfer
@@ -81,7 +81,7 @@ class Allocator:
         events: Events | None = None,
         progress: Progress | None = None,
         uses: Mapping[Tier, str] | None = None,
-        heritage: Heritage | None = None,
+        reused_extents: ReusedExtents | None = None,
     ) -> None:
         check_settings(page_size, sizes, disk_paths)
         frames = {tier: sizes.get(tier, 0) // page_size for tier in dict.fromkeys((*TIERS, *sizes))}
@@ -111,9 +111,11 @@ class Allocator:
                 region.tensor.fill_(POISON)
             disk = io = poison_page = None
             if on_disk:
-                disk = disk_region(disk_paths, page_size, on_disk, heritage, file_ops, progress)
+                disk = disk_region(disk_paths, page_size, on_disk, reused_extents, file_ops, progress)
                 undo.callback(disk.close)
-                threads = self._inherit(heritage, disk.frames) if heritage is not None else io_threads_per_path
+                threads = (
+                    self._inherit(reused_extents, disk.frames) if reused_extents is not None else io_threads_per_path
+                )
                 self._io_threads = threads = threads_per_path(disk) if threads is None else threads
                 io = IoQueue(
                     len(disk_paths), threads_per_lane=threads, page_size=page_size, backend=backend, pin=pin_host
@@ -125,8 +127,8 @@ class Allocator:
             self._machine = CopyMachine(page_size, made, disk, copy_streams(backend), backend.apart)
             self._copier = Copier(self._machine, io, self._ledgers, self._lock, events)
             self._poison_page = poison_page
-            wholes = [region.tensor.untyped_storage() for region in made.values()]
-            self._addresses = [(whole.data_ptr(), whole.data_ptr() + whole.nbytes()) for whole in wholes]
+            gathered_flats = [region.tensor.untyped_storage() for region in made.values()]
+            self._addresses = [(whole.data_ptr(), whole.data_ptr() + whole.nbytes()) for whole in gathered_flats]
             self._made = backend.mark()
             self._resources = undo.pop_all()
 
@@ -307,17 +309,17 @@ class Allocator:
 
     # One allocator after another.
 
-    def leave(self, kept: Sequence[PagedTensor], read: Sequence[PagedTensor]) -> Heritage | None:
-        """What the next allocator goes on with (`heritage`); None where nothing is on disk.
+    def leave(self, kept: Sequence[PagedTensor], read: Sequence[PagedTensor]) -> ReusedExtents | None:
+        """What the next allocator goes on with (`reused_extents`); None where nothing is on disk.
 
         Args:
             kept: tensors on disk that stay where they are. read: others there that are read before this one closes.
         """
         disk = self._machine.disk
-        return None if disk is None else Heritage(disk, self._io_threads, tuple(kept), tuple(read))
+        return None if disk is None else ReusedExtents(disk, self._io_threads, tuple(kept), tuple(read))
 
     def inherited(self, before: PagedTensor) -> PagedTensor:
-        """What a tensor of `heritage` is here, with its bytes; once."""
+        """What a tensor of `reused_extents` is here, with its bytes; once."""
         found = self._inherited.pop(before)
         self._kept.add(found.id)
         return found
@@ -326,7 +328,7 @@ class Allocator:
         """Whether it is one of those."""
         return tensor.id in self._kept
 
-    def _inherit(self, heritage: Heritage, owned: Sequence[range]) -> int:
+    def _inherit(self, reused_extents: ReusedExtents, owned: Sequence[range]) -> int:
         """The pages of what is kept are taken, and what lies between the pages that there are is left out; returns the
         transfers of a disk path that run at once, since they cannot be tried any more."""
         tier = next(tier for tier, ledger in self._ledgers.items() if ledger.capacity_bytes and not tier.addressable)
@@ -334,12 +336,12 @@ class Allocator:
         self._ledgers[tier] = ledger
         for gap in gaps(owned):
             ledger.pool.leave_out(gap.start, len(gap))
-        for before in heritage.kept:
+        for before in reused_extents.kept:
             tensor = PagedTensor(next(self._ids), before.name, before.numel, before.dtype, tier)
             ledger.keep(tensor.id, before.pages)
             tensor.place(tier, before.pages, None)
             self._tensors[tensor.id] = self._inherited[before] = tensor
-        return heritage.io_threads
+        return reused_extents.io_threads
 
     def live_tensors(self) -> tuple[PagedTensor, ...]:
         """Every tensor that is not released, in order of allocation."""

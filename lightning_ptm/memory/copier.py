@@ -18,12 +18,12 @@ from typing import TypeVar
 from lightning_ptm.errors import InternalError
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import Mark
-from lightning_ptm.memory.copies import CopyMachine, CopyRange, disk_jobs, ram_pairs, source_pieces, target_pieces
+from lightning_ptm.memory.copy_plan import CopyMachine, CopyRange, disk_jobs, ram_pairs, source_pieces, target_pieces
 from lightning_ptm.memory.io import IoQueue
 from lightning_ptm.memory.ledger import TierLedger
-from lightning_ptm.memory.links import Link, LinkMeter, LinkStats
-from lightning_ptm.memory.route import PagePiece
-from lightning_ptm.memory.states import Flight, PageEvent
+from lightning_ptm.memory.link_meters import Link, LinkMeter, LinkStats
+from lightning_ptm.memory.page_ranges import PagePiece
+from lightning_ptm.memory.page_table import Flight, PageEvent
 from lightning_ptm.memory.transfer import Completion, StreamTransfer, Transfer
 from lightning_ptm.terms import Tier
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_ptm.errors import CapacityError
-from lightning_ptm.memory.paged import PageSpan
-from lightning_ptm.memory.pool import PagePool
-from lightning_ptm.memory.route import lay_out, round_up
-from lightning_ptm.memory.states import PageTable
+from lightning_ptm.memory.page_pool import PagePool
+from lightning_ptm.memory.page_ranges import lay_out, round_up
+from lightning_ptm.memory.page_table import PageTable
+from lightning_ptm.memory.paged_tensor import PageSpan
 from lightning_ptm.terms import Tier
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.disk import DiskRegion, FileOps
-from lightning_ptm.memory.heritage import Heritage
-from lightning_ptm.memory.pool import setting_of
+from lightning_ptm.memory.page_pool import setting_of
 from lightning_ptm.memory.region import Region
+from lightning_ptm.memory.reused_extents import ReusedExtents
 from lightning_ptm.progress import Progress
 from lightning_ptm.terms import BLOCK_BYTES, MIN_PAGE_BYTES, Tier, is_page_size
 
@@ -32,7 +32,7 @@ def disk_region(
     paths: Sequence[Path],
     page_size: int,
     total_frames: int,
-    heritage: Heritage | None,
+    reused_extents: ReusedExtents | None,
     file_ops: FileOps | None,
     progress: Progress | None,
 ) -> DiskRegion:
@@ -43,8 +43,8 @@ def disk_region(
         total_frames=total_frames,
         file_ops=file_ops,
         progress=progress,
-        elder=None if heritage is None else heritage.disk,
-        frames=None if heritage is None else heritage.frames(total_frames),
+        elder=None if reused_extents is None else reused_extents.disk,
+        frames=None if reused_extents is None else reused_extents.frames(total_frames),
     )
 
 

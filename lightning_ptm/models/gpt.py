@@ -18,7 +18,7 @@ from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.models.base import Batch, LanguageModel, check_dropout, check_heads
 from lightning_ptm.models.kernels import is_norm, layer_norm
 from lightning_ptm.models.sampling import Sampler, Sampling
-from lightning_ptm.parallel import Columns, Rows, Rule, Vocabulary
+from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel, Rule, VocabParallel
 
 INIT_STD = 0.02
 """Standard deviation of GPT-2's initial weights."""
@@ -104,12 +104,12 @@ class GPT(LanguageModel):
 
     vocab_size: int
     tensor_parallel_plan: ClassVar[Mapping[str, Rule]] = {
-        "blocks.*.attention.query_key_value": Columns(parts=3, heads="heads"),
-        "blocks.*.attention.project": Rows(),
-        "blocks.*.feed_forward.expand": Columns(),
-        "blocks.*.feed_forward.project": Rows(),
-        "token_embedding": Vocabulary(),
-        "head": Columns(gather=True),
+        "blocks.*.attention.query_key_value": ColwiseParallel(parts=3, heads="heads"),
+        "blocks.*.attention.project": RowwiseParallel(),
+        "blocks.*.feed_forward.expand": ColwiseParallel(),
+        "blocks.*.feed_forward.project": RowwiseParallel(),
+        "token_embedding": VocabParallel(),
+        "head": ColwiseParallel(gather=True),
     }
 
     def __init__(

@@ -20,7 +20,7 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.models.base import Batch, LanguageModel, check_dropout, check_heads
 from lightning_ptm.models.kernels import is_norm, rms_norm
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
-from lightning_ptm.parallel import Columns, Part, Rows, Rule, Vocabulary
+from lightning_ptm.parallel import ColwiseParallel, Part, RowwiseParallel, Rule, VocabParallel
 
 NORM_EPS = 1e-6
 PAD = 0
@@ -196,9 +196,9 @@ class Stack(nn.Module):
 
 def _attention_plan(name: str) -> dict[str, Rule]:
     return {
-        f"{name}.query": Columns(heads="heads"),
-        f"{name}.key_value": Columns(parts=2),
-        f"{name}.project": Rows(),
+        f"{name}.query": ColwiseParallel(heads="heads"),
+        f"{name}.key_value": ColwiseParallel(parts=2),
+        f"{name}.project": RowwiseParallel(),
         # Biases are computed whole: a block takes and gives what is whole, and there are few of them.
         f"{name}.bias_of_heads": Part(1),
     }
@@ -231,11 +231,11 @@ class T5(LanguageModel):
     tensor_parallel_plan: ClassVar[Mapping[str, Rule]] = {
         **_attention_plan("*.blocks.*.attention"),
         **_attention_plan("*.blocks.*.cross_attention"),
-        "*.blocks.*.feed_forward.expand": Columns(),
-        "*.blocks.*.feed_forward.gate": Columns(),
-        "*.blocks.*.feed_forward.project": Rows(),
-        "embedding": Vocabulary(),
-        "head": Columns(gather=True),
+        "*.blocks.*.feed_forward.expand": ColwiseParallel(),
+        "*.blocks.*.feed_forward.gate": ColwiseParallel(),
+        "*.blocks.*.feed_forward.project": RowwiseParallel(),
+        "embedding": VocabParallel(),
+        "head": ColwiseParallel(gather=True),
     }
 
     def __init__(

@@ -12,7 +12,7 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.models.base import Batch
 from lightning_ptm.models.moe import Expert, MixtureOfExperts, Router
 from lightning_ptm.models.t5 import T5
-from lightning_ptm.parallel import Columns, Rows, Rule, Summed
+from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel, Rule, Summed
 
 INIT_SCALE = 0.1
 """Of the truncated normal that Switch Transformers start from: a tenth of the usual one keeps routers stable."""
@@ -41,9 +41,9 @@ class T5MoE(T5):
     tensor_parallel_plan: ClassVar[Mapping[str, Rule]] = {
         **T5.tensor_parallel_plan,
         "*.blocks.*.feed_forward.experts": Summed(),  # one exchange for all of a layer's experts
-        "*.blocks.*.feed_forward.experts.*.expand": Columns(),
-        "*.blocks.*.feed_forward.experts.*.gate": Columns(),
-        "*.blocks.*.feed_forward.experts.*.project": Rows(),
+        "*.blocks.*.feed_forward.experts.*.expand": ColwiseParallel(),
+        "*.blocks.*.feed_forward.experts.*.gate": ColwiseParallel(),
+        "*.blocks.*.feed_forward.experts.*.project": RowwiseParallel(),
     }
 
     def __init__(

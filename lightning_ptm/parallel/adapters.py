@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.parallel.rules import Columns, Place, Rows, Vocabulary
+from lightning_ptm.parallel.rules import ColwiseParallel, Place, RowwiseParallel, VocabParallel
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -44,8 +44,8 @@ def with_adapters(place: Place) -> Iterator[Place]:
     )
     of_embedding = len(getattr(module, "lora_embedding_A", None) or ()) > 0
     plain = not len(getattr(module, "lora_magnitude_vector", None) or ()) and not getattr(module, "lora_variant", None)
-    cuts = isinstance(place.rule, (Columns, Rows)) and not of_embedding
-    if not (lora and plain and (cuts or isinstance(place.rule, Vocabulary))):
+    cuts = isinstance(place.rule, (ColwiseParallel, RowwiseParallel)) and not of_embedding
+    if not (lora and plain and (cuts or isinstance(place.rule, VocabParallel))):
         raise ConfigError(
             f"tensor_parallel_plan has {place.rule} for {place.name}, a {type(module).__name__} around a "
             f"{type(module.base_layer).__name__}; of adapted layers, linear ones with plain LoRA adapters are cut (no DoRA) "
@@ -55,8 +55,8 @@ def with_adapters(place: Place) -> Iterator[Place]:
     yield place
     yield Place(f"{place.name}.base_layer", module.base_layer, None, place.around, place.rule, inside=True)
     if cuts:
-        side = "lora_B" if isinstance(place.rule, Columns) else "lora_A"
+        side = "lora_B" if isinstance(place.rule, ColwiseParallel) else "lora_A"
         # Heads are counted once, by the base layer.
-        rule = dataclasses.replace(place.rule, heads=()) if isinstance(place.rule, Columns) else place.rule
+        rule = dataclasses.replace(place.rule, heads=()) if isinstance(place.rule, ColwiseParallel) else place.rule
         for key, each in module._modules[side].items():
             yield Place(f"{place.name}.{side}.{key}", each, None, module, rule, inside=True)

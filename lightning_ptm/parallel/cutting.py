@@ -3,7 +3,7 @@
 Owns what was changed of the module: shapes of parameters, forwards, counts of heads. Parameters keep their identity and are
 plain tensors: an optimizer, a norm, a page sees a smaller parameter. Which part of which whole each is, `boxes` tells.
 
-I1: what a module of the plan computes is what it computed whole, but for rounding; `proof.py` sees to it.
+I1: what a module of the plan computes is what it computed whole, but for rounding; `plan_check.py` sees to it.
 I2: `undo` gives back whole parameters, or parameters of the whole shape without values.
 """
 
@@ -18,18 +18,18 @@ from torch._dynamo.decorators import skip
 
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.parallel.adapters import with_adapters
-from lightning_ptm.parallel.between import Between
-from lightning_ptm.parallel.blocks import ProofBlock, blocks_of
+from lightning_ptm.parallel.between_layers import BetweenLayers
+from lightning_ptm.parallel.checked_blocks import CheckedBlock, blocks_of
+from lightning_ptm.parallel.direct_reads import forget, watch
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.layers import Layer, divides, layer
-from lightning_ptm.parallel.proof import Proof
-from lightning_ptm.parallel.read_by_hand import forget, watch
+from lightning_ptm.parallel.plan_check import PlanCheck
 from lightning_ptm.parallel.rules import Place, Rule, places
 from lightning_ptm.parallel.sequence_parallel import SequenceParallel
-from lightning_ptm.planning.boxes import Box
-from lightning_ptm.runtime.closed import ClosedParameter
-from lightning_ptm.runtime.parts import cut
-from lightning_ptm.runtime.recompute import replace
+from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.runtime.autograd.recompute import replace
+from lightning_ptm.runtime.tensors.parts import cut
+from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
 
 
 class CutModule:
@@ -65,7 +65,7 @@ class CutModule:
         self._undo: list[Callable[[], None]] = []
         self._sequence: SequenceParallel | None = None
         if sequence_parallel:
-            blocks = (ProofBlock("", root, plan),) if of_block else blocks_of(root, named)
+            blocks = (CheckedBlock("", root, plan),) if of_block else blocks_of(root, named)
             self._sequence = SequenceParallel(blocks, group, self.places)
             if not of_block:
                 self._sequence.refuse_idle()
@@ -84,18 +84,18 @@ class CutModule:
             divide = partial(
                 CutModule, group=group, strict=True, sequence_parallel=sequence_parallel, proven=False, of_block=True
             )
-            self._undo.append(Proof(blocks_of(root, named), group, divide, of_parts=sequence_parallel).close)
+            self._undo.append(PlanCheck(blocks_of(root, named), group, divide, of_parts=sequence_parallel).close)
         try:
             self._apply(layers, watched=not of_block)
         except BaseException:
             self.undo()
             raise
 
-    def _between(self, place: Place) -> Between:
-        return Between(self.group) if self._sequence is None else self._sequence.between(place.name)
+    def _between(self, place: Place) -> BetweenLayers:
+        return BetweenLayers(self.group) if self._sequence is None else self._sequence.between(place.name)
 
-    def _agreed(self, layers: list[Layer]) -> dict[int, tuple[nn.Parameter, Box]]:
-        found: dict[int, tuple[nn.Parameter, Box]] = {}
+    def _agreed(self, layers: list[Layer]) -> dict[int, tuple[nn.Parameter, TensorSlice]]:
+        found: dict[int, tuple[nn.Parameter, TensorSlice]] = {}
         for place, each in zip(self.places, layers, strict=True):
             for name, box in each.boxes.items():
                 parameter = place.module._parameters[name]
@@ -115,7 +115,7 @@ class CutModule:
                     raise ConfigError(
                         f"{name}.{attribute} is one parameter with another that tensor_parallel_plan has a rule for, and "
                         f"this module is not in the plan; put both into it (for a head that is tied to an embedding: "
-                        f"Columns(gather=True) and Vocabulary()), or leave both out"
+                        f"ColwiseParallel(gather=True) and VocabParallel()), or leave both out"
                     )
         return found
 
@@ -134,7 +134,7 @@ class CutModule:
     def _apply(self, layers: list[Layer], *, watched: bool) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # some may be closed
             for parameter, box in self._by_parameter.values():
-                if isinstance(parameter, ClosedParameter):  # its values ended with an earlier run
+                if isinstance(parameter, GuardedParameter):  # its values ended with an earlier run
                     _give(parameter, _nothing(parameter, box.part_shape))
                 else:
                     _give(parameter, cut(parameter.data, box).clone(memory_format=torch.contiguous_format))
@@ -164,7 +164,7 @@ class CutModule:
 
     # -- what others need ---------------------------------------------------------------------------------------------
 
-    def boxes(self) -> dict[str, Box]:
+    def boxes(self) -> dict[str, TensorSlice]:
         """By name, which part of which whole each parameter that is cut is."""
         return {
             name: self._by_parameter[id(parameter)][1]
@@ -179,7 +179,7 @@ class CutModule:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def undo(self, whole: Callable[[Tensor, Box], Tensor] | None = None) -> None:
+    def undo(self, whole: Callable[[Tensor, TensorSlice], Tensor] | None = None) -> None:
         """The module is as it was.
 
         Args:

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from lightning_ptm.comm.neighbours import Neighbours
 from lightning_ptm.comm.process_group import Exchange, NearExchange
+from lightning_ptm.comm.shm_collectives import ShmCollectives
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.runtime.exchanges import Exchanges
-from lightning_ptm.runtime.recompute import once
+from lightning_ptm.runtime.autograd.recompute import once
+from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
 
 
 class TensorGroup:
@@ -170,7 +170,7 @@ class RankGroup(TensorGroup):
     def __init__(self, group: dist.ProcessGroup, backend: Backend) -> None:
         super().__init__(group.size(), group.rank())
         self._group = group
-        self._run: Exchanges | None = None
+        self._run: ActivationExchange | None = None
         self.exchanges = 0
         """Collectives so far."""
         self._backend = backend
@@ -187,10 +187,10 @@ class RankGroup(TensorGroup):
             out = value.clone(memory_format=torch.contiguous_format)
             return out, dist.all_reduce(out, group=group, async_op=later)
 
-        def near(neighbours: Neighbours, word: int) -> Tensor:
-            return neighbours.sum(value, word)
+        def near(shm_collectives: ShmCollectives, word: int) -> Tensor:
+            return shm_collectives.sum(value, word)
 
-        return self._exchange("sum", value, collective, near if Neighbours.adds(value.dtype) else None)
+        return self._exchange("sum", value, collective, near if ShmCollectives.adds(value.dtype) else None)
 
     @override
     def gather(self, value: Tensor) -> Tensor:
@@ -200,9 +200,11 @@ class RankGroup(TensorGroup):
             handle = dist.all_gather_into_tensor(out, given, group=group, async_op=later)
             return out.view(self.size, *value.shape), handle
 
-        return self._exchange("gather", value, collective, lambda neighbours, word: neighbours.gathered(value, word))
+        return self._exchange(
+            "gather", value, collective, lambda shm_collectives, word: shm_collectives.gathered(value, word)
+        )
 
-    def connect(self, run: Exchanges | None) -> None:
+    def connect(self, run: ActivationExchange | None) -> None:
         """What is exchanged from here on is of a run; None: of none."""
         self._run = run
 

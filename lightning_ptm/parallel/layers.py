@@ -18,13 +18,22 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.adapters import is_adapted, is_copied
-from lightning_ptm.parallel.between import Between
+from lightning_ptm.parallel.between_layers import BetweenLayers
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.logits import logits_of
-from lightning_ptm.parallel.rules import Columns, Entering, Part, Partial, Place, Rows, Summed, Vocabulary
-from lightning_ptm.planning.boxes import Box
-from lightning_ptm.runtime.closed import ClosedParameter
-from lightning_ptm.runtime.forwards import Around, Forward
+from lightning_ptm.parallel.rules import (
+    ColwiseParallel,
+    Entering,
+    Part,
+    Partial,
+    Place,
+    RowwiseParallel,
+    Summed,
+    VocabParallel,
+)
+from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.runtime.autograd.forward_wrappers import Forward, ForwardWrapper
+from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,13 +47,13 @@ class Layer:
         counts: attributes of the module around it, and what they become.
     """
 
-    boxes: dict[str, Box] = dataclasses.field(default_factory=dict)
+    boxes: dict[str, TensorSlice] = dataclasses.field(default_factory=dict)
     partial: tuple[str, ...] = ()
     forward: Forward | None = None
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-def layer(place: Place, between: Between) -> Layer:
+def layer(place: Place, between: BetweenLayers) -> Layer:
     """What a rule makes of a module.
 
     Args:
@@ -55,7 +64,7 @@ def layer(place: Place, between: Between) -> Layer:
     """
     made = _layer(place, between)
     own, group = made.forward, between.group
-    if own is None or isinstance(own, Around):
+    if own is None or isinstance(own, ForwardWrapper):
         return made
 
     @torch.compiler.disable
@@ -66,7 +75,7 @@ def layer(place: Place, between: Between) -> Layer:
     return dataclasses.replace(made, forward=forward)
 
 
-def _layer(place: Place, between: Between) -> Layer:
+def _layer(place: Place, between: BetweenLayers) -> Layer:
     rule, module, group = place.rule, place.module, between.group
     if place.parameter is not None:
         return _parameter(place, group)
@@ -82,9 +91,9 @@ def _layer(place: Place, between: Between) -> Layer:
         return _adapted(place, between)
     if isinstance(module, nn.Embedding):
         return _embedding(place, group)
-    if isinstance(rule, Vocabulary) or _outputs_first(module) is None:
+    if isinstance(rule, VocabParallel) or _outputs_first(module) is None:
         raise _unknown(place)
-    return _columns(place, rule, between) if isinstance(rule, Columns) else _rows(place, rule, between)
+    return _columns(place, rule, between) if isinstance(rule, ColwiseParallel) else _rows(place, rule, between)
 
 
 def _unknown(place: Place) -> ConfigError:
@@ -99,7 +108,7 @@ def _outputs_first(module: nn.Module) -> bool | None:
     """Of a linear layer, whether the first dimension of its weight is that of the outputs; None: it is no linear layer."""
     weight = module._parameters.get("weight")
     # Quantized weights are packed integers, or tensors of a kind of their own; one that a run left without values is plain.
-    kind_of = type(weight).opens_to if isinstance(weight, ClosedParameter) else type(weight)
+    kind_of = type(weight).opens_to if isinstance(weight, GuardedParameter) else type(weight)
     if "forward" in vars(module) or kind_of is not nn.Parameter or weight is None or not weight.is_floating_point():
         return None
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
@@ -109,9 +118,9 @@ def _outputs_first(module: nn.Module) -> bool | None:
     return False if own else None
 
 
-def _box(name: str, shape: torch.Size, dimension: int, sections: int, group: TensorGroup) -> Box:
+def _box(name: str, shape: torch.Size, dimension: int, sections: int, group: TensorGroup) -> TensorSlice:
     try:
-        return Box(tuple(shape), dimension, group.size, group.index, sections)
+        return TensorSlice(tuple(shape), dimension, group.size, group.index, sections)
     except ConfigError as error:
         raise ConfigError(
             f"{name} cannot be cut for tensor_parallel_size={group.size}: {error}; or give a tensor_parallel_plan that "
@@ -128,15 +137,15 @@ def divides(place: Place, size: int, *, strict: bool) -> bool:
     rule, module = place.rule, getattr(place.module, "base_layer", place.module)
     free = (
         rule.gather
-        if isinstance(rule, Columns)
-        else isinstance(rule, Vocabulary) or (isinstance(rule, Rows) and rule.split)
+        if isinstance(rule, ColwiseParallel)
+        else isinstance(rule, VocabParallel) or (isinstance(rule, RowwiseParallel) and rule.split)
     )
     if free and not strict and is_copied(module):
         return False
     weight = module._parameters.get("weight")
     if not free or weight is None or weight.dim() != 2:
         return True
-    first = isinstance(rule, Vocabulary) if isinstance(module, nn.Embedding) else isinstance(rule, Columns)
+    first = isinstance(rule, VocabParallel) if isinstance(module, nn.Embedding) else isinstance(rule, ColwiseParallel)
     if _outputs_first(module) is False:
         first = not first
     return weight.shape[0 if first else 1] % size == 0
@@ -146,7 +155,7 @@ _WIDTHS = ("head_dim", "head_size")
 """Attributes of attention modules that say how wide a head is."""
 
 
-def _whole_heads(place: Place, rule: Columns, outputs: int, group: TensorGroup) -> None:
+def _whole_heads(place: Place, rule: ColwiseParallel, outputs: int, group: TensorGroup) -> None:
     """Refuses a part of a head."""
     found = ((name, getattr(place.around, name, None)) for name in _WIDTHS)
     for name, width in found:
@@ -170,7 +179,7 @@ def _divided(place: Place, name: str, group: TensorGroup) -> int:
     return count // group.size
 
 
-def _columns(place: Place, rule: Columns, between: Between) -> Layer:
+def _columns(place: Place, rule: ColwiseParallel, between: BetweenLayers) -> Layer:
     module: Any = place.module
     group = between.group
     outputs = 0 if _outputs_first(module) else 1
@@ -196,7 +205,7 @@ def _columns(place: Place, rule: Columns, between: Between) -> Layer:
     return Layer(boxes, forward=forward, counts=counts)
 
 
-def _rows(place: Place, rule: Rows, between: Between) -> Layer:
+def _rows(place: Place, rule: RowwiseParallel, between: BetweenLayers) -> Layer:
     module: Any = place.module
     group = between.group
     inputs = 1 if _outputs_first(module) else 0
@@ -220,16 +229,16 @@ def _weight(module: Any, *, outputs_first: bool) -> Callable[[], Tensor]:
     return lambda: module.weight if outputs_first else module.weight.t()
 
 
-def _adapted(place: Place, between: Between) -> Layer:
+def _adapted(place: Place, between: BetweenLayers) -> Layer:
     """The layer around a base layer and its adapters, which draw random numbers alike until all have computed."""
     module, rule = place.module, place.rule
     own = type(module).forward
-    if isinstance(rule, Vocabulary) or (isinstance(rule, Columns) and rule.gather):
+    if isinstance(rule, VocabParallel) or (isinstance(rule, ColwiseParallel) and rule.gather):
         return Layer()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = own(module, *args, **kwargs)
-        if isinstance(rule, Rows):
+        if isinstance(rule, RowwiseParallel):
             between.end()
         else:
             between.begin(training=module.training)
@@ -255,15 +264,15 @@ def _embedding(place: Place, group: TensorGroup) -> Layer:
     module, rule = place.module, place.rule
     if not isinstance(module, nn.Embedding) or "forward" in vars(module) or not module.weight.is_floating_point():
         raise _unknown(place)
-    if not isinstance(rule, Vocabulary) and not (isinstance(rule, Columns) and rule.parts == 1):
+    if not isinstance(rule, VocabParallel) and not (isinstance(rule, ColwiseParallel) and rule.parts == 1):
         raise _unknown(place)
     if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
         raise ConfigError(
             f"{place.name} is an Embedding with max_norm, sparse or scale_grad_by_freq, which look at all of its rows; leave "
             f"it out of tensor_parallel_plan: it is then whole on every rank"
         )
-    find = _rows_of(place, group) if isinstance(rule, Vocabulary) else _columns_of(place, rule, group)
-    box = _box(f"{place.name}.weight", module.weight.shape, 0 if isinstance(rule, Vocabulary) else 1, 1, group)
+    find = _rows_of(place, group) if isinstance(rule, VocabParallel) else _columns_of(place, rule, group)
+    box = _box(f"{place.name}.weight", module.weight.shape, 0 if isinstance(rule, VocabParallel) else 1, 1, group)
     own = type(module).forward
 
     def forward(tokens: Tensor) -> Tensor:
@@ -292,7 +301,7 @@ def _rows_of(place: Place, group: TensorGroup) -> Callable[[Tensor], Tensor]:
     return find
 
 
-def _columns_of(place: Place, rule: Columns, group: TensorGroup) -> Callable[[Tensor], Tensor]:
+def _columns_of(place: Place, rule: ColwiseParallel, group: TensorGroup) -> Callable[[Tensor], Tensor]:
     module: Any = place.module
 
     def find(tokens: Tensor) -> Tensor:
@@ -302,7 +311,7 @@ def _columns_of(place: Place, rule: Columns, group: TensorGroup) -> Callable[[Te
     return find
 
 
-def _part(rule: Part, place: Place, between: Between) -> Forward:
+def _part(rule: Part, place: Place, between: BetweenLayers) -> Forward:
     group = between.group
     if type(place.module) is not nn.Identity:
         raise _unknown(place)
@@ -315,7 +324,7 @@ def _part(rule: Part, place: Place, between: Between) -> Forward:
     return forward
 
 
-def _entering(rule: Entering, place: Place, between: Between) -> Forward:
+def _entering(rule: Entering, place: Place, between: BetweenLayers) -> Forward:
     module, last = place.module, getattr(place.around, rule.last, None)
     if not isinstance(last, int) or "forward" in vars(module):
         raise ConfigError(
@@ -332,7 +341,7 @@ def _entering(rule: Entering, place: Place, between: Between) -> Forward:
     return forward
 
 
-def _summed(place: Place, between: Between) -> Forward:
+def _summed(place: Place, between: BetweenLayers) -> Forward:
     module, group = place.module, between.group
 
     def around(own: Forward) -> Forward:
@@ -352,7 +361,7 @@ def _summed(place: Place, between: Between) -> Forward:
 
         return forward
 
-    return Around(around, MethodType(type(module).forward, module))
+    return ForwardWrapper(around, MethodType(type(module).forward, module))
 
 
 def _parameter(place: Place, group: TensorGroup) -> Layer:
@@ -363,14 +372,14 @@ def _parameter(place: Place, group: TensorGroup) -> Layer:
     if isinstance(rule, Partial):
         return Layer(partial=(name,))
     if (
-        not isinstance(rule, (Columns, Rows))
+        not isinstance(rule, (ColwiseParallel, RowwiseParallel))
         or not parameter.dim()
-        or (parameter.dim() == 1 and isinstance(rule, Rows))
+        or (parameter.dim() == 1 and isinstance(rule, RowwiseParallel))
     ):
         raise ConfigError(
             f"tensor_parallel_plan has {rule} for {place.name}, a parameter of shape {tuple(parameter.shape)}; a parameter "
-            f"can have Columns() or Rows(), which cut the dimension before the last (of a vector its only one) and the "
+            f"can have ColwiseParallel() or RowwiseParallel(), which cut the dimension before the last (of a vector its only one) and the "
             f"last, or Partial()"
         )
-    dimension = max(0, parameter.dim() - (2 if isinstance(rule, Columns) else 1))
+    dimension = max(0, parameter.dim() - (2 if isinstance(rule, ColwiseParallel) else 1))
     return Layer({name: _box(place.name, parameter.shape, dimension, rule.parts, group)})

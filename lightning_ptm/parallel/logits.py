@@ -25,8 +25,8 @@ from typing_extensions import override
 from lightning_ptm.errors import RankError
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.loss import cross_entropy
-from lightning_ptm.parallel.views import View, view_of
-from lightning_ptm.runtime.graphs import in_transform
+from lightning_ptm.parallel.view_splits import View, view_of
+from lightning_ptm.runtime.tensors.autograd_graphs import in_transform
 
 Value = TypeVar("Value")
 Each = Callable[[Tensor], Tensor]

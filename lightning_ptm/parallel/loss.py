@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_ptm.parallel.exchange import TensorGroup
-from lightning_ptm.runtime.recompute import once
+from lightning_ptm.runtime.autograd.recompute import once
 
 _ELSEWHERE = torch.iinfo(torch.int64).min
 """In the place of targets that are another rank's, or ignored."""

@@ -21,13 +21,13 @@ ATTRIBUTE = "tensor_parallel_plan"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Columns:
+class ColwiseParallel:
     """A linear layer, or an embedding, whose outputs ranks divide: each computes its part of them, from the whole input.
 
     Args:
         parts: how many projections of equal size are packed in it, each of which is divided: 3 for queries, keys and values.
         heads: attributes of the module around it that count what is divided (its heads); each is divided, too.
-        gather: the outputs are put together at once; otherwise a layer with `Rows` takes each rank's part.
+        gather: the outputs are put together at once; otherwise a layer with `RowwiseParallel` takes each rank's part.
     """
 
     parts: int = 1
@@ -41,12 +41,13 @@ class Columns:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rows:
-    """A linear layer whose inputs ranks divide, as a layer with `Columns` gives them; the ranks' outputs are added up.
+class RowwiseParallel:
+    """A linear layer whose inputs ranks divide, as a layer with `ColwiseParallel` gives them; the ranks' outputs are
+    added up.
 
     Args:
         split: the input is whole, and each rank takes its part of it.
-        parts: as for `Columns`.
+        parts: as for `ColwiseParallel`.
     """
 
     split: bool = False
@@ -54,7 +55,7 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Vocabulary:
+class VocabParallel:
     """An embedding of which each rank has some rows; the ranks' outputs are added up."""
 
 
@@ -67,8 +68,9 @@ class Partial:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summed:
     """A module that holds parts of parameters itself (a layer of experts): its inputs are whole, and the ranks' outputs are
-    added up. Which of its parameters are cut, rules with their names say: `Columns` cuts the dimension before the last (of a
-    vector its only one), `Rows` the last."""
+    added up. Which of its parameters are cut, rules with their names say: `ColwiseParallel` cuts the dimension before
+    the last (of a
+    vector its only one), `RowwiseParallel` the last."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ class Part:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entering:
     """A module that every rank has whole, and of whose output ranks use some with their parts of something, without a layer
-    with `Columns` in between: gradients of that are added up (the rotated part of keys that all heads have in common).
+    with `ColwiseParallel` in between: gradients of that are added up (the rotated part of keys that all heads have in
+    common).
 
     Args:
         last: an attribute of the module around it: how many of the last elements of the output these are.
@@ -95,19 +98,19 @@ class Entering:
     last: str
 
 
-Rule: TypeAlias = Columns | Rows | Vocabulary | Partial | Summed | Part | Entering
+Rule: TypeAlias = ColwiseParallel | RowwiseParallel | VocabParallel | Partial | Summed | Part | Entering
 
 _STYLES: Mapping[str, Rule | None] = {
-    "colwise": Columns(),
-    "rowwise": Rows(),
-    "packed_colwise": Columns(parts=2),
-    "packed_rowwise": Rows(parts=2),
-    "colwise_gather_output": Columns(gather=True),
-    "colwise_rep": Columns(gather=True),
-    "rowwise_split_input": Rows(split=True),
-    "rowwise_rep": Rows(split=True),
-    "embedding_rowwise": Vocabulary(),
-    "embedding_colwise": Columns(gather=True),
+    "colwise": ColwiseParallel(),
+    "rowwise": RowwiseParallel(),
+    "packed_colwise": ColwiseParallel(parts=2),
+    "packed_rowwise": RowwiseParallel(parts=2),
+    "colwise_gather_output": ColwiseParallel(gather=True),
+    "colwise_rep": ColwiseParallel(gather=True),
+    "rowwise_split_input": RowwiseParallel(split=True),
+    "rowwise_rep": RowwiseParallel(split=True),
+    "embedding_rowwise": VocabParallel(),
+    "embedding_colwise": ColwiseParallel(gather=True),
     "replicated_with_grad_allreduce": Partial(),
     "moe_tp_experts": Summed(),
     "mla_kv_a_proj": Entering(last="qk_rope_head_dim"),
@@ -159,8 +162,8 @@ def plan_of(root: nn.Module, wanted: Any) -> dict[str, Rule]:
         raise ConfigError(
             f"tensor_parallel_size: no module of the {type(root).__name__} says how it can be cut, and "
             f"tensor_parallel_plan='auto' takes what they say (this package's models do, and Transformers'); give a plan: "
-            f"tensor_parallel_plan={{'blocks.*.expand': Columns(), 'blocks.*.project': Rows()}}, with the names of this "
-            f"model's linear layers (from lightning_ptm.parallel import Columns, Rows)"
+            f"tensor_parallel_plan={{'blocks.*.expand': ColwiseParallel(), 'blocks.*.project': RowwiseParallel()}}, with the names of this "
+            f"model's linear layers (from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel)"
         )
     return found
 
@@ -180,8 +183,8 @@ def _known(name: str, rule: Any) -> Rule | None:
     if isinstance(rule, Rule):
         return rule
     raise ConfigError(
-        f"tensor_parallel_plan has {rule!r} for {name}, which is no rule that is known here; use Columns(), Rows(), "
-        f"Vocabulary(), Partial(), Summed(), Part() or Entering() of lightning_ptm.parallel, or one of Transformers' words "
+        f"tensor_parallel_plan has {rule!r} for {name}, which is no rule that is known here; use ColwiseParallel(), RowwiseParallel(), "
+        f"VocabParallel(), Partial(), Summed(), Part() or Entering() of lightning_ptm.parallel, or one of Transformers' words "
         f"({', '.join(_STYLES)})"
     )
 

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.parallel.exchange import TensorGroup
-from lightning_ptm.runtime.graphs import others_hear_of
-from lightning_ptm.runtime.saved import inside_checkpoint
+from lightning_ptm.runtime.autograd.saved_tensors import inside_checkpoint
+from lightning_ptm.runtime.tensors.autograd_graphs import others_hear_of
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Sequence parallelism of one module: which forwards its blocks and their regions get, and what its layers find around them.
 
-Where ranks have parts, regions.py decides; what they compute there, parts.py.
+Where ranks have parts, sequence_regions.py decides; what they compute there, sequence_parts.py.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.parallel.between import Between
-from lightning_ptm.parallel.blocks import ProofBlock
+from lightning_ptm.parallel.between_layers import BetweenLayers
+from lightning_ptm.parallel.checked_blocks import CheckedBlock
 from lightning_ptm.parallel.exchange import TensorGroup
-from lightning_ptm.parallel.parts import InBlock, InRegion, Parts
-from lightning_ptm.parallel.regions import SequenceBlock, is_in, sequence_block, whole_because_of
 from lightning_ptm.parallel.rules import Place
-from lightning_ptm.runtime.forwards import Forward
+from lightning_ptm.parallel.sequence_parts import InBlock, InRegion, SequenceParts
+from lightning_ptm.parallel.sequence_regions import SequenceBlock, is_in, sequence_block, whole_because_of
+from lightning_ptm.runtime.autograd.forward_wrappers import Forward
 
 
 class SequenceParallel:
@@ -30,9 +30,9 @@ class SequenceParallel:
         ConfigError: statistics of a batch would be of a part.
     """
 
-    def __init__(self, blocks: Sequence[ProofBlock], group: TensorGroup, cut: Sequence[Place]) -> None:
-        self.parts = Parts(group)
-        self._whole = Between(group)
+    def __init__(self, blocks: Sequence[CheckedBlock], group: TensorGroup, cut: Sequence[Place]) -> None:
+        self.parts = SequenceParts(group)
+        self._whole = BetweenLayers(group)
         self._all_blocks = tuple(blocks)
         self._blocks = [made for block in blocks if (made := sequence_block(block)) is not None]
         for each in self._blocks:
@@ -51,13 +51,13 @@ class SequenceParallel:
         names = [each for each in map(whole_because_of, self._all_blocks) if each]
         if names:
             raise ConfigError(
-                f"sequence_parallel=True and {names[0]} compute, beside pairs of Columns() and Rows() in the same module, "
+                f"sequence_parallel=True and {names[0]} compute, beside pairs of ColwiseParallel() and RowwiseParallel() in the same module, "
                 f"what is whole, so that there is nothing that ranks could have parts of the sequence of; use "
                 f"sequence_parallel=False, or leave these layers out of tensor_parallel_plan, or have each pair in a module "
                 f"of its own"
             )
         raise ConfigError(
-            "sequence_parallel=True and no block has layers with Columns() and, behind them, Rows() in modules that are "
+            "sequence_parallel=True and no block has layers with ColwiseParallel() and, behind them, RowwiseParallel() in modules that are "
             "called with a sequence, so that there is nothing that ranks could have parts of the sequence of; use "
             "sequence_parallel=False, or a tensor_parallel_plan with such pairs"
         )
@@ -82,7 +82,7 @@ class SequenceParallel:
                     f"sequence_parallel=False"
                 )
 
-    def between(self, name: str) -> Between:
+    def between(self, name: str) -> BetweenLayers:
         """What is around a layer."""
         for each in self._blocks:
             if is_in(name, each.block.name):

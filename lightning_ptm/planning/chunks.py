@@ -1,8 +1,9 @@
 """Which chunk of which update is read, computed or given up next (section 7; Algorithm 2's updating part).
 
 Owns the order: jobs in hand, chunks of these, what is read ahead of them, and how many chunks hold buffers. Holds no bytes
-and no transfers: what it decides, its `Hands` do at once. Those of a run move bytes (update/pipeline.py), those of a forecast
-count seconds (clock.py, beside.py). Belongs to one thread at a time. Never waits.
+and no transfers: what it decides, its `ChunkActions` do at once. Those of a run move bytes (update/pipeline.py),
+those of a forecast
+count seconds (clock.py, shared_cores.py). Belongs to one thread at a time. Never waits.
 I1: chunks of a flat are updated by one job after the other, in the order of submission.
 I2: a chunk is read only after its last write has landed, and after a read of it that nobody wants any more has ended:
     else its next write could meet that read.
@@ -21,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar
 
-from lightning_ptm.planning.cuts import Cuts
+from lightning_ptm.planning.chunk_bounds import ChunkBounds
 
 F = TypeVar("F")
 
@@ -66,7 +67,7 @@ class Job(abc.ABC, Generic[F, C]):
     def __init__(
         self,
         flat: F,
-        cuts: Cuts,
+        cuts: ChunkBounds,
         starts: Sequence[int],
         *,
         streams: bool,
@@ -133,15 +134,15 @@ class ChunkAct(Generic[F]):
 
 
 @dataclass(slots=True, eq=False)
-class Wanted(Generic[F]):
+class WantedChunk(Generic[F]):
     """A flat to be read ahead: where it is cut, and the place of its next chunk."""
 
     flat: F
-    cuts: Cuts
+    cuts: ChunkBounds
     place: int = 0
 
 
-class Hands(Protocol[F_contra, J_contra, C]):
+class ChunkActions(Protocol[F_contra, J_contra, C]):
     """What does to chunks what was decided."""
 
     def chunk(self, flat: F_contra, start: int, numel: int) -> C:
@@ -167,7 +168,7 @@ class Chunks(Generic[F, J, C]):
         staging: chunks that may hold buffers at once.
     """
 
-    def __init__(self, hands: Hands[F, J, C], *, staging: float) -> None:
+    def __init__(self, hands: ChunkActions[F, J, C], *, staging: float) -> None:
         self._hands = hands
         self.staging = staging
 
@@ -175,7 +176,7 @@ class Chunks(Generic[F, J, C]):
         """Told of what is decided, in order."""
         self.queue: list[J] = []
         """Jobs with arithmetic left, in the order of service."""
-        self._wanted: list[Wanted[F]] = []
+        self._wanted: list[WantedChunk[F]] = []
         self._ahead: list[C] = []
         """Chunks that were read ahead and that no job has claimed."""
         self._writing: list[C] = []
@@ -206,7 +207,7 @@ class Chunks(Generic[F, J, C]):
             else:
                 self._abandoned.append(chunk)
 
-    def want(self, order: Sequence[Wanted[F]]) -> None:
+    def want(self, order: Sequence[WantedChunk[F]]) -> None:
         """Read these flats ahead, in this order; replaces the order given before."""
         known = {id(chunk.flat) for chunk in self._ahead}
         self._wanted = [wanted for wanted in order if id(wanted.flat) not in known]

@@ -12,8 +12,8 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from lightning_ptm.planning.capacity_words import uses_in_words
 from lightning_ptm.planning.layout import round_up
-from lightning_ptm.planning.report import uses_in_words
 from lightning_ptm.terms import BLOCK_BYTES, Tier
 
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.planning.boxes import Box, Stretch
-from lightning_ptm.planning.owners import choose_owners
+from lightning_ptm.planning.tensor_slices import ElementRange, TensorSlice
+from lightning_ptm.planning.whole_parameter_owners import choose_owners
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, MIN_PAGE_BYTES, Code, is_page_size
 
 Family = tuple[bool, str, tuple[int, ...], str]
@@ -75,7 +75,7 @@ class ParameterSpec:
     further: tuple[tuple[int, int], ...] = ()
     gradient_itemsize: int = 0
     stride: tuple[int, ...] | None = None
-    box: Box | None = None
+    box: TensorSlice | None = None
     partial: bool = False
     updated_whole: bool = False
     states_bytes: int = 0
@@ -113,9 +113,9 @@ class ParameterSpec:
         """How many there are of the whole."""
         return 1 if self.box is None else self.box.parts
 
-    def stretches(self, start: int, numel: int) -> Iterator[Stretch]:
+    def stretches(self, start: int, numel: int) -> Iterator[ElementRange]:
         """Where elements [start, start + numel) of it lie in the whole."""
-        return iter((Stretch(start, start, numel),)) if self.box is None else self.box.stretches(start, numel)
+        return iter((ElementRange(start, start, numel),)) if self.box is None else self.box.stretches(start, numel)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.planning.demand import (
+from lightning_ptm.planning.capacity_words import device_refusal, format_bytes, setting_for, tier_in_words, with_uses
+from lightning_ptm.planning.device_demand import (
     Demand,
     gradient_demands,
     gradient_linger,
@@ -23,16 +24,15 @@ from lightning_ptm.planning.demand import (
     parameter_demands,
 )
 from lightning_ptm.planning.home_bytes import Bytes, HomeBytes, less
-from lightning_ptm.planning.homes import Budget, Gradients, Homes, Placement, Wishes
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.planning.layout import ModelLayout, round_up
 from lightning_ptm.planning.lifetime import Uses, uses_of
-from lightning_ptm.planning.occupancy import Occupancy
-from lightning_ptm.planning.report import device_refusal, format_bytes, setting_for, tier_in_words, with_uses
+from lightning_ptm.planning.page_occupancy import Occupancy
+from lightning_ptm.planning.placement_data import Budget, Gradients, Homes, Placement, PlacementWishes
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import Kind, Tier
 
-_NO_WISHES = Wishes()
+_NO_WISHES = PlacementWishes()
 
 
 def place(
@@ -41,7 +41,7 @@ def place(
     trace: Trace,
     budget: Budget,
     *,
-    wishes: Wishes = _NO_WISHES,
+    wishes: PlacementWishes = _NO_WISHES,
     unified: bool,
     keep_gradients: bool,
     sums_gradients: bool = False,
@@ -98,7 +98,7 @@ def _check(
     layout: ModelLayout,
     master_bytes_per_element: Sequence[int],
     budget: Budget,
-    wishes: Wishes,
+    wishes: PlacementWishes,
     *,
     unified: bool,
     update_on_device: bool,
@@ -131,7 +131,7 @@ class _Problem:
         trace: Trace,
         uses: Uses,
         budget: Budget,
-        wishes: Wishes,
+        wishes: PlacementWishes,
         keep_gradients: bool,
         sums_gradients: bool,
         unified: bool,
@@ -313,20 +313,22 @@ class _Problem:
         tiers = self._budget if wish is None else (wish,)
         return tuple(tier for tier in tiers if not tier.computes and self._budget[tier])
 
-    def _gradient_home(self, parameter_home: Tier) -> Tier:
+    def _gradient_home(self, offload_parameters: Tier) -> Tier:
         # Where the device is RAM, the update reads passing gradients in place: writing them to disk would only cost.
-        return Tier.DEVICE if self._unified and not self._keep_gradients else parameter_home
+        return Tier.DEVICE if self._unified and not self._keep_gradients else offload_parameters
 
-    def _demands(self, unit: int, parameter_home: Tier) -> list[Demand]:
-        gradients = self._gradients(parameter_home)
-        demands = list(parameter_demands(self._layout, self._uses, unit, parameter_home, comfortable=self._comfortable))
+    def _demands(self, unit: int, offload_parameters: Tier) -> list[Demand]:
+        gradients = self._gradients(offload_parameters)
+        demands = list(
+            parameter_demands(self._layout, self._uses, unit, offload_parameters, comfortable=self._comfortable)
+        )
         demands += gradient_demands(self._layout, self._uses, unit, gradients)
         if self._comfortable:
             demands += gradient_linger(self._layout, self._uses, unit, gradients)
         return demands
 
-    def _gradients(self, parameter_home: Tier) -> Gradients:
-        return Gradients(self._gradient_home(parameter_home), self._keep_gradients, self._sums_gradients)
+    def _gradients(self, offload_parameters: Tier) -> Gradients:
+        return Gradients(self._gradient_home(offload_parameters), self._keep_gradients, self._sums_gradients)
 
     def _add(self, demands: Iterable[Demand]) -> None:
         for demand in demands:

@@ -1,8 +1,9 @@
 """The plan: an immutable list of tasks with triggers. Data only.
 
-Owns the form of what schedule.py makes, simulate.py checks, render.py shows and the policy of a run issues (fetching.py).
+Owns the form of what schedule.py makes, simulate.py checks, plan_table.py shows and the policy of a run issues
+(fetch_policy.py).
 A plan holds what is issued at its ticks, and only that: FETCH, GATHER, RELEASE, EVICT, and the COMPUTE of each. What follows
-the gradients' own events is put beside it where somebody counts it (gradients.py).
+the gradients' own events is put beside it where somebody counts it (gradient_tasks.py).
 
 I1: a task with trigger t is issued at the start of tick t; trigger `tick_count` is after the last tick.
 I2: within a trigger, what gives pages back comes first, so no fetch waits for a release behind it; a COMPUTE is last.

@@ -1,7 +1,7 @@
 """From homes and a trace to a plan: Algorithm 1 of the paper, for one iteration, of one micro-batch or several.
 
 Owns the order of tasks. Pure: equal inputs give equal plans on all ranks. The device budget counts pages over instants
-(occupancy.py). Algorithm 1 issues all fetches at trigger 0 and pops the last one while a unit does not fit; what it
+(page_occupancy.py). Algorithm 1 issues all fetches at trigger 0 and pops the last one while a unit does not fit; what it
 ends with is that fetches, nearest need first, get the earliest trigger from which memory holds them until their need.
 That is computed directly here, with one O(log ticks) question a fetch instead of replaying the memory for each.
 
@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_ptm.planning.demand import gradient_demands, gradient_linger
-from lightning_ptm.planning.homes import Budget, Placement
+from lightning_ptm.planning.capacity_words import device_refusal
+from lightning_ptm.planning.device_demand import gradient_demands, gradient_linger
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.lifetime import Uses, uses_of
-from lightning_ptm.planning.occupancy import Occupancy, compute_instant, trigger_instant
+from lightning_ptm.planning.page_occupancy import Occupancy, compute_instant, trigger_instant
+from lightning_ptm.planning.placement_data import Budget, Placement
 from lightning_ptm.planning.plan import ISSUE_ORDER, Plan, Task
-from lightning_ptm.planning.report import device_refusal
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import Kind, Operation, Tier
 

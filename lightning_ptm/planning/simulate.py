@@ -1,6 +1,6 @@
 """A plan replayed on paper: bytes per tier per tick, and every page checked to be there when it is used.
 
-Owns the second opinion: it shares no code with demand.py, placement.py or schedule.py, so a
+Owns the second opinion: it shares no code with device_demand.py, placement.py or schedule.py, so a
 mistake there shows here. Decides nothing and touches nothing. What it accepts, the executor can carry out.
 
 I1: at every tick all live units are whole on the device.
@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_ptm.errors import CapacityError, InternalError
-from lightning_ptm.planning.homes import Budget, Placement
+from lightning_ptm.planning.capacity_words import device_refusal, format_bytes, tick_label
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
+from lightning_ptm.planning.placement_data import Budget, Placement
 from lightning_ptm.planning.plan import Plan, Task
-from lightning_ptm.planning.report import device_refusal, format_bytes, tick_label
 from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.terms import BLOCK_BYTES, Kind, Operation, Phase, Tier
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_ptm.planning.homes import Placement
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
+from lightning_ptm.planning.placement_data import Placement
 
 
 def update_order(layout: ModelLayout, placement: Placement) -> list[int]:

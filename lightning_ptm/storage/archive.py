@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.storage.ranges import read_fully
-from lightning_ptm.storage.reading import unread
+from lightning_ptm.storage.user_errors import unread
 
 PIECE_BYTES = 4 << 20
 """Of a tensor that are in memory at once; a multiple of every dtype's size."""

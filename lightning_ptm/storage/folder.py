@@ -30,8 +30,8 @@ from pathlib import Path
 
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.storage.index import FORMAT, INDEX, LIGHTNING, PARTIAL, ranges_name
-from lightning_ptm.storage.reading import contents
 from lightning_ptm.storage.tensors import sync_folder
+from lightning_ptm.storage.user_errors import contents
 from lightning_ptm.storage.writer import failure
 
 _ASIDE = ".lightning_ptm-replaced-"

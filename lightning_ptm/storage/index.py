@@ -2,7 +2,7 @@
 
 I1: every byte of every file is under a checksum, and all of them are of one save: the index begins with the checksum of the
     rest of it; its seals are those of Lightning's dictionary, of each safetensors file's header, and of the ranks' lists,
-    which have those of all else. (Formats 1 and 2 have the lists only: see checked.py.)
+    which have those of all else. (Formats 1 and 2 have the lists only: see verified.py.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import xxhash
 
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.storage.ranges import Range, checksum_of
-from lightning_ptm.storage.reading import (
+from lightning_ptm.storage.user_errors import (
     contents,
     entries,
     is_file,

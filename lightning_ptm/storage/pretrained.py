@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.errors import CheckpointError, ConfigError, some
-from lightning_ptm.storage.reading import unread
 from lightning_ptm.storage.tensors import Mapped
+from lightning_ptm.storage.user_errors import unread
 
 SINGLE = "model.safetensors"
 SHARDED = "model.safetensors.index.json"

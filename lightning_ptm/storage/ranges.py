@@ -10,7 +10,7 @@ from pathlib import Path
 import xxhash
 
 from lightning_ptm.errors import CheckpointError
-from lightning_ptm.storage.reading import unread
+from lightning_ptm.storage.user_errors import unread
 
 checksum_of: Callable[[memoryview], int] = xxhash.xxh3_64_intdigest
 """Takes a tenth of a CRC's time, which would be a third of what two cores need for a whole checkpoint."""

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.storage.archive import Archive, Placed
-from lightning_ptm.storage.checked import CheckedFile, CheckedFolder
 from lightning_ptm.storage.index import LIGHTNING, PARAMETERS, Index
-from lightning_ptm.storage.reading import is_file, is_folder
 from lightning_ptm.storage.tensors import Stored
+from lightning_ptm.storage.user_errors import is_file, is_folder
+from lightning_ptm.storage.verified import CheckedFile, CheckedFolder
 
 
 @dataclass(frozen=True, slots=True)

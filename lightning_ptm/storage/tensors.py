@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from lightning_ptm.errors import CheckpointError
-from lightning_ptm.storage.reading import entries, items, number, parsed, regular, unread
-from lightning_ptm.storage.reading import text as as_text
+from lightning_ptm.storage.user_errors import entries, items, number, parsed, regular, unread
+from lightning_ptm.storage.user_errors import text as as_text
 from lightning_ptm.terms import BLOCK_BYTES
 
 _LENGTH_BYTES = 8

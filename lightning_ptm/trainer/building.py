@@ -30,33 +30,33 @@ from lightning_ptm.memory.page_rates import measured_rates, smallest_saturating
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import plan_of
-from lightning_ptm.planning.experts import ALONG
-from lightning_ptm.planning.holders import Axis
+from lightning_ptm.planning.expert_split import ALONG
+from lightning_ptm.planning.sharding import Axis
 from lightning_ptm.progress import Progress
-from lightning_ptm.runtime.blueprint import Blueprint, Request
-from lightning_ptm.runtime.closed import ClosedParameter
-from lightning_ptm.runtime.deciding import decide_here
-from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.runtime.exchanges import Exchanges
-from lightning_ptm.runtime.handed_on import HandedOn
-from lightning_ptm.runtime.inspection import states_in_words
-from lightning_ptm.runtime.materialize import Given
-from lightning_ptm.runtime.parts import split_of
+from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
+from lightning_ptm.runtime.deciding.decide import decide_here
+from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.runtime.engine.inspection import states_in_words
+from lightning_ptm.runtime.full_params.first_values import Given
+from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
+from lightning_ptm.runtime.relayout.previous_state import PreviousState
+from lightning_ptm.runtime.tensors.parts import split_of
+from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
 from lightning_ptm.terms import Tier
 from lightning_ptm.trainer.checkpointing import CheckpointingStrategy
-from lightning_ptm.trainer.half_products import chosen_wide_products
-from lightning_ptm.trainer.paged_states import guard
-from lightning_ptm.trainer.same_batches import take_first_rank_s_values
-from lightning_ptm.trainer.signals import Signals
-from lightning_ptm.trainer.steps import OptimizerStep
-from lightning_ptm.trainer.watches import (
-    Watches,
+from lightning_ptm.trainer.lightning_hooks import (
+    LightningHooks,
     rearrangers,
     warn_of_gradients_in_pages,
     warn_of_recomputing_uncompiled,
     warn_of_threads,
     warn_of_wide_products_uncompiled,
 )
+from lightning_ptm.trainer.matmul_precision import chosen_wide_matmuls
+from lightning_ptm.trainer.optimizer_steps import OptimizerStep
+from lightning_ptm.trainer.paged_optimizer_state import guard
+from lightning_ptm.trainer.same_batches import take_first_rank_s_values
+from lightning_ptm.trainer.signals import Signals
 
 _in_progress: weakref.WeakSet[Engine] = weakref.WeakSet()
 """Of all strategies of this process."""
@@ -69,11 +69,11 @@ class BuildingStrategy(CheckpointingStrategy):
         super().__init__(**given)
         self._page_bytes: int | None = None
         """What `page_size="auto"` has come to."""
-        self._wide_products: bool | None = None
-        """What `half_products="auto"` has come to; None until the first set-up, once for all runs of this strategy."""
+        self._wide_matmuls: bool | None = None
+        """What `matmul_precision="auto"` has come to; None until the first set-up, once for all runs of this strategy."""
         self._events = Events()
         """Of the run in progress: who listens hears of what follows when it is laid out anew, too."""
-        self._watches: Watches | None = None
+        self._lightning_hooks: LightningHooks | None = None
         self._signals: Signals | None = None
         self._steps: tuple[OptimizerStep, ...] = ()
         self.file_ops: FileOps | None = None
@@ -86,7 +86,7 @@ class BuildingStrategy(CheckpointingStrategy):
             UsageError: another one, in whose hook this one begins, has weights of the module in pages.
         """
         for engine in tuple(_in_progress):
-            names = [] if engine.closed else engine.lending.names_of_copies(self._module.parameters())
+            names = [] if engine.closed else engine.lent_parameters.names_of_copies(self._module.parameters())
             if names:
                 raise UsageError(
                     f"{some(names, 3)}: in the pages of a run that is in progress, so another run cannot have them; run "
@@ -95,7 +95,7 @@ class BuildingStrategy(CheckpointingStrategy):
                 )
 
     def _build(
-        self, trainer: Trainer, *, anew: bool = False, given: Given | None = None, handed: HandedOn | None = None
+        self, trainer: Trainer, *, anew: bool = False, given: Given | None = None, handed: PreviousState | None = None
     ) -> None:
         """The engine and its pages, and what watches over them.
 
@@ -149,14 +149,14 @@ class BuildingStrategy(CheckpointingStrategy):
         )
         _in_progress.add(self._engine)
         # A checkpoint in progress is of the weights before the edit.
-        self._engine.by_hand.before_edits = self._saves.finish
+        self._engine.summon.before_edits = self._saves.finish
         # A run that goes on from a checkpoint rounds as it would have done.
         self._engine.updates.number_of_step = lambda: trainer.global_step
         if exchanging is not None:
             self._connect_tensor_group(exchanging, self._engine)
         self._interruption = Interruption(self._engine, self._module, self._saves)
         self._began_with = weakref.ref(self._module)
-        self.precision_plugin.attach(self._engine, backend.name, wide_products=bool(self._wide_products))
+        self.precision_plugin.attach(self._engine, backend.name, wide_matmuls=bool(self._wide_matmuls))
         self._watch(trainer, self._engine, fitting=fitting, anew=anew)
 
     def _chosen(self, settings: Settings, communicator: Communicator) -> Settings:
@@ -165,12 +165,12 @@ class BuildingStrategy(CheckpointingStrategy):
         if settings.page_size == "auto":
             self._page_bytes = self._page_bytes or chosen_page_bytes(settings, communicator, backend)
             settings = dataclasses.replace(settings, page_size=self._page_bytes)
-        if self._wide_products is None:
+        if self._wide_matmuls is None:
             compute = self.precision_plugin.plan.compute
-            self._wide_products = chosen_wide_products(settings, compute, communicator, backend)
+            self._wide_matmuls = chosen_wide_matmuls(settings, compute, communicator, backend)
         return settings
 
-    def _decided(self, request: Request, handed: HandedOn | None) -> Blueprint:
+    def _decided(self, request: Request, handed: PreviousState | None) -> Blueprint:
         assert self._communicator is not None
         in_memory, on_disk = (0, 0) if handed is None else (handed.bytes_in_memory(), handed.bytes_on_disk())
         ranks_here = max(1, self.num_processes)
@@ -186,8 +186,8 @@ class BuildingStrategy(CheckpointingStrategy):
         """Its layers exchange in the engine's rounds."""
         assert self._tensor_group is not None and self._communicator is not None
         group = self._communicator.rank // exchanging.world_size
-        exchanges = Exchanges(exchanging, group, engine.rendezvous, engine.executor)
-        engine.rendezvous.compare(self._tensor_groups(), exchanges.done)
+        exchanges = ActivationExchange(exchanging, group, engine.barriers, engine.executor)
+        engine.barriers.compare(self._tensor_groups(), exchanges.done)
         self._tensor_group.connect(exchanges)
 
     def _tensor_groups(self) -> list[range]:
@@ -226,34 +226,34 @@ class BuildingStrategy(CheckpointingStrategy):
         scaled = self.precision_plugin.loss_scale is not None
         arm = partial(self.precision_plugin.arm, model=self._module)
         self._steps = tuple(OptimizerStep(engine, optimizer, scaled=scaled, arm=arm) for optimizer in paged)
-        self._watches = Watches(engine)
-        self._watches.steps_of_others([plain_optimizer(each) for each in self._trained])
+        self._lightning_hooks = LightningHooks(engine)
+        self._lightning_hooks.steps_of_others([plain_optimizer(each) for each in self._trained])
         self._signals = self._signals or Signals(trainer)
         wrappers = self._lightning_optimizers if self._trains else []
         for optimizer, wrapper in zip(self._trained, wrappers, strict=True):
-            self._watches.zero_grad_of(optimizer, wrapper)
-            self._watches.state_dict_of(
+            self._lightning_hooks.zero_grad_of(optimizer, wrapper)
+            self._lightning_hooks.state_dict_of(
                 plain_optimizer(optimizer),
                 wrapper,
                 partial(optimizer_states.optimizer_state, engine, keep=True),
             )
         if isinstance(self._communicator, ProcessGroupCommunicator):
-            self._watches.ranks(trainer, self._signals, self._communicator, self._meet, self._gather_for)
+            self._lightning_hooks.ranks(trainer, self._signals, self._communicator, self._meet, self._gather_for)
         else:
-            self._watches.one_rank(trainer, self._signals)
+            self._lightning_hooks.one_rank(trainer, self._signals)
         if self._data_group is not None:
-            self._watches.metrics(self._module, self._data_group)
+            self._lightning_hooks.metrics(self._module, self._data_group)
         warn_of_threads(max(1, self.num_processes))
-        if self._wide_products:
+        if self._wide_matmuls:
             warn_of_wide_products_uncompiled(self._module)
         if fitting:
-            self._watches.no_sync(self._module, self.block_backward_sync)
-            self._watches.averaging(trainer, self.gathered)
-            self._watches.pruning(trainer, self.gathered)
-            self._watches.links(trainer, self._link_checkpoint)
+            self._lightning_hooks.no_sync(self._module, self.block_backward_sync)
+            self._lightning_hooks.averaging(trainer, self.gathered)
+            self._lightning_hooks.pruning(trainer, self.gathered)
+            self._lightning_hooks.links(trainer, self._link_checkpoint)
             if self._cut is not None:
-                self._watches.summaries(trainer, self._cut.boxes())
-            self._watches.finetuning(trainer)
+                self._lightning_hooks.summaries(trainer, self._cut.boxes())
+            self._lightning_hooks.finetuning(trainer)
             warn_of_gradients_in_pages(self._module, engine, self.precision_plugin)
             warn_of_recomputing_uncompiled(self._module, engine, self.settings)
 
@@ -297,7 +297,7 @@ class BuildingStrategy(CheckpointingStrategy):
 
     def _files_values_again(self, communicator: Communicator, progress: Progress) -> Given | None:
         """What `weights` provides of frozen parameters that an earlier run of this module had no room to give back."""
-        absent = {id(each) for each in self._module.parameters() if isinstance(each, ClosedParameter)}
+        absent = {id(each) for each in self._module.parameters() if isinstance(each, GuardedParameter)}
         if not absent & self._ended.of_files:
             return None
         given = weights.first_values(self._module, self.settings, communicator, progress, self._boxes())
@@ -308,7 +308,7 @@ class BuildingStrategy(CheckpointingStrategy):
     def _settings_for(self, trainer: Trainer) -> Settings:
         """The user's settings; a home on disk without a path gets the Trainer's root folder."""
         settings = self.settings
-        if settings.disk_path is None and "disk" in (settings.parameter_home, settings.wanted_master_home):
+        if settings.disk_path is None and "disk" in (settings.offload_parameters, settings.wanted_offload_optimizer):
             root = Path(trainer.default_root_dir)
             root.mkdir(parents=True, exist_ok=True)
             return dataclasses.replace(settings, disk_path=str(root))

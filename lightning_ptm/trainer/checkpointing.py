@@ -22,25 +22,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_ptm import sharded
-from lightning_ptm.checkpoints import afterwards, before_pages, module_states, optimizer_states
+from lightning_ptm.checkpoints import after_run, deferred_loading, module_states, optimizer_states
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO, check_lightnings
 from lightning_ptm.checkpoints.interruption import TORN
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
-from lightning_ptm.checkpoints.saves import Saves
+from lightning_ptm.checkpoints.save_queue import SaveQueue
 from lightning_ptm.checkpoints.saving import Saving
-from lightning_ptm.comm import together
+from lightning_ptm.comm import raise_on_all_ranks
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.progress import Progress, Seen
-from lightning_ptm.runtime.audits import UpdateAudit
-from lightning_ptm.runtime.statistics import audit
+from lightning_ptm.runtime.engine.statistics import audit
+from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.storage.index import PARAMETERS, Index, StateFile, is_sharded
-from lightning_ptm.storage.reading import is_folder
+from lightning_ptm.storage.user_errors import is_folder
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.running import RunningStrategy
-from lightning_ptm.trainer.spent import renew
+from lightning_ptm.trainer.stale_optimizers import renew
 
 
 class CheckpointingStrategy(RunningStrategy):
@@ -48,12 +48,12 @@ class CheckpointingStrategy(RunningStrategy):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self._ended = afterwards.Ended()
-        self._saves = Saves(self.settings.failed_save)
+        self._ended = after_run.EndedRun()
+        self._saves = SaveQueue(self.settings.failed_save)
         self._began_with: weakref.ref[LightningModule] | None = None
         self._setting_up = False
         """A run has begun, and there are no pages yet."""
-        self._restored: before_pages.Restored | None = None
+        self._restored: deferred_loading.DeferredState | None = None
         """Of a checkpoint that Lightning has given before there were pages for it; so are `_random_states`."""
         self._random_states: Sequence[Any] = ()
         self._shown_states: dict[Optimizer, Callable[[], None]] = {}
@@ -74,7 +74,7 @@ class CheckpointingStrategy(RunningStrategy):
         if self._engine is None:
             yield  # outside a run the parameters are whole anyway
             return
-        with self._engine.by_hand.gathered(modules or (self._module,), write=write):
+        with self._engine.summon.gathered(modules or (self._module,), write=write):
             yield
 
     @override
@@ -82,7 +82,7 @@ class CheckpointingStrategy(RunningStrategy):
         if self._cut_off:
             return {}
         if self._engine is None or self._interruption is None:
-            return afterwards.module_state(self._ended, self._module, self.settings, keep=self.is_global_zero)
+            return after_run.module_state(self._ended, self._module, self.settings, keep=self.is_global_zero)
         self._interruption.settle()
         if not self._unsaved:
             with self._interruption.told():
@@ -100,7 +100,7 @@ class CheckpointingStrategy(RunningStrategy):
         progress = self._progress_for(self._module.trainer)
         total_bytes = sum(each.nbytes for each in checkpoint["state_dict"].values() if isinstance(each, Tensor))
         with progress.bar("loading weights", total_bytes) as seen, CopiesSeen(seen):
-            self._restored = before_pages.load_before_pages(
+            self._restored = deferred_loading.load_before_pages(
                 self._module, checkpoint["state_dict"], self._boxes(), strict=strict
             )
         self._random_states = randomness.found(checkpoint)
@@ -108,7 +108,7 @@ class CheckpointingStrategy(RunningStrategy):
     def _load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         self._saves.finish()
         if self._engine is None:  # between runs the parameters are ordinary ones
-            afterwards.give_storage(self._module)
+            after_run.give_storage(self._module)
             super().load_model_state_dict(checkpoint, strict)
             self._ended = dataclasses.replace(self._ended, weights=True, torn=False)
             return
@@ -134,7 +134,7 @@ class CheckpointingStrategy(RunningStrategy):
         if self._cut_off:
             return {}
         if self._engine is None or self._interruption is None or not self._trains:
-            return afterwards.optimizer_state(self._ended, optimizer, self.settings, keep=self.is_global_zero)
+            return after_run.optimizer_state(self._ended, optimizer, self.settings, keep=self.is_global_zero)
         if not self._unsaved:
             with self._interruption.told():
                 if self.settings.state_dict_type == "sharded":
@@ -188,7 +188,7 @@ class CheckpointingStrategy(RunningStrategy):
         if "optimizer_states" in checkpoint and begun:  # else there is nothing to go on with
             ours = randomness.sent(randomness.states(self._backend))
             ranks = range(0, self.world_size, self.settings.tensor_parallel_size)  # the others of a group draw the same
-            tell = self.broadcast if self._engine is None else self._engine.rendezvous.told
+            tell = self.broadcast if self._engine is None else self._engine.barriers.told
             states = [tell(ours if rank == self.global_rank else None, rank) for rank in ranks]
             checkpoint = randomness.filed(checkpoint, [randomness.received(each) for each in states])
         if self.settings.state_dict_type == "full":
@@ -222,7 +222,7 @@ class CheckpointingStrategy(RunningStrategy):
         """What the block raises on one rank raises on all of them, also after a run; there, rank 0 alone does something.
         Collective."""
         if self._engine is not None:
-            with self._engine.rendezvous.together():
+            with self._engine.barriers.together():
                 yield
             return
         error: Exception | None = None
@@ -239,7 +239,7 @@ class CheckpointingStrategy(RunningStrategy):
     def _save_afterwards(self, checkpoint: dict[str, Any], path: Path) -> None:
         with self._together():
             if self.is_global_zero:
-                afterwards.save(self._ended, self._module, self.optimizers, checkpoint, path, self.save_ops)
+                after_run.save(self._ended, self._module, self.optimizers, checkpoint, path, self.save_ops)
 
     def _begin_saving(self, checkpoint: dict[str, Any], path: Path, behind: bool) -> Saving | None:
         saving = Saving(
@@ -285,7 +285,7 @@ class CheckpointingStrategy(RunningStrategy):
             needed = [file for file in index.files if fitting or file.kind == PARAMETERS]
             return needed[self.global_rank :: self.world_size]
 
-        with nullcontext() if self._engine is None else self._engine.rendezvous.together():
+        with nullcontext() if self._engine is None else self._engine.barriers.together():
             return sharded.load(
                 path,
                 weights_only=weights_only is not False,
@@ -299,7 +299,7 @@ class CheckpointingStrategy(RunningStrategy):
         """What the block raises on one rank raises on all of them, before the run has a communicator. Collective."""
         communicator = self._make_communicator(Events())
         try:
-            with together(communicator):
+            with raise_on_all_ranks(communicator):
                 yield
         finally:
             communicator.close()

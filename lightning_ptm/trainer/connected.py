@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
-from lightning_ptm.comm import Arrivals, Communicator, ProcessGroupCommunicator, SoloCommunicator
+from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SetupBarrier, SoloCommunicator
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError, RankError, UsageError
 from lightning_ptm.events import Events
@@ -40,7 +40,7 @@ from lightning_ptm.memory.backend import Backend, backend_of
 from lightning_ptm.parallel.exchange import RankGroup
 from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.device_mesh import MeshOfOne, last_mesh, mesh_of
-from lightning_ptm.trainer.elsewhere import check_front_end, refuse_fabric
+from lightning_ptm.trainer.other_front_ends import check_front_end, refuse_fabric
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.same_batches import SameBatches
 from lightning_ptm.trainer.same_settings import decisive, refuse_other_settings
@@ -67,7 +67,7 @@ class ConnectedStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._timeout = timeout
         self._device_mesh: DeviceMesh | None = None
-        self._arrivals: Arrivals | None = None
+        self._setup_barrier: SetupBarrier | None = None
         """While a run of several ranks is set up."""
         self._tensor_group: RankGroup | None = None
         """The ranks that compute the same batches with parts of parameters; None where they are whole."""
@@ -263,7 +263,7 @@ class ConnectedStrategy(ParallelStrategy):
                 f"rank {self.global_rank} begins a run, and another rank is gone, or does not come ({first_line}); at Ctrl-C "
                 f"Lightning ends all processes that it has started: start the script again"
             ) from error
-        self._arrivals = Arrivals(told[0][2], self.global_rank, self.world_size)
+        self._setup_barrier = SetupBarrier(told[0][2], self.global_rank, self.world_size)
         refuse_other_settings([words for words, _, _ in told])
         # Groups are not made anew for each run, unless one has failed on some rank.
         if mesh is None or not all(has for _, has, _ in told):
@@ -298,8 +298,8 @@ class ConnectedStrategy(ParallelStrategy):
         Raises:
             RankError: another rank has failed on its way to it.
         """
-        if self._arrivals is not None:
-            self._arrivals.wait()
+        if self._setup_barrier is not None:
+            self._setup_barrier.wait()
 
     def _is_alone(self) -> bool:
         """Whether there is no other rank, or none that could be waited for."""

@@ -20,20 +20,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ptm.checkpoints import afterwards, restore
-from lightning_ptm.checkpoints.saves import Saves
+from lightning_ptm.checkpoints import after_run, restore
+from lightning_ptm.checkpoints.save_queue import SaveQueue
 from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.events import Events
-from lightning_ptm.planning.boxes import Box
-from lightning_ptm.runtime.audits import UpdateAudit
-from lightning_ptm.runtime.closed import ClosedParameter
-from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.runtime.parts import put_together
-from lightning_ptm.runtime.rendezvous import Together
-from lightning_ptm.runtime.statistics import last_audit
+from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.runtime.engine.statistics import last_audit
+from lightning_ptm.runtime.ranks.barriers import Together
+from lightning_ptm.runtime.tensors.parts import put_together
+from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.trainer.building import BuildingStrategy, root_folder
-from lightning_ptm.trainer.paged_states import unguard
-from lightning_ptm.trainer.spent import SpentInCopies, spend
+from lightning_ptm.trainer.paged_optimizer_state import unguard
+from lightning_ptm.trainer.stale_optimizers import StaleInCopies, spend
 
 
 class EndingStrategy(BuildingStrategy):
@@ -58,7 +58,7 @@ class EndingStrategy(BuildingStrategy):
                 self._forget_shown_states()
             return
         torn = self._interruption is not None and self._interruption.torn
-        before, self._ended = self._ended, afterwards.remember(engine, torn=torn)
+        before, self._ended = self._ended, after_run.remember(engine, torn=torn)
         if not self._trains:  # of optimizers, and of weights that nobody has loaded since, the fit before has told
             self._ended = dataclasses.replace(
                 self._ended, optimizer_states=before.optimizer_states, torn=torn or before.torn
@@ -66,7 +66,7 @@ class EndingStrategy(BuildingStrategy):
         replaced: list[Optimizer] = []
         told_later: list[Exception] = []
         failure: Exception | None = None
-        back, path = restore.Back.NONE, ""
+        back, path = restore.GivenBack.NONE, ""
         with ExitStack() as steps:  # each of them, whatever becomes of those before; the last one first
             steps.callback(self._saves.forget)
             steps.callback(engine.close)
@@ -90,7 +90,7 @@ class EndingStrategy(BuildingStrategy):
             except Exception as error:
                 engine.fail(error)  # the others wait for this rank, and Lightning can no longer tell them
                 if not self._ended.weights:
-                    engine.lending.let_go()
+                    engine.lent_parameters.let_go()
                 raise
         for each in told_later:
             raise each
@@ -106,20 +106,20 @@ class EndingStrategy(BuildingStrategy):
             if not unguard(optimizer):
                 replaced.append(optimizer)
 
-        paged, watches, before_steps = self._paged_optimizers(), self._watches, self._steps
-        self._engine = self._communicator = self._watches = self._interruption = None
+        paged, lightning_hooks, before_steps = self._paged_optimizers(), self._lightning_hooks, self._steps
+        self._engine = self._communicator = self._lightning_hooks = self._interruption = None
         self._steps = ()
         with ExitStack() as steps:  # the last one first
             steps.callback(self.precision_plugin.attach, None)
             for each in before_steps:
                 steps.callback(each.close)
-            if watches is not None:
-                steps.callback(watches.undo)
+            if lightning_hooks is not None:
+                steps.callback(lightning_hooks.undo)
             for optimizer in reversed(paged):
                 steps.callback(give_back_state, optimizer)
             steps.callback(self._forget_shown_states)
 
-    def _meet_at_the_end(self, engine: Engine, told_later: list[Exception]) -> tuple[restore.Back, str]:
+    def _meet_at_the_end(self, engine: Engine, told_later: list[Exception]) -> tuple[restore.GivenBack, str]:
         """All checkpoints are in place, and which weights will be given back is decided. Collective.
 
         Args:
@@ -128,10 +128,10 @@ class EndingStrategy(BuildingStrategy):
         Returns:
             Which, and where they were written to instead.
         """
-        if engine.rendezvous.failed:
+        if engine.barriers.failed:
             self._saves.farewell()
         else:
-            engine.rendezvous.meet(Together.END_OF_RUN)
+            engine.barriers.meet(Together.END_OF_RUN)
             try:
                 self._saves.finish()
             except CheckpointError as error:  # the weights are the user's all the same
@@ -140,7 +140,7 @@ class EndingStrategy(BuildingStrategy):
             engine.heap.steps_end()  # what follows takes RAM of its own
         wanted, ranks_here = self.settings.restore_weights, max(1, self.num_processes)
         back = restore.decided(engine, wanted=wanted, ranks_here=ranks_here, whole=self._cut is not None)
-        if back is not restore.Back.WRITTEN:
+        if back is not restore.GivenBack.WRITTEN:
             return back, ""
         try:
             return back, str(self._write_at_the_end(engine))
@@ -167,7 +167,7 @@ class EndingStrategy(BuildingStrategy):
         try:
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=True)
             for place in places:
-                path = Path(engine.rendezvous.told(str(_unused(place, trainer.global_step))))
+                path = Path(engine.barriers.told(str(_unused(place, trainer.global_step))))
                 try:
                     self._write_now(checkpoint, path)
                 except (CheckpointError, OSError) as error:
@@ -189,7 +189,7 @@ class EndingStrategy(BuildingStrategy):
     def _give_back(
         self,
         engine: Engine,
-        back: restore.Back,
+        back: restore.GivenBack,
         path: str,
         replaced: Collection[Optimizer],
         told_later: list[Exception],
@@ -208,7 +208,7 @@ class EndingStrategy(BuildingStrategy):
         if returned.given:
             self._uncut(partial(put_together, communicator=engine.communicator))
             self._ended = dataclasses.replace(self._ended, weights=True, parts=self._ended.parts and not cut_here)
-            complete = not any(isinstance(each, ClosedParameter) for each in self._module.parameters())
+            complete = not any(isinstance(each, GuardedParameter) for each in self._module.parameters())
             self.precision_plugin.over = complete and not self._has_ranks and self.precision_plugin.loss_scale is None
             # The run's, whatever the Trainer has been given since.
             optimizers = engine.updates.groups.optimizers
@@ -233,7 +233,7 @@ class EndingStrategy(BuildingStrategy):
             return ""
         return f"a next run with this strategy reads them from {self.settings.weights} again"
 
-    def _uncut(self, whole: Callable[[Tensor, Box], Tensor] | None = None) -> None:
+    def _uncut(self, whole: Callable[[Tensor, TensorSlice], Tensor] | None = None) -> None:
         """The module's parameters are whole again, if it was cut here.
 
         Args:
@@ -260,7 +260,7 @@ class EndingStrategy(BuildingStrategy):
         # parameters, too, it is without them: each fit makes its own.
         ended = having_states(engine)
         without: dict[str, Any] = (
-            {} if engine.by_hand.always_readable(self._module) else {"_optimizers": [], "lr_scheduler_configs": []}
+            {} if engine.summon.always_readable(self._module) else {"_optimizers": [], "lr_scheduler_configs": []}
         )
         of_the_run = ("_signals", "_engine", "_communicator", "_interruption", "_watches", "_restored", "_resuming")
         return {
@@ -269,9 +269,9 @@ class EndingStrategy(BuildingStrategy):
             **dict.fromkeys(of_the_run),
             "_steps": (),
             "_shown_states": {},
-            "_saves": Saves(self.settings.failed_save),
-            "_ended": afterwards.Ended(weights=True, optimizer_states=not ended),
-            "_spent": SpentInCopies(() if without else ended),
+            "_saves": SaveQueue(self.settings.failed_save),
+            "_ended": after_run.EndedRun(weights=True, optimizer_states=not ended),
+            "_spent": StaleInCopies(() if without else ended),
         }
 
     @override

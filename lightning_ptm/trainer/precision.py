@@ -34,13 +34,13 @@ from typing_extensions import override
 
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.runtime.closed import ClosedParameter
-from lightning_ptm.trainer.half_products import wide_products
+from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.trainer.matmul_precision import wide_matmuls
 from lightning_ptm.trainer.mixed_operators import promote_operators
-from lightning_ptm.update.scale import LossScale
+from lightning_ptm.update.loss_scale import LossScale
 
 if TYPE_CHECKING:
-    from lightning_ptm.runtime.engine import Engine
+    from lightning_ptm.runtime.engine.engine import Engine
 
 PrecisionName = Literal["bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true", "64-true"]
 
@@ -83,8 +83,8 @@ class AngelPTMPrecision(Precision):
         self.precision = precision
         self.plan = PrecisionPlan(_DTYPES[precision], precision.endswith("-mixed"))
         self.loss_scale = (loss_scale or LossScale()) if precision == "16-mixed" else None
-        self.wide_products = False
-        """Whether products of 16-bit tensors are computed in fp32 (half_products.py)."""
+        self.wide_matmuls = False
+        """Whether products of 16-bit tensors are computed in fp32 (matmul_precision.py)."""
         self.over = False
         """A run has ended, and parameters and optimizers are ordinary ones again: whoever calls Lightning's loops himself
         steps with them as anywhere."""
@@ -106,9 +106,9 @@ class AngelPTMPrecision(Precision):
             )
         return cls(plugin.precision)  # type: ignore[arg-type]
 
-    def attach(self, engine: Engine | None, device_type: str = "cpu", *, wide_products: bool = False) -> None:
+    def attach(self, engine: Engine | None, device_type: str = "cpu", *, wide_matmuls: bool = False) -> None:
         """Connects the plugin to the engine of this run, or to none."""
-        self.wide_products = wide_products
+        self.wide_matmuls = wide_matmuls
         self.over = False
         self._engine = engine
         self._device_type = device_type
@@ -129,7 +129,7 @@ class AngelPTMPrecision(Precision):
                 if buffer is not None and (buffer.is_floating_point() or (halves and buffer.is_complex())):
                     owner._buffers[name] = buffer.to(dtype)
             for parameter in owner._parameters.values():
-                if parameter is None or isinstance(parameter, ClosedParameter):
+                if parameter is None or isinstance(parameter, GuardedParameter):
                     continue
                 if parameter.is_floating_point() or (halves and parameter.is_complex()):
                     parameter.data = parameter.data.to(dtype)
@@ -154,7 +154,7 @@ class AngelPTMPrecision(Precision):
         return self.tensor_init_context()
 
     def _products(self) -> AbstractContextManager[None]:
-        return wide_products() if self.wide_products else nullcontext()
+        return wide_matmuls() if self.wide_matmuls else nullcontext()
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback, ModelPruning
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.trainer.averaging import Gathered
+from lightning_ptm.trainer.weight_averaging import Gathered
 
 
 def gather_for_pruning(

@@ -26,14 +26,14 @@ from lightning_ptm.checkpoints.carried_in_files import CarriedInFiles
 from lightning_ptm.checkpoints.carried_in_pages import CarriedInPages
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.errors import UsageError, some
-from lightning_ptm.runtime.deciding import check_parameters
-from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.runtime.handed_on import HandedOn
-from lightning_ptm.runtime.materialize import Given
+from lightning_ptm.runtime.deciding.decide import check_parameters
+from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.runtime.full_params.first_values import Given
+from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.storage.folder import remove_stale
 from lightning_ptm.trainer.ending import EndingStrategy, having_states
-from lightning_ptm.trainer.paged_states import opened
-from lightning_ptm.trainer.spent import spend
+from lightning_ptm.trainer.paged_optimizer_state import opened
+from lightning_ptm.trainer.stale_optimizers import spend
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +54,10 @@ class RearrangingStrategy(EndingStrategy):
         """
         if self._engine is None or not self._engine.changes.outgrown():
             return
-        for optimizer in self._paged_optimizers() if self._engine.lending.resized else ():
+        for optimizer in self._paged_optimizers() if self._engine.lent_parameters.resized else ():
             warn_of_resized(self._engine, optimizer)
         counted = self.statistics()
-        self._engine.rendezvous.rearranged(self._engine.changes.differences())
+        self._engine.barriers.rearranged(self._engine.changes.differences())
         if self._engine.blueprint.may_be_outside and self._engine.changes.gradients_in_place:
             self._close_engine()
             self._build(self._module.trainer, anew=True)
@@ -139,10 +139,10 @@ class RearrangingStrategy(EndingStrategy):
             UsageError: gradients wait for their step, parameters were given values that no pages know, or nobody has said
                 who is to have which part of new ones.
         """
-        for binding in engine.wholes.bindings():
+        for binding in engine.gathered_flats.bindings():
             if not binding.lent:
                 binding.check()
-        known = {id(parameter) for _, parameter in engine.wholes.names()}
+        known = {id(parameter) for _, parameter in engine.gathered_flats.names()}
         new = [name for name, each in self._module.named_parameters() if id(each) not in known]
         used_are_forgotten = self.precision_plugin.forgets_used_gradients(self._module)
         waiting = engine.changes.waiting_gradients(used_are_forgotten=used_are_forgotten)
@@ -167,7 +167,7 @@ class RearrangingStrategy(EndingStrategy):
 
     @override
     def _build(
-        self, trainer: Trainer, *, anew: bool = False, given: Given | None = None, handed: HandedOn | None = None
+        self, trainer: Trainer, *, anew: bool = False, given: Given | None = None, handed: PreviousState | None = None
     ) -> None:
         remove_stale(self._room(trainer))  # what a run that was killed meanwhile has left
         super()._build(trainer, anew=anew, given=given, handed=handed)

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lightning_ptm.trainer.after_import import after_import
-from lightning_ptm.trainer.elsewhere import refuse_elsewhere
+from lightning_ptm.trainer.other_front_ends import refuse_elsewhere
 
 if TYPE_CHECKING:
     from lightning_ptm.trainer.strategy import AngelPTMStrategy
@@ -29,8 +29,8 @@ class Named:
 
 NAMES: Mapping[str, Named] = {
     "angel_ptm": Named("pages over device, host and disk; the plan decides what lives where", {}),
-    "angel_ptm_host": Named("angel_ptm with master states on the host", {"master_home": "host"}),
-    "angel_ptm_disk": Named("angel_ptm with master states on disk", {"master_home": "disk"}),
+    "angel_ptm_host": Named("angel_ptm with master states on the host", {"offload_optimizer": "host"}),
+    "angel_ptm_disk": Named("angel_ptm with master states on disk", {"offload_optimizer": "disk"}),
     "angel_ptm_lock_free": Named("angel_ptm_disk whose compute never waits for the disk", {"lock_free": True}),
 }
 

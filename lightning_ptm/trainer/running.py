@@ -16,10 +16,10 @@ from lightning_ptm.comm import Communicator, Gathering
 from lightning_ptm.errors import UsageError
 from lightning_ptm.events import Listener
 from lightning_ptm.parallel.cutting import CutModule
-from lightning_ptm.planning.boxes import Box
+from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.runtime.inspection import (
+from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.runtime.engine.inspection import (
     OptimizerBytes,
     PageUse,
     PlannedBytes,
@@ -32,9 +32,9 @@ from lightning_ptm.runtime.inspection import (
     rooms,
     states_at_home,
 )
-from lightning_ptm.runtime.parts import Boxes, declared
-from lightning_ptm.runtime.rendezvous import Together
-from lightning_ptm.runtime.statistics import Statistics, collect, together
+from lightning_ptm.runtime.engine.statistics import Statistics, collect, together
+from lightning_ptm.runtime.ranks.barriers import Together
+from lightning_ptm.runtime.tensors.parts import Boxes, declared
 from lightning_ptm.terms import Mode
 from lightning_ptm.trainer.connected import ConnectedStrategy
 
@@ -65,7 +65,7 @@ class RunningStrategy(ConnectedStrategy):
             )
         return self._engine
 
-    def boxes(self) -> Mapping[str, Box]:
+    def boxes(self) -> Mapping[str, TensorSlice]:
         """Of parameters of this rank's module that are parts of larger ones, which part: by name, none. For subclasses that
         cut a model over ranks (tensor parallelism): the module has the parts and computes with them, exchanging what that
         takes; pages, norms, checkpoints and weights from files do the rest. Ranks r of equal r // parts are a group, each
@@ -100,16 +100,16 @@ class RunningStrategy(ConnectedStrategy):
     def _is_alone(self) -> bool:
         # Callbacks ask for collectives, too, when the run was cut short on this rank.
         self._settle()
-        failed = self._engine is not None and self._engine.rendezvous.failed
+        failed = self._engine is not None and self._engine.barriers.failed
         return failed or bool(self._unsaved) or super()._is_alone()
 
     def _meet(self, what: Together) -> None:
         if not self._is_alone():
-            self.engine.rendezvous.meet(what)
+            self.engine.barriers.meet(what)
 
     def _gather_for(self, gathering: Gathering) -> None:
         self._settle()
-        self.engine.rendezvous.gather_for(gathering)
+        self.engine.barriers.gather_for(gathering)
 
     def statistics(self) -> Statistics:
         """What this rank has moved, waited for and updated since the run began. Cheap; see also `callbacks.PageMonitor`."""

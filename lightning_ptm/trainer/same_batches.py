@@ -2,11 +2,12 @@
 layers, and of different batches they would compute, in silence, what is nobody's.
 
 The first batches of each loader are compared before anything is computed of them, by a collective of their own. The digest of
-every batch goes with what the group tells when it meets for its next exchange (`runtime/exchanges.py`): no message more.
+every batch goes with what the group tells when it meets for its next exchange
+(`runtime/ranks/activation_exchange.py`): no message more.
 
 Before it is cut, a module's values are made the same, too: of ranks that made other modules (of other random numbers, or from
 a file on one rank alone) the parts would be of several wholes. Pages take the values of the first rank that has a part
-(runtime/values.py, I1), so it is enough that the ranks of a tensor group have the same.
+(runtime/full_params/parameter_values.py, I1), so it is enough that the ranks of a tensor group have the same.
 
 Owns how many batches of each loader were compared in a run. Knows batches as nested data, and of models their parameters.
 
@@ -28,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_ptm.errors import RankError, UsageError
 from lightning_ptm.memory.backend import Backend, in_ram
-from lightning_ptm.runtime.closed import ClosedParameter
+from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
 
 FIRST = 3
 """Batches of each loader that are compared at once, and behind them the first of each pass over it. A sampler that goes by
@@ -187,7 +188,7 @@ def take_first_rank_s_values(module: nn.Module, group: ProcessGroup, backend: Ba
         RankError: another rank has not come, such as one whose `configure_optimizers` has failed.
     """
     parameters = list(module.parameters())
-    ours = [0 if each.is_meta or isinstance(each, ClosedParameter) else digest(each) for each in parameters]
+    ours = [0 if each.is_meta or isinstance(each, GuardedParameter) else digest(each) for each in parameters]
     told: list[list[int]] = [[] for _ in range(group.size())]
     try:
         dist.all_gather_object(told, ours, group=group)

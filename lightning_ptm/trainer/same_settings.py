@@ -1,7 +1,7 @@
 """Settings by which ranks decide what they do together while a run is set up: if they differ, they would wait for each other
 before anything else is compared.
 
-Owns nothing. What is laid out is compared later (runtime/planner.py), and what may differ (budgets, folders) is not.
+Owns nothing. What is laid out is compared later (runtime/deciding/planner.py), and what may differ (budgets, folders) is not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def decisive(settings: Settings, precision: str) -> list[str]:
         f"tensor_parallel_size={settings.tensor_parallel_size}",
         f"expert_parallel_size={settings.expert_parallel_size}",
         "page_size='auto'" if settings.page_size == "auto" else "a page_size",
-        f"half_products={settings.half_products!r}",
+        f"matmul_precision={settings.matmul_precision!r}",
         "no weights" if settings.weights is None else "weights from files",
         f"async_save={settings.async_save}",
     ]

@@ -32,15 +32,15 @@ from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.errors import in_a_line
 from lightning_ptm.parallel.distributed import distributed_by_others, refuse_distributed
-from lightning_ptm.runtime.moving import move_beside_parameters
+from lightning_ptm.runtime.tensors.device_moves import move_beside_parameters
 from lightning_ptm.terms import Mode
-from lightning_ptm.trainer.averaging import refuse_parts, refuse_sharded
+from lightning_ptm.trainer.auto_resume import AutoResume
 from lightning_ptm.trainer.device_mesh import forget_mesh
-from lightning_ptm.trainer.elsewhere import asked_elsewhere
+from lightning_ptm.trainer.other_front_ends import asked_elsewhere
 from lightning_ptm.trainer.pruning import refuse_pruning
 from lightning_ptm.trainer.rearranging import RearrangingStrategy
-from lightning_ptm.trainer.resuming import Resuming
-from lightning_ptm.trainer.spent import refuse_spent, renew
+from lightning_ptm.trainer.stale_optimizers import refuse_spent, renew
+from lightning_ptm.trainer.weight_averaging import refuse_parts, refuse_sharded
 
 
 @asked_elsewhere
@@ -73,15 +73,15 @@ class AngelPTMStrategy(RearrangingStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._resuming: Resuming | None = None
+        self._resuming: AutoResume | None = None
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self._setting_up = True
         trainer = self._module.trainer
-        if self.settings.resume == "auto" and Resuming.concerns(trainer):
-            self._resuming = Resuming(trainer, self._setting_up_together, self.broadcast)
+        if self.settings.resume == "auto" and AutoResume.concerns(trainer):
+            self._resuming = AutoResume(trainer, self._setting_up_together, self.broadcast)
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -126,18 +126,18 @@ class AngelPTMStrategy(RearrangingStrategy):
         if self._restored is not None or known is not self._module:
             self._ended = dataclasses.replace(self._ended, torn=False)
         self._build(trainer)
-        self._setting_up, self._arrivals = False, None
+        self._setting_up, self._setup_barrier = False, None
         restored, self._restored = self._restored, None
         if restored is not None:
             restored.fill(self.engine)
             self._go_on_drawing(self._random_states)
-        assert self._watches is not None
+        assert self._lightning_hooks is not None
         for optimizer in self._paged_optimizers():
             forget = optimizer_states.take_over_optimizer_state(self.engine, optimizer)
             if forget is not None:
                 self._shown_states[optimizer] = forget
                 renew(optimizer)
-            self._watches.loads_of(optimizer, self._follow_loaded_state)
+            self._lightning_hooks.loads_of(optimizer, self._follow_loaded_state)
         self._tell_where_states_are()
         self.barrier()
 
@@ -236,14 +236,14 @@ class AngelPTMStrategy(RearrangingStrategy):
             self._engine.fail(exception)
         elif self._communicator is not None:  # during set-up
             self._communicator.fail(in_a_line(exception))
-        elif self._arrivals is not None:  # before there are lines
-            self._arrivals.fail(in_a_line(exception))
+        elif self._setup_barrier is not None:  # before there are lines
+            self._setup_barrier.fail(in_a_line(exception))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     @override
     def teardown(self) -> None:
-        self._setting_up, self._arrivals, self._restored = False, None, None
+        self._setting_up, self._setup_barrier, self._restored = False, None, None
         if self._resuming is not None:
             self._resuming.undo()
             self._resuming = None

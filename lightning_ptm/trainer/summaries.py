@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from typing_extensions import override
 
-from lightning_ptm.planning.boxes import Box
+from lightning_ptm.planning.tensor_slices import TensorSlice
 
 
 class WholeSummary(Summary):
@@ -26,7 +26,7 @@ class WholeSummary(Summary):
         boxes: of parameters that are parts of larger ones, by name.
     """
 
-    def __init__(self, module: LightningModule, max_depth: int, boxes: Mapping[str, Box]) -> None:
+    def __init__(self, module: LightningModule, max_depth: int, boxes: Mapping[str, TensorSlice]) -> None:
         named = dict(module.named_parameters(remove_duplicate=False))
         self._whole_numel = {id(named[name]): math.prod(box.shape) for name, box in boxes.items()}
         super().__init__(module, max_depth=max_depth)
@@ -54,7 +54,7 @@ class WholeSummary(Summary):
 
 
 def of_whole_parameters(
-    trainer: Trainer, boxes: Mapping[str, Box]
+    trainer: Trainer, boxes: Mapping[str, TensorSlice]
 ) -> Iterator[tuple[ModelSummary, Callable[[Trainer, LightningModule], Summary]]]:
     """The Trainer's summaries, and what makes each of whole parameters."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -62,5 +62,5 @@ def of_whole_parameters(
             yield callback, partial(_summary, callback._max_depth, boxes)
 
 
-def _summary(max_depth: int, boxes: Mapping[str, Box], trainer: Trainer, module: LightningModule) -> Summary:
+def _summary(max_depth: int, boxes: Mapping[str, TensorSlice], trainer: Trainer, module: LightningModule) -> Summary:
     return WholeSummary(module, max_depth, boxes)

@@ -19,12 +19,14 @@ import torch
 
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import in_ram
-from lightning_ptm.planning.chunks import Chunks, Wanted
-from lightning_ptm.planning.cuts import cuts_of
+from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
+from lightning_ptm.planning.chunks import Chunks, WantedChunk
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.arithmetic import Arithmetic
-from lightning_ptm.update.encoding import VALUES_DTYPE, Encoder
-from lightning_ptm.update.job import (
+from lightning_ptm.update.flat_states import FlatStates
+from lightning_ptm.update.staging import StagingPool
+from lightning_ptm.update.state_encoding import VALUES_DTYPE, Encoder
+from lightning_ptm.update.update_job import (
     GRADIENT,
     PARAMETER,
     SCRATCH,
@@ -37,13 +39,11 @@ from lightning_ptm.update.job import (
     arithmetic_tier,
     state_columns,
 )
-from lightning_ptm.update.staging import StagingPool
-from lightning_ptm.update.states import FlatStates
-from lightning_ptm.update.stats import UpdateStats, Wait
+from lightning_ptm.update.update_stats import UpdateStats, Wait
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator
-    from lightning_ptm.memory.paged import PagedTensor
+    from lightning_ptm.memory.paged_tensor import PagedTensor
 
 
 BeforeWrite = Callable[["PagedTensor", int, torch.Tensor], None]
@@ -102,8 +102,8 @@ class Pipeline:
 
     def want(self, order: Sequence[FlatStates]) -> None:
         """Read these flats ahead, in this order; replaces the order given before."""
-        cuts = [(states, cuts_of(states.flat, self.chunk_numel)) for states in order if self._staged(states)]
-        self.policy.want([Wanted(states, each) for states, each in cuts])
+        cuts = [(states, chunk_bounds_of(states.flat, self.chunk_numel)) for states in order if self._staged(states)]
+        self.policy.want([WantedChunk(states, each) for states, each in cuts])
 
     def to_front(self, handle: JobHandle) -> None:
         """Serve a job before all others."""

@@ -8,7 +8,8 @@ I3: between two calls of `step` the copy names no view, so pages can be released
 I4: every call finds the copy as the user's object was at the start: nothing passes from one page to the next on the object,
     or in a list or dictionary of a group. (What a class keeps there from step to step is found by the trial.)
 I5: a step is outside of the autocast and the dispatch modes that its thread is in (a forward waits for an update and does it
-    itself, under mixed precision or trainer/half_products.py), as one in a thread of its own is: which thread an update runs
+    itself, under mixed precision or trainer/matmul_precision.py), as one in a thread of its own is: which thread an
+    update runs
     in, tiers and time decide, and they must not change bits. So it is outside of the default dtype of a forward.
 """
 
@@ -44,7 +45,7 @@ class GroupValues:
     """The values of an optimizer's `param_groups` at one step, without the parameters (tensors copied).
 
     Attributes:
-        number: of the step, by which encoded states are rounded (encoding.py).
+        number: of the step, by which encoded states are rounded (state_encoding.py).
     """
 
     groups: tuple[Mapping[str, Any], ...]
@@ -116,7 +117,7 @@ def snapshot(optimizer: Optimizer, traits: OptimizerTraits, number: int = 0) -> 
         groups.append(MappingProxyType(values))
     hyper = GroupValues(tuple(groups), number)
     if traits.group_slots:
-        shadow = Shadow(optimizer, traits)
+        shadow = ShadowOptimizer(optimizer, traits)
         like = torch.empty(0, device=traits.device)
         for index, group in enumerate(optimizer.param_groups):
             group.update(shadow.advanced_group(hyper, index, like))
@@ -134,7 +135,7 @@ def _copy_hyper(value: Any) -> Any:
     return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
 
 
-class Shadow:
+class ShadowOptimizer:
     """Runs the update of one optimizer over views. Not thread-safe: one thread at a time.
 
     Args:

@@ -16,7 +16,7 @@ from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator
-    from lightning_ptm.memory.paged import PagedTensor
+    from lightning_ptm.memory.paged_tensor import PagedTensor
 
 
 class StagingPool:

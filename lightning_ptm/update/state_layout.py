@@ -2,7 +2,7 @@
 
 A paged tensor for each name of a state. Of an element-wise optimizer it is as long as the shard; where parameters are updated
 whole, it holds the state of one parameter behind that of the other, each in its own shape, of those that the rank owns.
-Encoded states lie there as encoding.py has it.
+Encoded states lie there as state_encoding.py has it.
 I1: of own shapes, each begins where a disk block begins, whatever its dtype; so those of neighbouring parameters are one
     stretch that begins and ends there.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from lightning_ptm.errors import InternalError
 from lightning_ptm.planning.layout import round_up
 from lightning_ptm.terms import BLOCK_BYTES, chunk_numel
-from lightning_ptm.update.encoding import Encoding
+from lightning_ptm.update.state_encoding import Encoding
 from lightning_ptm.update.traits import OptimizerTraits, Shape, SlotTraits
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_ptm.update.encoding import Encoding
+from lightning_ptm.update.state_encoding import Encoding
 
 
 class Initial(enum.Enum):

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.terms import ALIGN_NUMEL
 from lightning_ptm.update.private import PrivateOptimizer
-from lightning_ptm.update.shadow import GroupValues, RunViews, Shadow, own_values, undecorated_step
+from lightning_ptm.update.shadow import GroupValues, RunViews, ShadowOptimizer, own_values, undecorated_step
 from lightning_ptm.update.specimens import Gradient, Specimen, Trial
 from lightning_ptm.update.traits import Initial, OptimizerTraits, ScalarState, copy_value, same_value
 
@@ -306,7 +306,7 @@ def run_in_pieces(optimizer: Optimizer, traits: OptimizerTraits, whole: Whole) -
         traits: what is taken to be known about the optimizer, with the groups of the trial.
     """
     trial = whole.trial
-    shadow = Shadow(optimizer, traits)
+    shadow = ShadowOptimizer(optimizer, traits)
     paged = list(_laid_out(traits, whole))
     advanced: list[dict[str, Any]] = [{} for _ in trial.groups]
     for step in range(len(trial.steps)):

@@ -25,11 +25,11 @@ from lightning_ptm.memory.backend import CurrentStream, Stream
 from lightning_ptm.memory.numa import keep_to
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
 from lightning_ptm.terms import chunk_numel as default_chunk_numel
-from lightning_ptm.update.job import JobHandle, JobUnderWay, UpdateJob
+from lightning_ptm.update.core_limits import use_cores
+from lightning_ptm.update.flat_states import FlatStates
 from lightning_ptm.update.pipeline import BeforeWrite, Blocker, Pipeline
-from lightning_ptm.update.states import FlatStates
-from lightning_ptm.update.stats import UpdateStats, Wait
-from lightning_ptm.update.threads import use_cores
+from lightning_ptm.update.update_job import JobHandle, JobUnderWay, UpdateJob
+from lightning_ptm.update.update_stats import UpdateStats, Wait
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_ptm.update.kept import Lacks, Raises, kept_shapes, told
 from lightning_ptm.update.private import PrivateOptimizer
-from lightning_ptm.update.shadow import RunViews, Shadow, own_values, undecorated_step
+from lightning_ptm.update.shadow import RunViews, ShadowOptimizer, own_values, undecorated_step
 from lightning_ptm.update.specimens import settings_of
 from lightning_ptm.update.traits import (
     GroupTraits,
@@ -79,7 +79,7 @@ def run_by_parameter(optimizer: Optimizer, traits: OptimizerTraits, whole: Whole
         traits: what is taken to be known about the optimizer, with the groups of the trial.
     """
     trial = whole.trial
-    shadow = Shadow(optimizer, traits)
+    shadow = ShadowOptimizer(optimizer, traits)
     laid = [_lay(traits, whole, index) for index in range(len(trial.specimens))]
     advanced: list[dict[str, Any]] = [{} for _ in trial.groups]
     for step in range(len(trial.steps)):

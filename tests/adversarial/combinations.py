@@ -44,7 +44,7 @@ SAVES: dict[str, dict[str, Any]] = {
     "behind": {"state_dict_type": "sharded", "async_save": True},
 }
 AXES = (tuple(MEMORY), HOMES, HOMES, tuple(UPDATES), tuple(OPTIMIZERS), PRECISIONS, tuple(SAVES))
-"""Tiers, parameter_home, master_home, updates, optimizers, precision, saves."""
+"""Tiers, offload_parameters, offload_optimizer, updates, optimizers, precision, saves."""
 
 
 def world_size() -> int:
@@ -53,7 +53,7 @@ def world_size() -> int:
 
 def settings_of(case: Case) -> dict[str, Any]:
     memory, parameters, masters, updates, _, _, saves = case
-    homes = {"parameter_home": parameters, "master_home": masters}
+    homes = {"offload_parameters": parameters, "offload_optimizer": masters}
     return {**MEMORY[memory], **homes, **UPDATES[updates], **SAVES[saves]}
 
 

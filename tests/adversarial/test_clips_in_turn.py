@@ -9,7 +9,7 @@ from judged import ByHand, Judged, MakeStrategy, assert_alike, judge, run
 from torch import Tensor
 
 from lightning_ptm import AngelPTMPrecision
-from lightning_ptm.update.scale import LossScale
+from lightning_ptm.update.loss_scale import LossScale
 
 
 class ClipsAgain(Judged):

@@ -41,7 +41,7 @@ def test_pages_in_transit_where_the_optimizer_keeps_nothing(masters: str, saves:
 def test_what_does_not_go_together_is_refused_before_it_begins(tmp_path: Path) -> None:
     case = ("tiers", "disk", "disk", "lock-free", "SGD", "32-true", "full")
     assert not can_be(case)
-    with pytest.raises(ConfigError, match="parameter_home"):
+    with pytest.raises(ConfigError, match="offload_parameters"):
         check(case, tmp_path)
 
 

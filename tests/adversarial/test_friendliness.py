@@ -20,7 +20,7 @@ from lightning_ptm import AngelPTMStrategy, ConfigError, Settings
 from lightning_ptm.cli import main
 from lightning_ptm.commands import plan as planning
 from lightning_ptm.config import format_bytes
-from lightning_ptm.habits import HABITS
+from lightning_ptm.setting_hints import SETTING_HINTS
 
 HARDWARE = Path(__file__).parents[2] / "configs" / "hardware" / "h200_x1.yaml"
 
@@ -101,7 +101,7 @@ def test_the_first_line_names_the_file_system_of_each_folder(tmp_path: Path, cap
     try:
         with caplog.at_level(logging.INFO, "lightning.pytorch"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a disk tier that is RAM
-            run = trainer(AngelPTMStrategy(disk_path=folders, master_home="disk"))
+            run = trainer(AngelPTMStrategy(disk_path=folders, offload_optimizer="disk"))
             caplog.clear()
             run.fit(Net(), torch.randn(4, 2, 32))
     except ConfigError as error:  # where there is no O_DIRECT, before the line
@@ -141,9 +141,9 @@ def test_a_class_of_ones_own_keeps_its_signature() -> None:
 
 
 ASKED = {
-    "offload_optimizer": "master_home='host'",
-    "offload_parameters": "parameter_home='host'",
-    "cpu_offload": "parameter_home='host' and master_home='host'",
+    "offload_optimizer": "offload_optimizer='host'",
+    "offload_parameters": "offload_parameters='host'",
+    "cpu_offload": "offload_parameters='host' and offload_optimizer='host'",
     "nvme_path": "disk_path='/my/disk'",
     "stage": "divided over all ranks",
     "sharding_strategy": "divided over all ranks",
@@ -170,10 +170,10 @@ def test_settings_of_other_libraries_are_answered_with_ours(name: str) -> None:
 
 
 def test_habits_are_no_settings_of_ours_and_are_answered_once() -> None:
-    names = [name for habit in HABITS for name in habit.names]
+    names = [name for habit in SETTING_HINTS for name in habit.names]
     assert len(names) == len(set(names)) > 80
     assert not set(names) & {field.name for field in dataclasses.fields(Settings)}
-    given = re.findall(r"\b([a-z]+(?:_[a-z]+)+)=", " ".join(habit.instead for habit in HABITS))
+    given = re.findall(r"\b([a-z]+(?:_[a-z]+)+)=", " ".join(habit.instead for habit in SETTING_HINTS))
     assert set(given) <= {field.name for field in dataclasses.fields(Settings)}, "what is answered exists"
 
 
@@ -228,5 +228,5 @@ def test_plan_without_hardware_is_of_this_machine(
     monkeypatch.setattr(planning, "quick_measure", measure)
     main(["plan", "gpt"])
     assert "gpt.yaml on 1 x this machine: 1 rank" in capsys.readouterr().out
-    main(["plan", "gpt", "--strategy", f"{{disk_path: {tmp_path}, master_home: disk}}"])
+    main(["plan", "gpt", "--strategy", f"{{disk_path: {tmp_path}, offload_optimizer: disk}}"])
     assert measured == [(), (tmp_path,)]

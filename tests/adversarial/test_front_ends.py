@@ -87,4 +87,4 @@ def test_registering_twice_changes_nothing() -> None:
     watching = list(sys.meta_path)
     register()
     assert sys.meta_path == watching
-    assert strategies.StrategyRegistry.get("angel_ptm_disk").settings.master_home == "disk"
+    assert strategies.StrategyRegistry.get("angel_ptm_disk").settings.offload_optimizer == "disk"

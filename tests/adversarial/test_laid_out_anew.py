@@ -616,8 +616,8 @@ def test_parts_of_flats_are_unfrozen(strategy_at: MakeStrategy, home: str, optio
 def test_encoded_states_go_on_as_codes_or_as_what_they_stand_for(
     strategy_at: MakeStrategy, dtype: str, build: type[Judged]
 ) -> None:
-    ours = run(build, strategy_at("masters_on_disk", state_dtype=dtype), max_epochs=3)
-    assert_alike(ours, run(build, strategy_at("ram", state_dtype=dtype), max_epochs=3))
+    ours = run(build, strategy_at("masters_on_disk", optimizer_state_dtype=dtype), max_epochs=3)
+    assert_alike(ours, run(build, strategy_at("ram", optimizer_state_dtype=dtype), max_epochs=3))
 
 
 def through_files(strategy: AngelPTMStrategy) -> AngelPTMStrategy:

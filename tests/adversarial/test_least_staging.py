@@ -20,7 +20,7 @@ from lightning_ptm.errors import CapacityError
 
 WIDTH = 66
 ORDERS = [(1, 3, 2, 0), (2, 0, 3, 1), (3, 2, 1, 0), (0, 1, 2, 3)]
-ON_DISK = {"parameter_home": "disk", "master_home": "disk"}
+ON_DISK = {"offload_parameters": "disk", "offload_optimizer": "disk"}
 
 
 class Blocks(Twin):
@@ -85,6 +85,6 @@ def test_a_run_ends_with_a_plain_trainers_bits(
 @pytest.mark.parametrize("tier", ["lock_free", "lock_free_three_tiers"])
 def test_a_lock_free_run_ends_with_a_plain_trainers_bits(strategy_at: Any, order: tuple[int, ...], tier: str) -> None:
     def make(host: str) -> Any:
-        return strategy_at(tier, master_home="disk", staging_memory="320KiB", host_memory=host)
+        return strategy_at(tier, offload_optimizer="disk", staging_memory="320KiB", host_memory=host)
 
     assert_alike(in_least_memory(order, "in the backward", make), plain(order, "in the backward"))

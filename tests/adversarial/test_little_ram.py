@@ -19,8 +19,8 @@ from twins import Twin, quietly, trainer, vectors
 from lightning_ptm import sharded
 from lightning_ptm.checkpoints import restore
 from lightning_ptm.errors import CheckpointError, UsageError
-from lightning_ptm.runtime import by_hand
-from lightning_ptm.runtime.closed import AbsentTensor, ClosedParameter
+from lightning_ptm.runtime.full_params import summon
+from lightning_ptm.runtime.units.guarded_parameter import AbsentTensor, GuardedParameter
 
 peft = pytest.importorskip("peft")
 
@@ -186,7 +186,7 @@ def test_what_was_trained_comes_back_where_that_fits(
     if not settings:
         assert_same(numbers(module, trained=True), numbers(plain(build), trained=True))
     frozen = [each for each in module.parameters() if not each.requires_grad]
-    assert all(isinstance(each, ClosedParameter) for each in frozen)
+    assert all(isinstance(each, GuardedParameter) for each in frozen)
     with pytest.raises(UsageError, match=r"RAM had no room.*make more RAM available"):
         frozen[0].sum()
     for at, steps in ((chosen, tmp_path / "ours.ckpt"), (with_room, tmp_path / "theirs.ckpt")):
@@ -234,7 +234,7 @@ def test_adapters_are_exported_in_a_run(
     free = room_for_trained(module) * 2
 
     def save(_: Any, pl_module: Any) -> None:
-        monkeypatch.setattr(by_hand, "free_host_bytes", lambda: free)
+        monkeypatch.setattr(summon, "free_host_bytes", lambda: free)
         pl_module.net.save_pretrained(tmp_path / "ours")
         with pytest.raises(UsageError, match="no room"):
             torch.save(pl_module.state_dict(), tmp_path / "all.pt")
@@ -461,7 +461,7 @@ def test_what_an_earlier_fit_has_trained_is_kept_when_it_is_frozen(
     ram(66 * 66 * 4 + 66 * 3 * 4 + 2 * 4096)
     fit(module, strategy_at("all_on_disk"), tmp_path)
     assert torch.equal(module.blocks[0].weight, learnt)
-    assert isinstance(module.blocks[1].weight, ClosedParameter)
+    assert isinstance(module.blocks[1].weight, GuardedParameter)
 
 
 def test_what_the_run_has_frozen_is_kept(strategy_at: MakeStrategy, ram: Ram, tmp_path: Path) -> None:
@@ -488,7 +488,7 @@ def test_what_the_run_has_frozen_is_kept(strategy_at: MakeStrategy, ram: Ram, tm
     fit(module, strategy_at("all_on_disk"), tmp_path, max_epochs=2)
     for name in ("blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "head.weight"):
         assert torch.equal(module.get_parameter(name), expected.get_parameter(name)), name
-    assert isinstance(module.blocks[2].weight, ClosedParameter)
+    assert isinstance(module.blocks[2].weight, GuardedParameter)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "async"])

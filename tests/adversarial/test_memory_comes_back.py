@@ -24,10 +24,10 @@ WIDTH = 66
 TIERS = {"device_memory": "2MiB", "host_memory": "8MiB"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "ram": {},
-    "masters on disk": {"master_home": "disk"},
-    "all on disk": {"parameter_home": "disk", "master_home": "disk"},
+    "masters on disk": {"offload_optimizer": "disk"},
+    "all on disk": {"offload_parameters": "disk", "offload_optimizer": "disk"},
     "tiers": TIERS,
-    "three tiers": {**TIERS, "parameter_home": "host", "master_home": "disk"},
+    "three tiers": {**TIERS, "offload_parameters": "host", "offload_optimizer": "disk"},
     "recompute": {**TIERS, "recompute": "all"},
     "lock-free": {"lock_free": True},
     "lock-free, three tiers": {**TIERS, "lock_free": True},

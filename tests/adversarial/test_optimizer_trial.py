@@ -330,12 +330,12 @@ def test_snapshots_advance_keys_that_the_first_step_makes() -> None:
 
 
 def test_classes_of_torchs_name_are_not_taken_for_torchs() -> None:
-    from lightning_ptm.update.forecast import can_forecast
+    from lightning_ptm.update.weight_prediction import can_predict_weights
 
-    assert can_forecast(probe(optim.SGD(parameters(), lr=0.1)))
+    assert can_predict_weights(probe(optim.SGD(parameters(), lr=0.1)))
     traits = probe(own.Named(parameters(), lr=0.1))
     assert traits.name.endswith(".SGD")
-    assert not can_forecast(traits)
+    assert not can_predict_weights(traits)
 
 
 def test_many_groups_are_tried_by_kind() -> None:

@@ -275,11 +275,11 @@ def test_a_module_trains_on_behind_a_refused_step(strategy_at: MakeStrategy) -> 
 def test_a_step_is_tried_where_something_but_the_learning_rate_has_changed(
     strategy_at: MakeStrategy, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
-    from lightning_ptm.update.shadow import Shadow
+    from lightning_ptm.update.shadow import ShadowOptimizer
 
     tried: list[int] = []
-    own = Shadow.check
-    monkeypatch.setattr(Shadow, "check", lambda self, *args: (tried.append(1), own(self, *args))[1])
+    own = ShadowOptimizer.check
+    monkeypatch.setattr(ShadowOptimizer, "check", lambda self, *args: (tried.append(1), own(self, *args))[1])
 
     class Scheduled(Twin):
         def configure_optimizers(self) -> Any:

@@ -144,7 +144,7 @@ def test_what_is_done_to_loaded_weights_counts(
     tmp_path: Path,
 ) -> None:
     path = checkpoint_of(tmp_path / "x.ckpt", saved)
-    ours = resumed(kind, strategy_at(home, half_products="native"), path, callback, precision=goes_on)
+    ours = resumed(kind, strategy_at(home, matmul_precision="native"), path, callback, precision=goes_on)
     assert_alike(ours, resumed(kind, None, path, callback, precision=goes_on))
 
 

@@ -16,7 +16,7 @@ from judged import ByHand, MakeStrategy, assert_alike, batches, judge, run, trai
 from torch import Tensor, optim
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.runtime.inspection import optimizers_in_pages, states_at_home
+from lightning_ptm.runtime.engine.inspection import optimizers_in_pages, states_at_home
 from lightning_ptm.sharded import load, to_file
 
 

@@ -12,9 +12,9 @@ from optimizers import ByParameter
 from torch import Tensor, nn, optim
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.trainer.half_products import wide_products
+from lightning_ptm.trainer.matmul_precision import wide_matmuls
 from lightning_ptm.update.probe import probe
-from lightning_ptm.update.shadow import RunViews, Shadow, snapshot
+from lightning_ptm.update.shadow import RunViews, ShadowOptimizer, snapshot
 
 HOMES = ["ram", "masters_on_disk", "three_tiers"]
 
@@ -148,7 +148,7 @@ class WithMuonAlone(Judged):
 @pytest.mark.parametrize("home", ["all_on_disk", "three_tiers"])
 def test_products_of_updates_are_the_same_in_whichever_thread_they_run(strategy_at: MakeStrategy, home: str) -> None:
     def trained(build: Callable[[], Judged], at: str) -> Judged:
-        return run(build, strategy_at(at, half_products="fp32"), precision="bf16-true")
+        return run(build, strategy_at(at, matmul_precision="fp32"), precision="bf16-true")
 
     assert_alike(trained(WithMuonAlone, home), trained(WithMuonAlone, "ram"))
 
@@ -168,9 +168,9 @@ def test_an_update_that_a_forward_has_waited_for_knows_nothing_of_its_autocast()
     def updated() -> Tensor:
         run = RunViews(0, value.clone(), value.T * 0.37, {}, None)
         with torch.no_grad():
-            Shadow(user, traits).step_whole(snapshot(user, traits), run)
+            ShadowOptimizer(user, traits).step_whole(snapshot(user, traits), run)
         return run.parameter
 
-    with torch.autocast("cpu", torch.bfloat16), wide_products():
+    with torch.autocast("cpu", torch.bfloat16), wide_matmuls():
         inside = updated()
     assert torch.equal(inside, updated())

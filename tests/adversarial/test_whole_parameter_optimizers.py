@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn, optim
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.memory.paged import PagedTensor
+from lightning_ptm.memory.paged_tensor import PagedTensor
 
 ONE_RANK = ["ram", "masters_on_disk", "all_on_disk", "three_tiers", "lock_free"]
 

@@ -61,7 +61,7 @@ def test_the_sides_take_the_same_steps(scripts: Any, way: str, disk: Path) -> No
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=AngelPTMStrategy(page_size="64KiB", disk_path=str(disk), master_home="disk"),
+        strategy=AngelPTMStrategy(page_size="64KiB", disk_path=str(disk), offload_optimizer="disk"),
         precision="bf16-mixed",
         max_epochs=1,
         limit_train_batches=3,

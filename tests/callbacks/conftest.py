@@ -15,7 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ptm.runtime import deciding, offload
+from lightning_ptm.runtime.autograd import offload
+from lightning_ptm.runtime.deciding import decide
 
 WIDTH = 64
 
@@ -101,7 +102,7 @@ def board_trainer(tmp_path: Path) -> MakeTrainer:
 @pytest.fixture
 def activations_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """`activations="host"` is let run on a CPU, and with what these few layers save."""
-    monkeypatch.setattr(deciding, "_check_device_of_its_own", lambda machine: None)
+    monkeypatch.setattr(decide, "_check_device_of_its_own", lambda machine: None)
     monkeypatch.setattr(offload, "LEAST_BYTES", 512)
 
 

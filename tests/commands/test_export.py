@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_ptm.cli import main
 from lightning_ptm.errors import CheckpointError, ConfigError
-from lightning_ptm.storage import archive, checked, huggingface
+from lightning_ptm.storage import archive, huggingface, verified
 from lightning_ptm.storage.index import PARTIAL, read_index
 from lightning_ptm.storage.source import Source
 from lightning_ptm.storage.tensors import read_layout
@@ -142,7 +142,7 @@ def full_file(path: Path, state: dict[str, Any]) -> Path:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "PIECE_BYTES", 64)
-    monkeypatch.setattr(checked, "PIECE_BYTES", 64)
+    monkeypatch.setattr(verified, "PIECE_BYTES", 64)
 
 
 def test_views_strides_and_shared_storage(tmp_path: Path, small_pieces: None) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_ptm.commands import fixed_costs
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.engine.engine import Engine
 
 
 @pytest.fixture

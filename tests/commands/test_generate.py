@@ -139,7 +139,7 @@ def test_greedy_text_is_that_of_a_plain_loop(
 ) -> None:
     on_disk = [
         f"--strategy.disk_path={disk}",
-        "--strategy.parameter_home=disk",
+        "--strategy.offload_parameters=disk",
         "--strategy.page_size=64KiB",
         "--strategy.poison=true",
     ]
@@ -304,5 +304,5 @@ def test_a_reader_that_has_seen_enough_ends_it(saved: Saved, monkeypatch: pytest
 
 
 def test_a_config_may_name_the_strategy_alone() -> None:
-    assert continuation._settings("angel_ptm_disk") == {"master_home": "disk"}
+    assert continuation._settings("angel_ptm_disk") == {"offload_optimizer": "disk"}
     assert continuation._settings("ddp") == continuation._settings(None) == {}

@@ -50,8 +50,11 @@ def test_a_sharded_checkpoint(trained: Any, capsys: pytest.CaptureFixture[str]) 
     assert said["parameters"] == f"{PARAMETERS:,} in 7 tensors, {kib(4 * PARAMETERS)}"
     assert said["buffers"] == "3 in 2 tensors, 16 B"
     assert said["tied"] == "model.head.weight is model.embedding.weight"
-    moments = kib(4 * PARAMETERS)
-    assert said["optimizer"] == f"AdamW, for 7 parameters: step 28 B, exp_avg {moments}, exp_avg_sq {moments}"
+    compute_timing = kib(4 * PARAMETERS)
+    assert (
+        said["optimizer"]
+        == f"AdamW, for 7 parameters: step 28 B, exp_avg {compute_timing}, exp_avg_sq {compute_timing}"
+    )
     header, *rows = table(text)
     assert header == ["unit", "tensors", "elements", "dtype", "weights", "exp_avg", "exp_avg_sq"]
     block = ["2", f"{BLOCK:,}", "float32", *[kib(4 * BLOCK)] * 3]
@@ -73,8 +76,8 @@ def test_a_full_checkpoint(trained: Any, capsys: pytest.CaptureFixture[str]) -> 
     assert said["weights"] == f"{PARAMETERS + 3:,} in 9 tensors, {kib(4 * PARAMETERS + 16)}"
     name, slots = said["optimizer"].split(": ")
     assert name == "of an unknown class, for 7 parameters"
-    moments = kib(4 * PARAMETERS)
-    assert sorted(slots.split(", ")) == [f"exp_avg {moments}", f"exp_avg_sq {moments}", "step 28 B"]
+    compute_timing = kib(4 * PARAMETERS)
+    assert sorted(slots.split(", ")) == [f"exp_avg {compute_timing}", f"exp_avg_sq {compute_timing}", "step 28 B"]
     header, *rows = table(text)
     assert header == ["names", "tensors", "elements", "dtype", "weights"]
     assert ["model.blocks.1", "2", f"{BLOCK:,}", "float32", kib(4 * BLOCK)] in rows

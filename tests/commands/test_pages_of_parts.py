@@ -10,7 +10,7 @@ import pytest
 from planned_runs import forecast_of
 
 from lightning_ptm.planning.inventory import What
-from lightning_ptm.runtime.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.terms import TIERS, Tier
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -26,8 +26,8 @@ MODELS: dict[str, dict[str, Any]] = {
 HOMES = (What.PARAMETERS, What.MASTERS, What.STATES)
 PLACES: dict[str, dict[str, Any]] = {
     "in RAM": {},
-    "masters on disk": {"master_home": "disk"},
-    "all on disk": {"master_home": "disk", "parameter_home": "disk"},
+    "masters on disk": {"offload_optimizer": "disk"},
+    "all on disk": {"offload_optimizer": "disk", "offload_parameters": "disk"},
 }
 
 

@@ -34,14 +34,14 @@ from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.models import GPT, T5, T5MoE
 from lightning_ptm.models.base import LanguageModel
 from lightning_ptm.planning.trace import Tick, Trace
-from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.planner import make_plan
-from lightning_ptm.runtime.units import discover
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.planner import make_plan
+from lightning_ptm.runtime.units.discovery import discover
 from lightning_ptm.terms import Link, Mode, Operation, Phase
 
 ROOT = Path(__file__).parents[2]
 MODEL = {"width": 64, "layers": 3, "heads": 2, "sequence_length": 16}
-ALL_TIERS = {"device_memory": "2MiB", "parameter_home": "host", "master_home": "disk"}
+ALL_TIERS = {"device_memory": "2MiB", "offload_parameters": "host", "offload_optimizer": "disk"}
 
 
 def cpu_file(folder: Path, **values: Any) -> str:
@@ -97,7 +97,7 @@ class Seen(L.Callback):
     ("settings", "trainer"),
     [
         ({}, {"gradient_clip_val": 1.0}),
-        ({"master_home": "disk"}, {}),
+        ({"offload_optimizer": "disk"}, {}),
         (ALL_TIERS, {"accumulate_grad_batches": 2}),
         (ALL_TIERS, {"precision": "32-true"}),
         ({"lock_free": True, "max_staleness": 1}, {}),
@@ -539,7 +539,7 @@ def test_what_no_formula_counts_is_counted() -> None:
 
 
 def test_the_page_size_is_the_hardware_files(tmp_path: Path) -> None:
-    path = config(tmp_path, {"page_size": "auto", "master_home": "disk", "disk_path": str(tmp_path)})
+    path = config(tmp_path, {"page_size": "auto", "offload_optimizer": "disk", "disk_path": str(tmp_path)})
     _, planned = forecast(path, cpu_file(tmp_path, page_size=1 << 20))
     assert planned.layout.page_size == 1 << 20
     with pytest.raises(
@@ -575,14 +575,14 @@ def test_lock_free_updates_take_time_from_compute(tmp_path: Path) -> None:
     assert held < (whole + compute_s) / 2  # a pass in every twelve steps
 
 
-@pytest.mark.parametrize("master_home", ["disk", "device"])
-def test_encoded_states_take_the_seconds_of_their_arithmetic(master_home: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("offload_optimizer", ["disk", "device"])
+def test_encoded_states_take_the_seconds_of_their_arithmetic(offload_optimizer: str, tmp_path: Path) -> None:
     """Updates compute on fp32 states whatever lies in pages; decoding and encoding comes on top. The disk takes no time."""
     free = {"disk_read_bytes_per_s": 1e15, "disk_write_bytes_per_s": 1e15, "cpu_cores": 2}
-    settings = {"master_home": master_home, "page_size": "64KiB", "disk_path": str(tmp_path)}
+    settings = {"offload_optimizer": offload_optimizer, "page_size": "64KiB", "disk_path": str(tmp_path)}
 
-    def seconds(state_dtype: str, **rates: float) -> tuple[float, int]:
-        path = config(tmp_path, settings | {"state_dtype": state_dtype})
+    def seconds(optimizer_state_dtype: str, **rates: float) -> tuple[float, int]:
+        path = config(tmp_path, settings | {"optimizer_state_dtype": optimizer_state_dtype})
         given = {"states_numel_per_s": rates} if rates else {}
         found, blueprint = forecast(path, cpu_file(tmp_path, **free, **given))
         return found.seconds, sum(flat.shard_numel for flat in blueprint.trained_flats())
@@ -614,7 +614,9 @@ class Orthogonal(L.LightningModule):
         return torch.optim.Muon(self.parameters())
 
 
-@pytest.mark.parametrize("settings", [{"master_home": "device"}, {"master_home": "disk"}, {"lock_free": True}])
+@pytest.mark.parametrize(
+    "settings", [{"offload_optimizer": "device"}, {"offload_optimizer": "disk"}, {"lock_free": True}]
+)
 def test_products_of_updates_take_their_seconds(settings: dict[str, Any], tmp_path: Path) -> None:
     """Of the dtype in which the optimizer multiplies, at the rate of updates or, where none is known, of training."""
     path = config(tmp_path, settings | {"page_size": "64KiB", "disk_path": str(tmp_path), "max_staleness": 1})

@@ -18,24 +18,24 @@ from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.models import GPT
 from lightning_ptm.terms import TIERS
-from lightning_ptm.trainer.half_products import products_here
+from lightning_ptm.trainer.matmul_precision import products_here
 
 MODEL: dict[str, Any] = {"width": 128, "layers": 6, "heads": 4, "sequence_length": 64}
 BATCH, STEPS = 8, 4
-ON_DISK = {"parameter_home": "disk", "master_home": "disk"}
-THREE = {"device_memory": "3MiB", "parameter_home": "host", "master_home": "disk"}
+ON_DISK = {"offload_parameters": "disk", "offload_optimizer": "disk"}
+THREE = {"device_memory": "3MiB", "offload_parameters": "host", "offload_optimizer": "disk"}
 RUNS: dict[str, dict[str, Any]] = {
     "in RAM": {"disk_path": None},
-    "masters on disk": {"master_home": "disk"},
+    "masters on disk": {"offload_optimizer": "disk"},
     "all on disk": {"host_memory": "6MiB", **ON_DISK},
     "lock-free": {"lock_free": True},
     "lock-free, clipped": {"lock_free": True, "gradient_clip_val": 1.0},
     "three tiers": THREE,
     "three tiers, narrow": THREE | {"device_memory": "1600KiB"},
-    "three tiers, masters on the host": THREE | {"master_home": "host"},
+    "three tiers, masters on the host": THREE | {"offload_optimizer": "host"},
     "three tiers, lock-free": {"device_memory": "3MiB", "lock_free": True},
     "three tiers, accumulated": THREE | {"accumulate_grad_batches": 2},
-    "checkpoints behind training": {"master_home": "disk", "state_dict_type": "sharded", "async_save": True},
+    "checkpoints behind training": {"offload_optimizer": "disk", "state_dict_type": "sharded", "async_save": True},
 }
 QUICK = (
     "all on disk",

@@ -20,8 +20,8 @@ from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.models.gpt import GPT
 from lightning_ptm.models.moe import Expert
 from lightning_ptm.planning.plan import Plan
-from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.occupied import occupied
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.predicted_memory import predicted_memory
 from lightning_ptm.terms import Kind, Link, Operation, Phase
 
 WIDTH, INNER, EXPERTS, BATCH, LENGTH = 64, 256, 8, 4, 32
@@ -135,11 +135,11 @@ def tasks_of(plan: Plan, unit: int) -> list[Operation]:
 
 
 def replayed(found: Prediction, blueprint: Blueprint) -> Plan:
-    return occupied(blueprint, found.plan, blueprint.trace).plan
+    return predicted_memory(blueprint, found.plan, blueprint.trace).plan
 
 
 def test_experts_are_fetched_when_tokens_come_and_kept_while_there_is_room(tmp_path: Path) -> None:
-    away = {"parameter_home": "host", "master_home": "host", "device_memory": "32MiB"}
+    away = {"offload_parameters": "host", "offload_optimizer": "host", "device_memory": "32MiB"}
     found, blueprint = planned(tmp_path, away | {"expert_parallel_size": 8})
     assert all(tick.unit not in blueprint.by_need for tick in blueprint.planned(blueprint.trace).ticks)
     order = [Operation.FETCH, Operation.COMPUTE, Operation.COMPUTE]

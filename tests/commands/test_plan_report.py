@@ -24,7 +24,7 @@ MIB = 1 << 20
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Prediction:
     folder = tmp_path_factory.mktemp("plan")
-    path = config(folder, {"page_size": "64KiB", "master_home": "disk", "disk_path": str(folder)})
+    path = config(folder, {"page_size": "64KiB", "offload_optimizer": "disk", "disk_path": str(folder)})
     return forecast(path, cpu_file(folder))[0]
 
 

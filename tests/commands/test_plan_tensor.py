@@ -16,8 +16,8 @@ from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.forecasting.estimate import estimate
 from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.models import T5
-from lightning_ptm.planning.holders import Axis
-from lightning_ptm.runtime.units import discover
+from lightning_ptm.planning.sharding import Axis
+from lightning_ptm.runtime.units.discovery import discover
 from lightning_ptm.terms import Link, Operation
 
 SIZES: dict[str, Any] = {"width": WIDTH, "feed_forward_width": INNER, "layers": 4, "heads": 2, "vocab_size": 300}

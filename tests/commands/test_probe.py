@@ -16,7 +16,7 @@ from lightning_ptm.commands.rank_rates import DeviceCopies, RankRates, slowest
 from lightning_ptm.commands.update_rates import UpdateRates
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting import hardware
-from lightning_ptm.update.encoding import ENCODINGS
+from lightning_ptm.update.state_encoding import ENCODINGS
 
 TINY = Effort(matrix=32, copy_bytes=1 << 16, disk_bytes=1 << 20, seconds=0.0, steps=2)
 

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lightning_ptm import ConfigError
-from lightning_ptm.memory.codes import rounded
+from lightning_ptm.memory.quantization import rounded
 from lightning_ptm.terms import CODES
-from lightning_ptm.trainer.half_products import SLOW, _slowdown_here
+from lightning_ptm.trainer.matmul_precision import SLOW, _slowdown_here
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_causal_lm.py"
 STEPS = 3

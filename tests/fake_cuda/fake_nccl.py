@@ -8,7 +8,7 @@ I1: the host learns nothing of the device by a collective: it reads what the str
 I2: sums are taken in float64, in rank order, and rounded once, so that all ranks have the same bits.
 
 Limits: the host waits until all ranks have issued a collective (NCCL's does not), and no collective passes torch's operators
-`c10d::*`, so `comm/foreign.py` hears of none. No messages from rank to rank.
+`c10d::*`, so `comm/user_collectives.py` hears of none. No messages from rank to rank.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.hardware import FIELDS, find, installed, read
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.rates import Hardware
-from lightning_ptm.planning.experts import ExpertSplit, divided
-from lightning_ptm.planning.holders import Axis
+from lightning_ptm.planning.expert_split import ExpertSplit, divided
+from lightning_ptm.planning.sharding import Axis
 
 FOLDER = Path(__file__).parents[2] / "configs" / "hardware"
 

@@ -9,10 +9,10 @@ from planning.models import PAGE, done, even_layout
 from planning.test_placement import pages, placed
 
 from lightning_ptm.forecasting.rates import Activity, Hardware, Timing
-from lightning_ptm.forecasting.sending import Sending
+from lightning_ptm.forecasting.send_order import SendOrder
 from lightning_ptm.forecasting.timing import steady
-from lightning_ptm.planning.homes import Budget, Placement, Wishes
 from lightning_ptm.planning.layout import ModelLayout
+from lightning_ptm.planning.placement_data import Budget, Placement, PlacementWishes
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Tick, Trace, sequential_trace
 from lightning_ptm.terms import Link, Operation, Phase, Tier
@@ -23,7 +23,7 @@ LAYOUT = even_layout([1, 2, 2, 2])
 TRACE = Trace(tuple(replace(tick, seconds=1.0) for tick in sequential_trace(LAYOUT).ticks))
 COMPUTE_S = float(len(TRACE.ticks))
 BUDGET = pages(100, host=1000)
-PLACEMENT = placed(LAYOUT, BUDGET, trace=TRACE, wishes=Wishes(master=Tier.HOST))
+PLACEMENT = placed(LAYOUT, BUDGET, trace=TRACE, wishes=PlacementWishes(master=Tier.HOST))
 PLAN = done(LAYOUT, PLACEMENT, TRACE, BUDGET)
 UPDATE_BYTES = sum(2 * flat.shard_numel * 12 + 2 * flat.shard_bytes for flat in LAYOUT.flats)
 
@@ -39,7 +39,7 @@ def test_without_limits_a_step_is_its_compute() -> None:
 
 
 def test_updates_behind_the_last_tick_hide_behind_the_next_forward() -> None:
-    placement = placed(LAYOUT, BUDGET, trace=TRACE, wishes=Wishes(master=Tier.HOST), keep_gradients=True)
+    placement = placed(LAYOUT, BUDGET, trace=TRACE, wishes=PlacementWishes(master=Tier.HOST), keep_gradients=True)
     plan = done(LAYOUT, placement, TRACE, BUDGET)
     among_others = steady(LAYOUT, placement, plan, TRACE, BUDGET, updating_in(COMPUTE_S / 2))
     assert COMPUTE_S < among_others.seconds < 1.25 * COMPUTE_S
@@ -81,7 +81,7 @@ def test_the_record_is_of_one_step_and_links_do_one_thing_at_a_time() -> None:
 
 @pytest.mark.parametrize("late", [False, True], ids=["behind the backward", "at the step"])
 def test_updates_on_the_cores_that_compute_take_their_time_from_it(late: bool) -> None:
-    placement = placed(LAYOUT, BUDGET, trace=TRACE, wishes=Wishes(master=Tier.HOST), keep_gradients=late)
+    placement = placed(LAYOUT, BUDGET, trace=TRACE, wishes=PlacementWishes(master=Tier.HOST), keep_gradients=late)
     plan = done(LAYOUT, placement, TRACE, BUDGET)
     timing = steady(LAYOUT, placement, plan, TRACE, BUDGET, replace(updating_in(3.0), shared_cores=True))
     assert timing.compute_s == COMPUTE_S
@@ -94,7 +94,7 @@ def test_a_disk_that_reads_and_writes_at_once_is_as_fast_as_both_together(
 ) -> None:
     """Reads alone take 20 s, and so do writes; `both` is how many times as many bytes pass when they go on together."""
     budget = pages(100, disk=1000)
-    placement = placed(LAYOUT, budget, trace=TRACE, wishes=Wishes(master=Tier.DISK), unified=True)
+    placement = placed(LAYOUT, budget, trace=TRACE, wishes=PlacementWishes(master=Tier.DISK), unified=True)
     plan = done(LAYOUT, placement, TRACE, budget)
     rate = sum(flat.shard_numel * 12 for flat in LAYOUT.flats) / 20.0
     disk = replace(INSTANT, disk_read_bytes_per_s=rate, disk_write_bytes_per_s=rate, shared_cores=True)
@@ -106,7 +106,7 @@ def test_a_disk_that_reads_and_writes_at_once_is_as_fast_as_both_together(
 def on_disk() -> tuple[Budget, Placement, Plan]:
     """All master states on a disk that reads and writes, each, for 20 s."""
     budget = pages(100, disk=1000)
-    placement = placed(LAYOUT, budget, trace=TRACE, wishes=Wishes(master=Tier.DISK), unified=True)
+    placement = placed(LAYOUT, budget, trace=TRACE, wishes=PlacementWishes(master=Tier.DISK), unified=True)
     plan = done(LAYOUT, placement, TRACE, budget)
     return budget, placement, plan
 
@@ -152,7 +152,7 @@ def test_each_byte_of_a_step_is_carried_once() -> None:
     layout = even_layout([1])
     trace = Trace((Tick(0, Phase.FORWARD, (0,), seconds=3.0), Tick(0, Phase.BACKWARD, (0,), seconds=5.0)))
     budget = pages(6, disk=100)
-    placement = placed(layout, budget, trace=trace, wishes=Wishes(parameter=Tier.DISK, master=Tier.DISK))
+    placement = placed(layout, budget, trace=trace, wishes=PlacementWishes(parameter=Tier.DISK, master=Tier.DISK))
     timing = steady(layout, placement, done(layout, placement, trace, budget), trace, budget, SLOW)
     carried = {use.link: use.bytes for use in timing.links if use.bytes}
     assert carried == {Link.DISK_READ: 7 * PAGE, Link.DISK_WRITE: 7 * PAGE, Link.UPDATE_DEVICE: 14 * PAGE}
@@ -164,7 +164,7 @@ def test_each_byte_of_a_step_is_carried_once() -> None:
 def test_a_faster_link_never_makes_a_plan_slower() -> None:
     layout = even_layout([2, 6, 6, 6], world_size=2)
     trace, budget = sequential_trace(layout), pages(22, host=1000)
-    placement = placed(layout, budget, trace=trace, wishes=Wishes(parameter=Tier.HOST, master=Tier.HOST))
+    placement = placed(layout, budget, trace=trace, wishes=PlacementWishes(parameter=Tier.HOST, master=Tier.HOST))
     plan = done(layout, placement, trace, budget)
     slow, fast = (
         steady(layout, placement, plan, trace, budget, hardware)
@@ -177,14 +177,14 @@ def test_a_faster_link_never_makes_a_plan_slower() -> None:
 def two_ranks() -> tuple[ModelLayout, Trace, Budget, Placement, Plan]:
     layout = even_layout([2, 6, 6, 6], world_size=2)
     trace, budget = sequential_trace(layout), pages(22, host=1000)
-    placement = placed(layout, budget, trace=trace, wishes=Wishes(parameter=Tier.HOST, master=Tier.HOST))
+    placement = placed(layout, budget, trace=trace, wishes=PlacementWishes(parameter=Tier.HOST, master=Tier.HOST))
     return layout, trace, budget, placement, done(layout, placement, trace, budget)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_ranks_agree_on_every_collective_and_meet_at_boundaries(micro_batches: int) -> None:
     layout, trace, budget, placement, plan = two_ranks()
-    exchanged = {1: {Link.TENSOR_EXCHANGE: Sending(bytes=100, collectives=4, rounds=2)}}
+    exchanged = {1: {Link.TENSOR_EXCHANGE: SendOrder(bytes=100, collectives=4, rounds=2)}}
 
     def timed(hardware: Hardware) -> Timing:
         return steady(

@@ -10,10 +10,10 @@ from covering import Case, few
 SMALL = {"device_memory": "1MiB", "host_memory": "64MiB"}
 """A unit or two at once: others have to go."""
 HOMES: dict[str, dict[str, Any]] = {
-    "device": {"parameter_home": "device", "master_home": "device"},
-    "host": {"parameter_home": "host", "master_home": "host", **SMALL},
-    "masters on disk": {"parameter_home": "host", "master_home": "disk", **SMALL},
-    "all on disk": {"parameter_home": "disk", "master_home": "disk", **SMALL},
+    "device": {"offload_parameters": "device", "offload_optimizer": "device"},
+    "host": {"offload_parameters": "host", "offload_optimizer": "host", **SMALL},
+    "masters on disk": {"offload_parameters": "host", "offload_optimizer": "disk", **SMALL},
+    "all on disk": {"offload_parameters": "disk", "offload_optimizer": "disk", **SMALL},
 }
 UPDATES: dict[str, dict[str, Any]] = {"synchronous": {}, "lock-free": {"lock_free": True, "max_staleness": 0}}
 SAVES: dict[str, dict[str, Any]] = {

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.models.moe import MixtureOfExperts
-from lightning_ptm.parallel import Columns, Rows
+from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 ALL = CASES if WORLD_SIZE == 1 else [*CASES_OF_RANKS, *CASES_OF_PARTS]
@@ -89,10 +89,10 @@ EXPERTS = {"units": ["Dense", "MixtureOfExperts", "Expert"]}
 CUT = {
     "tensor_parallel_size": 2,
     "tensor_parallel_plan": {
-        "blocks.*.qkv": Columns(parts=3, heads="heads"),
-        "blocks.*.out": Rows(),
-        "blocks.*.up": Columns(),
-        "blocks.*.down": Rows(),
+        "blocks.*.qkv": ColwiseParallel(parts=3, heads="heads"),
+        "blocks.*.out": RowwiseParallel(),
+        "blocks.*.up": ColwiseParallel(),
+        "blocks.*.down": RowwiseParallel(),
     },
 }
 UNITS: dict[str, dict[str, Any]] = {

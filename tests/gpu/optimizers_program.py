@@ -119,9 +119,9 @@ class Net(L.LightningModule):
 
 SMALL = {"device_memory": "1MiB", "host_memory": "64MiB", "page_size": "64KiB"}
 HOMES: dict[str, dict[str, Any]] = {
-    "device": {"master_home": "device"},
-    "host": {"master_home": "host", **SMALL},
-    "disk": {"master_home": "disk", **SMALL},
+    "device": {"offload_optimizer": "device"},
+    "host": {"offload_optimizer": "host", **SMALL},
+    "disk": {"offload_optimizer": "disk", **SMALL},
     "auto, with room": {"page_size": "64KiB", "device_memory": "64MiB", "host_memory": "64MiB"},
     "auto, without": {"page_size": "64KiB", "device_memory": "1MiB", "host_memory": "64MiB"},
     "lock-free": {"lock_free": True, "max_staleness": 0, **SMALL},

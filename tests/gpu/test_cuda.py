@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import backend_here
-from lightning_ptm.memory.codes import rounded
+from lightning_ptm.memory.quantization import rounded
 from lightning_ptm.terms import CODES, Tier
 
 pytestmark = [
@@ -93,12 +93,12 @@ SMALL = {"device_memory": "24MiB", "host_memory": "256MiB"}
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_homes_of_parameters_do_not_change_numbers(precision: str, clip: float | None, tmp_path: Path) -> None:
     # Master states on the host are updated by the CPU in every run, so that only where bytes live differs.
-    host, weights = train(precision, clip, master_home="host")
+    host, weights = train(precision, clip, offload_optimizer="host")
     for settings in (
-        {"parameter_home": "host", "master_home": "host", **SMALL},
-        {"parameter_home": "host", "master_home": "disk", "disk_path": str(tmp_path), **SMALL},
-        {"parameter_home": "disk", "master_home": "disk", "disk_path": str(tmp_path), **SMALL},
-        {"parameter_home": "host", "master_home": "host", "recompute": "all", **SMALL},
+        {"offload_parameters": "host", "offload_optimizer": "host", **SMALL},
+        {"offload_parameters": "host", "offload_optimizer": "disk", "disk_path": str(tmp_path), **SMALL},
+        {"offload_parameters": "disk", "offload_optimizer": "disk", "disk_path": str(tmp_path), **SMALL},
+        {"offload_parameters": "host", "offload_optimizer": "host", "recompute": "all", **SMALL},
     ):
         losses, after = train(precision, clip, **settings)
         assert torch.equal(host, losses), settings
@@ -129,11 +129,11 @@ class RoundedBefore(Frozen):
 
 
 def test_frozen_weights_in_codes_are_decoded_on_the_device_as_on_a_cpu(tmp_path: Path) -> None:
-    before, weights = train(model=RoundedBefore, master_home="host")
+    before, weights = train(model=RoundedBefore, offload_optimizer="host")
     for settings in (
-        {"master_home": "host"},
-        {"parameter_home": "host", "master_home": "host", **SMALL},
-        {"parameter_home": "disk", "master_home": "host", "disk_path": str(tmp_path), **SMALL},
+        {"offload_optimizer": "host"},
+        {"offload_parameters": "host", "offload_optimizer": "host", **SMALL},
+        {"offload_parameters": "disk", "offload_optimizer": "host", "disk_path": str(tmp_path), **SMALL},
     ):
         losses, after = train(model=Frozen, frozen_dtype="nf4", **settings)
         assert torch.equal(before, losses), settings
@@ -177,7 +177,7 @@ def test_gradients_go_where_their_parameters_go_when_the_run_ends(home: str, pre
             self.norms = [float(parameter.grad.norm()) for parameter in self.parameters()]  # type: ignore[union-attr]
 
     settings = SMALL if home == "host" else {}
-    train(precision, model=Looks, parameter_home=home, master_home=home, **settings)
+    train(precision, model=Looks, offload_parameters=home, offload_optimizer=home, **settings)
     for parameter, norm in zip(made[0].parameters(), made[0].norms, strict=True):  # type: ignore[arg-type]
         assert parameter.grad is not None and parameter.grad.device == parameter.device == torch.device("cpu")
         assert parameter.grad.dtype == parameter.dtype

@@ -26,8 +26,8 @@ sys.path.insert(0, "tests/gpu")
 from test_cuda import SMALL, train
 
 with tempfile.TemporaryDirectory() as folder:
-    on_disk = {"parameter_home": "disk", "master_home": "disk", "disk_path": folder, **SMALL}
-    lock_free = {**on_disk, "parameter_home": "host", "lock_free": True, "max_staleness": 1}
+    on_disk = {"offload_parameters": "disk", "offload_optimizer": "disk", "disk_path": folder, **SMALL}
+    lock_free = {**on_disk, "offload_parameters": "host", "lock_free": True, "max_staleness": 1}
     for settings in ({}, on_disk, lock_free, {"activations": "host"}):
         train(devices=[1], **settings)
 print("devices used:", fake_device.lib.fc_devices_used())

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from test_cuda import SMALL, Model, train
 from torch import Tensor
 
-from lightning_ptm.runtime import offload
+from lightning_ptm.runtime.autograd import offload
 from lightning_ptm.update.arithmetic import Arithmetic
 
 pytestmark = [
@@ -48,7 +48,7 @@ class OnSideStreams(Model):
         return loss
 
 
-HOST: dict[str, Any] = {"parameter_home": "host", "master_home": "host", **SMALL}
+HOST: dict[str, Any] = {"offload_parameters": "host", "offload_optimizer": "host", **SMALL}
 
 
 @pytest.mark.parametrize("where", ["activations", "host", "disk", "lock_free", "recompute"])
@@ -59,7 +59,7 @@ def test_units_on_streams_of_their_users_compute_the_same(
     settings: dict[str, Any] = {
         "activations": {"activations": "host"},
         "host": HOST,
-        "disk": {"parameter_home": "disk", "master_home": "disk", "disk_path": str(tmp_path), **SMALL},
+        "disk": {"offload_parameters": "disk", "offload_optimizer": "disk", "disk_path": str(tmp_path), **SMALL},
         "lock_free": {**HOST, "lock_free": True, "max_staleness": 0},
         "recompute": {**HOST, "recompute": "all", "activations": "host"},
     }[where]
@@ -119,7 +119,12 @@ class LooksAside(Model):
 
 
 def test_gradients_in_pages_may_be_looked_at_on_a_stream_that_nobody_waits_for(tmp_path: Path) -> None:
-    disk: dict[str, Any] = {"parameter_home": "disk", "master_home": "disk", "disk_path": str(tmp_path), **SMALL}
+    disk: dict[str, Any] = {
+        "offload_parameters": "disk",
+        "offload_optimizer": "disk",
+        "disk_path": str(tmp_path),
+        **SMALL,
+    }
     losses, weights = train("32-true", update_in_backward=False, **disk)
     looked, after = train("32-true", model=LooksAside, **disk)
     assert torch.equal(losses, looked)
@@ -170,7 +175,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "recomputed": {"recompute": "all", "precision": "32-true"},
     "with a loss scale": {"precision": "16-mixed"},
     "lock-free": {"lock_free": True, "max_staleness": 2},
-    "with masters on disk": {"master_home": "disk"},
+    "with masters on disk": {"offload_optimizer": "disk"},
 }
 
 
@@ -182,7 +187,7 @@ def test_the_host_waits_for_nothing_inside_forward_and_backward(
     monkeypatch.setattr(offload, "LEAST_BYTES", 1 << 10)
     Counted.found = ()
     settings = {**HOST, **RUNS[run]}
-    if settings["master_home"] == "disk":
+    if settings["offload_optimizer"] == "disk":
         settings["disk_path"] = str(tmp_path)
     train(model=Counted, **settings)
     assert [f"{wait.what} {wait.where}" for wait in Counted.found] == []
@@ -240,6 +245,6 @@ def test_gradients_that_are_added_up_in_ram_come_through_page_locked_memory(prec
     waits = [wait.where for wait in Counted.found if "(done)" not in wait.where]  # those that have come already
     assert waits
     assert [where for where in waits if "_let_sums_come" not in where] == []
-    plain, after = train(precision, accumulate=2, parameter_home="device", master_home="host")
+    plain, after = train(precision, accumulate=2, offload_parameters="device", offload_optimizer="host")
     assert torch.equal(losses, plain)
     assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.memory.activations import HostBuffers, Mover
+from lightning_ptm.memory.activation_buffers import ActivationMover, HostBuffers
 from lightning_ptm.memory.backend import backend_here
 from lightning_ptm.memory.streams import copy_streams
 
@@ -108,10 +108,13 @@ def assert_same(ours: Run, other: Run) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_the_numbers_are_those_of_activations_that_are_kept(precision: str, tmp_path: Path) -> None:
-    homes = {"master_home": "host", "host_memory": "512MiB"}  # both updated by the CPU, so that only activations differ
+    homes = {
+        "offload_optimizer": "host",
+        "host_memory": "512MiB",
+    }  # both updated by the CPU, so that only activations differ
     keep = train(precision, **homes)
     assert keep.sent_bytes == 0 and torch.isfinite(keep.losses).all()
-    for settings in ({}, {"parameter_home": "host"}, {"recompute": "every 2nd"}, {"recompute": "all"}):
+    for settings in ({}, {"offload_parameters": "host"}, {"recompute": "every 2nd"}, {"recompute": "all"}):
         ours = train(precision, activations="host", **homes, **settings)
         assert_same(ours, keep)
         assert ours.sent_bytes > 0
@@ -134,7 +137,7 @@ def test_recomputed_units_keep_their_inputs_in_ram() -> None:
 def test_copies_are_ordered_behind_compute_and_buffers_are_page_locked() -> None:
     backend = backend_here(torch.cuda.current_device())
     device = backend.device
-    mover = Mover(backend, copy_streams(backend), HostBuffers(backend, free_bytes=lambda: 1 << 40))
+    mover = ActivationMover(backend, copy_streams(backend), HostBuffers(backend, free_bytes=lambda: 1 << 40))
     numel = 16 << 20
     held = []
     for number in range(6):

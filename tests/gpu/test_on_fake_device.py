@@ -116,7 +116,7 @@ NUMBERS = """
     from torch import nn
     from torch.nn import functional
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from lightning_ptm.trainer.half_products import wide_products
+    from lightning_ptm.trainer.matmul_precision import wide_products
 
     class Net(nn.Module):
         def __init__(self):

@@ -16,7 +16,7 @@ TO_DEVICE = (
 )
 TO_RAM = (
     ". Updates run on cuda:0 here, where the master states are; if the class needs tensors in RAM, give "
-    "master_home='host'"
+    "offload_optimizer='host'"
 )
 
 
@@ -40,8 +40,8 @@ def test_classes_that_need_a_device(became: dict[tuple[str, str], str], name: st
     assert became[name, "auto, with room"] == "trained"
     for home in ("host", "disk"):
         assert became[name, home].startswith("refused, weights kept: "), became[name, home]
-        assert f"{TO_DEVICE}master_home='device'" in became[name, home]
-    assert f"{TO_DEVICE}lock_free=False and master_home='device'" in became[name, "lock-free"]
+        assert f"{TO_DEVICE}offload_optimizer='device'" in became[name, home]
+    assert f"{TO_DEVICE}lock_free=False and offload_optimizer='device'" in became[name, "lock-free"]
     where_little_fits = became[name, "auto, without"]
     assert where_little_fits == "trained" or "refused, weights kept: " in where_little_fits
 
@@ -51,7 +51,7 @@ def test_classes_without_states_are_updated_where_parameters_are(became: dict[tu
     for home in ("device", "host", "disk", "auto, with room"):
         assert became[name, home] == "trained" or TO_DEVICE in became[name, home], (home, became[name, home])
     assert became[name, "device"] == became[name, "auto, with room"] == "trained"
-    assert f"{TO_DEVICE}lock_free=False and master_home='device'" in became[name, "lock-free"]
+    assert f"{TO_DEVICE}lock_free=False and offload_optimizer='device'" in became[name, "lock-free"]
 
 
 def test_a_class_that_needs_ram(became: dict[tuple[str, str], str]) -> None:

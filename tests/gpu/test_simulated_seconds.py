@@ -113,7 +113,7 @@ STEPS = """
         step_s = sum(seconds.steps[-batches // 3 :])
         return {"step_s": step_s, "forward_s": seconds.forward_s, "waits": seconds.waits, "elements": elements}
 
-    homes = {"parameter_home": "host", "master_home": "host", "device_memory": "24MiB", "host_memory": "256MiB"}
+    homes = {"offload_parameters": "host", "offload_optimizer": "host", "device_memory": "24MiB", "host_memory": "256MiB"}
     found = {"plain": train("auto")}
     plain = found["plain"]
     fake_device.watch_update_thread(elements_per_s=plain["elements"] / (UPDATE_SHARE * plain["step_s"]))
@@ -140,7 +140,7 @@ def test_a_step_with_states_in_ram_takes_as_long_as_what_takes_longest_and_the_h
     updates looks for gradients."""
     runs = """
         found["host"] = train(AngelPTMStrategy(page_size="64KiB", **homes))
-        found["host masters"] = train(AngelPTMStrategy(page_size="64KiB", master_home="host"))
+        found["host masters"] = train(AngelPTMStrategy(page_size="64KiB", offload_optimizer="host"))
     """
     found = seconds_of(runs, update_share)
     longest_s = max(1.0, update_share) * found["plain"]["step_s"]
@@ -155,7 +155,7 @@ def test_a_step_that_keeps_gradients_is_near_the_least_that_it_can_take(update_s
     (ARCHITECTURE.md). They have to where the norm is to be known, and where parameters that hooks may read lie on the
     device; parameters in RAM are written as gradients come."""
     runs = """
-        masters = {"page_size": "64KiB", "master_home": "host"}
+        masters = {"page_size": "64KiB", "offload_optimizer": "host"}
         found["clipped"] = train(AngelPTMStrategy(**masters), gradient_clip_val=0.5)
         found["accumulated"] = train(AngelPTMStrategy(**masters), batches=6, accumulate_grad_batches=2)
         found["looked at"] = train(AngelPTMStrategy(**masters), Looks())

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import fake_device  # before torch
 import torch
 
-from lightning_ptm.runtime import offload
+from lightning_ptm.runtime.autograd import offload
 
 
 def prepare(least_bytes: int) -> None:

@@ -32,7 +32,10 @@ from torch.utils.data import DataLoader
 from lightning_ptm import AngelPTMStrategy
 
 VOCABULARY, WIDTH, LENGTH, ROWS, BATCHES = 64, 64, 16, 4, 8
-PLACES: dict[str, dict[str, Any]] = {**HOMES, "masters in RAM": {"parameter_home": "device", "master_home": "host"}}
+PLACES: dict[str, dict[str, Any]] = {
+    **HOMES,
+    "masters in RAM": {"offload_parameters": "device", "offload_optimizer": "host"},
+}
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "keep": {},
     "host": {"activations": "host"},

@@ -20,7 +20,7 @@ from lightning_ptm.errors import CapacityError, ConfigError, InternalError, Usag
 from lightning_ptm.memory import region
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.memory.paged import PagedTensor
+from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier
 
 from .conftest import PAGE, MakeAllocator

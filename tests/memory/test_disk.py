@@ -15,7 +15,7 @@ from lightning_ptm.errors import ConfigError, InternalError, PageIOError
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.disk import DiskRegion, _file_system
-from lightning_ptm.memory.paged import PagedTensor
+from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.terms import Tier
 

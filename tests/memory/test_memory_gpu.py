@@ -11,10 +11,10 @@ import torch
 from devices import HERE, keep_busy, on_device
 
 from lightning_ptm.errors import CapacityError
-from lightning_ptm.memory.activations import HostBuffers
+from lightning_ptm.memory.activation_buffers import HostBuffers
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import backend_here
-from lightning_ptm.memory.paged import PagedTensor
+from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.streams import Copies, Pair
 from lightning_ptm.terms import TIERS, Tier
 

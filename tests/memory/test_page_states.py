@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.memory.ledger import TierLedger
-from lightning_ptm.memory.states import TRANSITIONS, Flight, PageEvent, PageTable, next_state
+from lightning_ptm.memory.page_table import TRANSITIONS, Flight, PageEvent, PageTable, next_state
 from lightning_ptm.terms import BLOCK_BYTES, PageState, Tier
 
 PAGE = 65536

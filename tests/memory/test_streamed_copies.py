@@ -11,9 +11,9 @@ import torch
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.memory.copier import Copier
-from lightning_ptm.memory.copies import CopyMachine, CopyRange
+from lightning_ptm.memory.copy_plan import CopyMachine, CopyRange
 from lightning_ptm.memory.ledger import TierLedger
-from lightning_ptm.memory.paged import PagedTensor
+from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.streams import CopyStreams, Pair
 from lightning_ptm.memory.transfer import Transfer

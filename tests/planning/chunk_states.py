@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from lightning_ptm.planning.chunks import Chunk, Chunks, Job, Wanted
-from lightning_ptm.planning.cuts import even_cuts
+from lightning_ptm.planning.chunk_bounds import even_chunk_bounds
+from lightning_ptm.planning.chunks import Chunk, Chunks, Job, WantedChunk
 
 STATES, TARGET, GRADIENT = 1, 2, 4
 """Columns of a chunk, each a buffer. States are read, also before a job is known. The target is a buffer that its job adds, a
@@ -154,12 +154,12 @@ class Model:
 
     def __init__(self, scenario: Scenario, state: State) -> None:
         self.scenario = scenario
-        self.cuts = {flat: even_cuts(count, 1) for flat, count in scenario.chunks.items()}
+        self.cuts = {flat: even_chunk_bounds(count, 1) for flat, count in scenario.chunks.items()}
         self.answers = Answers()
         self.policy: Chunks[str, ModelJob, ModelChunk] = Chunks(self, staging=scenario.staging)
         self.submitted = state.submitted
         policy = self.policy
-        policy._wanted = [Wanted(flat, self.cuts[flat], place) for flat, place in state.wanted]
+        policy._wanted = [WantedChunk(flat, self.cuts[flat], place) for flat, place in state.wanted]
         policy._ahead = [self._thawed(chunk) for chunk in state.ahead]
         policy._writing = [self._thawed(chunk) for chunk in state.writing]
         policy._abandoned = [self._thawed(chunk) for chunk in state.abandoned]
@@ -309,7 +309,7 @@ def _commanded(scenario: Scenario, state: State) -> Iterator[Step]:
     for order in scenario.orders:
         yield after(
             ("want", order),
-            lambda model, flats=order: model.policy.want([Wanted(flat, model.cuts[flat]) for flat in flats]),  # type: ignore[misc]
+            lambda model, flats=order: model.policy.want([WantedChunk(flat, model.cuts[flat]) for flat in flats]),  # type: ignore[misc]
         )
     if scenario.forgets and (state.ahead or state.wanted):
         yield after(("forget", None), lambda model: model.policy.forget_ahead())

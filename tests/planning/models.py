@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from lightning_ptm.planning.boxes import Box
-from lightning_ptm.planning.gradients import gradient_tasks
-from lightning_ptm.planning.homes import Budget, Placement
+from lightning_ptm.planning.gradient_tasks import gradient_tasks
 from lightning_ptm.planning.layout import ModelLayout, ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.planning.placement_data import Budget, Placement
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.schedule import schedule
+from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.planning.trace import Tick, Trace, sequential_trace
 from lightning_ptm.terms import Phase, Tier
 
@@ -39,7 +39,7 @@ def even_units(pages: Sequence[int]) -> list[UnitSpec]:
 def in_parts(unit: UnitSpec, parts: int, every: bool) -> UnitSpec:
     """A unit whose parameters, all or the first and each second behind it, are parts of larger ones."""
     cut = [
-        replace(each, box=Box((parts * each.numel,), 0, parts, 0)) if every or not at % 2 else each
+        replace(each, box=TensorSlice((parts * each.numel,), 0, parts, 0)) if every or not at % 2 else each
         for at, each in enumerate(unit.parameters)
     ]
     return replace(unit, parameters=tuple(cut))

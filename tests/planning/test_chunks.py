@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lightning_ptm.planning.chunks import Chunk, ChunkAct, Chunks, Job, Wanted
-from lightning_ptm.planning.cuts import even_cuts
-from lightning_ptm.planning.homes import Wishes
+from lightning_ptm.planning.chunk_bounds import even_chunk_bounds
+from lightning_ptm.planning.chunks import Chunk, ChunkAct, Chunks, Job, WantedChunk
+from lightning_ptm.planning.placement_data import PlacementWishes
 from lightning_ptm.planning.update_order import first_to_wait_for, read_ahead, update_order
 from lightning_ptm.terms import Tier
 
@@ -39,7 +39,7 @@ class HandJob(Job[str, HandChunk]):
     def __init__(
         self, flat: str, chunks: int = 2, *, gradient: bool = True, streams: bool = True, **options: Any
     ) -> None:
-        cuts = even_cuts(chunks * CHUNK, CHUNK)
+        cuts = even_chunk_bounds(chunks * CHUNK, CHUNK)
         super().__init__(flat, cuts, cuts.starts, streams=streams, **options)
         self.gradient = gradient
 
@@ -158,7 +158,7 @@ def test_a_chunk_is_not_read_before_its_last_write_has_landed() -> None:
 def test_a_chunk_is_not_read_again_while_a_read_of_it_that_nobody_wants_goes_on(given_up: str, again: str) -> None:
     """The second read may end first, and then the write would meet the first."""
     bench = Bench(staging=8)
-    bench.chunks.want([Wanted("a", even_cuts(10, CHUNK))])
+    bench.chunks.want([WantedChunk("a", even_chunk_bounds(10, CHUNK))])
     assert bench.run() == [("read", "a", 0)]
     if given_up == "forgotten":
         bench.chunks.forget_ahead()
@@ -166,7 +166,7 @@ def test_a_chunk_is_not_read_again_while_a_read_of_it_that_nobody_wants_goes_on(
         bench.chunks.enqueue(HandJob("a", 0))
         bench.run()
     if again == "ahead":
-        bench.chunks.want([Wanted("a", even_cuts(10, CHUNK))])
+        bench.chunks.want([WantedChunk("a", even_chunk_bounds(10, CHUNK))])
         assert bench.run() == []
     bench.chunks.enqueue(HandJob("a", 1))
     assert bench.run() == []
@@ -189,7 +189,7 @@ def test_jobs_of_a_flat_keep_their_order_and_the_first_is_served_with_the_later(
 
 def test_what_was_read_ahead_becomes_the_jobs_own_and_gives_way_to_what_can_be_computed() -> None:
     bench = Bench(staging=2)
-    bench.chunks.want([Wanted("a", even_cuts(20, CHUNK)), Wanted("b", even_cuts(20, CHUNK))])
+    bench.chunks.want([WantedChunk("a", even_chunk_bounds(20, CHUNK)), WantedChunk("b", even_chunk_bounds(20, CHUNK))])
     assert bench.run() == [("read", "a", 0), ("read", "a", 10)]
     bench.come(2)
     bench.chunks.enqueue(HandJob("b", 1))
@@ -242,7 +242,7 @@ def test_whatever_comes_when_all_is_computed_once_and_no_more_is_held_than_stagi
         elif event == 4 and bench.chunks.queue:
             bench.chunks.to_front(chance.choice(bench.chunks.queue))
         elif event == 5:
-            bench.chunks.want([Wanted(flat, even_cuts(40, CHUNK)) for flat in chance.sample("abc", 2)])
+            bench.chunks.want([WantedChunk(flat, even_chunk_bounds(40, CHUNK)) for flat in chance.sample("abc", 2)])
         elif event == 6:
             bench.chunks.forget_ahead()
         computed += [(flat, start) for doing, flat, start in bench.run() if doing == "computed"]
@@ -270,9 +270,9 @@ def test_compute_waits_for_the_first_unit_where_gradients_of_several_take_too_mu
 def test_the_order_of_updates_and_what_is_read_ahead_of_them(keeps: bool) -> None:
     layout = even_layout([1, 2, 2])
     placement = placed(
-        layout, pages(100, disk=1000), wishes=Wishes(master=Tier.DISK), unified=True, keep_gradients=keeps
+        layout, pages(100, disk=1000), wishes=PlacementWishes(master=Tier.DISK), unified=True, keep_gradients=keeps
     )
     assert update_order(layout, placement) == ([0, 1, 2] if keeps else [2, 1, 0])
     assert [flat.unit for flat in read_ahead(layout, placement)] == ([] if keeps else [2, 1, 0])
-    in_ram = placed(layout, pages(1000), wishes=Wishes(master=Tier.DEVICE), unified=True)
+    in_ram = placed(layout, pages(1000), wishes=PlacementWishes(master=Tier.DEVICE), unified=True)
     assert read_ahead(layout, in_ram) == []

@@ -9,14 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.planning.boxes import Box
-from lightning_ptm.planning.differences import layout_lines
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.planning.plan_diff import layout_lines
+from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.terms import ALIGN_NUMEL
 
 from .models import PAGE, TABLE_4, Transformer, spec, transformer_units, unit_lists
 
-SQUARES = (None, Box((128, 64), 0, 2, 0), Box((128, 64), 0, 2, 0, sections=2), Box((64, 128), 1, 2, 0))
+SQUARES = (
+    None,
+    TensorSlice((128, 64), 0, 2, 0),
+    TensorSlice((128, 64), 0, 2, 0, sections=2),
+    TensorSlice((64, 128), 1, 2, 0),
+)
 """Of which a parameter of (64, 64) may be a part."""
 RANKS = st.one_of(st.integers(1, 9), st.sampled_from((64, 768)))
 
@@ -120,7 +125,7 @@ def test_parts_of_larger_parameters_lie_in_flats_that_fewer_ranks_share() -> Non
     """Beside that of the whole ones, whatever comes between them."""
 
     def unit_of(index: int) -> UnitSpec:
-        cut = replace(spec("cut", 4096), box=Box((8192,), 0, 2, index))
+        cut = replace(spec("cut", 4096), box=TensorSlice((8192,), 0, 2, index))
         other = spec("other", 64, dtype="float32")
         return UnitSpec("", (spec("whole", 4096), other, cut, spec("frozen", 64, trainable=False)))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.planning.homes import Budget, Homes, Placement, Wishes
 from lightning_ptm.planning.layout import ModelLayout, UnitSpec, build_layout
 from lightning_ptm.planning.placement import place
+from lightning_ptm.planning.placement_data import Budget, Homes, Placement, PlacementWishes
 from lightning_ptm.planning.schedule import schedule
 from lightning_ptm.planning.simulate import simulate
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
@@ -16,7 +16,7 @@ from lightning_ptm.terms import BLOCK_BYTES, Tier
 from .models import PAGE, even_layout, spec
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
-NO_WISHES = Wishes()
+NO_WISHES = PlacementWishes()
 
 
 def pages(device: int, host: int = 0, disk: int = 0) -> Budget:
@@ -28,7 +28,7 @@ def placed(
     budget: Budget,
     *,
     trace: Trace | None = None,
-    wishes: Wishes = NO_WISHES,
+    wishes: PlacementWishes = NO_WISHES,
     unified: bool | None = None,
     keep_gradients: bool = False,
     sums_gradients: bool = False,
@@ -86,12 +86,12 @@ def test_what_neither_device_nor_host_holds_goes_to_disk() -> None:
 
 def test_gradients_live_with_their_parameters_and_cost_bytes_when_kept() -> None:
     layout = even_layout([1, 2])
-    wish = Wishes(parameter=HOST, master=DISK)
+    wish = PlacementWishes(parameter=HOST, master=DISK)
     budget = pages(100, host=100, disk=100)
     passing, kept = (placed(layout, budget, wishes=wish, unified=False, keep_gradients=keep) for keep in (False, True))
     assert [homes.gradient for homes in passing.homes + kept.homes] == [HOST] * 4
     assert passing.at_home_bytes[HOST] == kept.at_home_bytes[HOST] == 6 * PAGE
-    on_device = Wishes(parameter=DEVICE, master=DISK)
+    on_device = PlacementWishes(parameter=DEVICE, master=DISK)
     assert placed(layout, budget, wishes=on_device, unified=False).at_home_bytes[DEVICE] == 3 * PAGE
     assert (
         placed(layout, budget, wishes=on_device, unified=False, keep_gradients=True).at_home_bytes[DEVICE] == 6 * PAGE
@@ -100,7 +100,7 @@ def test_gradients_live_with_their_parameters_and_cost_bytes_when_kept() -> None
 
 def test_where_the_device_is_ram_passing_gradients_are_not_written_to_disk() -> None:
     layout = even_layout([1, 2])
-    wish = Wishes(parameter=DISK, master=DISK)
+    wish = PlacementWishes(parameter=DISK, master=DISK)
     assert {homes.gradient for homes in placed(layout, pages(100, disk=100), wishes=wish).homes} == {DEVICE}
     kept = placed(layout, pages(100, disk=100), wishes=wish, keep_gradients=True)
     assert {homes.gradient for homes in kept.homes} == {DISK}
@@ -114,7 +114,7 @@ def test_frozen_parameters_have_parameters_only() -> None:
 
 def test_room_for_a_fetch_ahead_is_kept_while_everything_finds_a_home() -> None:
     layout = even_layout([1, 4, 4, 4, 4, 4])
-    wish = Wishes(master=DISK)
+    wish = PlacementWishes(master=DISK)
     # All on the device would take 21 pages, and 5 for the gradients of a block and of the root.
     roomy = placed(layout, pages(22, disk=1000), wishes=wish)
     assert [homes.parameter for homes in roomy.homes].count(DISK) == 3
@@ -135,7 +135,7 @@ def test_small_states_are_charged_what_they_cost_in_any_order() -> None:
     layout = build_layout(units, page_size=PAGE, world_size=1)
     # In whole blocks: parameters, and three tensors of master states. A tier of its own is not rounded up to pages.
     assert placed(layout, pages(1000)).at_home_bytes[DEVICE] == PAGE >= 4 * (1 + 3) * BLOCK_BYTES
-    disk = placed(layout, pages(1000, disk=100), wishes=Wishes(master=DISK)).at_home_bytes[DISK]
+    disk = placed(layout, pages(1000, disk=100), wishes=PlacementWishes(master=DISK)).at_home_bytes[DISK]
     assert disk == 4 * 3 * BLOCK_BYTES
 
 
@@ -156,7 +156,7 @@ def test_a_large_device_is_not_taken_whole() -> None:
 def test_evaluation_needs_no_gradients() -> None:
     layout = even_layout([1, 4, 4])
     budget = pages(5, disk=1000)
-    wish = Wishes(parameter=DISK, master=DISK)
+    wish = PlacementWishes(parameter=DISK, master=DISK)
     assert placed(layout, budget, wishes=wish, trace=forward_trace(layout)).gather_bytes == 5 * PAGE
     with pytest.raises(CapacityError):
         placed(layout, budget, wishes=wish)
@@ -164,7 +164,7 @@ def test_evaluation_needs_no_gradients() -> None:
 
 def test_the_most_demanding_tick_is_named() -> None:
     layout = even_layout([1, 2, 4, 3])
-    wish = Wishes(parameter=DISK, master=DISK)
+    wish = PlacementWishes(parameter=DISK, master=DISK)
     # Backward of layers.1: it and the root, and the gradients of both.
     assert placed(layout, pages(10, disk=1000), wishes=wish).gather_bytes == 10 * PAGE
     with pytest.raises(
@@ -186,7 +186,7 @@ def test_states_without_a_home_are_named_with_the_setting_to_raise() -> None:
     with pytest.raises(CapacityError, match="disk_memory"):
         placed(layout, pages(10, disk=20))
     with pytest.raises(CapacityError, match=r"parameters of .* raise disk_memory, or give a disk_path with more room"):
-        placed(layout, pages(100, disk=3), wishes=Wishes(parameter=DISK))
+        placed(layout, pages(100, disk=3), wishes=PlacementWishes(parameter=DISK))
 
 
 def test_a_refusal_tells_what_has_the_bytes() -> None:
@@ -196,26 +196,32 @@ def test_a_refusal_tells_what_has_the_bytes() -> None:
         placed(layout, pages(100, host=10), update_on_device=False, staging_bytes=PAGE)
     told = r"\(the host tier is for parameters and gradients 640 KiB\)$"
     with pytest.raises(CapacityError, match=told):
-        placed(layout, pages(100, host=10), wishes=Wishes(parameter=Tier.HOST), update_on_device=False)
+        placed(layout, pages(100, host=10), wishes=PlacementWishes(parameter=Tier.HOST), update_on_device=False)
     with pytest.raises(CapacityError, match=r"raise host_memory, give a disk_path or use smaller units"):
         placed(layout, pages(4), update_on_device=True)
     told = r"raise host_memory or use smaller units \(RAM is for staging of updates 64 KiB\)$"
     with pytest.raises(CapacityError, match=told):
         placed(
-            layout, pages(4, disk=1000), wishes=Wishes(parameter=DISK, master=DISK), staging_bytes=PAGE, unified=True
+            layout,
+            pages(4, disk=1000),
+            wishes=PlacementWishes(parameter=DISK, master=DISK),
+            staging_bytes=PAGE,
+            unified=True,
         )
 
 
 @pytest.mark.parametrize(
     ("wishes", "budget", "unified", "message"),
     [
-        (Wishes(parameter=DISK), pages(100), True, "set disk_memory, or give a disk_path with more room"),
-        (Wishes(master=HOST), pages(100, disk=100), True, "set host_memory"),
-        (Wishes(), pages(100, host=1), True, "the device tier is RAM"),
-        (Wishes(master=DEVICE), pages(100, host=100), False, "the optimizer cannot run"),
+        (PlacementWishes(parameter=DISK), pages(100), True, "set disk_memory, or give a disk_path with more room"),
+        (PlacementWishes(master=HOST), pages(100, disk=100), True, "set host_memory"),
+        (PlacementWishes(), pages(100, host=1), True, "the device tier is RAM"),
+        (PlacementWishes(master=DEVICE), pages(100, host=100), False, "the optimizer cannot run"),
     ],
 )
-def test_homes_that_do_not_exist_are_refused(wishes: Wishes, budget: Budget, unified: bool, message: str) -> None:
+def test_homes_that_do_not_exist_are_refused(
+    wishes: PlacementWishes, budget: Budget, unified: bool, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         placed(even_layout([1, 1]), budget, wishes=wishes, unified=unified, update_on_device=False)
 
@@ -246,7 +252,9 @@ def test_sums_that_wait_without_addresses_take_their_pages_again_where_they_are_
         for device in range(1, 40):
             budget = pages(device, host=1000, disk=1000)
             try:
-                placement = placed(layout, budget, wishes=Wishes(home, home), keep_gradients=True, sums_gradients=sums)
+                placement = placed(
+                    layout, budget, wishes=PlacementWishes(home, home), keep_gradients=True, sums_gradients=sums
+                )
             except CapacityError:
                 continue
             plan = schedule(layout, placement, sequential_trace(layout), budget)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ptm.planning.experts import ExpertSplit, divided
-from lightning_ptm.planning.homes import Budget, Placement
+from lightning_ptm.planning.expert_split import ExpertSplit, divided
 from lightning_ptm.planning.layout import ModelLayout, UnitSpec, build_layout
 from lightning_ptm.planning.placement import place
+from lightning_ptm.planning.placement_data import Budget, Placement
 from lightning_ptm.planning.schedule import schedule
 from lightning_ptm.planning.simulate import simulate
 from lightning_ptm.planning.trace import sequential_trace

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_ptm.errors import CapacityError
-from lightning_ptm.planning.homes import Budget, Wishes
 from lightning_ptm.planning.layout import ModelLayout
+from lightning_ptm.planning.placement_data import Budget, PlacementWishes
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.schedule import schedule
 from lightning_ptm.planning.simulate import simulate
@@ -16,12 +16,17 @@ from lightning_ptm.terms import Operation, Phase, Tier
 from .models import even_layout
 from .test_placement import pages, placed
 
-ON_DISK = Wishes(parameter=Tier.DISK, master=Tier.DISK)
-ON_HOST = Wishes(parameter=Tier.HOST, master=Tier.HOST)
+ON_DISK = PlacementWishes(parameter=Tier.DISK, master=Tier.DISK)
+ON_HOST = PlacementWishes(parameter=Tier.HOST, master=Tier.HOST)
 
 
 def planned(
-    layout: ModelLayout, budget: Budget, wishes: Wishes, trace: Trace | None = None, *, keep_gradients: bool = False
+    layout: ModelLayout,
+    budget: Budget,
+    wishes: PlacementWishes,
+    trace: Trace | None = None,
+    *,
+    keep_gradients: bool = False,
 ) -> Plan:
     """Placed, scheduled and simulated."""
     trace = sequential_trace(layout) if trace is None else trace
@@ -37,7 +42,7 @@ def triggers(plan: Plan, operation: Operation, unit: int) -> list[int]:
 
 def test_what_lies_on_the_device_of_one_rank_needs_no_copies() -> None:
     layout = even_layout([1, 2, 2])
-    plan = planned(layout, pages(1000), Wishes())
+    plan = planned(layout, pages(1000), PlacementWishes())
     assert {task.operation for task in plan.tasks} == {Operation.COMPUTE}
 
 
@@ -92,7 +97,7 @@ def test_several_ranks_gather_from_fetched_pages_and_give_them_up() -> None:
 
 def test_pages_at_home_on_the_device_are_gathered_without_a_fetch() -> None:
     layout = even_layout([2, 8, 8], world_size=2)
-    plan = planned(layout, pages(1000), Wishes())
+    plan = planned(layout, pages(1000), PlacementWishes())
     assert {task.operation for task in plan.tasks} == {
         Operation.GATHER,
         Operation.COMPUTE,
@@ -103,7 +108,7 @@ def test_pages_at_home_on_the_device_are_gathered_without_a_fetch() -> None:
 
 def test_gathers_move_to_the_earliest_tick_that_holds_them() -> None:
     layout = even_layout([2, 8, 8, 8, 8], world_size=2)
-    wish = Wishes(parameter=Tier.DEVICE, master=Tier.DISK)
+    wish = PlacementWishes(parameter=Tier.DEVICE, master=Tier.DISK)
     plan = planned(layout, pages(17 + 2 + 3 * 8 + 2 + 8, disk=1000), wish)
     assert [triggers(plan, Operation.GATHER, unit)[0] for unit in range(5)] == [0, 0, 0, 0, 0]
     tight = planned(layout, pages(17 + 2 + 2 * 8 + 2 + 4, disk=1000), wish)

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_ptm.errors import CapacityError, InternalError
-from lightning_ptm.planning.gradients import gradient_tasks
-from lightning_ptm.planning.homes import Budget, Placement, Wishes
+from lightning_ptm.planning.gradient_tasks import gradient_tasks
 from lightning_ptm.planning.layout import ModelLayout, build_layout
 from lightning_ptm.planning.placement import place
+from lightning_ptm.planning.placement_data import Budget, Placement, PlacementWishes
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.schedule import schedule
 from lightning_ptm.planning.simulate import simulate
@@ -66,7 +66,7 @@ def test_every_plan_that_is_made_simulates_clean(problem: tuple[ModelLayout, Tra
             [12 if flat.trainable else 0 for flat in layout.flats],
             trace,
             budget,
-            wishes=Wishes(data.draw(wish), data.draw(wish)),
+            wishes=PlacementWishes(data.draw(wish), data.draw(wish)),
             unified=unified,
             keep_gradients=keep_gradients,
             sums_gradients=keep_gradients and data.draw(st.booleans()),
@@ -130,7 +130,7 @@ def _least_pages(layout: ModelLayout, trace: Trace, number: int) -> int:
 
 
 def _valid(
-    world_size: int, wishes: Wishes, budget: Budget, *, in_flight: bool = False
+    world_size: int, wishes: PlacementWishes, budget: Budget, *, in_flight: bool = False
 ) -> tuple[ModelLayout, Placement, Plan, Trace, Budget]:
     layout = even_layout([size * world_size for size in (1, 3, 3, 3)], world_size)
     trace = two_micro_batches(layout) if in_flight else sequential_trace(layout)
@@ -143,7 +143,7 @@ VALID = {
     "one rank, roomy": _valid(1, ON_DISK, pages(100, disk=1000)),
     "two ranks, tight": _valid(2, ON_HOST, pages(22, host=1000)),
     "two ranks, roomy": _valid(2, ON_HOST, pages(40, host=1000)),
-    "two ranks, resident": _valid(2, Wishes(), pages(1000)),
+    "two ranks, resident": _valid(2, PlacementWishes(), pages(1000)),
     "one rank, two micro-batches": _valid(1, ON_DISK, pages(9, disk=1000), in_flight=True),
     "two ranks, two micro-batches": _valid(2, ON_HOST, pages(22, host=1000), in_flight=True),
 }

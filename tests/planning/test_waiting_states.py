@@ -1,7 +1,8 @@
 """Lock-free updates, in every state that a few steps of a few flats can reach: compute never waits for what cannot come.
 
 Compute reads flats in a forward, hands gradients over in a backward, and adopts versions of what it is not reading, as
-runtime/versions.py does; jobs end whenever they like. Of pages for versions there are as many as runtime/budgets.py counts at
+runtime/updates/versions.py does; jobs end whenever they like. Of pages for versions there are as many as
+runtime/deciding/budgets.py counts at
 least. Forecasts are left out: they come without a job. Single behaviours: test_waiting.py.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ptm.planning.waiting import Flat, Waiting
+from lightning_ptm.planning.version_policy import Flat, VersionPolicy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class World:
         self.setup = setup
         self.flats = [Flat(kind) for kind in setup.kinds]
         spares = [kind for kind in sorted(set(setup.kinds)) for _ in range(min(setup.spares, setup.kinds.count(kind)))]
-        self.waiting = Waiting(self.flats, spares, room=setup.room)
+        self.waiting = VersionPolicy(self.flats, spares, room=setup.room)
         self.total = len(spares)
         self.published: list[int | None] = [None for _ in self.flats]
         """Contributions in a version that compute has not taken."""
@@ -222,7 +223,7 @@ def test_with_a_single_page_for_several_flats_it_might(apart: bool) -> None:
 
 
 def test_where_the_last_page_is_for_anybody_it_might() -> None:
-    """Without I4 of `Waiting`."""
+    """Without I4 of `VersionPolicy`."""
 
     def for_anybody(world: World) -> None:
         world.waiting._total.update({kind: 1 - count for kind, count in world.waiting._total.items()})

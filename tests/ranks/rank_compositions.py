@@ -27,7 +27,8 @@ from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.callbacks import GradNormMonitor, MemoryTimeline, PageMonitor, ThroughputMonitor
 from lightning_ptm.cli import main
 from lightning_ptm.models.sampling import Sampling
-from lightning_ptm.runtime import deciding, offload
+from lightning_ptm.runtime.autograd import offload
+from lightning_ptm.runtime.deciding import decide
 
 STEPS = 4
 
@@ -126,7 +127,7 @@ class ByHand(PreciseGPT):
             seldom.zero_grad()
 
 
-def by_hand(place: Place) -> Seen:
+def summon(place: Place) -> Seen:
     module = seeded(ByHand)
     place.trainer().fit(module, loader())
     return learnt(module)
@@ -207,7 +208,7 @@ class Sent(Callback):
 
 def activations_in_ram(place: Place) -> Seen:
     """On a CPU, which is let do it."""
-    deciding._check_device_of_its_own = lambda machine: None
+    decide._check_device_of_its_own = lambda machine: None
     offload.LEAST_BYTES = 512
     module, sent = seeded(PreciseGPT), Sent()
     place.trainer({"activations": "host"}, callbacks=[sent]).fit(module, loader())
@@ -410,7 +411,7 @@ def watched(place: Place) -> Seen:
     module, logged = seeded(Scheduled), Logged()
     folder = place.files / os.environ.get("RANK", "0")
     monitors = [
-        EarlyStopping("loss", patience=1, min_delta=0.3),
+        EarlyStopping("loss", deadlock_detector=1, min_delta=0.3),
         LearningRateMonitor("step"),
         GradNormMonitor(),
         PageMonitor(),
@@ -431,7 +432,7 @@ def watched(place: Place) -> Seen:
 
 
 PROGRAMS: dict[str, Program] = {
-    "two optimizers by hand": by_hand,
+    "two optimizers by hand": summon,
     "rates by shapes": by_shapes,
     "parameters in several optimizers": by_turns,
     "accumulated and clipped": accumulated,

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.comm import direct
+from lightning_ptm.comm import intra_node
 from lightning_ptm.models import GPT, T5, T5MoE
 from lightning_ptm.models.moe import Router
 from lightning_ptm.models.t5 import shifted
-from lightning_ptm.parallel import Columns, Rows, Rule
+from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel, Rule
 from lightning_ptm.planning.plan import Task
 from lightning_ptm.terms import Operation
 
@@ -112,10 +112,10 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
 """By name the family, and its configuration."""
 
 GPT2_PLAN: dict[str, Rule] = {
-    "model.transformer.h.*.attn.c_attn": Columns(parts=3, heads=("num_heads", "split_size")),
-    "model.transformer.h.*.attn.c_proj": Rows(),
-    "model.transformer.h.*.mlp.c_fc": Columns(),
-    "model.transformer.h.*.mlp.c_proj": Rows(),
+    "model.transformer.h.*.attn.c_attn": ColwiseParallel(parts=3, heads=("num_heads", "split_size")),
+    "model.transformer.h.*.attn.c_proj": RowwiseParallel(),
+    "model.transformer.h.*.mlp.c_fc": ColwiseParallel(),
+    "model.transformer.h.*.mlp.c_proj": RowwiseParallel(),
 }
 """A user's: Transformers has none for it."""
 
@@ -250,13 +250,13 @@ class Evictions(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         engine = trainer.strategy.engine  # type: ignore[attr-defined]
-        leases = engine.executor.fetching.leases
+        refcounts = engine.executor.fetching.refcounts
 
         def evict(task: Task) -> None:
             if task.operation is not Operation.COMPUTE:
                 return
             for unit, store in enumerate(engine.stores):
-                if store.movable and not leases.leased(unit) and self._random.random() < 0.5:
+                if store.movable and not refcounts.leased(unit) and self._random.random() < 0.5:
                     store.release()
                     store.evict()
 
@@ -281,14 +281,14 @@ WAYS = ("neighbours", "gloo")
 @contextlib.contextmanager
 def by(way: str) -> Iterator[None]:
     """This rank's process makes its connections so."""
-    kept, asked = (direct.connected, direct.neighbours), []
+    kept, asked = (intra_node.connected, intra_node.shm_collectives), []
     if way == "gloo":
-        direct.connected = direct.neighbours = lambda *args, **named: asked.append(args)  # type: ignore[assignment, func-returns-value]
+        intra_node.connected = intra_node.shm_collectives = lambda *args, **named: asked.append(args)  # type: ignore[assignment, func-returns-value]
     try:
         yield
         assert asked or way != "gloo", "nobody has asked for connections, which are made otherwise now"
     finally:
-        direct.connected, direct.neighbours = kept
+        intra_node.connected, intra_node.shm_collectives = kept
 
 
 def train(how: Run, disk: Path, *callbacks: L.Callback) -> Outcome:

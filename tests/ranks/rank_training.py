@@ -32,18 +32,18 @@ TIMEOUT_S = 60
 
 TIERS: dict[str, dict[str, Any]] = {
     "ram": {},
-    "masters_on_disk": {"master_home": "disk"},
-    "all_on_disk": {"master_home": "disk", "parameter_home": "disk"},
+    "masters_on_disk": {"offload_optimizer": "disk"},
+    "all_on_disk": {"offload_optimizer": "disk", "offload_parameters": "disk"},
     "three_tiers": {
         "device_memory": "2MiB",
         "host_memory": "64MiB",
-        "parameter_home": "host",
-        "master_home": "disk",
+        "offload_parameters": "host",
+        "offload_optimizer": "disk",
     },
     "lock_free": {"lock_free": True, "max_staleness": 0},
 }
 """Where model states live, as settings of the strategy."""
-PLACES = {**TIERS, "tight": {"device_memory": LEAST, "parameter_home": "disk", "master_home": "disk"}}
+PLACES = {**TIERS, "tight": {"device_memory": LEAST, "offload_parameters": "disk", "offload_optimizer": "disk"}}
 """The same, and everything on disk with the least device memory that the plan takes."""
 
 

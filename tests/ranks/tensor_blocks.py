@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.parallel import Columns, Rows
+from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel
 
-PLAN = {"blocks.*.expand": Columns(), "blocks.*.project": Rows()}
+PLAN = {"blocks.*.expand": ColwiseParallel(), "blocks.*.project": RowwiseParallel()}
 WIDTH = 16
 
 

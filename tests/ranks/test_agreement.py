@@ -21,14 +21,14 @@ from lightning_ptm.comm import (
     Gathering,
     Meeting,
     NeededCollective,
-    Teams,
+    RankTeams,
 )
 from lightning_ptm.comm.agreement import Decision, Met, Row, Stuck, choose
 from lightning_ptm.errors import RankError
 from lightning_ptm.terms import Operation
 
 GATHER, REDUCE = Operation.GATHER, Operation.REDUCE
-NOBODY_MEETS = Teams()
+NOBODY_MEETS = RankTeams()
 PATIENCE_S = 20.0
 """A rank that waits longer than this for the others is stuck: every round takes microseconds."""
 
@@ -60,7 +60,7 @@ def test_nobody_asks() -> None:
     assert choose([Boundary(1).row(), Boundary(2).row()]) is None
 
 
-TWO_GROUPS = Teams(groups=((0, 1), (2, 3)), holders={5: (0, 2), 6: (1, 3)})
+TWO_GROUPS = RankTeams(groups=((0, 1), (2, 3)), holders={5: (0, 2), 6: (1, 3)})
 
 
 def test_who_holds_a_unit_is_unanimous_without_the_others() -> None:
@@ -184,7 +184,7 @@ class Table:
 class Rank:
     """One rank that goes through its script in a thread of its own."""
 
-    def __init__(self, rank: int, script: Sequence[Micro], table: Table, teams: Teams) -> None:
+    def __init__(self, rank: int, script: Sequence[Micro], table: Table, teams: RankTeams) -> None:
         self.events: list[Event] = []
         self.granted: list[NeededCollective | Meeting | Gathering] = []
         self.flags: list[int] = []
@@ -226,7 +226,7 @@ class Rank:
             self._table.give_up()
 
 
-def run_scripts(scripts: Sequence[Sequence[Micro]], teams: Teams = NOBODY_MEETS) -> list[Rank]:
+def run_scripts(scripts: Sequence[Sequence[Micro]], teams: RankTeams = NOBODY_MEETS) -> list[Rank]:
     table = Table(len(scripts))
     ranks = [Rank(rank, script, table, teams) for rank, script in enumerate(scripts)]
     for rank in ranks:

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_ptm.memory.backend import backend_of
 from lightning_ptm.parallel.exchange import RankGroup
 from lightning_ptm.parallel.logits import DividedLogits, logits_of, whole
-from lightning_ptm.runtime.recompute import _Kept
+from lightning_ptm.runtime.autograd.recompute import _Kept
 
 BATCH, LENGTH, VOCABULARY = 3, 5, 24
 IGNORED = 7

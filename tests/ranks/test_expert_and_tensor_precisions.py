@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_ptm import AngelPTMPrecision
 from lightning_ptm.models import T5
-from lightning_ptm.update.scale import LossScale
+from lightning_ptm.update.loss_scale import LossScale
 
 PLAN = {name: rule for name, rule in T5.tensor_parallel_plan.items() if not name.endswith(".gate")}
 """Of what is no expert."""

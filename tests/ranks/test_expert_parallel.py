@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ptm.errors import RankError, UsageError
 from lightning_ptm.events import Event, EventKind
 from lightning_ptm.models import T5MoE
-from lightning_ptm.runtime.experts import TokenStats
+from lightning_ptm.runtime.ranks.experts import TokenStats
 
 BOUND = 1e-9
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_ptm import AngelPTMPrecision
 from lightning_ptm.models.moe import MixtureOfExperts
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.scale import LossScale
+from lightning_ptm.update.loss_scale import LossScale
 
 EXPERTS = {"units": ["MixtureOfExperts", "Expert"], "expert_parallel_size": 2}
 

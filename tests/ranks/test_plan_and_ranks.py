@@ -28,7 +28,7 @@ MODEL: dict[str, Any] = {"vocab_size": 300, "width": WIDTH, "layers": 4, "heads"
 MODEL |= {"experts": 4, "dropout": 0.0, "jitter": 0.0, "warmup_steps": 1}
 BATCH, LENGTH, STEPS = 8, 64, 2
 BASE = {**LIMITS, "units": ["Block", "Expert"]}
-THREE = {"device_memory": "3MiB", "parameter_home": "host", "master_home": "disk"}
+THREE = {"device_memory": "3MiB", "offload_parameters": "host", "offload_optimizer": "disk"}
 CLIPPED = {"gradient_clip_val": 1.0}
 
 

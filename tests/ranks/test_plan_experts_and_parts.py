@@ -22,11 +22,11 @@ from rank_harness import run_ranks
 
 from lightning_ptm.data import SpanCorruption
 from lightning_ptm.models import T5MoE
-from lightning_ptm.planning.holders import Axis
 from lightning_ptm.planning.inventory import Row
 from lightning_ptm.planning.layout import round_up
-from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.planning.sharding import Axis
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.terms import BLOCK_BYTES, Link
 
 SIZES = {**of_experts.MODEL, "vocab_size": 300, "capacity_factor": 4.0}

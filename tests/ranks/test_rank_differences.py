@@ -150,7 +150,7 @@ class WiderOnRankOne(Tower):
 
 
 def at_home_elsewhere(folder: Path) -> None:
-    fit(Training(Tower), 2, folder, "three_tiers", parameter_home=("host", "device")[int(os.environ["RANK"])])
+    fit(Training(Tower), 2, folder, "three_tiers", offload_parameters=("host", "device")[int(os.environ["RANK"])])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rank_training import TIERS, Training, fit_in_all_tiers, plain
 from test_rank_experts import MoETower
 from torch import nn
 
-from lightning_ptm.memory.codes import rounded
+from lightning_ptm.memory.quantization import rounded
 from lightning_ptm.models.moe import Expert
 from lightning_ptm.terms import ALIGN_NUMEL, CODES
 

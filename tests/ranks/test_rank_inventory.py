@@ -20,7 +20,7 @@ from test_rank_experts import MoETower
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.planning.inventory import Lifetime, Row, pages_of
-from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.terms import TIERS
 
 DIVIDED = {"units": ["MixtureOfExperts", "Expert"], "expert_parallel_size": 2}

@@ -357,10 +357,12 @@ def weights_of_parts(
 @pytest.mark.parametrize(
     ("home", "kind", "ranks"),
     [
-        pytest.param({"master_home": "disk"}, Later, 2, marks=pytest.mark.in_turn),
-        ({"master_home": "disk", "parameter_home": "disk"}, Later, 2),
-        ({"master_home": "disk"}, LaterInTwo, 2),
-        pytest.param({"master_home": "disk", "parameter_home": "disk"}, LaterInTwo, 4, marks=pytest.mark.slow),
+        pytest.param({"offload_optimizer": "disk"}, Later, 2, marks=pytest.mark.in_turn),
+        ({"offload_optimizer": "disk", "offload_parameters": "disk"}, Later, 2),
+        ({"offload_optimizer": "disk"}, LaterInTwo, 2),
+        pytest.param(
+            {"offload_optimizer": "disk", "offload_parameters": "disk"}, LaterInTwo, 4, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_ranks_of_a_tensor_group_train_their_parts(

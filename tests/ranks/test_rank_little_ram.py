@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_ptm import sharded
 from lightning_ptm.checkpoints import restore
-from lightning_ptm.runtime.closed import ClosedParameter
+from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
 
 Ending = tuple[dict[str, Tensor], int, str]
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,7 +45,7 @@ def ended(world_size: int, folder: Path, name: str, free_for: str) -> Ending:
     if free_for == "trained":
         trainer.save_checkpoint(folder / "after.ckpt", weights_only=True)
     parameters = dict(module.named_parameters())
-    absent = {key for key, each in parameters.items() if isinstance(each, ClosedParameter)}
+    absent = {key for key, each in parameters.items() if isinstance(each, GuardedParameter)}
     values = {key: each.detach().clone() for key, each in parameters.items() if key not in absent}
     return values, len(absent), "\n".join(str(each.message) for each in caught)
 

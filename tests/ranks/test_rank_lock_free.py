@@ -21,9 +21,9 @@ from rank_training import Training, make_strategy, make_trainer
 
 from lightning_ptm import AngelPTMPrecision, UpdateAudit
 from lightning_ptm.memory.disk import FileOps
-from lightning_ptm.update.buffers import Buffers
-from lightning_ptm.update.scale import LossScale
-from lightning_ptm.update.shadow import Shadow
+from lightning_ptm.update.lock_free_buffers import LockFreeBuffers
+from lightning_ptm.update.loss_scale import LossScale
+from lightning_ptm.update.shadow import ShadowOptimizer
 
 STEPS = 12
 HELD = {"max_staleness": 8, "hold_updates": True}
@@ -198,8 +198,8 @@ FAULTS = {
     "held, nothing given back at the end": Fault({**HELD, "restore_weights": False}, STEPS, STEPS),
     "held, before a validation": Fault(HELD, 5, 5, options={"val_check_interval": 5, "limit_val_batches": 1}),
     "held, when weights are read": Fault(HELD, 5, 5, needed=True),
-    "buffering thread": Fault({"max_staleness": 2}, 3, 3 + 2 + 1, dies=(Buffers, "finish")),
-    "updating thread, held": Fault(HELD, 3, STEPS, dies=(Shadow, "step")),
+    "buffering thread": Fault({"max_staleness": 2}, 3, 3 + 2 + 1, dies=(LockFreeBuffers, "finish")),
+    "updating thread, held": Fault(HELD, 3, STEPS, dies=(ShadowOptimizer, "step")),
 }
 
 

@@ -60,7 +60,7 @@ def assert_all_told(found: list[RankOutcome], *texts: str) -> None:
             assert text in each.error, each.error
 
 
-ON_DISK = {"parameter_home": "disk", "master_home": "disk"}
+ON_DISK = {"offload_parameters": "disk", "offload_optimizer": "disk"}
 
 
 @pytest.mark.parametrize("kind", ["scaled", "with a penalty", "of another sign", "nan", "half"])

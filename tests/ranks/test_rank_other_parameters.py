@@ -141,7 +141,7 @@ def widens(settings: dict[str, Any]) -> None:
 
 
 def test_of_what_ranks_divide_there_are_no_others(disk: Path) -> None:
-    outcomes = watch_ranks(widens, 2, {"master_home": "disk", "disk_path": str(disk)}, limit_s=60)
+    outcomes = watch_ranks(widens, 2, {"offload_optimizer": "disk", "disk_path": str(disk)}, limit_s=60)
     for outcome in outcomes:
         assert "were added, replaced or resized (blocks.2." in outcome.error, str(outcome)
         assert "in which ranks divide parameters or experts" in outcome.error, str(outcome)

@@ -42,7 +42,7 @@ class Crowd(LargeExperts):
 
 
 DIVIDED: dict[str, Any] = {"units": ["MixtureOfExperts", "Expert"], "expert_parallel_size": 2}
-HOST: dict[str, Any] = {"parameter_home": "host", "master_home": "host"}
+HOST: dict[str, Any] = {"offload_parameters": "host", "offload_optimizer": "host"}
 CASES: dict[str, tuple[Training, dict[str, Any]]] = {
     "in RAM": (Training(Tower), {}),
     "shards on the host": (Training(Tower), {"device_memory": "4MiB", **HOST}),
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Training, dict[str, Any]]] = {
     "clipped": (Training(Tower, clip=1.0), {"device_memory": "2MiB", **HOST}),
     "recomputed": (Training(Tower), {"device_memory": "2MiB", **HOST, "recompute": "all"}),
     "reduced once a step": (Training(Tower, accumulate=2), {"reduce_gradients": "each_step"}),
-    "lock-free": (Training(Tower), {"device_memory": "2MiB", "parameter_home": "host", "lock_free": True}),
+    "lock-free": (Training(Tower), {"device_memory": "2MiB", "offload_parameters": "host", "lock_free": True}),
     "divided experts": (Training(MoETower), {"device_memory": "8MiB", **HOST, **DIVIDED}),
     "divided experts, recomputed": (
         Training(MoETower),

@@ -25,14 +25,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import UsageError
-from lightning_ptm.planning.boxes import Box
-from lightning_ptm.runtime.parts import cut
+from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.runtime.tensors.parts import cut
 
 WHOLE = {
-    "rows": ((256, 96), Box((256, 96), 0, 4, 0)),
-    "columns": ((96, 256), Box((96, 256), 1, 4, 0)),
-    "packed": ((96, 3, 64), Box((96, 3, 64), 0, 4, 0, sections=3)),
-    "middle": ((4, 16, 64), Box((4, 16, 64), 1, 4, 0)),
+    "rows": ((256, 96), TensorSlice((256, 96), 0, 4, 0)),
+    "columns": ((96, 256), TensorSlice((96, 256), 1, 4, 0)),
+    "packed": ((96, 3, 64), TensorSlice((96, 3, 64), 0, 4, 0, sections=3)),
+    "middle": ((4, 16, 64), TensorSlice((4, 16, 64), 1, 4, 0)),
     "scale": ((64,), None),
 }
 """Of a block's parameters, by name, the whole shape and how it is cut. Parts end at multiples of 64 elements."""
@@ -40,7 +40,7 @@ BATCHES, BATCH, SAVED_AFTER = 4, 4, 2
 
 
 class Block(nn.Module):
-    def __init__(self, boxes: Mapping[str, Box | None], seed: int) -> None:
+    def __init__(self, boxes: Mapping[str, TensorSlice | None], seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         for name, (shape, _) in WHOLE.items():
@@ -68,7 +68,9 @@ class Model(L.LightningModule):
     def __init__(self, parts: int, rank: int, seed: int = 0) -> None:
         super().__init__()
         self.cuts = {
-            name: None if box is None or parts == 1 else Box(shape, box.dimension, parts, rank % parts, box.sections)
+            name: None
+            if box is None or parts == 1
+            else TensorSlice(shape, box.dimension, parts, rank % parts, box.sections)
             for name, (shape, box) in WHOLE.items()
         }
         self.blocks = nn.ModuleList(Block(self.cuts, seed + place) for place in range(2))
@@ -87,7 +89,7 @@ class Model(L.LightningModule):
 
 
 class InParts(AngelPTMStrategy):
-    def boxes(self) -> dict[str, Box]:
+    def boxes(self) -> dict[str, TensorSlice]:
         module = self.lightning_module
         assert isinstance(module, Model)
         return {

@@ -96,7 +96,7 @@ def try_everything(root: Path) -> dict[str, str]:
         "sharded save behind training": partial(fit, own, save=closed / "x.ckpt", async_save=True, **sharded),
         "full save after fit": partial(fit_and_save, own, closed / "x.ckpt"),
         "sharded save after fit": partial(fit_and_save, own, closed / "x.ckpt", **sharded),
-        "disk_path": partial(fit, closed, master_home="disk"),
+        "disk_path": partial(fit, closed, offload_optimizer="disk"),
         "full load, hidden folder": partial(fit, own, resume=hidden / "x.ckpt"),
         "weights, hidden folder": partial(fit, own, weights=hidden / "model.safetensors"),
     }

@@ -34,7 +34,7 @@ def decay(optimizer: torch.optim.Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
 
 
-PLACES: dict[str, dict[str, Any]] = {**TIERS, "masters_on_host": {**TIERS["three_tiers"], "master_home": "host"}}
+PLACES: dict[str, dict[str, Any]] = {**TIERS, "masters_on_host": {**TIERS["three_tiers"], "offload_optimizer": "host"}}
 THIRDS = [tuple(PLACES)[third::3] for third in range(3)]
 EPOCH = Training(Scheduled, "bf16-mixed", batches=2)
 SAVED, AFTERWARDS = "epoch=0.ckpt", "afterwards.ckpt"

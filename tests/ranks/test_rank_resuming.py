@@ -15,7 +15,7 @@ from rank_training import Training, loader, make_strategy, make_trainer, tokens
 
 from lightning_ptm import CheckpointError
 from lightning_ptm.checkpoints import file_io
-from lightning_ptm.trainer import checkpointing, resuming
+from lightning_ptm.trainer import auto_resume, checkpointing
 
 TRAINING = Training(Tower, "32-true", batches=2)
 
@@ -44,19 +44,19 @@ def twice(world_size: int, folder: Path, root: Path) -> tuple[int, int, str]:
     """Begins, goes on; then what one rank cannot look for ends the run on all."""
     began = go_on(world_size, folder, root / "kept", "sharded", 1)
     rank = int(torch.distributed.get_rank())
-    look = resuming._in
+    look = auto_resume._in
 
     def finds(*given: Any) -> Any:
         assert rank == 0, "only rank 0 looks"
         return look(*given)
 
-    resuming._in = finds
+    auto_resume._in = finds
     resumed = go_on(world_size, folder, root / "kept", "sharded", 2)
 
     def fails(place: Path, suffixes: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(place))
 
-    resuming._in = fails
+    auto_resume._in = fails
     try:
         go_on(world_size, folder, root / "kept", "sharded", 3)
     except (PermissionError, CheckpointError) as error:

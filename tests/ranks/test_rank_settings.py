@@ -18,7 +18,7 @@ from lightning_ptm.errors import RankError
 DIFFERENT: list[tuple[dict[str, Any], str, str]] = [
     ({"precision": "bf16-mixed"}, "precision='bf16-mixed'", "precision='32-true'"),
     ({"page_size": "auto"}, "page_size='auto'", "a page_size"),
-    ({"half_products": "native"}, "half_products='native'", "half_products='auto'"),
+    ({"matmul_precision": "native"}, "matmul_precision='native'", "matmul_precision='auto'"),
     ({"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}, "tensor_parallel_size=2", "tensor_parallel_size=1"),
     ({"async_save": True, "state_dict_type": "sharded"}, "async_save=True", "async_save=False"),
 ]

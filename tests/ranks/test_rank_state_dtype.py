@@ -1,4 +1,5 @@
-"""`state_dtype` on several ranks: the same numbers wherever states live, and checkpoints for any number of ranks."""
+"""`optimizer_state_dtype` on several ranks: the same numbers wherever states live, and checkpoints for any number of
+ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def train(
     torch.manual_seed(0 if path is None else 5)
     module = EPOCH.build()
     keep = ModelCheckpoint(root, filename="{epoch}", save_top_k=-1)
-    strategy = make_strategy(folder, state_dict_type="sharded", state_dtype=word, **TIERS[tier])
+    strategy = make_strategy(folder, state_dict_type="sharded", optimizer_state_dtype=word, **TIERS[tier])
     callbacks = [*options.pop("callbacks", ()), keep]
     trainer = make_trainer(EPOCH, strategy, world_size, enable_checkpointing=True, callbacks=callbacks, **options)
     trainer.fit(module, loader(tokens(EPOCH, world_size), world_size), ckpt_path=None if path is None else str(path))
@@ -69,9 +70,9 @@ def in_a_tensor_group(ranks: int, tensor: int, word: str, folder: Path, path: Pa
     module = module_of(seed=0 if path is None else 1)
     saves = SaveIn(folder / "start.ckpt", folder / "later.ckpt")
     given = {
-        "state_dtype": word,
+        "optimizer_state_dtype": word,
         "state_dict_type": "sharded",
-        "master_home": "disk",
+        "offload_optimizer": "disk",
         "disk_path": str(folder / "disk"),
     }
     callbacks = [saves] if path is None else []

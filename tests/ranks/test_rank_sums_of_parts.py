@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.planning.boxes import Box
-from lightning_ptm.runtime.parts import cut
+from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.runtime.tensors.parts import cut
 
 WIDTH, BATCHES, BATCH = 64, 6, 4
 
@@ -59,8 +59,8 @@ class Block(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.boxes = {
-            "up": Box((4 * WIDTH, WIDTH), 0, parts, index),
-            "down": Box((WIDTH, 4 * WIDTH), 1, parts, index),
+            "up": TensorSlice((4 * WIDTH, WIDTH), 0, parts, index),
+            "down": TensorSlice((WIDTH, 4 * WIDTH), 1, parts, index),
         }
         for name, box in self.boxes.items():
             whole = torch.randn(box.shape, generator=generator) / 16
@@ -107,7 +107,7 @@ class Model(L.LightningModule):
 
 
 class InParts(AngelPTMStrategy):
-    def boxes(self) -> dict[str, Box]:
+    def boxes(self) -> dict[str, TensorSlice]:
         module = self.lightning_module
         assert isinstance(module, Model)
         found = {

@@ -17,7 +17,7 @@ from lightning_ptm import AngelPTMStrategy, UsageError
 
 HOMES: dict[str, dict[str, Any]] = {
     "ram": {},
-    "all_on_disk": {"master_home": "disk", "parameter_home": "disk"},
+    "all_on_disk": {"offload_optimizer": "disk", "offload_parameters": "disk"},
     "lock_free": {"lock_free": True, "max_staleness": 0},
 }
 Notes = list[dict[str, Tensor]]

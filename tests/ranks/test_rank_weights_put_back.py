@@ -172,7 +172,7 @@ def parts_here(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("home", ["device", "disk"])
 def test_parts_are_loaded_and_not_copied(home: str, disk: Path) -> None:
-    run_ranks(parts_here, 2, {"master_home": home, "disk_path": str(disk)})
+    run_ranks(parts_here, 2, {"offload_optimizer": home, "disk_path": str(disk)})
 
 
 def alone_here(build: type[Net], home: str, folder: Path) -> None:

@@ -15,8 +15,8 @@ from test_communicator import connect
 from test_tensor_row_exchange import PAGE_NUMEL, PARTS, ROWS, RUN, Found, flat_of, paged
 from torch import Tensor
 
-from lightning_ptm.checkpoints.rows import RowExchange
-from lightning_ptm.checkpoints.rows_behind import ExchangeBehind
+from lightning_ptm.checkpoints.background_row_exchange import BackgroundRowExchange
+from lightning_ptm.checkpoints.row_exchange import RowExchange
 from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.errors import CheckpointError, FailedElsewhere
 
@@ -37,7 +37,7 @@ class Given:
         self.failures: list[BaseException] = []
         channel = group.behind([[0, 1]])
         rows = RowExchange(group, [paged(self.flat, PAGE_NUMEL)], channel)
-        self.behind = ExchangeBehind(rows, room_bytes, self.failures.append)
+        self.behind = BackgroundRowExchange(rows, room_bytes, self.failures.append)
         self.lock = threading.Lock()
 
     def give(self, starts: Iterable[int]) -> None:

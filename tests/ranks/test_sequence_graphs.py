@@ -13,17 +13,17 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ptm.memory.backend import CpuBackend, backend_of
 from lightning_ptm.models.gpt import Block
-from lightning_ptm.parallel import Columns, Rows, Rule
+from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel, Rule
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.exchange import RankGroup
-from lightning_ptm.runtime.parts import cut
+from lightning_ptm.runtime.tensors.parts import cut
 
 WIDTH = 32
 PLAN: dict[str, Rule] = {
-    "*.attention.query_key_value": Columns(parts=3, heads="heads"),
-    "*.attention.project": Rows(),
-    "*.feed_forward.expand": Columns(),
-    "*.feed_forward.project": Rows(),
+    "*.attention.query_key_value": ColwiseParallel(parts=3, heads="heads"),
+    "*.attention.project": RowwiseParallel(),
+    "*.feed_forward.expand": ColwiseParallel(),
+    "*.feed_forward.project": RowwiseParallel(),
 }
 
 

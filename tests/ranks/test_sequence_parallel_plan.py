@@ -16,11 +16,11 @@ from lightning_ptm.forecasting.estimate import estimate
 from lightning_ptm.memory.backend import backend_of
 from lightning_ptm.models import GPT, T5, T5MoE
 from lightning_ptm.models.base import LanguageModel
-from lightning_ptm.parallel.counted import CountedGroup
+from lightning_ptm.parallel.counted_group import CountedTensorGroup
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.exchange import RankGroup
 from lightning_ptm.parallel.rules import plan_of
-from lightning_ptm.runtime.units import discover
+from lightning_ptm.runtime.units.discovery import discover
 
 BATCH, LENGTH = 4, 16
 _SIZES: dict[str, Any] = {"vocab_size": 64, "width": 32, "layers": 2, "heads": 4}
@@ -94,7 +94,7 @@ def of_ranks() -> list[dict[tuple[str, bool], tuple[int, int]]]:
 def test_as_much_is_sent_as_was_planned(
     of_ranks: list[dict[tuple[str, bool], tuple[int, int]]], name: str, sequence: bool
 ) -> None:
-    group = CountedGroup(2)
+    group = CountedTensorGroup(2)
     model = cut(built(name, meta=True), group, sequence=sequence)
     tokens = torch.empty(BATCH, LENGTH, dtype=torch.long, device="meta")
     works = estimate(model, discover(model, "auto"), (tokens, tokens), torch.float32, group=group)
@@ -107,7 +107,7 @@ def test_half_is_kept_of_a_recomputed_block_where_two_ranks_divide_the_sequence(
     tokens = torch.empty(BATCH, LENGTH, dtype=torch.long, device="meta")
     kept = {}
     for sequence in (False, True):
-        group = CountedGroup(2)
+        group = CountedTensorGroup(2)
         model = cut(built("gpt", meta=True), group, sequence=sequence)
         units = discover(model, "auto")
         works = estimate(model, units, (tokens, tokens), torch.float32, group=group)
@@ -119,7 +119,7 @@ def test_half_is_kept_of_a_recomputed_block_where_two_ranks_divide_the_sequence(
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "parts of the sequence"])
 def test_a_model_that_was_counted_is_cut_as_it_was_before(sequence: bool) -> None:
-    group = CountedGroup(2)
+    group = CountedTensorGroup(2)
     model = cut(built("experts", meta=True), group, sequence=sequence)
     before = forwards(model)
     tokens = torch.empty(BATCH, LENGTH, dtype=torch.long, device="meta")

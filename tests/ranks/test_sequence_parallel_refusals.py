@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.parallel import Columns, Rows, Rule, Vocabulary
-from lightning_ptm.parallel.counted import CountedGroup
+from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel, Rule, VocabParallel
+from lightning_ptm.parallel.counted_group import CountedTensorGroup
 from lightning_ptm.parallel.cutting import CutModule
 
 
@@ -70,8 +70,11 @@ class Model(nn.Module):
         return x
 
 
-REGIONS: dict[str, Rule] = {"blocks.*.feed_forward.expand": Columns(), "blocks.*.feed_forward.project": Rows()}
-SPLIT: dict[str, Rule] = {"blocks.*.feed_forward.expand": Columns(gather=True)}
+REGIONS: dict[str, Rule] = {
+    "blocks.*.feed_forward.expand": ColwiseParallel(),
+    "blocks.*.feed_forward.project": RowwiseParallel(),
+}
+SPLIT: dict[str, Rule] = {"blocks.*.feed_forward.expand": ColwiseParallel(gather=True)}
 
 
 def sharing(name: str) -> Callable[[], Model]:
@@ -99,7 +102,7 @@ class Tokens(nn.LayerNorm):
 
 
 def cut(model: nn.Module, plan: dict[str, Rule]) -> CutModule:
-    return CutModule(model, plan, CountedGroup(2), strict=True, sequence_parallel=True, proven=False)
+    return CutModule(model, plan, CountedTensorGroup(2), strict=True, sequence_parallel=True, proven=False)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], list[str]]] = {
@@ -111,12 +114,20 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], list[str]]] = {
     "no pair of columns and rows": (
         lambda: Model(Normed(nn.Identity())),
         SPLIT,
-        ["no block", "Columns()", "sequence_parallel=False"],
+        ["no block", "ColwiseParallel()", "sequence_parallel=False"],
     ),
     "a pair beside columns that are gathered": (
         lambda: Model(Sharpened()),
-        {"blocks.*.expand": Columns(), "blocks.*.project": Rows(), "blocks.*.gate": Columns(gather=True)},
-        ["blocks.0.gate compute, beside pairs of Columns() and Rows()", "whole", "sequence_parallel=False"],
+        {
+            "blocks.*.expand": ColwiseParallel(),
+            "blocks.*.project": RowwiseParallel(),
+            "blocks.*.gate": ColwiseParallel(gather=True),
+        },
+        [
+            "blocks.0.gate compute, beside pairs of ColwiseParallel() and RowwiseParallel()",
+            "whole",
+            "sequence_parallel=False",
+        ],
     ),
     "a norm inside of a block is also outside": (
         sharing("module"),
@@ -130,8 +141,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], list[str]]] = {
     ),
     "an embedding and a head alone": (
         lambda: Model(),
-        {"embedding": Vocabulary(), "head": Columns(gather=True)},
-        ["no block", "Columns()", "sequence_parallel=False"],
+        {"embedding": VocabParallel(), "head": ColwiseParallel(gather=True)},
+        ["no block", "ColwiseParallel()", "sequence_parallel=False"],
     ),
 }
 
@@ -249,9 +260,9 @@ def beside_others() -> str:
     whole = model(x)
     plan = {
         **REGIONS,
-        "blocks.1.expand": Columns(),
-        "blocks.1.project": Rows(),
-        "blocks.1.again": Rows(split=True),
+        "blocks.1.expand": ColwiseParallel(),
+        "blocks.1.project": RowwiseParallel(),
+        "blocks.1.again": RowwiseParallel(split=True),
     }
     CutModule(model, plan, group, strict=True, sequence_parallel=True)
     try:

@@ -132,7 +132,9 @@ class ByGroup(ByRank):
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("settings", [{}, {"recompute": "all", "parameter_home": "disk", "master_home": "disk"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"recompute": "all", "offload_parameters": "disk", "offload_optimizer": "disk"}]
+)
 def test_batches_that_come_apart_later_are_refused_before_anything_is_exchanged(
     ranks: int, settings: Any, disk: Path
 ) -> None:

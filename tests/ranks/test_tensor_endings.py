@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_ptm.checkpoints import restore
 from lightning_ptm.errors import RankError, UsageError
-from lightning_ptm.parallel import Columns
+from lightning_ptm.parallel import ColwiseParallel
 
 
 def readable(module: Blocks) -> bool:
@@ -196,7 +196,7 @@ class KeepsLosses(Blocks):
 def kept_graphs(keeps: bool, *sizes: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     module = KeepsLosses()
-    plan = PLAN | {"head": Columns(gather=True)}
+    plan = PLAN | {"head": ColwiseParallel(gather=True)}
     for size in sizes:
         trainer = trainer_of(2, size, {"tensor_parallel_plan": plan} if size > 1 else ())
         trainer.fit(module, loader(8))

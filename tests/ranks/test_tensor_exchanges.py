@@ -15,7 +15,7 @@ from rank_tensor_models import WAYS, Outcome, PreciseGPT, Run, assert_same_learn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ptm.comm import ProcessGroupCommunicator, patience
+from lightning_ptm.comm import ProcessGroupCommunicator, deadlock_detector
 from lightning_ptm.comm.agreement import Row
 from lightning_ptm.models.gpt import Block
 
@@ -253,7 +253,7 @@ def fail_together(
         long_s: after which a rank says what it waits for, and asks what others do.
         way: of WAYS.
     """
-    patience._LONG_S = long_s  # of this rank's process
+    deadlock_detector._LONG_S = long_s  # of this rank's process
     rank_tensor_models.MODELS["fails"] = kind
     began_s = time.monotonic()
     try:

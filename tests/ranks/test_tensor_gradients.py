@@ -17,7 +17,7 @@ from rank_tensor_models import Outcome, Run, train
 from tensor_blocks import Blocks, loader, trainer_of
 
 import lightning_ptm
-from lightning_ptm.runtime.route import Waits
+from lightning_ptm.runtime.deciding.gradient_route import Waits
 
 
 class Routes(L.Callback):

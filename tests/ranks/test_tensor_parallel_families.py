@@ -18,12 +18,12 @@ from rank_tensor_models import GPT2_PLAN, IDS, LLAMA, TRANSFORMERS
 from torch import Tensor, nn
 
 from lightning_ptm.memory.backend import backend_of
-from lightning_ptm.parallel import Columns, Rows, Rule
+from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel, Rule
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.exchange import RankGroup, TensorGroup
 from lightning_ptm.parallel.logits import whole
 from lightning_ptm.parallel.rules import plan_of
-from lightning_ptm.runtime.parts import cut
+from lightning_ptm.runtime.tensors.parts import cut
 
 pytest.importorskip("transformers", reason="tests whole models of transformers")
 pytestmark = pytest.mark.slow
@@ -239,7 +239,10 @@ def adapters_gradients() -> dict[str, Tensor]:
     blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))])
     adapters = peft.LoraConfig(r=2, target_modules=["0.0", "0.2"], lora_dropout=0.5, init_lora_weights=False)
     model = peft.get_peft_model(nn.ModuleDict({"blocks": blocks}), adapters)
-    plan: dict[str, Rule] = {"base_model.model.blocks.*.0": Columns(), "base_model.model.blocks.*.2": Rows()}
+    plan: dict[str, Rule] = {
+        "base_model.model.blocks.*.0": ColwiseParallel(),
+        "base_model.model.blocks.*.2": RowwiseParallel(),
+    }
     group = RankGroup(dist.group.WORLD, backend_of(torch.device("cpu")))
     known = CutModule(model, plan, group, strict=True, proven=False)
     block: Any = blocks[0]

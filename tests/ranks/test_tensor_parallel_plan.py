@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_ptm.data import TextBytes
 from lightning_ptm.models import GPT
-from lightning_ptm.runtime.exchanges import Exchanges
+from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
 from lightning_ptm.terms import TIERS, Link
 
 MODEL: dict[str, Any] = {"width": 128, "layers": 4, "heads": 4, "sequence_length": 64, "warmup_steps": 1}
@@ -28,8 +28,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "in RAM": {},
     "three tiers, recomputed": {
         "device_memory": "3MiB",
-        "parameter_home": "host",
-        "master_home": "disk",
+        "offload_parameters": "host",
+        "offload_optimizer": "disk",
         "recompute": "all",
     },
     "lock-free, every 2nd recomputed": {"lock_free": True, "recompute": "every 2nd"},
@@ -65,19 +65,21 @@ class Watch(L.Callback):
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        issues = Exchanges.issue
+        issues = ActivationExchange.issue
 
-        def issue(exchanges: Exchanges, layer: str, name: str, collective: Any, value: Tensor, near: Any) -> Tensor:
+        def issue(
+            exchanges: ActivationExchange, layer: str, name: str, collective: Any, value: Tensor, near: Any
+        ) -> Tensor:
             self.exchanges += 1
             self.sent += value.nbytes * _SENT[name](exchanges._communicator.world_size)
             return issues(exchanges, layer, name, collective, value, near)
 
-        Exchanges.issue = issue  # type: ignore[method-assign]
+        ActivationExchange.issue = issue  # type: ignore[method-assign]
         try:
             with self.rounds.counting():
                 yield
         finally:
-            Exchanges.issue = issues  # type: ignore[method-assign]
+            ActivationExchange.issue = issues  # type: ignore[method-assign]
 
 
 _SENT: Mapping[str, Callable[[int], float]] = {

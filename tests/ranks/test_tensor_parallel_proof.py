@@ -11,15 +11,18 @@ from torch import Tensor, nn
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.backend import backend_of
 from lightning_ptm.models.gpt import Block
-from lightning_ptm.parallel import Columns, Partial, Rows, Rule
+from lightning_ptm.parallel import ColwiseParallel, Partial, RowwiseParallel, Rule
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.exchange import RankGroup
 
 ATTENTION: dict[str, Rule] = {
-    "blocks.*.attention.query_key_value": Columns(parts=3, heads="heads"),
-    "blocks.*.attention.project": Rows(),
+    "blocks.*.attention.query_key_value": ColwiseParallel(parts=3, heads="heads"),
+    "blocks.*.attention.project": RowwiseParallel(),
 }
-FEED_FORWARD: dict[str, Rule] = {"blocks.*.feed_forward.expand": Columns(), "blocks.*.feed_forward.project": Rows()}
+FEED_FORWARD: dict[str, Rule] = {
+    "blocks.*.feed_forward.expand": ColwiseParallel(),
+    "blocks.*.feed_forward.project": RowwiseParallel(),
+}
 GOOD = {**ATTENTION, **FEED_FORWARD}
 
 
@@ -78,34 +81,42 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Rule], str]] = {
     "good": (Blocks, GOOD, ""),
     "one projection in place of three": (
         Blocks,
-        {**GOOD, "blocks.*.attention.query_key_value": Columns(heads="heads")},
+        {**GOOD, "blocks.*.attention.query_key_value": ColwiseParallel(heads="heads")},
         "attention.query_key_value",
     ),
     "heads as they were": (
         Blocks,
-        {**GOOD, "blocks.*.attention.query_key_value": Columns(parts=3)},
+        {**GOOD, "blocks.*.attention.query_key_value": ColwiseParallel(parts=3)},
         "attention.query_key_value",
     ),
-    "a layer left out": (Blocks, {**ATTENTION, "blocks.*.feed_forward.expand": Columns()}, "cannot be computed"),
-    "rows without columns": (Blocks, {**ATTENTION, "blocks.*.feed_forward.project": Rows()}, "cannot be computed"),
+    "a layer left out": (
+        Blocks,
+        {**ATTENTION, "blocks.*.feed_forward.expand": ColwiseParallel()},
+        "cannot be computed",
+    ),
+    "rows without columns": (
+        Blocks,
+        {**ATTENTION, "blocks.*.feed_forward.project": RowwiseParallel()},
+        "cannot be computed",
+    ),
     "norms of parts": (
         Features,
-        {"blocks.*.expand": Columns(), "blocks.*.scale": Partial(), "blocks.*.project": Rows()},
+        {"blocks.*.expand": ColwiseParallel(), "blocks.*.scale": Partial(), "blocks.*.project": RowwiseParallel()},
         "",
     ),
     "keys with a bias": (
         Attending,
         {
-            "blocks.*.query": Columns(heads="heads"),
-            "blocks.*.key": Columns(),
-            "blocks.*.value": Columns(),
-            "blocks.*.project": Rows(),
+            "blocks.*.query": ColwiseParallel(heads="heads"),
+            "blocks.*.key": ColwiseParallel(),
+            "blocks.*.value": ColwiseParallel(),
+            "blocks.*.project": RowwiseParallel(),
         },
         "",
     ),
     "norms of parts, taken for whole": (
         Features,
-        {"blocks.*.expand": Columns(), "blocks.*.project": Rows()},
+        {"blocks.*.expand": ColwiseParallel(), "blocks.*.project": RowwiseParallel()},
         "blocks.0.scale",
     ),
 }

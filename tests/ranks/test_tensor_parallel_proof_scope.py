@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.backend import backend_of
-from lightning_ptm.parallel import Columns, Partial, Rows, Rule
+from lightning_ptm.parallel import ColwiseParallel, Partial, RowwiseParallel, Rule
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.exchange import RankGroup
 
-PLAN: dict[str, Rule] = {"blocks.*.expand": Columns(), "blocks.*.project": Rows()}
+PLAN: dict[str, Rule] = {"blocks.*.expand": ColwiseParallel(), "blocks.*.project": RowwiseParallel()}
 
 
 class Gated(nn.Module):
@@ -277,7 +277,7 @@ def _in_object(value: Tensor) -> Any:
 
 
 FUNCTIONS = [lambda x: x.tanh(), lambda x: x.softmax(-1)]
-IN_PAIRS: dict[str, Rule] = {"blocks.*.*.expand": Columns(), "blocks.*.*.project": Rows()}
+IN_PAIRS: dict[str, Rule] = {"blocks.*.*.expand": ColwiseParallel(), "blocks.*.*.project": RowwiseParallel()}
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], str]] = {
     "a later block with another flag": (lambda: Stack(Gated(), Gated(gated=True)), PLAN, "blocks.1 (Gated) computes"),
     "a later block with another flag in its configuration": (

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.parallel import Columns, Part, Rows, Rule, Summed, Vocabulary
-from lightning_ptm.parallel.counted import CountedGroup
+from lightning_ptm.parallel import ColwiseParallel, Part, RowwiseParallel, Rule, Summed, VocabParallel
+from lightning_ptm.parallel.counted_group import CountedTensorGroup
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.parallel.rules import plan_of
 
@@ -70,40 +70,48 @@ def with_a_layer_of_two_blocks() -> nn.Module:
     return model
 
 
-QUERY: dict[str, Rule] = {"blocks.*.query": Columns(heads="heads"), "blocks.*.project": Rows()}
+QUERY: dict[str, Rule] = {"blocks.*.query": ColwiseParallel(heads="heads"), "blocks.*.project": RowwiseParallel()}
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
     "counted heads": (
         lambda: Small(nn.ModuleDict({"query": nn.Linear(16, 16)})),
-        {"blocks.*.query": Columns(heads="heads")},
+        {"blocks.*.query": ColwiseParallel(heads="heads")},
         ["heads of a ModuleDict", "None"],
     ),
     "heads": (lambda: Small(Attention(3)), QUERY, ["blocks.0.query has 3 heads", "head_dim=8", "divides 3"]),
     "heads of keys": (
         lambda: Small(Attention(4, 1)),
-        {**QUERY, "blocks.*.key": Columns()},
+        {**QUERY, "blocks.*.key": ColwiseParallel()},
         ["blocks.0.key has 1 heads", "fewer heads than of queries", "leaves this attention whole"],
     ),
-    "an entry for nothing": (Small, {**QUERY, "blocks.*.gate": Rows()}, ["'blocks.*.gate'", "named_modules()"]),
-    "a word that is not known": (Small, {"head": "sequence_parallel"}, ["'sequence_parallel' for head", "Columns()"]),
+    "an entry for nothing": (
+        Small,
+        {**QUERY, "blocks.*.gate": RowwiseParallel()},
+        ["'blocks.*.gate'", "named_modules()"],
+    ),
+    "a word that is not known": (
+        Small,
+        {"head": "sequence_parallel"},
+        ["'sequence_parallel' for head", "ColwiseParallel()"],
+    ),
     "a layer of its own kind": (
         lambda: Small(nn.ModuleDict({"query": Doubled(16, 16)})),
-        {"blocks.*.query": Columns()},
+        {"blocks.*.query": ColwiseParallel()},
         ["blocks.0.query, a Doubled", "leave it out of the plan"],
     ),
     "a convolution": (
         lambda: Small(nn.Conv1d(16, 16, 3)),
-        {"blocks.*": Columns()},
+        {"blocks.*": ColwiseParallel()},
         ["blocks.0, a Conv1d", "leave it out of the plan"],
     ),
-    "a quantized layer": (quantized, {"head": Columns(gather=True)}, ["head, a Linear", "no quantized ones"]),
+    "a quantized layer": (quantized, {"head": ColwiseParallel(gather=True)}, ["head, a Linear", "no quantized ones"]),
     "tied, cut in two ways": (
         tied,
-        {"embedding": Vocabulary(), "head": Columns(parts=2)},
+        {"embedding": VocabParallel(), "head": ColwiseParallel(parts=2)},
         ["head shares weight with another module", "cut both in the same way"],
     ),
     "tied, one of them left out": (
         tied,
-        {"embedding": Vocabulary()},
+        {"embedding": VocabParallel()},
         ["head.weight is one parameter with another", "leave both out"],
     ),
     "a layer of two blocks": (
@@ -113,17 +121,17 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
     ),
     "an embedding that keeps norms": (
         lambda: Small(max_norm=1.0),
-        {"embedding": Vocabulary()},
+        {"embedding": VocabParallel()},
         ["embedding is an Embedding with max_norm", "leave it out"],
     ),
     "sizes that do not divide": (
         lambda: Small(nn.ModuleDict({"up": nn.Linear(16, 17)})),
-        {"blocks.*.up": Columns()},
+        {"blocks.*.up": ColwiseParallel()},
         ["blocks.0.up.weight cannot be cut for tensor_parallel_size=2", "leaves it whole"],
     ),
     "another kind of adapter": (
         lambda: Small(Adapted()),
-        {"blocks.*": Columns()},
+        {"blocks.*": ColwiseParallel()},
         ["blocks.0, a Adapted around a Linear", "plain LoRA"],
     ),
     "no plan": (Small, "auto", ["no module of the Small says", "give a plan"]),
@@ -133,7 +141,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
         ["nothing of the Small can be cut", "tensor_parallel_size=1"],
     ),
     "a part of a layer": (Small, {"head": Part(0)}, ["head, a Linear", "leave it out"]),
-    "rows of a vector": (Small, {"head.weight": Vocabulary()}, ["for head.weight, a parameter of shape (32, 16)"]),
+    "rows of a vector": (Small, {"head.weight": VocabParallel()}, ["for head.weight, a parameter of shape (32, 16)"]),
     "all of a model": (Small, {"blocks.*.query.weight": Summed()}, ["blocks.0.query.weight", "Partial()"]),
 }
 
@@ -144,7 +152,7 @@ def test_it_is_refused_by_name(case: str) -> None:
     model = build()
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
     with pytest.raises(ConfigError) as refused:
-        CutModule(model, plan_of(model, plan), CountedGroup(2), strict=plan != "auto")
+        CutModule(model, plan_of(model, plan), CountedTensorGroup(2), strict=plan != "auto")
     assert [word for word in words if word not in str(refused.value)] == [], refused.value
     assert [name for name, each in model.named_parameters() if not torch.equal(each, before[name])] == []
     assert not any("forward" in vars(each) for each in model.modules())
@@ -155,12 +163,12 @@ def test_what_two_blocks_have_in_common_is_cut_for_both() -> None:
     """An attention as a whole; layers of their own with one weight."""
     model = with_a_layer_of_two_blocks()
     model.blocks[1] = model.blocks[0]
-    cut = CutModule(model, QUERY, CountedGroup(2), strict=True)
+    cut = CutModule(model, QUERY, CountedTensorGroup(2), strict=True)
     assert model.blocks[1].heads == 2 and set(cut.boxes()) >= {"blocks.0.query.weight", "blocks.1.query.weight"}
     cut.undo()
     model.blocks[1] = Attention()
     model.blocks[1].query.weight = model.blocks[0].query.weight
-    CutModule(model, QUERY, CountedGroup(2), strict=True)
+    CutModule(model, QUERY, CountedTensorGroup(2), strict=True)
     assert [(each.heads, each.query.weight.shape) for each in model.blocks] == 2 * [(2, (16, 16))]
 
 
@@ -177,7 +185,7 @@ class CutByItself(BoringModel):
 
 
 def of_distributed_parameters() -> str:
-    strategy = AngelPTMStrategy(tensor_parallel_size=2, tensor_parallel_plan={"layer": Columns(gather=True)})
+    strategy = AngelPTMStrategy(tensor_parallel_size=2, tensor_parallel_plan={"layer": ColwiseParallel(gather=True)})
     with pytest.raises(ConfigError) as refused:
         L.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False).fit(
             CutByItself()
@@ -187,7 +195,7 @@ def of_distributed_parameters() -> str:
 
 def test_what_a_module_has_distributed_on_the_strategys_mesh_is_refused() -> None:
     for refused in run_ranks(of_distributed_parameters, 2):
-        assert "layer.weight is a DTensor" in refused and "ColwiseParallel is Columns()" in refused
+        assert "layer.weight is a DTensor" in refused and "ColwiseParallel is ColwiseParallel()" in refused
 
 
 def test_one_rank_makes_no_group_of_two() -> None:
@@ -199,7 +207,7 @@ def test_one_rank_makes_no_group_of_two() -> None:
 @pytest.mark.parametrize("token", [-1, 32, 1000])
 def test_a_token_without_a_row_is_an_error_as_where_the_embedding_is_whole(token: int) -> None:
     model = Small()
-    cut = CutModule(model, {"embedding": Vocabulary()}, CountedGroup(2), strict=True, proven=False)
+    cut = CutModule(model, {"embedding": VocabParallel()}, CountedTensorGroup(2), strict=True, proven=False)
     found = model.embedding(torch.tensor([0, 15, 16, 31]))
     assert torch.equal(found[:2], model.embedding.weight[[0, 15]]) and not found[2:].any()  # the others' rows
     with pytest.raises(IndexError):

@@ -13,7 +13,7 @@ from tensor_blocks import Blocks, loader, trainer_of, weights_of
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMPrecision
-from lightning_ptm.update.scale import LossScale
+from lightning_ptm.update.loss_scale import LossScale
 
 RATE = 0.1
 

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptm import sharded
-from lightning_ptm.checkpoints.rows import PagedFlat, RowExchange, Table
+from lightning_ptm.checkpoints.row_exchange import PagedFlat, RowExchange, Table
 from lightning_ptm.comm import Communicator
 from lightning_ptm.errors import CheckpointError, InternalError
 from lightning_ptm.events import Event
-from lightning_ptm.planning.boxes import Box
 from lightning_ptm.planning.layout import ParameterSpec
-from lightning_ptm.runtime.sharded_kinds import ShardedFlat
-from lightning_ptm.runtime.snapshot import stretches
+from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.runtime.full_params.sharded_states import ShardedFlat
+from lightning_ptm.runtime.full_params.snapshot import stretches
 from lightning_ptm.storage.writer import SaveOps
-from lightning_ptm.update.states import Segment
+from lightning_ptm.update.flat_states import Segment
 
 
 class Wide(nn.Module):
@@ -113,7 +113,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("home", [{}, {"parameter_home": "disk", "master_home": "disk"}])
+@pytest.mark.parametrize("home", [{}, {"offload_parameters": "disk", "offload_optimizer": "disk"}])
 @pytest.mark.parametrize(("ranks", "tensor"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_each_rank_writes_whole_rows_and_files_are_as_without_an_exchange(
     ranks: int, tensor: int, home: dict[str, Any], tmp_path: Path, disk: Path
@@ -132,7 +132,7 @@ def test_each_rank_writes_whole_rows_and_files_are_as_without_an_exchange(
 
 def save_in_fewer_bits(target: Path, settings: dict[str, Any]) -> None:
     """Optimizer states of 8 bits, which are decoded chunk by chunk, beside fp32 weights, which are exchanged as they lie."""
-    given = {"state_dict_type": "sharded", "units": ["Wide"], "state_dtype": "int8", **settings}
+    given = {"state_dict_type": "sharded", "units": ["Wide"], "optimizer_state_dtype": "int8", **settings}
     options = {"max_steps": 2, "callbacks": [Saves(target, None)], "use_distributed_sampler": False}
     trainer = trainer_of(2, 2, given, precision="32-true", **options)
     trainer.fit(Module(), DataLoader([row.float() for row in rows(2)], 1))  # type: ignore[arg-type]
@@ -267,7 +267,7 @@ class Paged:
 
 def flat_of(part: int, dtype: torch.dtype, first: int = 0) -> ShardedFlat:
     """A shard with elements of one parameter, from its element `first` on, behind 64 of another."""
-    box = Box((ROWS, PARTS * RUN), 1, PARTS, part)
+    box = TensorSlice((ROWS, PARTS * RUN), 1, PARTS, part)
     specs = [
         ParameterSpec("before", (64,), str(dtype), dtype.itemsize, trainable=True, group=0),
         ParameterSpec("cut", box.part_shape, str(dtype), dtype.itemsize, trainable=True, group=0, box=box),

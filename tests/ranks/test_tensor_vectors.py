@@ -20,8 +20,8 @@ from lightning_ptm.errors import CapacityError
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "in RAM": {},
-    "on disk, recomputed": {"parameter_home": "disk", "master_home": "disk", "recompute": "all"},
-    "lock-free": {"lock_free": True, "max_staleness": 0, "master_home": "disk"},
+    "on disk, recomputed": {"offload_parameters": "disk", "offload_optimizer": "disk", "recompute": "all"},
+    "lock-free": {"lock_free": True, "max_staleness": 0, "offload_optimizer": "disk"},
     "beside compute": {"device_memory": "2MiB"},
 }
 QUICK = ("in RAM",)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from lightning_ptm.comm import Agreement, ProcessGroupCommunicator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.models.moe import MixtureOfExperts
-from lightning_ptm.planning.experts import ExpertSplit
-from lightning_ptm.runtime.divided_experts import divide
-from lightning_ptm.runtime.experts import ExpertGroups, TokenStats
-from lightning_ptm.runtime.units import discover
+from lightning_ptm.planning.expert_split import ExpertSplit
+from lightning_ptm.runtime.ranks.experts import ExpertGroups, TokenStats
+from lightning_ptm.runtime.units.discovery import discover
+from lightning_ptm.runtime.units.divided_experts import divide
 
 KINDS, WIDTH = 6, 10
 """Of tokens; a token begins with which kind it is."""

@@ -52,18 +52,18 @@ class Measures(Tower):
 
     def __init__(self) -> None:
         super().__init__()
-        self.logged, self.by_hand = MeanMetric(), MeanMetric()
+        self.logged, self.summon = MeanMetric(), MeanMetric()
         self.read: list[Tensor] = []
 
     def validation_step(self, batch: Tensor, index: int) -> None:
         super().validation_step(batch, index)
-        for metric in (self.logged, self.by_hand):
+        for metric in (self.logged, self.summon):
             metric.update(self.validation_losses[-1])
         self.log("mean", self.logged)
 
     def on_validation_epoch_end(self) -> None:
-        self.read.append(self.by_hand.compute())
-        self.by_hand.reset()
+        self.read.append(self.summon.compute())
+        self.summon.reset()
 
     def on_validation_end(self) -> None:
         assert torch.equal(self.trainer.callback_metrics["mean"], self.read[-1])

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from lightning_ptm.planning.waiting import REACH
-from lightning_ptm.runtime.flat_clock import FlatClock
-from lightning_ptm.update.buffers import Contribution, Origin, Version
-from lightning_ptm.update.gradient import NO_TRANSFORM, ParameterGradients
+from lightning_ptm.planning.version_policy import REACH
+from lightning_ptm.runtime.updates.flat_counters import FlatCounters
+from lightning_ptm.update.gradient_source import NO_TRANSFORM, ParameterGradients
+from lightning_ptm.update.lock_free_buffers import Contribution, Origin, Version
 from lightning_ptm.update.shadow import GroupValues
 
 
 class Buffered:
-    """In place of update/buffering.py's."""
+    """In place of update/buffering_thread.py's."""
 
     def __init__(self, count: int = 2) -> None:
         self.heard: list[str] = []
@@ -107,8 +107,8 @@ class Unit:
     def evict(self) -> None: ...
 
 
-def clocks(*flats: Any, reach: int = REACH) -> list[FlatClock]:
-    return [FlatClock(flat=flat, reach=reach) for flat in flats]
+def clocks(*flats: Any, reach: int = REACH) -> list[FlatCounters]:
+    return [FlatCounters(flat=flat, reach=reach) for flat in flats]
 
 
 def contribution(step: int, which: tuple[bool, ...] = (True, True)) -> Contribution:

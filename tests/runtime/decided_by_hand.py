@@ -15,19 +15,19 @@ from lightning_ptm.comm import Communicators, SoloCommunicator
 from lightning_ptm.config import Settings
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.runtime.blueprint import Blueprint, Request
-from lightning_ptm.runtime.deciding import decide
-from lightning_ptm.runtime.heirlooms import Heirlooms
-from lightning_ptm.runtime.lending import Lending
-from lightning_ptm.runtime.machine import Machine
-from lightning_ptm.runtime.optimizer_values import OptimizerValues
-from lightning_ptm.runtime.pages import Pages
-from lightning_ptm.runtime.route import Waits
-from lightning_ptm.runtime.sharded_kinds import ShardedKinds
-from lightning_ptm.runtime.store import UnitStore
-from lightning_ptm.runtime.updates import FlatUpdate
-from lightning_ptm.runtime.values import Values
-from lightning_ptm.runtime.wholes import Wholes
+from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
+from lightning_ptm.runtime.deciding.decide import decide
+from lightning_ptm.runtime.deciding.gradient_route import Waits
+from lightning_ptm.runtime.engine.pages import RunPages
+from lightning_ptm.runtime.full_params.lent_parameters import LentParameters
+from lightning_ptm.runtime.full_params.optimizer_values import OptimizerValues
+from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
+from lightning_ptm.runtime.full_params.sharded_states import AllShardedStates
+from lightning_ptm.runtime.machine.machine import Machine
+from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
+from lightning_ptm.runtime.relayout.reused_tensors import ReusedTensors
+from lightning_ptm.runtime.units.store import UnitStore
+from lightning_ptm.runtime.updates.updates import FlatUpdate
 from lightning_ptm.terms import Tier
 
 PAGE = 64 * 1024
@@ -110,11 +110,11 @@ class LaidOut:
     allocator: Allocator
     stores: tuple[UnitStore, ...]
     flats: tuple[tuple[FlatUpdate, ...], ...]
-    wholes: Wholes
-    values: Values
+    gathered_flats: GatheredFlats
+    values: ParameterValues
     optimizer_values: OptimizerValues
-    sharded_kinds: ShardedKinds
-    lending: Lending
+    sharded_kinds: AllShardedStates
+    lent_parameters: LentParameters
 
     def take_over(self, **options: Any) -> None:
         for store in self.stores:
@@ -122,9 +122,11 @@ class LaidOut:
 
 
 @contextmanager
-def laid_out(found: Blueprint, disk_paths: Sequence[Any] = (), heirlooms: Heirlooms | None = None) -> Iterator[LaidOut]:
+def laid_out(
+    found: Blueprint, disk_paths: Sequence[Any] = (), reused_tensors: ReusedTensors | None = None
+) -> Iterator[LaidOut]:
     """On one rank, as the engine does it."""
-    kept = heirlooms or Heirlooms()
+    kept = reused_tensors or ReusedTensors()
     page = found.layout.page_size
     sizes = {tier: size + kept.more_pages.get(tier, 0) * page for tier, size in found.pool_bytes.items()}
     with Allocator(
@@ -133,28 +135,28 @@ def laid_out(found: Blueprint, disk_paths: Sequence[Any] = (), heirlooms: Heirlo
         sizes=sizes,
         disk_paths=list(disk_paths) if sizes[Tier.DISK] else [],
         poison=True,
-        heritage=kept.heritage,
+        reused_extents=kept.reused_extents,
     ) as allocator:
         communicator = SoloCommunicator()
         communicators = Communicators(found.holders.mesh, communicator)
-        pages = Pages(found, allocator, communicators, torch.device("cpu"), kept)
+        pages = RunPages(found, allocator, communicators, torch.device("cpu"), kept)
         stores = tuple(pages.store(unit) for unit in range(len(found.units)))
         pages.take_gradient_pages()
         flats = tuple(pages.flats(store) for store in stores)
         for flat in (flat for unit in flats for flat in unit):
             if flat.gradient.route.waits is Waits.KEPT:
                 flat.gradient.reserve()
-        wholes = Wholes(allocator, communicators, stores, flats, found.holders)
-        values, optimizer_values = Values(wholes, mixed=found.mixed), OptimizerValues(wholes)
-        sharded_kinds = ShardedKinds(wholes, optimizer_values, values.original_of)
+        gathered_flats = GatheredFlats(allocator, communicators, stores, flats, found.holders)
+        values, optimizer_values = ParameterValues(gathered_flats, mixed=found.mixed), OptimizerValues(gathered_flats)
+        sharded_kinds = AllShardedStates(gathered_flats, optimizer_values, values.original_of)
         yield LaidOut(
             found,
             allocator,
             stores,
             flats,
-            wholes,
+            gathered_flats,
             values,
             optimizer_values,
             sharded_kinds,
-            Lending(wholes, values),
+            LentParameters(gathered_flats, values),
         )

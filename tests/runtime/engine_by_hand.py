@@ -16,15 +16,15 @@ from torch.optim import SGD, Adam, Optimizer
 from lightning_ptm.comm import Communicators, SoloCommunicator
 from lightning_ptm.comm.agreement import Row
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.runtime.engine import Engine
+from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.terms import Mode, Tier
 
 WIDTH = 8
 HOMES: dict[str, dict[str, Any]] = {
     "in RAM": {},
-    "masters on disk": {"master_home": "disk", "disk_path": "/d"},
-    "all on disk": {"master_home": "disk", "parameter_home": "disk", "disk_path": "/d"},
-    "lock-free": {"master_home": "disk", "disk_path": "/d", "lock_free": True, "max_staleness": 0},
+    "masters on disk": {"offload_optimizer": "disk", "disk_path": "/d"},
+    "all on disk": {"offload_optimizer": "disk", "offload_parameters": "disk", "disk_path": "/d"},
+    "lock-free": {"offload_optimizer": "disk", "disk_path": "/d", "lock_free": True, "max_staleness": 0},
 }
 
 
@@ -91,7 +91,7 @@ class Run:
             self.step()
 
     def weights(self) -> list[float]:
-        with self.engine.by_hand.gathered([self.module], write=False):
+        with self.engine.summon.gathered([self.module], write=False):
             return weights(self.module)
 
     @property

@@ -14,17 +14,17 @@ from torch import nn
 from torch.optim import Optimizer
 from values_by_hand import PLACES, states_for
 
-from lightning_ptm.runtime.handed_on import HandedOn
-from lightning_ptm.runtime.heirlooms import Heirlooms, heirlooms
+from lightning_ptm.runtime.relayout.previous_state import PreviousState
+from lightning_ptm.runtime.relayout.reused_tensors import ReusedTensors, reused_tensors
 
 UPDATED = ("head", "turned", "blocks.1.weight")
 """Parameters of which there are states."""
 
 
-def handed_by(made: LaidOut, disk: Path, optimizer: Optimizer) -> HandedOn:
+def handed_by(made: LaidOut, disk: Path, optimizer: Optimizer) -> PreviousState:
     """What is in the pages of a run without an engine."""
     engine: Any = SimpleNamespace(
-        wholes=made.wholes,
+        gathered_flats=made.gathered_flats,
         values=made.values,
         optimizer_values=made.optimizer_values,
         allocator=made.allocator,
@@ -32,13 +32,13 @@ def handed_by(made: LaidOut, disk: Path, optimizer: Optimizer) -> HandedOn:
         updates=SimpleNamespace(groups=SimpleNamespace(optimizers=[optimizer])),
         blueprint=made.blueprint,
     )
-    return HandedOn(engine)
+    return PreviousState(engine)
 
 
 @contextmanager
 def old_pages(
     module: nn.Module, disk: Path, place: str, **options: Any
-) -> Iterator[tuple[LaidOut, HandedOn, Optimizer, dict[int, Any]]]:
+) -> Iterator[tuple[LaidOut, PreviousState, Optimizer, dict[int, Any]]]:
     """(pages, what is handed on of them, the optimizer of what trains, states of it) of a module."""
     optimizer = adam([each for each in module.parameters() if each.requires_grad])
     with laid_out(decided(module, [optimizer], **PLACES[place], **options), [disk]) as made:
@@ -50,11 +50,11 @@ def old_pages(
 
 @contextmanager
 def new_pages(
-    module: nn.Module, disk: Path, place: str, handed: HandedOn, optimizer: Optimizer, **options: Any
-) -> Iterator[tuple[LaidOut, Heirlooms]]:
+    module: nn.Module, disk: Path, place: str, handed: PreviousState, optimizer: Optimizer, **options: Any
+) -> Iterator[tuple[LaidOut, ReusedTensors]]:
     """Pages for what the module's parameters are now, not laid yet."""
     blueprint = decided(module, [optimizer], **PLACES[place], **options)
-    kept = heirlooms(blueprint, handed, [optimizer], [disk])
+    kept = reused_tensors(blueprint, handed, [optimizer], [disk])
     with laid_out(blueprint, [disk], kept) as made:
         yield made, kept
 

@@ -32,8 +32,8 @@ STEP_S = float(os.environ.get("KILLED_RUN_STEP_S", "0"))
 """What a step waits, so that a run is not over before others have come."""
 AUTO = "+auto"
 SETTINGS: dict[str, dict[str, Any]] = {
-    "full": {"master_home": "disk"},
-    "sharded": {"master_home": "disk", "state_dict_type": "sharded"},
+    "full": {"offload_optimizer": "disk"},
+    "sharded": {"offload_optimizer": "disk", "state_dict_type": "sharded"},
     "async": {"lock_free": True, "max_staleness": 0, "state_dict_type": "sharded", "async_save": True},
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ptm.runtime import cgroup, machine
+from lightning_ptm.runtime.machine import cgroup, machine
 
 MakeMachine = Callable[[dict[str, str]], None]
 """Makes files, with their texts."""

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from lightning_ptm.comm import SoloCommunicator, Work
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.memory.paged import PagedTensor
-from lightning_ptm.planning.holders import Axis, Mesh, everybodys
+from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, ParameterSpec, UnitSpec, build_layout
-from lightning_ptm.runtime.binding import FlatBinding
-from lightning_ptm.runtime.gradient_pages import PageSupply
-from lightning_ptm.runtime.page_views import PageViews
-from lightning_ptm.runtime.pieces import read
-from lightning_ptm.runtime.route import GradientRoute
-from lightning_ptm.runtime.store import FlatStore, UnitStore
-from lightning_ptm.runtime.units import Unit, discover
+from lightning_ptm.planning.sharding import Axis, Mesh, shared_by_all
+from lightning_ptm.runtime.deciding.gradient_route import GradientRoute
+from lightning_ptm.runtime.gradients.gradient_pages import PageSupply
+from lightning_ptm.runtime.tensors.page_io import read
+from lightning_ptm.runtime.units.binding import FlatBinding
+from lightning_ptm.runtime.units.discovery import Unit, discover
+from lightning_ptm.runtime.units.page_views import PageViews
+from lightning_ptm.runtime.units.store import FlatStore, UnitStore
 from lightning_ptm.terms import Tier
 
 PAGE = 64 * 1024
@@ -161,7 +161,7 @@ class Parts:
         )
         self.views = PageViews(self.allocator.holds)
         self.communicator: Any = SoloCommunicator() if world_size == 1 else Twin()
-        self.sharing = everybodys(Mesh({Axis.DATA: world_size})).everybody.whole
+        self.sharing = shared_by_all(Mesh({Axis.DATA: world_size})).everybody.whole
         self.log: list[str] = []
         self.values: dict[int, Tensor] = {}
         """By flat, this rank's shard."""

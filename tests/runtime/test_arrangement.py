@@ -7,11 +7,11 @@ import torch
 from test_binding import SHAPES, TURNED, full, layout
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.planning.boxes import Box
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
-from lightning_ptm.runtime.arrangement import Arrangement
+from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.runtime.units.arrangement import Arrangement
 
-BOX = Box((8, 4), 0, 2, 1)
+BOX = TensorSlice((8, 4), 0, 2, 1)
 """Of which a rank has rows 4 to 7."""
 
 

@@ -26,13 +26,13 @@ from plain_loop import Outcome, make_trainer
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.checkpoints import saving
-from lightning_ptm.checkpoints.saves import Saves
+from lightning_ptm.checkpoints.save_queue import SaveQueue
 from lightning_ptm.errors import CheckpointError, ConfigError
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.runtime.pieces import BUFFERS, PieceBuffers
-from lightning_ptm.runtime.snapshot import Snapshot, SnapshotPart
-from lightning_ptm.runtime.updates import SynchronousUpdates
+from lightning_ptm.runtime.full_params.snapshot import Snapshot, SnapshotPart
+from lightning_ptm.runtime.tensors.page_io import BUFFERS, PageIOBuffers
+from lightning_ptm.runtime.updates.updates import SynchronousUpdates
 from lightning_ptm.sharded import load
 from lightning_ptm.storage import writer
 from lightning_ptm.storage.index import PARTIAL
@@ -102,14 +102,14 @@ def test_who_loads_a_checkpoint_that_is_in_progress_waits_for_it(
     strategy_at, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Lightning's search for a learning rate does, a few steps after it has saved."""
-    gate, finish = Gate(), Saves.finish
+    gate, finish = Gate(), SaveQueue.finish
 
-    def opens(saves: Saves) -> None:
+    def opens(saves: SaveQueue) -> None:
         if saves._current is not None:
             gate.opened.set()
         finish(saves)
 
-    monkeypatch.setattr(Saves, "finish", opens)
+    monkeypatch.setattr(SaveQueue, "finish", opens)
     strategy = behind(strategy_at, "ram", gate)
     trainer, module = make_trainer(strategy, default_root_dir=tmp_path / "root"), Full()
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -384,13 +384,13 @@ class InterruptedInACopy(L.Callback):
 def test_ctrl_c_in_the_wait_for_room_does_not_give_it_up(
     strategy_at, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Saves(L.Callback):
+    class SaveQueue(L.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 2:
                 trainer.save_checkpoint(tmp_path / "expected.ckpt")
 
     torch.manual_seed(0)
-    trainer = make_trainer(sharded(strategy_at, tier), max_epochs=1, max_steps=2, callbacks=[Saves()])
+    trainer = make_trainer(sharded(strategy_at, tier), max_epochs=1, max_steps=2, callbacks=[SaveQueue()])
     trainer.fit(Full(), BATCHES.loader())
     monkeypatch.setattr(writer, "BUFFER_BYTES", 4096)
     monkeypatch.setattr(saving, "BUFFERS", 1)
@@ -429,13 +429,13 @@ class Interrupts(SaveOps):
 
 
 def test_ctrl_c_while_it_is_written_leaves_nothing(strategy_at, tmp_path: Path) -> None:
-    class Saves(L.Callback):
+    class SaveQueue(L.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             trainer.save_checkpoint(tmp_path / "x.ckpt")
 
     strategy = sharded(strategy_at, "masters_on_disk")
     strategy.save_ops = Interrupts()
-    trainer = make_trainer(strategy, max_epochs=1, callbacks=[Saves()])
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[SaveQueue()])
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises((KeyboardInterrupt, SystemExit)):
@@ -581,10 +581,10 @@ def _filled(allocator: Any, numel: int, values: torch.Tensor) -> Any:
     return paged
 
 
-def _buffers(allocator: Any) -> PieceBuffers:
+def _buffers(allocator: Any) -> PageIOBuffers:
     """Of a cell each, as a save behind training has them; for what is on disk."""
     count = BUFFERS if allocator.tier is Tier.DISK else 0
-    return PieceBuffers(
+    return PageIOBuffers(
         allocator, [allocator.allocate("a cell", CELL, torch.float32, Tier.DEVICE) for _ in range(count)]
     )
 

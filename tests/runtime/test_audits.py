@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ptm.runtime.audits import StalenessStats, UpdateAudit
+from lightning_ptm.runtime.updates.audits import StalenessStats, UpdateAudit
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
-from lightning_ptm.runtime.binding import ENDED, FlatBinding
-from lightning_ptm.runtime.closed import ClosedParameter
-from lightning_ptm.runtime.shown import ShownGradient
+from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
+from lightning_ptm.runtime.units.binding import ENDED, FlatBinding
+from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
 
 SHAPES = ((3, 5), (0,), (), (4, 2))
 TURNED = (1, 4)
@@ -69,7 +69,7 @@ def test_released_parameters_are_closed_and_keep_shape_and_class() -> None:
     binding.unbind()
     assert not binding.bound
     for slot, parameter in enumerate(binding.parameters):
-        assert isinstance(parameter, ClosedParameter) and isinstance(parameter, Own) == (slot == 1)
+        assert isinstance(parameter, GuardedParameter) and isinstance(parameter, Own) == (slot == 1)
         assert tuple(parameter.shape) == SHAPES[slot]  # I3
         with torch._C.DisableTorchFunctionSubclass():
             assert parameter.isnan().all() and not any(parameter.stride())
@@ -87,13 +87,13 @@ def test_what_closes_is_open_while_it_is_used() -> None:
     weight = binding.parameters[0]
     with pytest.raises(UsageError, match="of which the module has a copy, rounded or not up to date"):
         weight.sum()
-    binding.doors.open()
+    binding.parameter_guard.open()
     assert weight.sum() == sum(range(15))
-    binding.doors.close()
-    assert isinstance(weight, ClosedParameter)  # I2
+    binding.parameter_guard.close()
+    assert isinstance(weight, GuardedParameter)  # I2
     always = made()
     always.bind(full())
-    always.doors.close()
+    always.parameter_guard.close()
     assert type(always.parameters[0]) is nn.Parameter
 
 
@@ -177,7 +177,7 @@ def test_lent_parameters_are_the_users() -> None:
     ):
         binding.check()
     binding.bind(full())
-    assert not binding.lent and isinstance(binding.parameters[0], ClosedParameter)
+    assert not binding.lent and isinstance(binding.parameters[0], GuardedParameter)
     binding.check()  # what was written into lent parameters is no copy's
 
 
@@ -270,7 +270,7 @@ def test_a_gradient_that_is_shown_of_pages_waits_for_its_device() -> None:
     def never() -> Tensor:
         raise AssertionError("it was read")
 
-    shown = ShownGradient(binding.parameters[0], never)
+    shown = GradPlaceholder(binding.parameters[0], never)
     binding.parameters[0].grad = shown
     binding.lend([torch.empty(shape, device="meta") for shape in SHAPES])
     assert binding.parameters[0].grad is None

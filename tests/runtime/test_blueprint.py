@@ -14,7 +14,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 def test_which_updates_are_late() -> None:
     module = Net(2)
     module.blocks[1].requires_grad_(False)
-    in_ram, on_disk = decided(module), decided(module, disk_path="/d", master_home="disk")
+    in_ram, on_disk = decided(module), decided(module, disk_path="/d", offload_optimizer="disk")
     lock_free = decided(module, disk_path="/d", lock_free=True)
     for unit, trained in enumerate((True, True, False)):
         assert not in_ram.updates_late(unit, apart=False)

@@ -11,10 +11,10 @@ from decided_by_hand import CLUSTER, GIB, PAGE, WORKSTATION, Block, asked, decid
 from torch import nn
 
 from lightning_ptm.errors import CapacityError
-from lightning_ptm.planning.homes import Budget
-from lightning_ptm.runtime.deciding import decide
-from lightning_ptm.runtime.machine import Machine
-from lightning_ptm.runtime.route import Waits
+from lightning_ptm.planning.placement_data import Budget
+from lightning_ptm.runtime.deciding.decide import decide
+from lightning_ptm.runtime.deciding.gradient_route import Waits
+from lightning_ptm.runtime.machine.machine import Machine
 from lightning_ptm.terms import Tier
 
 D, H, K = Tier.DEVICE, Tier.HOST, Tier.DISK
@@ -75,12 +75,12 @@ def test_where_ram_is_short_pages_take_a_quarter_of_it(free: int, whole: int, di
 def test_where_ram_is_very_short_it_is_the_first_part_that_does() -> None:
     machine = dataclasses.replace(WORKSTATION, free_host_bytes=2 << 20)
     whole = (2 << 20) * 7 // 8
-    found = budget(machine, disk_path="/d", master_home="disk", parameter_home="disk")[Tier.DEVICE]
+    found = budget(machine, disk_path="/d", offload_optimizer="disk", offload_parameters="disk")[Tier.DEVICE]
     parts = [whole * part // 28 for part in range(8, 29)]
     assert found in parts[1:]
     for size in parts[: parts.index(found)]:
         with pytest.raises(CapacityError):
-            budget(machine, host_memory=size, disk_path="/d", master_home="disk", parameter_home="disk")
+            budget(machine, host_memory=size, disk_path="/d", offload_optimizer="disk", offload_parameters="disk")
 
 
 def test_whole_gradients_are_taken_off_the_budget() -> None:
@@ -106,7 +106,7 @@ def test_whole_gradients_are_taken_off_the_budget() -> None:
 )
 def test_chunks_in_flight(staging: object, host: int, chunks: int) -> None:
     """Of four pages each: parameter, gradient and two moments."""
-    found = decided(disk_path="/d", master_home="disk", staging_memory=staging, host_memory=host)
+    found = decided(disk_path="/d", offload_optimizer="disk", staging_memory=staging, host_memory=host)
     assert found.staging_chunks == chunks
 
 

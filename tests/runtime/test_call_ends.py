@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ptm.runtime.call_ends import CallEnds
-from lightning_ptm.runtime.graphs import OwnHook
-from lightning_ptm.runtime.units import discover
+from lightning_ptm.runtime.autograd.call_ends import CallCompletion
+from lightning_ptm.runtime.tensors.autograd_graphs import OwnHook
+from lightning_ptm.runtime.units.discovery import discover
 
 
 class Model(nn.Module):
@@ -30,7 +30,7 @@ class Driven:
         self.heard: list[str] = []
         units = discover(self.model, ["Linear"])
         assert [unit.name for unit in units] == ["", "part"]
-        self.ends = CallEnds(units, self.come, self.done)
+        self.ends = CallCompletion(units, self.come, self.done)
 
     def come(self, unit: int, call: int, gradients: Any) -> None:
         self.heard.append(f"come {unit} {call}")

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from lightning_ptm.runtime.calls import Action, CallEvent, Calls, State, step
+from lightning_ptm.runtime.autograd.calls import Action, CallEvent, Calls, State, step
 
 R, H, C, F, K, E = State.RESTING, State.HELD, State.COMPUTING, State.FREED, State.KEPT, State.ENDED
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from machine_of_files import MakeMachine
 
-from lightning_ptm.runtime import cgroup, machine
-from lightning_ptm.trainer.watches import warn_of_threads
+from lightning_ptm.runtime.machine import cgroup, machine
+from lightning_ptm.trainer.lightning_hooks import warn_of_threads
 
 V1, V2 = "/sys/fs/cgroup/cpu", "/sys/fs/cgroup"
 GROUPS = {1: "5:cpuset:/mine\n4:cpu,cpuacct:/mine\n0::/other\n", 2: "0::/job/task\n"}
@@ -70,7 +70,7 @@ def test_a_process_in_a_group_has_the_cores_of_the_group(group_of_one_core: Path
     program = f"""
 import os
 open({str(group_of_one_core)!r}, "w").write(str(os.getpid()))
-from lightning_ptm.runtime.cgroup import cores
+from lightning_ptm.runtime.machine.cgroup import cores
 assert cores() == 1, cores()
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -15,20 +15,25 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_ptm.comm import SoloCommunicator
-from lightning_ptm.runtime.clipping import Clipping
-from lightning_ptm.runtime.updates import FlatUpdate, SynchronousUpdates
+from lightning_ptm.runtime.updates.clipping import Clipping
+from lightning_ptm.runtime.updates.updates import FlatUpdate, SynchronousUpdates
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.scale import LossScale
+from lightning_ptm.update.loss_scale import LossScale
 from lightning_ptm.update.updater import Updater
 
 PLACES: dict[str, dict[str, Any]] = {
     "in .grad": {},
-    "in pages": {"device_memory": "4MiB", "parameter_home": "host", "master_home": "host", "keep_gradients": True},
+    "in pages": {
+        "device_memory": "4MiB",
+        "offload_parameters": "host",
+        "offload_optimizer": "host",
+        "keep_gradients": True,
+    },
     "on disk": {
         "device_memory": "4MiB",
         "disk_path": "/d",
-        "parameter_home": "disk",
-        "master_home": "disk",
+        "offload_parameters": "disk",
+        "offload_optimizer": "disk",
         "keep_gradients": True,
     },
 }

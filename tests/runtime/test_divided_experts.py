@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models.moe import Expert, MixtureOfExperts
-from lightning_ptm.planning.experts import ExpertSplit
-from lightning_ptm.runtime.divided_experts import DividedExperts, divide, expert_layers, experts_of
-from lightning_ptm.runtime.units import discover
+from lightning_ptm.planning.expert_split import ExpertSplit
+from lightning_ptm.runtime.units.discovery import discover
+from lightning_ptm.runtime.units.divided_experts import DividedExperts, divide, expert_layers, experts_of
 
 
 def layer(experts: int = 5) -> MixtureOfExperts:

@@ -25,8 +25,8 @@ from torch import nn
 from lightning_ptm.comm import NeededCollective
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import RankError, UsageError
-from lightning_ptm.runtime import engine as module_under_test
-from lightning_ptm.runtime.closed import ClosedParameter
+from lightning_ptm.runtime.engine import engine as module_under_test
+from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
 from lightning_ptm.terms import Mode, Operation
 
 
@@ -78,9 +78,9 @@ def test_what_a_step_inside_of_its_iteration_may_still_be_changing_cannot_be_rea
             loss = it.module(torch.arange(1.0, WIDTH + 1))
             with it.engine.backward():
                 loss.backward()
-            assert not isinstance(weight, ClosedParameter)
+            assert not isinstance(weight, GuardedParameter)
             it.step()
-            assert isinstance(weight, ClosedParameter) and not isinstance(it.module.head, ClosedParameter)
+            assert isinstance(weight, GuardedParameter) and not isinstance(it.module.head, GuardedParameter)
         assert it.weights() == plainly(1)
 
 
@@ -99,7 +99,7 @@ BUILT = (
     "Backwards",
     "Hooks",
     "Stepping",
-    "ByHand",
+    "SummonFullParams",
     "StateDicts",
 )
 """Parts in the order in which they are made."""
@@ -146,9 +146,9 @@ def test_a_failed_run_tells_the_others_once_and_issues_nothing_more() -> None:
     with run(communicator=other) as it:
         it.engine.fail(ValueError("x" * 1000))
         (told,) = other.failures
-        assert told.startswith("ValueError: xxx") and len(told) == 500 and it.engine.rendezvous.failed
+        assert told.startswith("ValueError: xxx") and len(told) == 500 and it.engine.barriers.failed
         with pytest.raises(RankError, match="this run has failed, so other ranks may never come to a collective"):
-            it.engine.rendezvous.gather_for(None)  # type: ignore[arg-type]
+            it.engine.barriers.gather_for(None)  # type: ignore[arg-type]
 
 
 def test_whatever_stream_is_the_callers_it_takes_part_in_what_others_ask_for_on_the_runs(

@@ -1,6 +1,7 @@
 """The executor on pages of RAM: it follows a plan, fetches on use where there is none, and gives up what nobody leases.
 
-Four units of a page each, behind a root without parameters. What moved is written down by the stores (`Parts.logged`).
+Four units of a page each, behind a root without parameters. What moved is written down by the stores
+(`SequenceParts.logged`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.trace import Tick, Trace
-from lightning_ptm.runtime.executor import Executor
-from lightning_ptm.runtime.tracer import Tracer
+from lightning_ptm.runtime.fetching.executor import Executor
+from lightning_ptm.runtime.fetching.tracer import Tracer
 from lightning_ptm.terms import Kind, Mode, Operation, Phase, Tier
 
 F, B = Phase.FORWARD, Phase.BACKWARD
@@ -305,7 +306,7 @@ def test_a_planned_fetch_waits_for_the_units_update() -> None:
     with run() as it:
         it.executor.plans.adopt(TRAIN, plan("fetch 1, fetch 2, fetch 3 | | |"), forwards(0, 1, 2))
         it.executor.begin(TRAIN, trace=False)
-        it.executor.openness.computation_begins(F)
+        it.executor.guard_policy.computation_begins(F)
         it.updating.update((1, 2, 3))
         assert it.forward(0) == [[]]
         it.updating.discard(2)
@@ -321,7 +322,7 @@ def test_a_planned_fetch_waits_for_the_units_update() -> None:
 def test_a_unit_is_read_when_its_update_is_done() -> None:
     with run() as it:
         it.executor.begin(TRAIN, trace=False)
-        it.executor.openness.computation_begins(F)
+        it.executor.guard_policy.computation_begins(F)
         it.forward(1)
         it.updating.add(1)
         it.executor.enter(1, F)  # live, and yet
@@ -331,11 +332,11 @@ def test_a_unit_is_read_when_its_update_is_done() -> None:
 def test_between_two_steps_a_unit_has_had_every_update_when_it_is_read() -> None:
     with run() as it:
         it.executor.begin(TRAIN, trace=False)
-        it.executor.openness.computation_begins(F)
+        it.executor.guard_policy.computation_begins(F)
         it.executor.hold(0)
         it.executor.read_held(0)
         assert it.finished == [0], "once in a step"
-        it.executor.openness.computation_ends(F)
+        it.executor.guard_policy.computation_ends(F)
         it.forward(1)
         it.executor.read_held(0)
         it.executor.read_held(0)
@@ -358,10 +359,10 @@ def test_a_traced_iteration_is_planned_anew() -> None:
         it.executor.enter(0, F)
         it.forward(1)
         it.executor.hold(2)
-        it.executor.openness.computation_begins(B)
+        it.executor.guard_policy.computation_begins(B)
         it.call(1, B)
-        it.executor.openness.computation_ends(B)
-        it.executor.openness.computation_ends(B)  # one that never began
+        it.executor.guard_policy.computation_ends(B)
+        it.executor.guard_policy.computation_ends(B)  # one that never began
         it.executor.leave(0)
         it.forward(2)
         it.executor.end()
@@ -423,10 +424,10 @@ def test_of_forward_passes_that_repeat_the_first_is_traced() -> None:
 def test_a_failed_iteration_is_forgotten() -> None:
     with run(2) as it:
         it.executor.begin(TRAIN, trace=True)
-        it.executor.openness.computation_begins(B)
+        it.executor.guard_policy.computation_begins(B)
         it.forward(0, 1)
         it.executor.abandon()
-        assert it.executor.mode is None and not it.executor.openness.computing
+        assert it.executor.mode is None and not it.executor.guard_policy.computing
         it.executor.begin(TRAIN, trace=False)
         assert it.traced == [] and it.executor.plans.trace(TRAIN) is None and not it.executor.called(1)
 
@@ -509,7 +510,8 @@ def test_taking_part_keeps_what_there_is_room_for(
             assert it.parts.communicator.issued == ["gather 0"]
 
 
-# -- parameters that close (openness.py) ----------------------------------------------------------------------------------
+# -- parameters that close (guard_policy.py)
+# ----------------------------------------------------------------------------------
 
 
 def is_open(it: Run, unit: int) -> bool:
@@ -528,13 +530,13 @@ def test_parameters_are_open_while_something_computes_with_them() -> None:
         assert is_open(it, 1) and not is_open(it, 2)
         it.executor.leave(1)
         assert not is_open(it, 1)
-        it.executor.openness.computation_begins(F)
-        it.executor.openness.computation_begins(B)
+        it.executor.guard_policy.computation_begins(F)
+        it.executor.guard_policy.computation_begins(B)
         assert is_open(it, 1) and is_open(it, 2)
         it.executor.use(2)
-        it.executor.openness.computation_ends(B)
+        it.executor.guard_policy.computation_ends(B)
         assert is_open(it, 1)
-        it.executor.openness.computation_ends(F)
+        it.executor.guard_policy.computation_ends(F)
         assert not is_open(it, 1) and is_open(it, 2)
         it.executor.leave(2)
         assert not is_open(it, 2)
@@ -543,21 +545,21 @@ def test_parameters_are_open_while_something_computes_with_them() -> None:
 def test_late_parameters_open_when_somebody_has_waited_for_their_update() -> None:
     with run(2, home=Tier.DEVICE, closes=True, late=(1,)) as it:
         it.executor.begin(TRAIN, trace=False)
-        it.executor.openness.computation_begins(F)
+        it.executor.guard_policy.computation_begins(F)
         assert not is_open(it, 1) and is_open(it, 2)
         it.executor.require(1)
         assert is_open(it, 1)
-        it.executor.openness.computation_begins(B)
-        it.executor.openness.updates_begin()
+        it.executor.guard_policy.computation_begins(B)
+        it.executor.guard_policy.updates_begin()
         assert not is_open(it, 1) and is_open(it, 2)
-        it.executor.openness.computation_begins(F)
+        it.executor.guard_policy.computation_begins(F)
         assert not is_open(it, 1)
 
 
 def test_a_failed_iteration_leaves_nothing_open() -> None:
     with run(2, home=Tier.DEVICE, closes=True) as it:
         it.executor.begin(TRAIN, trace=False)
-        it.executor.openness.computation_begins(F)
+        it.executor.guard_policy.computation_begins(F)
         it.executor.enter(1, F)
         it.executor.abandon()
         assert not is_open(it, 1) and not is_open(it, 2)
@@ -576,8 +578,8 @@ def test_ticks_are_told_when_they_are_over() -> None:
             it.executor.leave(1)
             assert [event for event in told if event.kind is EventKind.TICK] == []
             it.executor.enter(2, B)
-            it.executor.moments.rest()
-            it.executor.moments.rest()
+            it.executor.compute_timing.rest()
+            it.executor.compute_timing.rest()
         assert [(e.track, e.name, e.index) for e in told if e.kind is EventKind.TICK] == [
             ("train", "parts.0 forward", 1),
             ("train", "parts.1 backward", 2),
@@ -588,7 +590,7 @@ def test_compute_time_that_was_lost_is_told_by_cause() -> None:
     with run(2) as it:
         it.executor.begin(TRAIN, trace=False)
         it.forward(1)
-        fetched_s = it.executor.moments.stall_s["fetch"]
+        fetched_s = it.executor.compute_timing.stall_s["fetch"]
         assert fetched_s > 0
         it.forward(1)
-        assert it.executor.moments.stall_s["fetch"] == fetched_s
+        assert it.executor.compute_timing.stall_s["fetch"] == fetched_s

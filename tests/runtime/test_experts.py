@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ptm.comm import Agreement, SoloCommunicator
 from lightning_ptm.errors import UsageError
-from lightning_ptm.planning.experts import ExpertSplit
-from lightning_ptm.runtime.divided_experts import ATTRIBUTE, DividedExperts, divide, expert_layers, experts_of
-from lightning_ptm.runtime.experts import ExpertGroups, TokenStats, _by_expert
-from lightning_ptm.runtime.units import discover
+from lightning_ptm.planning.expert_split import ExpertSplit
+from lightning_ptm.runtime.ranks.experts import ExpertGroups, TokenStats, _by_expert
+from lightning_ptm.runtime.units.discovery import discover
+from lightning_ptm.runtime.units.divided_experts import ATTRIBUTE, DividedExperts, divide, expert_layers, experts_of
 
 EXPERTS = 3
 COUNTS = [2, 0, 3]

@@ -19,7 +19,7 @@ from torch.nn import functional
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.cli import main
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.memory.codes import rounded
+from lightning_ptm.memory.quantization import rounded
 from lightning_ptm.sharded import load
 from lightning_ptm.terms import ALIGN_NUMEL, CODES
 from lightning_ptm.trainer.precision import AngelPTMPrecision, LossScale

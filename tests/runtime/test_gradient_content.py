@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_ptm.runtime.gradient_shard import GradientContent
+from lightning_ptm.runtime.gradients.gradient_shard import GradientContent
 
 
 def facts(it: GradientContent) -> tuple[bool, list[bool], tuple[bool, ...]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMPrecision
 from lightning_ptm.callbacks import GradNormMonitor
-from lightning_ptm.update.scale import LossScale
+from lightning_ptm.update.loss_scale import LossScale
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_ptm import CapacityError
-from lightning_ptm.memory.paged import PagedTensor
-from lightning_ptm.runtime import gradient_pages
-from lightning_ptm.runtime.gradient_pages import GradientPages
+from lightning_ptm.memory.paged_tensor import PagedTensor
+from lightning_ptm.runtime.gradients import gradient_pages
+from lightning_ptm.runtime.gradients.gradient_pages import GradientPages
 from lightning_ptm.terms import Tier
 
 

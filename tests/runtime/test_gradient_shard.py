@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from small_parts import NUMEL, OnePage, parts
-from test_gradients import NOTHING
+from test_flat_gradient import NOTHING
 
 from lightning_ptm.comm import Work
 from lightning_ptm.errors import CapacityError, InternalError
-from lightning_ptm.memory.paged import PagedTensor
-from lightning_ptm.runtime.gradient_shard import GradientShard
-from lightning_ptm.runtime.route import route
+from lightning_ptm.memory.paged_tensor import PagedTensor
+from lightning_ptm.runtime.deciding.gradient_route import route
+from lightning_ptm.runtime.gradients.gradient_shard import GradientShard
 from lightning_ptm.terms import Tier
 
 TIERS = [Tier.DEVICE, Tier.HOST, Tier.DISK]

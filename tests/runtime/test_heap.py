@@ -7,17 +7,18 @@ import sys
 
 import pytest
 from plain_loop import make_trainer, tokens
-from test_lockfree import built
+from test_lock_free import built
 
 from lightning_ptm import CapacityError, ConfigError
-from lightning_ptm.memory.ceiling import Ceiling
-from lightning_ptm.runtime import engine, heap
-from lightning_ptm.runtime.heap import SETTING_UP, Freed, Heap
+from lightning_ptm.memory.memory_limit import MemoryLimit
+from lightning_ptm.runtime.engine import engine
+from lightning_ptm.runtime.machine import heap
+from lightning_ptm.runtime.machine.heap import SETTING_UP, Freed, Heap
 
 GIB = 1 << 30
 
 
-class FakeCeiling(Ceiling):
+class FakeCeiling(MemoryLimit):
     """One that leaves the process alone."""
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class Library:
         for name in ("give_freed_memory_back", "end_settings", "trim"):
             monkeypatch.setattr(heap, name, lambda name=name: self.done.append(name))
         self.ceiling = FakeCeiling()
-        monkeypatch.setattr(heap, "Ceiling", lambda: self.ceiling)
+        monkeypatch.setattr(heap, "MemoryLimit", lambda: self.ceiling)
         monkeypatch.setattr(heap, "free_swap_bytes", lambda: 0)
         monkeypatch.setattr(heap, "keep_freed_memory", self.keep)
         monkeypatch.setattr(heap, "free_host_bytes", self.free)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.streams import ComputeStream
-from lightning_ptm.runtime.hooks import Hooks
+from lightning_ptm.runtime.autograd.hooks import Hooks
 from lightning_ptm.terms import Phase, Tier
 
 FORWARD_OF_BOTH = ["forward 1", "leave 1", "forward 2", "leave 2"]
@@ -28,7 +28,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.openness = self
+        self.guard_policy = self
         self.computing = False
 
     def enter(self, unit: int, phase: Phase) -> None:

@@ -17,7 +17,9 @@ from torch import nn
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.config import format_bytes
 from lightning_ptm.planning.inventory import Lifetime
-from lightning_ptm.runtime.inspection import (
+from lightning_ptm.runtime.deciding.planner import make_plan
+from lightning_ptm.runtime.deciding.predicted_memory import predicted_memory
+from lightning_ptm.runtime.engine.inspection import (
     PageUse,
     StateBytes,
     TierRoom,
@@ -29,13 +31,11 @@ from lightning_ptm.runtime.inspection import (
     states_at_home,
     states_in_words,
 )
-from lightning_ptm.runtime.occupied import occupied
-from lightning_ptm.runtime.planner import make_plan
 from lightning_ptm.terms import TIERS, Mode, Tier
 
 MIXED: dict[str, Any] = {"compute": torch.bfloat16, "mixed": True}
-ON_HOST: dict[str, Any] = {"device_memory": "2MiB", "parameter_home": "host", "master_home": "host"}
-MASTERS_ON_DISK: dict[str, Any] = {"master_home": "disk", "disk_path": "/d"}
+ON_HOST: dict[str, Any] = {"device_memory": "2MiB", "offload_parameters": "host", "offload_optimizer": "host"}
+MASTERS_ON_DISK: dict[str, Any] = {"offload_optimizer": "disk", "disk_path": "/d"}
 
 
 class Tail(Net):
@@ -151,7 +151,7 @@ def test_planned_bytes_are_of_the_plan_that_is_followed(disk: Path, mode: Mode) 
         assert planned_bytes(engine, mode) == ()
         made = engine.blueprint
         engine.plans[mode] = (make_plan(made, mode, made.trace), made.trace)
-        expected = occupied(made, *engine.plans[mode])
+        expected = predicted_memory(made, *engine.plans[mode])
         device, host = planned_bytes(engine, mode)
         assert (device.tier, device.per_tick) == ("device", expected.device_per_tick)
         assert (device.room, device.budget) == (engine.allocator.capacity_bytes(Tier.DEVICE), 2 << 20)

@@ -94,7 +94,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "updates at the step": {"update_in_backward": False},
     "saves behind": {"state_dict_type": "sharded", "async_save": True},
     "little staging": {"staging_memory": "1MiB"},
-    "states of 8 bits, saves behind": {"state_dtype": "int8", "state_dict_type": "sharded", "async_save": True},
+    "states of 8 bits, saves behind": {
+        "optimizer_state_dtype": "int8",
+        "state_dict_type": "sharded",
+        "async_save": True,
+    },
 }
 
 

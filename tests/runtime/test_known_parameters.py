@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from lightning_ptm.runtime.known_parameters import KnownParameters
+from lightning_ptm.runtime.units.known_parameters import KnownParameters
 
 
 def model() -> Any:

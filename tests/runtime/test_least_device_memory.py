@@ -100,8 +100,8 @@ def attempt(name: str, disk: Path, **memory: str) -> None:
         page_size="64KiB",
         units=["Wide" if issubclass(kind, Uneven) else "Block"],
         recompute=options.pop("recompute", "none"),
-        parameter_home="disk",
-        master_home="disk",
+        offload_parameters="disk",
+        offload_optimizer="disk",
         disk_path=disk,
         **memory,
     )

@@ -12,13 +12,13 @@ import pytest
 import torch
 from ledger import Adversaries, Auditor, ByTurns, Clipped, Ledger, Overflowing, pages_of_zeros
 from plain_loop import TrainModule, make_trainer, tokens
-from test_lockfree import Gate
+from test_lock_free import Gate
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMPrecision, AngelPTMStrategy
 from lightning_ptm.errors import InternalError
-from lightning_ptm.runtime import budgets
-from lightning_ptm.update.scale import LossScale
+from lightning_ptm.runtime.deciding import budgets
+from lightning_ptm.update.loss_scale import LossScale
 
 STEPS = 12
 HELD: dict[str, Any] = {"max_staleness": 16, "hold_updates": True}

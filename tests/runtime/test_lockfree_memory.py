@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from plain_loop import PlainLoop, TrainModule, make_trainer, tokens
-from test_lockfree import WHERE, Gate, Watch, assert_all_applied, built, run
+from test_lock_free import WHERE, Gate, Watch, assert_all_applied, built, run
 from tiny_models import WIDTH, Block, ScheduledStack, Stack
 from torch import nn
 
@@ -22,13 +22,14 @@ from lightning_ptm.config import Settings
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.disk import FileOps
-from lightning_ptm.runtime import gradient_pages, heap
-from lightning_ptm.runtime.blueprint import Blueprint, Request
-from lightning_ptm.runtime.deciding import decide
-from lightning_ptm.runtime.engine import Engine
-from lightning_ptm.runtime.gradient_pages import GradientPages
-from lightning_ptm.runtime.heap import Freed, Heap
-from lightning_ptm.runtime.machine import Machine
+from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
+from lightning_ptm.runtime.deciding.decide import decide
+from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.runtime.gradients import gradient_pages
+from lightning_ptm.runtime.gradients.gradient_pages import GradientPages
+from lightning_ptm.runtime.machine import heap
+from lightning_ptm.runtime.machine.heap import Freed, Heap
+from lightning_ptm.runtime.machine.machine import Machine
 from lightning_ptm.terms import Tier
 
 PAGE = 64 << 10

@@ -13,7 +13,7 @@ import pytest
 from machine_of_files import MakeMachine
 
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.runtime.machine import Machine, free_disk_bytes, free_host_bytes, this_machine
+from lightning_ptm.runtime.machine.machine import Machine, free_disk_bytes, free_host_bytes, this_machine
 
 MIB = 1 << 20
 MEMINFO = "MemTotal:       65536 kB\nMemFree:         1024 kB\nMemAvailable:   32768 kB\n"

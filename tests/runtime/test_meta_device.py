@@ -11,7 +11,7 @@ from tiny_models import VOCABULARY, WIDTH, Block, Stack
 from torch import Tensor, nn
 
 from lightning_ptm import ConfigError
-from lightning_ptm.runtime.closed import ClosedParameter
+from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
 
 BATCHES = tokens(5)
 
@@ -368,7 +368,7 @@ class Weighing(WithInitWeights):
         for parameter in self.parameters():
             size = parameter.numel() * parameter.itemsize
             # A closed one is in pages, and so is one whose storage is the whole pool.
-            if parameter.is_meta or isinstance(parameter, ClosedParameter):
+            if parameter.is_meta or isinstance(parameter, GuardedParameter):
                 continue
             if parameter.untyped_storage().nbytes() == size:
                 own += size

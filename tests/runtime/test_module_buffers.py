@@ -1,4 +1,4 @@
-"""`runtime.module_buffers` on two ranks that are threads: what is sent, and when nothing is. With training runs:
+"""`runtime.ranks.module_buffers` on two ranks that are threads: what is sent, and when nothing is. With training runs:
 adversarial/ranks/test_buffers_in_training.py."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import RankError
-from lightning_ptm.runtime import module_buffers
-from lightning_ptm.runtime.module_buffers import ModuleBuffers
+from lightning_ptm.runtime.ranks import module_buffers
+from lightning_ptm.runtime.ranks.module_buffers import ModuleBuffers
 
 RANKS = 2
 WAIT_S = 60

@@ -15,11 +15,12 @@ from tiny_models import WIDTH, Block, ScheduledStack, Stack
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy, ConfigError, UsageError
-from lightning_ptm.memory.activations import HostBuffers, Mover
+from lightning_ptm.memory.activation_buffers import ActivationMover, HostBuffers
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.streams import ComputeStream, copy_streams
-from lightning_ptm.runtime import deciding, offload
-from lightning_ptm.runtime.offload import Offload, SavedView
+from lightning_ptm.runtime.autograd import offload
+from lightning_ptm.runtime.autograd.offload import Offload, SavedView
+from lightning_ptm.runtime.deciding import decide
 
 CPU = CpuBackend()
 BATCHES = tokens(5)
@@ -41,7 +42,7 @@ def made(value: float, count: int = 64) -> tuple[Tensor, weakref.ref[Memory]]:
 def taking() -> Any:
     buffers = HostBuffers(CPU, free_bytes=lambda: 1 << 40)
     module = nn.BatchNorm1d(100)
-    mover = Mover(CPU, copy_streams(CPU), buffers)
+    mover = ActivationMover(CPU, copy_streams(CPU), buffers)
     taken = Offload(mover, CPU, ComputeStream(CPU), [module], lambda tensor: False, least_bytes=64)
     taken.begin_iteration()
     yield taken
@@ -136,7 +137,7 @@ def test_what_stays(taking: Offload) -> None:
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs on a CPU are let do it, and with what tiny models save."""
-    monkeypatch.setattr(deciding, "_check_device_of_its_own", lambda machine: None)
+    monkeypatch.setattr(decide, "_check_device_of_its_own", lambda machine: None)
     monkeypatch.setattr(offload, "LEAST_BYTES", 512)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.runtime.optimizer_groups import OptimizerGroups
+from lightning_ptm.runtime.updates.optimizer_groups import OptimizerGroups
 from lightning_ptm.update.shadow import snapshot
 
 

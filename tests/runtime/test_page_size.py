@@ -83,14 +83,14 @@ def test_the_bits_are_those_of_that_number_given_by_hand(tmp_path: Path) -> None
     def train(page_size: str | int) -> tuple[Any, int]:
         seen = Seen()
         strategy = AngelPTMStrategy(
-            page_size=page_size, disk_path=str(tmp_path), master_home="disk", staging_memory="64MiB"
+            page_size=page_size, disk_path=str(tmp_path), offload_optimizer="disk", staging_memory="64MiB"
         )
         return fit(Stack, BATCHES, strategy, callbacks=[seen]), seen.pages[0]
 
     measured, pages = train("auto")
-    by_hand, same = train(pages)
+    summon, same = train(pages)
     assert same == pages and pages in (256 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB)
-    measured.assert_equal(by_hand)
+    measured.assert_equal(summon)
 
 
 def test_without_links_pages_are_as_large_as_ever() -> None:

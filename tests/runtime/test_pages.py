@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 from decided_by_hand import PAGE, Net, decided, laid_out
-from test_stock import RUNS, Odd
+from test_build_inventory import RUNS, Odd
 
 from lightning_ptm.comm import Communicators, SoloCommunicator
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.inventory import Lifetime, What, pages_of
-from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.pages import Pages
-from lightning_ptm.runtime.route import Waits
-from lightning_ptm.runtime.stock import gradient_row
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.build_inventory import gradient_row
+from lightning_ptm.runtime.deciding.gradient_route import Waits
+from lightning_ptm.runtime.engine.pages import RunPages
 from lightning_ptm.terms import TIERS, Tier
 
 
@@ -48,7 +48,9 @@ def test_set_up_takes_what_the_rows_say(name: str, disk: Path) -> None:
 
 
 @contextmanager
-def pages(found: Blueprint, disk_paths: tuple[Path, ...] = (), sizes: dict[Tier, int] | None = None) -> Iterator[Pages]:
+def pages(
+    found: Blueprint, disk_paths: tuple[Path, ...] = (), sizes: dict[Tier, int] | None = None
+) -> Iterator[RunPages]:
     """Of a run whose set-up has not begun."""
     sizes = dict(found.pool_bytes) if sizes is None else sizes
     with Allocator(
@@ -58,7 +60,7 @@ def pages(found: Blueprint, disk_paths: tuple[Path, ...] = (), sizes: dict[Tier,
         disk_paths=list(disk_paths) if sizes[Tier.DISK] else [],
         poison=True,
     ) as allocator:
-        yield Pages(found, allocator, Communicators(found.holders.mesh, SoloCommunicator()), torch.device("cpu"))
+        yield RunPages(found, allocator, Communicators(found.holders.mesh, SoloCommunicator()), torch.device("cpu"))
 
 
 LOCK_FREE: dict[str, Any] = {"lock_free": True, "disk_path": "/d"}
@@ -100,15 +102,15 @@ def test_what_is_taken_of_a_flat_is_where_its_homes_are(name: str, disk: Path) -
     [
         ({}, False, False),
         ({"compute": torch.bfloat16, "mixed": True}, True, True),  # of masters
-        ({"device_memory": "4MiB", "parameter_home": "host", "optimizers": []}, True, False),  # of pages elsewhere
-        ({"master_home": "disk", "disk_path": "/d"}, False, True),  # an update may be writing
+        ({"device_memory": "4MiB", "offload_parameters": "host", "optimizers": []}, True, False),  # of pages elsewhere
+        ({"offload_optimizer": "disk", "disk_path": "/d"}, False, True),  # an update may be writing
     ],
 )
 def test_parameters_that_are_copies_and_those_that_close(options: dict[str, Any], is_copy: bool, closes: bool) -> None:
     found = decided(Net(1), **options)
     with pages(found, sizes={Tier.DEVICE: 1 << 22, Tier.HOST: 1 << 22, Tier.DISK: 0}) as made:
         (flat,) = made.store(1).flats
-        assert (flat.binding._is_copy, flat.binding.doors.closes) == (is_copy, closes)
+        assert (flat.binding._is_copy, flat.binding.parameter_guard.closes) == (is_copy, closes)
 
 
 def test_a_tier_with_too_few_pages_is_refused_by_the_name_of_the_row() -> None:
@@ -125,13 +127,13 @@ def test_a_tier_with_too_few_pages_is_refused_by_the_name_of_the_row() -> None:
 @pytest.mark.parametrize(
     ("options", "lasts"),
     [
-        ({"device_memory": "4MiB", "parameter_home": "host", "master_home": "host"}, True),
+        ({"device_memory": "4MiB", "offload_parameters": "host", "offload_optimizer": "host"}, True),
         (
             {
                 "compute": torch.bfloat16,
                 "mixed": True,
                 "sums_gradients": True,
-                "master_home": "disk",
+                "offload_optimizer": "disk",
                 "disk_path": "/d",
             },
             False,

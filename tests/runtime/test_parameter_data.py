@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ptm.runtime.parameter_data import set_data
+from lightning_ptm.runtime.tensors.parameter_data import set_data
 
 
 def test_a_parameter_stays_itself_where_torch_refuses_it_another_device() -> None:

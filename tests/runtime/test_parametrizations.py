@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_ptm.runtime.parametrizations import putting_on_is_no_write
+from lightning_ptm.runtime.autograd.parametrizations import parametrizing_is_no_write
 
 
 class Doubled(nn.Module):
@@ -23,7 +23,7 @@ class Stored(Doubled):
 def test_putting_one_on_and_taking_it_off_is_no_write_inside() -> None:
     layer = nn.Linear(2, 2)
     version = layer.weight._version
-    with putting_on_is_no_write():
+    with parametrizing_is_no_write():
         parametrize.register_parametrization(layer, "weight", Doubled())
         original = layer.parametrizations.weight.original
         assert original._version == version
@@ -35,7 +35,7 @@ def test_putting_one_on_and_taking_it_off_is_no_write_inside() -> None:
 def test_other_data_is_a_write() -> None:
     layer = nn.Linear(2, 2)
     version, values = layer.weight._version, layer.weight.detach().clone()
-    with putting_on_is_no_write():
+    with parametrizing_is_no_write():
         parametrize.register_parametrization(layer, "weight", Stored())
     original = layer.parametrizations.weight.original
     assert original._version > version and torch.equal(original, values / 2)
@@ -43,7 +43,7 @@ def test_other_data_is_a_write() -> None:
 
 def test_torch_is_as_it_was_behind_it() -> None:
     before = parametrize._maybe_set
-    with pytest.raises(ValueError, match="the user's"), putting_on_is_no_write():
+    with pytest.raises(ValueError, match="the user's"), parametrizing_is_no_write():
         assert parametrize._maybe_set is not before
         raise ValueError("the user's")
     assert parametrize._maybe_set is before

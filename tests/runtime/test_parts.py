@@ -15,29 +15,29 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.planning.boxes import Box
-from lightning_ptm.planning.differences import layout_lines
-from lightning_ptm.planning.experts import ExpertSplit
-from lightning_ptm.planning.holders import Axis, Mesh
+from lightning_ptm.planning.expert_split import ExpertSplit
 from lightning_ptm.planning.inventory import What
-from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.deciding import decide
-from lightning_ptm.runtime.parts import cut, declared, elements, split_of
-from lightning_ptm.runtime.units import discover
-from lightning_ptm.trainer.averaging import refuse_parts
+from lightning_ptm.planning.plan_diff import layout_lines
+from lightning_ptm.planning.sharding import Axis, Mesh
+from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.decide import decide
+from lightning_ptm.runtime.tensors.parts import cut, declared, elements, split_of
+from lightning_ptm.runtime.units.discovery import discover
+from lightning_ptm.trainer.weight_averaging import refuse_parts
 
 
 @st.composite
-def boxes(draw: st.DrawFn) -> Box:
+def boxes(draw: st.DrawFn) -> TensorSlice:
     parts, sections = draw(st.integers(2, 3)), draw(st.integers(1, 3))
     shape = draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
     dimension = draw(st.integers(0, len(shape) - 1))
     shape[dimension] *= parts * sections
-    return Box(tuple(shape), dimension, parts, draw(st.integers(0, parts - 1)), sections)
+    return TensorSlice(tuple(shape), dimension, parts, draw(st.integers(0, parts - 1)), sections)
 
 
 @given(boxes(), st.data())
-def test_values_are_cut_where_stretches_say(box: Box, data: st.DataObject) -> None:
+def test_values_are_cut_where_stretches_say(box: TensorSlice, data: st.DataObject) -> None:
     whole = torch.arange(math.prod(box.shape)).view(box.shape)
     places = [each.whole_start + at for each in box.stretches(0, box.numel) for at in range(each.numel)]
     part = cut(whole, box)
@@ -50,15 +50,15 @@ def test_values_are_cut_where_stretches_say(box: Box, data: st.DataObject) -> No
 
 def test_what_follows_in_the_whole_is_not_copied() -> None:
     whole = torch.arange(64.0).view(8, 8)
-    rows = Box((8, 8), 0, 2, 1)
+    rows = TensorSlice((8, 8), 0, 2, 1)
     assert elements(whole, rows, 4, 20).data_ptr() == whole[4, 4:].data_ptr()
     assert cut(whole, rows).data_ptr() == whole[4].data_ptr()
-    assert cut(whole, Box((8, 8), 1, 2, 1)).data_ptr() == whole[0, 4:].data_ptr()
+    assert cut(whole, TensorSlice((8, 8), 1, 2, 1)).data_ptr() == whole[0, 4:].data_ptr()
 
 
 def test_a_value_that_is_the_part_is_taken_as_it_is() -> None:
     part = torch.arange(32.0).view(4, 8)
-    box = Box((8, 8), 0, 2, 1)
+    box = TensorSlice((8, 8), 0, 2, 1)
     assert cut(part, box) is part and cut(part, None) is part
     assert torch.equal(elements(part, box, 3, 5), part.view(-1)[3:8])
 
@@ -69,7 +69,7 @@ def tower() -> nn.Module:
 
 def test_what_is_declared_is_found_by_parameter() -> None:
     module = tower()
-    rows, columns = Box.around((4, 8), 0, 2, 1), Box.around((8, 4), 1, 2, 1)
+    rows, columns = TensorSlice.around((4, 8), 0, 2, 1), TensorSlice.around((8, 4), 1, 2, 1)
     found = declared(module, {"0.weight": rows, "1.weight": columns})
     assert found == {id(module[0].weight): rows, id(module[1].weight): columns}
     assert split_of(found, 4, 1, rank=3).mesh == Mesh({Axis.DATA: 2, Axis.EXPERT: 1, Axis.TENSOR: 2})
@@ -77,34 +77,34 @@ def test_what_is_declared_is_found_by_parameter() -> None:
 
 
 def test_one_part_is_the_whole() -> None:
-    found = declared(tower(), {"0.weight": Box((4, 8), 0, 1, 0)})
+    found = declared(tower(), {"0.weight": TensorSlice((4, 8), 0, 1, 0)})
     assert found == {} and split_of(found, 3, 3, rank=1) == ExpertSplit(3, 3)
 
 
 def test_tied_parameters_may_be_declared_by_each_name_alike() -> None:
     module = tower()
     module.tied = module[0].weight
-    box = Box((8, 8), 0, 2, 0)
+    box = TensorSlice((8, 8), 0, 2, 0)
     assert declared(module, {"0.weight": box, "tied": box}) == {id(module.tied): box}
     with pytest.raises(ConfigError, match="declare tied parameters alike"):
-        declared(module, {"0.weight": box, "tied": Box((4, 16), 1, 2, 0)})
+        declared(module, {"0.weight": box, "tied": TensorSlice((4, 16), 1, 2, 0)})
 
 
 @pytest.mark.parametrize(
     ("boxes", "words"),
     [
-        ({"2.weight": Box((8, 8), 0, 2, 0)}, "2.weight .* the Sequential has none of that name"),
+        ({"2.weight": TensorSlice((8, 8), 0, 2, 0)}, "2.weight .* the Sequential has none of that name"),
         (
-            {"0.weight": Box((4, 8), 0, 2, 0)},
+            {"0.weight": TensorSlice((4, 8), 0, 2, 0)},
             r"0.weight has shape \(4, 8\) and is declared to be 1/2 of \(4, 8\) in dimension 0, whose parts are \(2, 8\)",
         ),
         (
-            {"0.weight": Box((8, 8), 0, 2, 0), "1.weight": Box((32, 4), 0, 4, 0)},
+            {"0.weight": TensorSlice((8, 8), 0, 2, 0), "1.weight": TensorSlice((32, 4), 0, 4, 0)},
             "1.weight is one of 4 parts and 0.weight one of 2",
         ),
     ],
 )
-def test_what_does_not_fit_the_module_is_refused(boxes: dict[str, Box], words: str) -> None:
+def test_what_does_not_fit_the_module_is_refused(boxes: dict[str, TensorSlice], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         declared(tower(), boxes)
 
@@ -124,14 +124,14 @@ def test_what_does_not_fit_the_module_is_refused(boxes: dict[str, Box], words: s
 )
 def test_what_does_not_fit_the_ranks_is_refused(rank: int, world_size: int, experts: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        split_of(declared(tower(), {"0.weight": Box((8, 8), 0, 2, 0)}), world_size, experts, rank)
+        split_of(declared(tower(), {"0.weight": TensorSlice((8, 8), 0, 2, 0)}), world_size, experts, rank)
 
 
 def test_units_are_those_of_the_whole_model() -> None:
     """In files, too, states are divided by them."""
     whole = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
     halves = nn.ModuleList(nn.Linear(32, 64, bias=False) for _ in range(3))
-    boxes = declared(halves, {f"{block}.weight": Box.around((64, 32), 1, 2, 0) for block in range(3)})
+    boxes = declared(halves, {f"{block}.weight": TensorSlice.around((64, 32), 1, 2, 0) for block in range(3)})
     parts = {parameter: box.parts for parameter, box in boxes.items()}
     names = [unit.name for unit in discover(whole, "auto")]
     assert names == ["", "0", "1", "2"] == [unit.name for unit in discover(halves, "auto", parts=parts)]
@@ -151,7 +151,7 @@ class Halves(nn.Module):
 
 def of_halves(module: Halves, ranks: int, rank: int = 0) -> Blueprint:
     boxes = {
-        f"blocks.{at}.weight": Box.around(tuple(block.weight.shape), 1, 2, rank % 2)
+        f"blocks.{at}.weight": TensorSlice.around(tuple(block.weight.shape), 1, 2, rank % 2)
         for at, block in enumerate(module.blocks)
     }
     request = dataclasses.replace(asked(module), boxes=declared(module, boxes))

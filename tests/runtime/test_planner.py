@@ -18,12 +18,12 @@ from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.errors import CapacityError, InternalError, RankError
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.runtime import planner
-from lightning_ptm.runtime.blueprint import Blueprint
-from lightning_ptm.runtime.planner import Planner, check_layout, make_plan
+from lightning_ptm.runtime.deciding import planner
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.planner import Planner, check_layout, make_plan
 from lightning_ptm.terms import Mode, Operation
 
-ON_HOST: dict[str, Any] = {"machine": CLUSTER, "ranks": 3, "parameter_home": "host", "master_home": "host"}
+ON_HOST: dict[str, Any] = {"machine": CLUSTER, "ranks": 3, "offload_parameters": "host", "offload_optimizer": "host"}
 
 
 class Ranks:
@@ -82,14 +82,14 @@ def of_three(found: Callable[[int], Blueprint], numbers: tuple[int, int, int] = 
 
 
 def test_a_plan_of_one_rank_is_the_pure_one() -> None:
-    found = decided(device_memory="8MiB", parameter_home="host")
+    found = decided(device_memory="8MiB", offload_parameters="host")
     made = Planner(found, SoloCommunicator())
     assert made.plan(Mode.TRAIN, found.trace) == make_plan(found, Mode.TRAIN, found.trace)
     assert made.replan(Mode.TRAIN, found.trace) == (make_plan(found, Mode.TRAIN, found.trace), found.trace)
 
 
 def test_a_plan_that_does_not_fit_is_told_with_what_has_the_pages() -> None:
-    found = decided(device_memory="8MiB", parameter_home="host")
+    found = decided(device_memory="8MiB", offload_parameters="host")
     narrow = dataclasses.replace(found, placement=dataclasses.replace(found.placement, gather_bytes=0))
     made = Planner(narrow, SoloCommunicator())
     with pytest.raises(CapacityError, match=r"raise device_memory .* \(the device tier is for units in use .*\)$"):
@@ -103,7 +103,7 @@ def test_ranks_that_agree_have_their_plan() -> None:
 
 
 def test_the_first_rank_that_plans_otherwise_is_named_with_what_it_plans() -> None:
-    alike, other = decided(**ON_HOST), decided(**{**ON_HOST, "parameter_home": "device"})
+    alike, other = decided(**ON_HOST), decided(**{**ON_HOST, "offload_parameters": "device"})
     errors = of_three(lambda rank: alike if rank == 0 else other, numbers=(4, 5, 6))
     first = make_plan(other, Mode.TRAIN, other.trace), make_plan(alike, Mode.TRAIN, alike.trace)
     assert first[0] != first[1]
@@ -138,7 +138,7 @@ def test_layouts_that_differ_are_refused_on_all_ranks() -> None:
 
 def test_a_plan_that_does_not_simulate_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler's faults are found by code that it shares nothing with."""
-    found = decided(device_memory="8MiB", parameter_home="host")
+    found = decided(device_memory="8MiB", offload_parameters="host")
     right = make_plan(found, Mode.TRAIN, found.trace)
     assert right.tasks[0].operation is Operation.FETCH
     wrong = Plan(right.tasks[1:], right.tick_count)

@@ -11,7 +11,7 @@ from small_parts import Model, Parts, parts
 
 from lightning_ptm.comm import NeededCollective
 from lightning_ptm.errors import CapacityError
-from lightning_ptm.runtime.policy_units import PolicyUnits
+from lightning_ptm.runtime.fetching.policy_units import PolicyUnits
 from lightning_ptm.terms import Operation
 
 

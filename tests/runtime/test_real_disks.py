@@ -33,7 +33,7 @@ SAVES: dict[str, dict[str, Any]] = {
 
 
 def make(disk: Path, **settings: Any) -> AngelPTMStrategy:
-    homes = {} if settings.get("lock_free") else {"master_home": "disk", "parameter_home": "disk"}
+    homes = {} if settings.get("lock_free") else {"offload_optimizer": "disk", "offload_parameters": "disk"}
     return AngelPTMStrategy(disk_path=disk, page_size="64KiB", **{**homes, **settings})
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.runtime.recompute import Recompute, once, recomputed_around, recomputed_units, replace
-from lightning_ptm.runtime.units import Unit
+from lightning_ptm.runtime.autograd.recompute import Recompute, once, recomputed_around, recomputed_units, replace
+from lightning_ptm.runtime.units.discovery import Unit
 
 
 class Counts(nn.Module):

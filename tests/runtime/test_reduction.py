@@ -13,10 +13,10 @@ from small_parts import NUMEL, Model, Parts, parts
 from lightning_ptm.comm import NeededCollective
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError, UsageError
-from lightning_ptm.runtime.gradients import FlatGradient
-from lightning_ptm.runtime.reduction import Reduction
-from lightning_ptm.runtime.route import route
-from lightning_ptm.runtime.updates import FlatUpdate
+from lightning_ptm.runtime.deciding.gradient_route import route
+from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
+from lightning_ptm.runtime.updates.reduction import Reduction
+from lightning_ptm.runtime.updates.updates import FlatUpdate
 from lightning_ptm.terms import Operation, Tier
 
 NO_STATES: Any = None
@@ -129,7 +129,7 @@ def test_ranks_agree_and_tell_whether_a_gradient_is_missing() -> None:
         assert it.requests == [*asks(2), *asks(1, missing=True)]
         assert it.parts.communicator.issued == ["reduce 1", "maximum", "reduce 0"]
         assert it.values(2) == [1.0]
-        assert list(it.flats[1][0].gradient.dot_grad.present()) == [True, True]  # one here, one there
+        assert list(it.flats[1][0].gradient.grad_attribute.present()) == [True, True]  # one here, one there
         assert it.reduction.complete(1) and it.reduction.complete(2)
 
 

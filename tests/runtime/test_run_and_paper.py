@@ -81,7 +81,7 @@ class InFlight(Staged):
         super().__init__(IN_FLIGHT)
 
 
-HOST: dict[str, Any] = {"parameter_home": "host", "master_home": "host"}
+HOST: dict[str, Any] = {"offload_parameters": "host", "offload_optimizer": "host"}
 NARROW: dict[str, Any] = {"device_memory": "1536KiB", **HOST}
 RUNS: dict[str, tuple[type[TrainModule], dict[str, Any]]] = {
     "in RAM": (Tower, {}),
@@ -97,11 +97,11 @@ RUNS: dict[str, tuple[type[TrainModule], dict[str, Any]]] = {
     "frozen in codes": (Frozen, {"frozen_dtype": "nf4"}),
     "frozen in codes, narrower": (Frozen, {"frozen_dtype": "nf4", "host_memory": "3MiB"}),
     "frozen in codes, narrow": (Frozen, {**NARROW, "frozen_dtype": "int8"}),
-    "frozen in codes on disk": (Frozen, {"frozen_dtype": "nf4", "parameter_home": "disk"}),
+    "frozen in codes on disk": (Frozen, {"frozen_dtype": "nf4", "offload_parameters": "disk"}),
     "in flight": (InFlight, {"device_memory": "2MiB", **HOST}),
-    "masters on disk": (Tower, {**NARROW, "master_home": "disk"}),
-    "all on disk": (Tower, {**NARROW, "parameter_home": "disk", "master_home": "disk"}),
-    "lock-free": (Tower, {"device_memory": "1536KiB", "parameter_home": "host", "lock_free": True}),
+    "masters on disk": (Tower, {**NARROW, "offload_optimizer": "disk"}),
+    "all on disk": (Tower, {**NARROW, "offload_parameters": "disk", "offload_optimizer": "disk"}),
+    "lock-free": (Tower, {"device_memory": "1536KiB", "offload_parameters": "host", "lock_free": True}),
     "lock-free in RAM": (Tower, {"lock_free": True}),
 }
 OF_TRAINER = ("gradient_clip_val", "accumulate_grad_batches")

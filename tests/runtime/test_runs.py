@@ -16,8 +16,8 @@ from tiny_models import VOCABULARY, WIDTH, Stack
 from torch import Tensor, nn
 
 from lightning_ptm import UsageError
-from lightning_ptm.runtime import machine
-from lightning_ptm.runtime.heap import Freed
+from lightning_ptm.runtime.machine import machine
+from lightning_ptm.runtime.machine.heap import Freed
 
 BATCHES = tokens(6)
 UNSEEN = tokens(3, seed=2)

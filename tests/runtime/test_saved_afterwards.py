@@ -43,7 +43,7 @@ class SavesAtTheEnd(L.Callback):
         trainer.save_checkpoint(self._path)
 
 
-IN_RAM = {"ram": {}, "masters_on_host": {"device_memory": "2MiB", "host_memory": "64MiB", "master_home": "host"}}
+IN_RAM = {"ram": {}, "masters_on_host": {"device_memory": "2MiB", "host_memory": "64MiB", "offload_optimizer": "host"}}
 
 
 @pytest.mark.one_in(2)

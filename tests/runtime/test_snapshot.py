@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.memory.paged import PagedTensor
-from lightning_ptm.runtime.pieces import PieceBuffers
-from lightning_ptm.runtime.snapshot import Snapshot, SnapshotPart, stretches
+from lightning_ptm.memory.paged_tensor import PagedTensor
+from lightning_ptm.runtime.full_params.snapshot import Snapshot, SnapshotPart, stretches
+from lightning_ptm.runtime.tensors.page_io import PageIOBuffers
 from lightning_ptm.terms import Tier
 
 CELL = 4096
@@ -39,7 +39,7 @@ class Taking:
             SnapshotPart(paged, lambda start, values, index=index: self._put(index, start, values))
             for index, paged in enumerate(self.tensors)
         ]
-        self.snapshot = Snapshot(allocator, parts, CELL, PieceBuffers(allocator, []))
+        self.snapshot = Snapshot(allocator, parts, CELL, PageIOBuffers(allocator, []))
 
     def _filled(self, allocator: Allocator, index: int) -> PagedTensor:
         paged = allocator.allocate("states", 3 * CELL + CELL // 2, torch.float32, Tier.DEVICE)
@@ -194,7 +194,7 @@ def test_cells_of_their_own_are_taken_whole_whoever_takes_them(allocator: Alloca
             into[start : start + given.numel()] = given
 
         parts.append(SnapshotPart(paged, put, starts))
-    snapshot = Snapshot(allocator, parts, CELL, PieceBuffers(allocator, []))
+    snapshot = Snapshot(allocator, parts, CELL, PageIOBuffers(allocator, []))
     for start, end in ((0, 3 * CELL), (4 * CELL, 4 * CELL), (4 * CELL, 6 * CELL)):
         changing = tensors[0].tensor()[start:end]
         snapshot.before_write(tensors[0], start, changing)
@@ -211,7 +211,7 @@ def test_a_part_that_says_how_much_is_taken_at_once_is_taken_so(allocator: Alloc
         SnapshotPart(paged, lambda start, values: taken.append((start, values.numel())), at_once=at_once)
         for paged, at_once in zip(tensors, (2 * CELL, None), strict=True)
     ]
-    Snapshot(allocator, parts, CELL, PieceBuffers(allocator, [])).take_all()
+    Snapshot(allocator, parts, CELL, PageIOBuffers(allocator, [])).take_all()
     assert taken == [(0, 2 * CELL), (2 * CELL, CELL), (0, CELL), (CELL, CELL), (2 * CELL, CELL)]
 
 
@@ -232,7 +232,7 @@ def test_who_waits_before_a_put_holds_up_nobody_and_hears_of_a_failure(allocator
             raise OSError("the disk is full")
 
     part = SnapshotPart(paged, put, before_put=before_put)
-    snapshot = Snapshot(allocator, [part], CELL, PieceBuffers(allocator, []), failed.set)
+    snapshot = Snapshot(allocator, [part], CELL, PageIOBuffers(allocator, []), failed.set)
     last = paged.tensor()[2 * CELL :]
     updater = threading.Thread(target=snapshot.before_write, args=(paged, 2 * CELL, last))
     updater.start()

@@ -158,10 +158,10 @@ class ThingsNow:
         grown = self.grown()
         print(self.count, "samples,", {name: round(value, 1) for name, value in grown.items()})
         assert self.count >= 12, "too few samples for a line"
-        too_much = {name: self.course(name) for name, value in grown.items() if value > self.MOST[name]}
+        too_much = {name: self.plan_cursor(name) for name, value in grown.items() if value > self.MOST[name]}
         assert too_much == {}, "whether it grew bit by bit or at once is seen in these samples"
 
-    def course(self, name: str) -> list[int]:
+    def plan_cursor(self, name: str) -> list[int]:
         """What a thing has grown by since the first of forty samples, from the first to the last."""
         values = self.samples[list(self.MOST).index(name)]
         return [int(values[at] - values[0]) for at in numpy.linspace(0, self.count - 1, 40).astype(int)]

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_ptm.errors import ConfigError, InternalError
 from lightning_ptm.planning.inventory import What
-from lightning_ptm.runtime.specs import compute_dtype, keeps_fp32
+from lightning_ptm.runtime.deciding.specs import compute_dtype, keeps_fp32
 from lightning_ptm.terms import Tier
 
 D, H, K = Tier.DEVICE, Tier.HOST, Tier.DISK
@@ -89,7 +89,7 @@ def test_a_parameter_of_two_optimizers(ranks: int) -> None:
     module = Net(2)
     first, second = sgd(list(module.parameters())), adam(list(module.blocks[1].parameters()))
     found = decided(module, [first, second], ranks=ranks)
-    assert not found.selfstepping
+    assert not found.unpaged_optimizers
     trained = {flat.slots[0].spec.name: flat for flat in found.trained_flats()}
     assert [trained[name].optimizers for name in sorted(trained)] == [(0,), (0, 1), (0,)]
     assert [len(found.traits[trained[name].index]) for name in sorted(trained)] == [1, 2, 1]

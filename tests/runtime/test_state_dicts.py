@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.runtime.state_dicts import StateDicts
+from lightning_ptm.runtime.full_params.state_dicts import StateDicts
 
 
 class Away:

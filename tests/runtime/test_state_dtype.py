@@ -1,4 +1,5 @@
-"""`state_dtype`: the same training wherever encoded states live, checkpoints that hold what they stand for, and refusals."""
+"""`optimizer_state_dtype`: the same training wherever encoded states live, checkpoints that hold what they stand for,
+and refusals."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.memory.block_codec import BlockCodec
 from lightning_ptm.planning.inventory import What
-from lightning_ptm.runtime.inspection import states_at_home
+from lightning_ptm.runtime.engine.inspection import states_at_home
 
 WORDS = ("bf16", "int8")
 
@@ -32,14 +33,16 @@ def trained(strategy: AngelPTMStrategy, build: Any = ScheduledStack, **options: 
 
 @pytest.fixture(scope="module")
 def in_ram() -> dict[str, Outcome]:
-    return {word: trained(AngelPTMStrategy(page_size="64KiB", state_dtype=word))[0] for word in ("auto", *WORDS)}
+    return {
+        word: trained(AngelPTMStrategy(page_size="64KiB", optimizer_state_dtype=word))[0] for word in ("auto", *WORDS)
+    }
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("word", WORDS)
 def test_where_states_live_changes_no_bit(strategy_at, tier: str, word: str, in_ram: dict[str, Outcome]) -> None:
-    trained(strategy_at(tier, state_dtype=word))[0].assert_equal(in_ram[word])
+    trained(strategy_at(tier, optimizer_state_dtype=word))[0].assert_equal(in_ram[word])
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -56,7 +59,7 @@ def test_rounded_states_train_almost_as_exact_ones(word: str, in_ram: dict[str, 
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk"])
 def test_going_on_equals_never_having_stopped(strategy_at, home: str, kind: str, word: str, tmp_path: Path) -> None:
     def strategy() -> AngelPTMStrategy:
-        return strategy_at(home, state_dtype=word, state_dict_type=kind)
+        return strategy_at(home, optimizer_state_dtype=word, state_dict_type=kind)
 
     never, _ = fit(strategy(), tmp_path / "never")
     again, _ = fit(strategy(), tmp_path / "again", tmp_path / "never" / "epoch=0.ckpt", seed=1)
@@ -77,7 +80,7 @@ def test_checkpoints_of_any_kind_hold_the_fp32_that_pages_stand_for(strategy_at,
         "sharded": {"state_dict_type": "sharded"},
         "behind": {"state_dict_type": "sharded", "async_save": True},
     }.items():
-        fit(strategy_at("masters_on_disk", state_dtype=word, **settings), tmp_path / name)
+        fit(strategy_at("masters_on_disk", optimizer_state_dtype=word, **settings), tmp_path / name)
         found.append(states_in(tmp_path / name / "epoch=1.ckpt"))
     assert all(same(each, found[0]) for each in found[1:])
     for state in found[0].values():
@@ -105,15 +108,17 @@ def test_a_run_goes_on_from_checkpoints_of_runs_with_other_states(
     strategy_at, first: str, second: str, kind: str, tmp_path: Path
 ) -> None:
     never, _ = fit(sharded(strategy_at, "ram") if kind == "sharded" else strategy_at("ram"), tmp_path / "never")
-    fit(strategy_at("masters_on_disk", state_dtype=first, state_dict_type=kind), tmp_path / "first")
+    fit(strategy_at("masters_on_disk", optimizer_state_dtype=first, state_dict_type=kind), tmp_path / "first")
     path = tmp_path / "first" / "epoch=0.ckpt"
-    again, _ = fit(strategy_at("masters_on_disk", state_dtype=second, state_dict_type=kind), tmp_path / "second", path)
+    again, _ = fit(
+        strategy_at("masters_on_disk", optimizer_state_dtype=second, state_dict_type=kind), tmp_path / "second", path
+    )
     for mine, theirs in zip(again.losses, never.losses[HALF:], strict=True):
         assert abs(float(mine) / float(theirs) - 1) < 0.02
 
 
 def test_the_optimizer_has_after_a_run_what_its_checkpoint_has(strategy_at, tmp_path: Path) -> None:
-    _, trainer = fit(strategy_at("ram", state_dtype="int8"), tmp_path)
+    _, trainer = fit(strategy_at("ram", optimizer_state_dtype="int8"), tmp_path)
     saved = states_in(tmp_path / "epoch=1.ckpt")
     (optimizer,) = trainer.optimizers
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -122,7 +127,7 @@ def test_the_optimizer_has_after_a_run_what_its_checkpoint_has(strategy_at, tmp_
 
 
 def test_only_the_states_that_are_named_are_rounded(strategy_at, tmp_path: Path) -> None:
-    fit(strategy_at("ram", state_dtype={"exp_avg": "bf16"}), tmp_path)
+    fit(strategy_at("ram", optimizer_state_dtype={"exp_avg": "bf16"}), tmp_path)
     states = states_in(tmp_path / "epoch=1.ckpt").values()
     assert all(torch.equal(state["exp_avg"].bfloat16().float(), state["exp_avg"]) for state in states)
     assert not all(torch.equal(state["exp_avg_sq"].bfloat16().float(), state["exp_avg_sq"]) for state in states)
@@ -153,7 +158,7 @@ class Unfreezing(Full):
 
 @pytest.mark.parametrize("word", [pytest.param("bf16", marks=pytest.mark.slow), "int8"])
 def test_a_run_that_is_laid_out_anew_keeps_its_states(strategy_at, word: str, tmp_path: Path) -> None:
-    strategy = strategy_at("masters_on_disk", state_dtype=word)
+    strategy = strategy_at("masters_on_disk", optimizer_state_dtype=word)
     _, trainer = fit(strategy, tmp_path, build=Unfreezing)
     before, after = trainer.lightning_module.seen_states
     assert before
@@ -176,14 +181,14 @@ def on_disk_bytes(strategy: AngelPTMStrategy) -> tuple[int, int]:
 def test_what_an_element_takes_in_pages(strategy_at) -> None:
     masters, states = on_disk_bytes(strategy_at("masters_on_disk"))
     assert states == 2 * masters
-    assert on_disk_bytes(strategy_at("masters_on_disk", state_dtype="bf16")) == (masters, masters)
-    masters, states = on_disk_bytes(strategy_at("masters_on_disk", state_dtype="int8"))
+    assert on_disk_bytes(strategy_at("masters_on_disk", optimizer_state_dtype="bf16")) == (masters, masters)
+    masters, states = on_disk_bytes(strategy_at("masters_on_disk", optimizer_state_dtype="int8"))
     assert masters / 2 <= states <= masters / 2 * 1.26  # of 64 KiB pages a chunk's scales take a block
 
 
 @pytest.mark.parametrize("word", [pytest.param("bf16", marks=pytest.mark.slow), "int8"])
 def test_updates_take_the_buffers_that_the_plan_has(strategy_at, tier: str, word: str) -> None:
-    strategy = strategy_at(tier, state_dtype=word)
+    strategy = strategy_at(tier, optimizer_state_dtype=word)
     seen: list[tuple[int, int]] = []
 
     class Look(ScheduledStack):
@@ -199,10 +204,10 @@ def test_updates_take_the_buffers_that_the_plan_has(strategy_at, tier: str, word
 
 
 REFUSED = {
-    "a name that no state has": ({"state_dtype": {"momentum": "bf16"}}, "keep exp_avg, exp_avg_sq"),
-    "a word that is none": ({"state_dtype": "fp8"}, "use 'auto', 'bf16' or 'int8'"),
-    "a dictionary of nothing": ({"state_dtype": {}}, "use 'auto', 'bf16' or 'int8'"),
-    "a dictionary of others": ({"state_dtype": {"exp_avg": 8}}, "use 'auto', 'bf16' or 'int8'"),
+    "a name that no state has": ({"optimizer_state_dtype": {"momentum": "bf16"}}, "keep exp_avg, exp_avg_sq"),
+    "a word that is none": ({"optimizer_state_dtype": "fp8"}, "use 'auto', 'bf16' or 'int8'"),
+    "a dictionary of nothing": ({"optimizer_state_dtype": {}}, "use 'auto', 'bf16' or 'int8'"),
+    "a dictionary of others": ({"optimizer_state_dtype": {"exp_avg": 8}}, "use 'auto', 'bf16' or 'int8'"),
 }
 
 
@@ -220,7 +225,7 @@ class BySgd(ScheduledStack):
 
 def test_a_name_is_refused_where_optimizers_keep_nothing(strategy_at) -> None:
     with pytest.raises(ConfigError, match="keep none; give names among these"):
-        trained(strategy_at("ram", state_dtype={"exp_avg": "bf16"}), BySgd)
+        trained(strategy_at("ram", optimizer_state_dtype={"exp_avg": "bf16"}), BySgd)
 
 
 class FrozenForNow(Full):
@@ -240,7 +245,7 @@ class FrozenForNow(Full):
 
 def test_states_may_be_named_of_an_optimizer_whose_parameters_are_all_frozen_for_now(strategy_at) -> None:
     names = {"momentum_buffer": "bf16", "exp_avg": "int8"}
-    outcome, _ = trained(strategy_at("ram", state_dtype=names), FrozenForNow)
+    outcome, _ = trained(strategy_at("ram", optimizer_state_dtype=names), FrozenForNow)
     assert len(outcome.losses) == 6
 
 
@@ -256,9 +261,9 @@ class ByMuon(ScheduledStack):
 
 def test_an_optimizer_of_whole_parameters_is_refused(strategy_at) -> None:
     with pytest.raises(
-        ConfigError, match="state_dtype encodes states of optimizers that treat each element on its own"
+        ConfigError, match="optimizer_state_dtype encodes states of optimizers that treat each element on its own"
     ):
-        trained(strategy_at("ram", state_dtype="int8"), ByMuon)
+        trained(strategy_at("ram", optimizer_state_dtype="int8"), ByMuon)
 
 
 class Centered(ScheduledStack):
@@ -271,32 +276,34 @@ class Centered(ScheduledStack):
 @pytest.mark.parametrize("asked", ["bf16", "int8", {"square_avg": "bf16"}, {"grad_avg": "int8"}], ids=str)
 def test_states_of_which_an_optimizer_takes_the_difference_are_not_rounded(strategy_at, asked: Any) -> None:
     with pytest.raises(ConfigError, match="which rounding can make negative"):
-        trained(strategy_at("ram", state_dtype=asked), Centered)
+        trained(strategy_at("ram", optimizer_state_dtype=asked), Centered)
 
 
 def test_the_momentum_of_a_centered_optimizer_can_be_rounded(strategy_at) -> None:
-    outcome, _ = trained(strategy_at("ram", state_dtype={"momentum_buffer": "int8"}), Centered)
+    outcome, _ = trained(strategy_at("ram", optimizer_state_dtype={"momentum_buffer": "int8"}), Centered)
     assert all(map(torch.isfinite, outcome.losses))
 
 
 def test_states_that_are_not_computed_in_fp32_are_refused(strategy_at) -> None:
     torch.manual_seed(0)
     with pytest.raises(ConfigError, match="computes exp_avg in bfloat16 in this precision"):
-        make_trainer(strategy_at("ram", state_dtype="int8"), "bf16-true").fit(ScheduledStack(), tokens(2).loader())
+        make_trainer(strategy_at("ram", optimizer_state_dtype="int8"), "bf16-true").fit(
+            ScheduledStack(), tokens(2).loader()
+        )
 
 
 def test_a_tier_that_cannot_hold_decoded_states_is_told_of_them(strategy_at) -> None:
     with pytest.raises(
         CapacityError,
-        match=r"^state_dtype takes 8 MiB .* pages have 4 MiB in RAM; raise host_memory or lower page_size",
+        match=r"^optimizer_state_dtype takes 8 MiB .* pages have 4 MiB in RAM; raise host_memory or lower page_size",
     ):
-        trained(strategy_at("ram", state_dtype="int8", page_size="4MiB", host_memory="4MiB"))
+        trained(strategy_at("ram", optimizer_state_dtype="int8", page_size="4MiB", host_memory="4MiB"))
 
 
 def test_smaller_states_fit_where_exact_ones_are_refused(strategy_at) -> None:
     def fits(word: str, room: int) -> bool:
         try:
-            trained(strategy_at("masters_on_disk", state_dtype=word, disk_memory=room))
+            trained(strategy_at("masters_on_disk", optimizer_state_dtype=word, disk_memory=room))
         except CapacityError:
             return False
         return True

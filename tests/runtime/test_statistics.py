@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from lightning_ptm.memory.links import LinkStats
-from lightning_ptm.planning.fetching import Lookups
-from lightning_ptm.runtime.audits import StalenessStats, UpdateAudit
-from lightning_ptm.runtime.experts import TokenStats
-from lightning_ptm.runtime.lockfree import LockFreeUpdates
-from lightning_ptm.runtime.statistics import audit, collect, last_audit, together
+from lightning_ptm.memory.link_meters import LinkStats
+from lightning_ptm.planning.fetch_policy import Lookups
+from lightning_ptm.runtime.engine.statistics import audit, collect, last_audit, together
+from lightning_ptm.runtime.ranks.experts import TokenStats
+from lightning_ptm.runtime.updates.audits import StalenessStats, UpdateAudit
+from lightning_ptm.runtime.updates.lock_free import LockFreeUpdates
 from lightning_ptm.terms import Tier
 
 NOW = (UpdateAudit("layers.0", 3, 1, 2, 0),)
@@ -44,7 +44,8 @@ def engine(**parts: Any) -> Any:
             busy_s=lambda: 0.75,
         ),
         "executor": SimpleNamespace(
-            moments=SimpleNamespace(stall_s={"fetch": 1.0, "update": 2.0}), fetching=SimpleNamespace(uses=Lookups())
+            compute_timing=SimpleNamespace(stall_s={"fetch": 1.0, "update": 2.0}),
+            fetching=SimpleNamespace(uses=Lookups()),
         ),
         "updater": SimpleNamespace(in_thread=True, stats=SimpleNamespace(save_stall_s=8.0, arithmetic_s=16.0)),
         "updates": object(),
@@ -83,7 +84,7 @@ def test_numbers_of_one_moment() -> None:
     names = list(Lookups.__dataclass_fields__)
     for name in names:
         setattr(uses, name, getattr(uses, name) + 1)
-    made.executor.moments.stall_s["fetch"] = 9.0
+    made.executor.compute_timing.stall_s["fetch"] = 9.0
     updates.versions.stats.reads = tokens.exchanges = 99
     assert found.uses == Lookups() and found.uses != uses
     assert found.stall_s["fetch"] == 1.0

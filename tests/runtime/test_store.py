@@ -13,8 +13,8 @@ from small_parts import Model, OnePage, Parts, parts
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.memory.disk import FileOps
-from lightning_ptm.runtime.closed import ClosedParameter
-from lightning_ptm.runtime.store import FlatStore, FullState
+from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.store import FlatStore, FullState
 from lightning_ptm.terms import Tier
 
 RELEASED, FETCHING, LIVE = FullState.RELEASED, FullState.FETCHING, FullState.LIVE
@@ -24,7 +24,7 @@ def is_bound(flat: FlatStore, made: Parts) -> bool:
     """Whether every parameter is what the flat's home holds; else none of them has values of its own."""
     if not flat.binding.bound:
         with torch._C.DisableTorchFunctionSubclass():
-            assert all(p.isnan().all() and isinstance(p, ClosedParameter) for p in flat.binding.parameters)
+            assert all(p.isnan().all() and isinstance(p, GuardedParameter) for p in flat.binding.parameters)
         return False
     for slot, parameter in enumerate(flat.binding.parameters):
         assert torch.equal(parameter, flat.binding.arrangement.view(flat.full(), slot))
@@ -135,7 +135,7 @@ def test_a_home_is_not_replaced_while_its_full_flat_is_read() -> None:
         assert flat.full().eq(1).all()
 
 
-def occupied(made: Parts, frames: list[int]) -> None:
+def predicted_memory(made: Parts, frames: list[int]) -> None:
     """All device pages but those of `frames`."""
     tensors = [made.paged(torch.ones(16384), Tier.DEVICE) for _ in range(made.device_pages_free)]
     for tensor in tensors:
@@ -156,7 +156,7 @@ def occupied(made: Parts, frames: list[int]) -> None:
 def test_what_does_not_fit_changes_nothing(free: list[int], refusal: str) -> None:
     with parts(OnePage(double=True), (), world_size=2, device_pages=6) as made:
         (flat,) = made.flats
-        occupied(made, free)
+        predicted_memory(made, free)
         with pytest.raises(CapacityError, match=refusal):
             flat.take()
         assert (flat.state, made.device_pages_free, flat.has_spare_shard) == (RELEASED, len(free), False)
@@ -216,7 +216,7 @@ def test_contributing_keeps_nothing(room: bool) -> None:
     with parts(OnePage(double=True), (), world_size=2, device_pages=2) as made:
         (flat,) = made.flats
         if not room:
-            occupied(made, [])
+            predicted_memory(made, [])
         free = made.device_pages_free
         read: list[Any] = []
         flat.contribute(lambda home: read.append(home) or made.read(home))

@@ -8,8 +8,8 @@ from small_parts import Model
 
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.trace import TensorUse
-from lightning_ptm.runtime.tracer import Tracer
-from lightning_ptm.runtime.units import discover
+from lightning_ptm.runtime.fetching.tracer import Tracer
+from lightning_ptm.runtime.units.discovery import discover
 from lightning_ptm.terms import Phase
 
 F, B = Phase.FORWARD, Phase.BACKWARD

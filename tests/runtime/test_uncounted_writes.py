@@ -8,7 +8,7 @@ from small_parts import Model, parts
 from torch import Tensor
 
 from lightning_ptm.planning.layout import FlatLayout
-from lightning_ptm.runtime.uncounted_writes import Fingerprint
+from lightning_ptm.runtime.units.uncounted_writes import Fingerprint
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,11 @@ from decided_by_hand import LaidOut, Net, decided, laid_out
 from torch.optim import SGD, Adam, Optimizer
 
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.runtime.updates import SynchronousUpdates
-from lightning_ptm.update.gradient import Transform
+from lightning_ptm.runtime.updates.updates import SynchronousUpdates
+from lightning_ptm.update.gradient_source import Transform
 from lightning_ptm.update.updater import Updater
 
-EARLY: dict[str, Any] = {"master_home": "disk", "disk_path": "/d"}
+EARLY: dict[str, Any] = {"offload_optimizer": "disk", "disk_path": "/d"}
 """Units are updated as their backward ends."""
 PLAIN = Transform()
 
@@ -203,7 +203,7 @@ def test_what_is_done_to_gradients_on_their_way(disk: Path) -> None:
     halves = Transform(clip=torch.tensor(0.5))
     for options, expected in (
         ({}, 0.9),
-        ({"device_memory": "4MiB", "parameter_home": "host", "master_home": "host"}, 0.95),
+        ({"device_memory": "4MiB", "offload_parameters": "host", "offload_optimizer": "host"}, 0.95),
     ):
         with run(disk, keep_gradients=True, **options) as it:
             it.backward(0, 1, 2)
@@ -211,7 +211,7 @@ def test_what_is_done_to_gradients_on_their_way(disk: Path) -> None:
                 for flat in of_unit:
                     assert flat.gradient.route.clips_in_place == (expected == 0.9)
                     if not flat.gradient.route.clips_in_place:
-                        flat.gradient.dot_grad.clip_later()
+                        flat.gradient.grad_attribute.clip_later()
             it.step(0, halves)
             assert it.weights() == [expected] * 3
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptm.memory.disk import FileOps
-from lightning_ptm.update.shadow import Shadow
+from lightning_ptm.update.shadow import ShadowOptimizer
 
 IN_FORWARD = threading.Event()
 
@@ -86,14 +86,14 @@ class SlowDisk(FileOps):
 def late(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Updates in another thread wait for a forward, if one comes; whether one was there, of each."""
     steps: list[bool] = []
-    take = Shadow._take_step
+    take = ShadowOptimizer._take_step
 
-    def wait(shadow: Shadow) -> None:
+    def wait(shadow: ShadowOptimizer) -> None:
         own = threading.current_thread() is not threading.main_thread()
         steps.append(IN_FORWARD.wait(0.05) if own else IN_FORWARD.is_set())
         take(shadow)
 
-    monkeypatch.setattr(Shadow, "_take_step", wait)
+    monkeypatch.setattr(ShadowOptimizer, "_take_step", wait)
     return steps
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_gradients import One, one
+from test_flat_gradient import One, one
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.runtime.shown import ShownGradient
-from lightning_ptm.runtime.used_gradients import UsedGradients, refuse_gradient
+from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
+from lightning_ptm.runtime.gradients.used_gradients import UsedGradients, refuse_gradient
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_what_is_left_cannot_be_read(made: tuple[UsedGradients, One]) -> None:
 
 def test_what_somebody_has_read_before_stays_readable(made: tuple[UsedGradients, One]) -> None:
     used, it = made
-    shown = ShownGradient(it.weight, lambda: torch.ones(it.weight.shape))
+    shown = GradPlaceholder(it.weight, lambda: torch.ones(it.weight.shape))
     it.weight.grad = shown
     assert shown.sum() > 0
     used.leave(0, shown)
@@ -112,7 +112,7 @@ def test_what_pages_show_of_such_a_pass_cannot_be_read_either(made: tuple[UsedGr
     used, it = made
     used.leave(0, None)
     used.pass_begins()
-    shown = ShownGradient(it.weight, lambda: torch.ones(it.weight.shape))
+    shown = GradPlaceholder(it.weight, lambda: torch.ones(it.weight.shape))
     it.weight.grad = shown
     used.pass_ended({0: shown})
     with pytest.raises(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from by_hand_buffering import Buffered, Flat, Unit, clocks
 
-from lightning_ptm.runtime.handing_over import HandingOver
-from lightning_ptm.runtime.versions import Versions
+from lightning_ptm.runtime.updates.gradient_handoff import GradientHandoff
+from lightning_ptm.runtime.updates.versions import Versions
 
 
 class Driven:
@@ -19,7 +19,7 @@ class Driven:
         self.flats: Any = [Flat(), Flat(), Flat(1)]
         self.units: Any = [Unit(), Unit(), Unit()]
         self.clocks = clocks(*self.flats)
-        handing = HandingOver(self.clocks, self.buffering, None, adds=True)
+        handing = GradientHandoff(self.clocks, self.buffering, None, adds=True)
         self.it = Versions(self.units, self.clocks, [[], [0, 1], [2]], self.buffering, handing, bound=bound)
 
     def produced(self, *received: int) -> None:

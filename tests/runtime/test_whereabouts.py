@@ -10,7 +10,7 @@ from types import FunctionType
 
 import pytest
 
-from lightning_ptm.runtime.rendezvous import whereabouts
+from lightning_ptm.runtime.ranks.barriers import whereabouts
 
 
 def calls(function: Callable[[], str]) -> str:

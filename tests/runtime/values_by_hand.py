@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 PLACES: dict[str, dict[str, Any]] = {
     "ram": {},
-    "host": {"device_memory": "4MiB", "parameter_home": "host", "master_home": "host"},
-    "masters on disk": {"master_home": "disk", "disk_path": "/d"},
-    "all on disk": {"parameter_home": "disk", "master_home": "disk", "disk_path": "/d"},
+    "host": {"device_memory": "4MiB", "offload_parameters": "host", "offload_optimizer": "host"},
+    "masters on disk": {"offload_optimizer": "disk", "disk_path": "/d"},
+    "all on disk": {"offload_parameters": "disk", "offload_optimizer": "disk", "disk_path": "/d"},
 }
 MIXED = {"compute": torch.bfloat16, "mixed": True}
 

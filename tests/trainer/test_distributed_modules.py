@@ -23,7 +23,7 @@ from lightning_ptm.parallel.distributed import refuse_distributed
 WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], list[str]]] = {
     "parallelize_module": (
         lambda layer: parallelize_module(layer, init_device_mesh("cpu", (1,)), ColwiseParallel()),
-        ["layer.weight is a DTensor", "tensor_parallel_plan", "ColwiseParallel is Columns()"],
+        ["layer.weight is a DTensor", "tensor_parallel_plan", "ColwiseParallel is ColwiseParallel()"],
     ),
     "distribute_module": (
         lambda layer: distribute_module(layer, init_device_mesh("cpu", (1,))),

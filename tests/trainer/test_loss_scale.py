@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptm import AngelPTMPrecision, AngelPTMStrategy
 from lightning_ptm.sharded import load
-from lightning_ptm.update.scale import LossScale
+from lightning_ptm.update.loss_scale import LossScale
 
 
 class Regression(LightningModule):
@@ -81,7 +81,9 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_backs_off() -> None:
 
 def test_finite_steps_update_and_tiers_do_not_change_them(tmp_path: Path) -> None:
     in_ram, scale = train(2.0**10)
-    on_disk, scale_on_disk = train(2.0**10, parameter_home="disk", master_home="disk", disk_path=str(tmp_path))
+    on_disk, scale_on_disk = train(
+        2.0**10, offload_parameters="disk", offload_optimizer="disk", disk_path=str(tmp_path)
+    )
     assert scale == scale_on_disk == 2.0**10
     assert not torch.equal(in_ram[0], in_ram[-1])
     assert all(torch.equal(a, b) for a, b in zip(in_ram, on_disk, strict=True))

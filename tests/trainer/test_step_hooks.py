@@ -29,7 +29,7 @@ class Hooked(LightningModule):
         return optimizer
 
 
-@pytest.mark.parametrize("settings", [{}, {"master_home": "disk"}], ids=["ram", "masters_on_disk"])
+@pytest.mark.parametrize("settings", [{}, {"offload_optimizer": "disk"}], ids=["ram", "masters_on_disk"])
 def test_step_hooks_run_once_a_step(settings: dict[str, str], tmp_path: Path) -> None:
     model = Hooked()
     trainer = Trainer(

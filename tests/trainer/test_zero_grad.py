@@ -57,6 +57,10 @@ def losses(**settings: Any) -> Tensor:
 def test_zero_grad_of_the_module_forgets_gradients_in_pages(tmp_path: Path) -> None:
     in_place = losses()
     in_pages = losses(
-        device_memory="1MiB", host_memory="64MiB", parameter_home="host", master_home="host", disk_path=str(tmp_path)
+        device_memory="1MiB",
+        host_memory="64MiB",
+        offload_parameters="host",
+        offload_optimizer="host",
+        disk_path=str(tmp_path),
     )
     assert torch.equal(in_place, in_pages)

@@ -11,15 +11,15 @@ from torch.optim import Optimizer
 
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.memory.paged import PagedTensor
+from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.terms import Tier, chunk_numel
-from lightning_ptm.update.encoding import Encoding
-from lightning_ptm.update.gradient import ParameterGradients, ShardGradient, Transform
-from lightning_ptm.update.job import JobHandle, UpdateJob
+from lightning_ptm.update.flat_states import FlatStates
+from lightning_ptm.update.gradient_source import ParameterGradients, ShardGradient, Transform
 from lightning_ptm.update.probe import probe
-from lightning_ptm.update.shadow import GroupValues, Shadow, snapshot
-from lightning_ptm.update.states import FlatStates
+from lightning_ptm.update.shadow import GroupValues, ShadowOptimizer, snapshot
+from lightning_ptm.update.state_encoding import Encoding
+from lightning_ptm.update.update_job import JobHandle, UpdateJob
 from lightning_ptm.update.updater import Updater
 
 PAGE_SIZE = 64 * 1024
@@ -94,7 +94,7 @@ class Twin:
     updater: Updater
     optimizer: Optimizer
     states: FlatStates
-    shadow: Shadow
+    shadow: ShadowOptimizer
     target: PagedTensor
     gradient: PagedTensor | None
     plain: list[torch.nn.Parameter]
@@ -227,7 +227,7 @@ def make_twin(
         paged,
         optimizer,
         states,
-        Shadow(optimizer, traits),
+        ShadowOptimizer(optimizer, traits),
         target,
         gradient,
         plain,

@@ -17,8 +17,8 @@ from test_update_pipeline import HandPending, adamw
 from lightning_ptm.errors import InternalError
 from lightning_ptm.planning.chunks import Chunks
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.buffering import Buffering, LockFreeFlat
-from lightning_ptm.update.buffers import Contribution, FlatBuffer, Origin
+from lightning_ptm.update.buffering_thread import BufferingThread, LockFreeFlat
+from lightning_ptm.update.lock_free_buffers import Contribution, FlatBuffer, Origin
 
 WHO = pytest.mark.parametrize("who", ["caller", "thread"])
 SOON_S = 20.0
@@ -148,7 +148,9 @@ def test_lock_free_compute_hears_of_a_policy_that_is_stuck(made: Any, monkeypatc
     shard = twin.target
     spares = [alone.allocator.allocate("spare", shard.numel, shard.dtype, Tier.DEVICE) for _ in range(2)]
     buffer = FlatBuffer("flat", shard.numel, shard.dtype, len(twin.order))
-    buffering = Buffering(alone.updater, [LockFreeFlat(buffer, twin.states, twin.shadow)], spares, room=1, cores=1)
+    buffering = BufferingThread(
+        alone.updater, [LockFreeFlat(buffer, twin.states, twin.shadow)], spares, room=1, cores=1
+    )
     buffering.start()
     job = twin.job(gradients(0))
     buffering.offer(0, Contribution(job.gradient, (Origin(0, job.hyper),)))

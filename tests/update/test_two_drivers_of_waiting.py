@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from test_buffers import NUMEL, gradient
-from test_forecast import Counts, WithPlaces
+from test_lock_free_buffers import NUMEL, gradient
+from test_weight_prediction import Counts, WithPlaces
 
-from lightning_ptm.forecasting.beside import Beside, BesideFlat, BesideRates, _Flat, _Job
-from lightning_ptm.planning import waiting
+from lightning_ptm.forecasting.shared_cores import SharedCoreFlat, SharedCoreRates, SharedCores, _Flat, _Job
+from lightning_ptm.planning import version_policy
 from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.trace import Trace, sequential_trace
-from lightning_ptm.planning.waiting import GradientAct, GradientEvent
+from lightning_ptm.planning.version_policy import GradientAct, GradientEvent
 
 CHUNK = 100
 
 
-class Both(Beside):
+class Both(SharedCores):
     """A forecast, and beside it the buffers of a run, to which happens what happens to the forecast."""
 
     def __init__(self, seed: int) -> None:
@@ -32,9 +32,9 @@ class Both(Beside):
         sizes = [chance.choice([1, 4, 10]) for _ in range(chance.randint(1, 8))]
         spares, room = chance.randint(1, 4), chance.choice([2, 8, 30])
         foreseeable, bound = seed % 2 == 0, chance.choice([0, 1, 2, 4, 16])
-        reach = chance.choice([waiting.REACH, waiting.REACH, 16])
+        reach = chance.choice([version_policy.REACH, version_policy.REACH, 16])
         work = sum(sizes) * CHUNK
-        rates = BesideRates(
+        rates = SharedCoreRates(
             update_bytes_per_s=28 * work / chance.choice([0.1, 1.0, 5.0]),
             loss=1.0,
             learn_numel_per_s=10.0 * work,
@@ -44,7 +44,7 @@ class Both(Beside):
         )
         kind = (NUMEL, torch.bfloat16)
         super().__init__(
-            [BesideFlat(unit, CHUNK * size, 2, 12, True, kind, foreseeable) for unit, size in enumerate(sizes)],
+            [SharedCoreFlat(unit, CHUNK * size, 2, 12, True, kind, foreseeable) for unit, size in enumerate(sizes)],
             {kind: spares},
             rates,
             chunk_numel=CHUNK,
@@ -94,7 +94,7 @@ def test_the_buffers_of_a_run_decide_what_the_forecast_does() -> None:
     for seed in range(60):
         both = Both(seed)
         assert both.done == both.planned != []
-        heard |= {(act.doing, act.foreseen, act.steps > waiting.REACH) for act in both.done}
+        heard |= {(act.doing, act.foreseen, act.steps > version_policy.REACH) for act in both.done}
     assert {doing for doing, _, _ in heard} == set(GradientEvent)
     assert (GradientEvent.PUBLISHED, True, False) in heard and (GradientEvent.ADDED, True, False) in heard
     assert (GradientEvent.BEGINS, False, True) in heard
@@ -109,7 +109,7 @@ def planned_with_the_constants_as_they_are() -> list[Any]:
 @pytest.mark.parametrize(("constant", "value"), [("REACH", 1), ("REACH", 5), ("_BETWEEN", 1), ("_BETWEEN", 4)])
 def test_a_constant_that_changes_changes_both(monkeypatch: pytest.MonkeyPatch, constant: str, value: int) -> None:
     before = planned_with_the_constants_as_they_are()
-    monkeypatch.setattr(waiting, constant, value)
+    monkeypatch.setattr(version_policy, constant, value)
     after = [Both(seed) for seed in range(60)]
     assert all(both.done == both.planned for both in after)
     assert [both.planned for both in after] != before

@@ -24,9 +24,9 @@ from paged_training import (
 from torch import optim
 
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.gradient import ParameterGradients, TensorGradient, Transform
+from lightning_ptm.update.gradient_source import ParameterGradients, TensorGradient, Transform
+from lightning_ptm.update.loss_scale import LossScale
 from lightning_ptm.update.norms import clip_coefficient, parameter_norms, total_norm
-from lightning_ptm.update.scale import LossScale
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,12 +37,12 @@ from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.transfer import Transfer
 from lightning_ptm.planning.inventory import Row, What, pages_of
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.gradient import ShardGradient
-from lightning_ptm.update.job import UpdateJob
+from lightning_ptm.update.flat_states import FlatStates
+from lightning_ptm.update.gradient_source import ShardGradient
 from lightning_ptm.update.pipeline import Pipeline
 from lightning_ptm.update.probe import probe
-from lightning_ptm.update.shadow import Shadow, snapshot
-from lightning_ptm.update.states import FlatStates
+from lightning_ptm.update.shadow import ShadowOptimizer, snapshot
+from lightning_ptm.update.update_job import UpdateJob
 from lightning_ptm.update.updater import Updater
 
 
@@ -684,7 +684,7 @@ def test_shards_of_several_ranks_make_up_the_plain_update(world_size: int) -> No
                 target.tensor()[piece.shard_start : piece.shard_start + piece.numel] = part
             ranks.append((states, target, shard))
         updater = Updater(allocator, chunk_numel=4096, block_numel=2048)
-        shadow = Shadow(users, traits)
+        shadow = ShadowOptimizer(users, traits)
         for step in range(3):
             given = random_gradients(step, torch.float32, unused=(4,) if step == 1 else ())
             for parameter, gradient in zip(plain, given, strict=True):
@@ -755,7 +755,7 @@ def test_on_a_device(home: Tier, comes: Tier) -> None:
             plain_optimizer.step()
             hyper = snapshot(optimizer, traits)
             handle = updater.submit(
-                UpdateJob(states, Shadow(optimizer, traits), ShardGradient(gradient), target, hyper)
+                UpdateJob(states, ShadowOptimizer(optimizer, traits), ShardGradient(gradient), target, hyper)
             )
             if step < 2:
                 updater.finish(handle)

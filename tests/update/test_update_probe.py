@@ -11,7 +11,7 @@ from torch import optim
 
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.update.probe import probe
-from lightning_ptm.update.shadow import GroupValues, RunViews, Shadow, snapshot
+from lightning_ptm.update.shadow import GroupValues, RunViews, ShadowOptimizer, snapshot
 from lightning_ptm.update.traits import Initial
 
 
@@ -201,7 +201,7 @@ def test_a_group_that_came_later_is_an_error() -> None:
 def test_a_state_that_appears_later_is_an_error() -> None:
     optimizer = optim.SGD(parameters(), lr=0.1)
     traits = probe(optimizer)
-    shadow = Shadow(optimizer, traits)
+    shadow = ShadowOptimizer(optimizer, traits)
     group = {**snapshot(optimizer, traits).groups[0], "momentum": 0.9}
     run = RunViews(0, torch.ones(64), torch.ones(64), {}, None)
     with pytest.raises(UsageError, match="momentum_buffer"):
@@ -211,7 +211,7 @@ def test_a_state_that_appears_later_is_an_error() -> None:
 def test_the_shadow_lets_go_of_views() -> None:
     optimizer = optim.AdamW(parameters())
     traits = probe(optimizer)
-    shadow = Shadow(optimizer, traits)
+    shadow = ShadowOptimizer(optimizer, traits)
     value = torch.ones(64)
     slots = {slot.name: torch.zeros(64) for slot in traits.slots}
     shadow.step(snapshot(optimizer, traits), [RunViews(0, value, torch.ones(64), slots, None)])
@@ -226,7 +226,7 @@ def test_hooks_of_the_users_object_are_not_run_for_every_page() -> None:
     calls: list[int] = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     traits = probe(optimizer)
-    shadow = Shadow(optimizer, traits)
+    shadow = ShadowOptimizer(optimizer, traits)
     slots = {slot.name: torch.zeros(64) for slot in traits.slots}
     shadow.step(snapshot(optimizer, traits), [RunViews(0, torch.ones(64), torch.ones(64), slots, None)])
     assert not calls

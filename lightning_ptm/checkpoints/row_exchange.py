@@ -1,0 +1,324 @@
+"""Sharded saves of what ranks cut by columns: they exchange columns, so that each writes whole rows.
+
+A part's rows are short stretches of the file, hundreds or thousands in a page, and each would be a write of its own. The
+ranks of a tensor group own the same elements of their parts, so a page of each together is whole rows of the file, of which
+each rank writes an equal share. What a page has of a row that begins or ends elsewhere is written from where it is. Where
+states lie in RAM, a page is here several of them (`folder_contents.at_once`): an exchange of one costs as much in hand-offs
+between threads and ranks as in bytes.
+
+A page is on its way while what came before is written, since ranks that waited for each other would leave the disk idle.
+Behind training, background_row_exchange.py has a thread do this.
+
+I1: ranks of a group have the same exchanges, in the same order; they compare how many before the first.
+I2: every message says whether its sender has failed. Whoever fails still sends the next one, so all of a group stop after the
+    same exchange, and none waits for ever. So none is begun before the one before has been heard.
+I3: no more than two pages of each rank are held at once. One thread exchanges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from lightning_ptm.comm import Communicator
+from lightning_ptm.comm.background_group import AsyncExchange, Channel
+from lightning_ptm.errors import CheckpointError, FailedElsewhere, InternalError
+from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.runtime.full_params.sharded_states import ShardedFlat
+from lightning_ptm.runtime.tensors.page_io import within
+from lightning_ptm.update.flat_states import Segment
+
+_MANY_ROWS = 16
+"""Fewer stretches are written faster than they are exchanged."""
+_SHORT_NUMEL = 64 << 10
+"""So are longer ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a part that a page holds whole; `start` is the place of their first element in the page."""
+
+    parameter: str
+    box: TensorSlice
+    start: int
+    rows: range
+    itemsize: int
+
+    def of(self, part: int) -> range:
+        """Those that the rank with this part writes."""
+        first, last = (self.rows.start + len(self.rows) * each // self.box.parts for each in (part, part + 1))
+        return range(first, last)
+
+    def numel(self, part: int) -> int:
+        """What each rank sends to the one with this part."""
+        return len(self.of(part)) * self.box.run_numel
+
+    def nbytes(self, part: int) -> int:
+        """The same in bytes."""
+        return self.numel(part) * self.itemsize
+
+    def sent_to(self, part: int, page: Tensor) -> Tensor:
+        """That, of this rank's page, as bytes."""
+        start = self.start + (self.of(part).start - self.rows.start) * self.box.run_numel
+        return page.narrow(0, start, self.numel(part)).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of the whole, of which each part has a column.
+
+    Args:
+        columns: (rows, bytes of a run) of each part, in the order of the parts.
+    """
+
+    columns: Sequence[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all columns."""
+        return sum(column.numel() for column in self.columns)
+
+    def fill(self, into: Tensor, first: int) -> None:
+        """Bytes [first, first + into.numel()) of the rows, one after the other, into a uint8 tensor."""
+        run_bytes = self.columns[0].shape[1]
+        row_bytes = run_bytes * len(self.columns)
+        row, offset = divmod(first, row_bytes)
+        if offset:
+            rest = self._row(row)[offset : offset + into.numel()]
+            into[: rest.numel()].copy_(rest)
+            into, row = into[rest.numel() :], row + 1
+        rows = into.numel() // row_bytes
+        table = into[: rows * row_bytes].view(rows, len(self.columns), run_bytes)
+        for part, column in enumerate(self.columns):
+            table[:, part].copy_(column[row : row + rows])
+        last = into[rows * row_bytes :]
+        if last.numel():
+            last.copy_(self._row(row + rows)[: last.numel()])
+
+    def _row(self, row: int) -> Tensor:
+        return torch.cat([column[row] for column in self.columns])
+
+
+Write = Callable[[str, int, Table], None]
+"""Writes to the whole parameter of this name, from this element on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a page has of whole rows, as it leaves.
+
+    Args:
+        own: what this rank keeps of its own page, of each of `rows`.
+        sent: to each other rank its part of them, and a byte for I2.
+        write: for this rank's share of the rows, when the other columns have come.
+    """
+
+    rows: Sequence[_Rows]
+    own: Sequence[Tensor]
+    sent: Tensor
+    write: Write
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """An exchange that has begun.
+
+    Args:
+        coming: bytes from each part; of this rank none.
+    """
+
+    message: Message
+    coming: Sequence[int]
+    received: Tensor
+    work: AsyncExchange
+
+
+def exchanged(box: TensorSlice | None) -> TypeGuard[TensorSlice]:
+    """Whether whole rows of such a parameter are exchanged."""
+    return box is not None and box.rows >= _MANY_ROWS and 0 < box.run_numel < _SHORT_NUMEL
+
+
+def not_exchanged(segment: Segment, box: TensorSlice | None) -> Iterator[tuple[int, int]]:
+    """What of a segment within a page no exchange has: (first element, its end), counted from the segment's start."""
+    if not exchanged(box) or not (rows := box.full_rows(segment.parameter_start, segment.numel)):
+        yield 0, segment.numel
+        return
+    for begin, end in (
+        (0, rows.start * box.run_numel - segment.parameter_start),
+        (rows.stop * box.run_numel - segment.parameter_start, segment.numel),
+    ):
+        if begin < end:
+            yield begin, end
+
+
+@dataclass(frozen=True, slots=True)
+class PagedFlat:
+    """A flat with the pages in which it is given: (first element, elements), in this order."""
+
+    flat: ShardedFlat
+    pages: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An exchange to come: of the page of a flat that begins with element `start`.
+
+    Args:
+        held_bytes: of its message, until it has left, and of what comes for it.
+    """
+
+    flat: ShardedFlat
+    start: int
+    held_bytes: int
+
+
+class RowExchange:
+    """The exchanges of one save. Collective, among the ranks of a tensor group.
+
+    Args:
+        group: the ranks with the other parts, in the order of the parts.
+        flats: all that this rank writes, in the order in which it is exchanged.
+        channel: by which they exchange; None: by the group.
+
+    Raises:
+        InternalError: on all ranks of the group, if they would exchange other rows (I1).
+    """
+
+    def __init__(self, group: Communicator, flats: Iterable[PagedFlat], channel: Channel | None = None) -> None:
+        self._channel: Channel = group if channel is None else channel
+        found = [
+            (each.flat, start, rows)
+            for each in flats
+            if not group.alone
+            for start, numel in each.pages
+            if (rows := _rows_in(each.flat, start, start + numel))
+        ]
+        counts = group.exchange((len(found), sum(each.numel(0) for *_, rows in found for each in rows), 0))
+        if len(set(counts)) > 1:
+            raise InternalError(
+                f"the ranks of a tensor group would exchange other rows of a checkpoint: {counts}; save with "
+                f"state_dict_type='full' and report this"
+            )
+        self.turns = [Turn(flat, start, self._held_bytes(rows)) for flat, start, rows in found]
+        """Of pages that have whole rows, in the order of the exchanges."""
+
+        # State: the exchanges that are to come, the next one last, none once one has failed or told of a failure; and the one
+        # that has begun.
+        self._left = [rows for *_, rows in reversed(found)]
+        self._under_way: _UnderWay | None = None
+
+    def begin(self, flat: ShardedFlat, start: int, page: Tensor, write: Write, *, stays: bool) -> None:
+        """Exchange what of a page of a flat is whole rows. This rank's share of the rows is written when they have come, in
+        the next call or in `finish`; what came before is written now.
+
+        Args:
+            stays: nobody changes or frees the page until then.
+
+        Raises:
+            FailedElsewhere: another rank of the group has failed.
+        """
+        message = self.message(flat, start, page, write, stays=stays)
+        if message is not None:
+            self.send(message)
+
+    def message(self, flat: ShardedFlat, start: int, page: Tensor, write: Write, *, stays: bool) -> Message | None:
+        """What `begin` would exchange of a page; nothing is exchanged. Any thread may ask."""
+        rows, mine = _rows_in(flat, start, start + page.numel()), self._channel.rank
+        if not rows:
+            return None
+        well = torch.zeros(1, dtype=torch.uint8)
+        others = [part for part in range(self._channel.world_size) if part != mine]
+        sent = torch.cat([piece for part in others for piece in (*(each.sent_to(part, page) for each in rows), well)])
+        own = [each.sent_to(mine, page) for each in rows]
+        return Message(rows, own if stays else [piece.clone() for piece in own], sent, write)
+
+    def send(self, message: Message) -> None:
+        """The next exchange; what came before is written now. Raises as `begin`."""
+        before = self._heard()
+        self._under_way = self._begun(message)
+        self._write(before)
+
+    def finish(self) -> None:
+        """Write what has not been written. Raises as `begin`."""
+        self._write(self._heard())
+
+    def give_up(self) -> None:
+        """This rank has failed: the others of its group are told in the next exchange, if there is one."""
+        with contextlib.suppress(CheckpointError):
+            self._heard()
+            if self._left:
+                self._under_way = self._begun(self._failure())
+                self._left = []
+                self._heard()
+
+    def _held_bytes(self, rows: Sequence[_Rows]) -> int:
+        size, mine = self._channel.world_size, self._channel.rank
+        of_page = sum(each.nbytes(part) for each in rows for part in range(size))
+        return of_page + (size - 1) * (2 + sum(each.nbytes(mine) for each in rows))
+
+    def _failure(self) -> Message:
+        """In the place of the next one: what tells the others."""
+        rows, mine = self._left[-1], self._channel.rank
+        parts = [part for part in range(self._channel.world_size) if part != mine]
+        size = sum(1 + sum(each.nbytes(part) for each in rows) for part in parts)
+        return Message(rows, (), torch.ones(size, dtype=torch.uint8), lambda name, first, rows: None)
+
+    def _begun(self, message: Message) -> _UnderWay:
+        """The next one: of each rank what it sends to this one; nothing of this rank itself."""
+        left, self._left = self._left, []
+        left.pop()
+        mine, parts = self._channel.rank, range(self._channel.world_size)
+        sizes = [1 + sum(each.nbytes(part) for each in message.rows) for part in parts]
+        outgoing = [0 if part == mine else sizes[part] for part in parts]
+        coming = [0 if part == mine else sizes[mine] for part in parts]
+        received, work = self._channel.start_all_to_all(message.sent, outgoing, coming)
+        self._left = left
+        return _UnderWay(message, coming, received, work)
+
+    def _heard(self) -> _UnderWay | None:
+        """The one that had begun, if any: it has come."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return None
+        left, self._left = self._left, []
+        under_way.work.wait()
+        messages = under_way.received.split(under_way.coming)
+        failed = [part for part, message in enumerate(messages) if message.numel() and message[-1]]
+        if failed:
+            raise FailedElsewhere(f"the rank with part {failed[0]} of parameters could not write its own")
+        self._left = left
+        return under_way
+
+    def _write(self, exchanged: _UnderWay | None) -> None:
+        if exchanged is None:
+            return
+        messages = exchanged.received.split(exchanged.coming)
+        mine, place = self._channel.rank, 0
+        for each, own in zip(exchanged.message.rows, exchanged.message.own, strict=True):
+            size_bytes = each.nbytes(mine)
+            came = (
+                own if part == mine else message[place : place + size_bytes] for part, message in enumerate(messages)
+            )
+            share, box = each.of(mine), each.box
+            if share:
+                table = Table([column.view(len(share), -1) for column in came])
+                exchanged.message.write(each.parameter, share.start * box.parts * box.run_numel, table)
+            place += size_bytes
+
+
+def _rows_in(flat: ShardedFlat, start: int, stop: int) -> list[_Rows]:
+    """What of elements [start, stop) of a flat is exchanged."""
+    found = []
+    for segment in within(flat.segments, start, stop):
+        spec = flat.parameters[segment.parameter]
+        if exchanged(spec.box):
+            rows = spec.box.full_rows(segment.parameter_start, segment.numel)
+            first = rows.start * spec.box.run_numel - segment.parameter_start
+            if rows:
+                found.append(_Rows(spec.name, spec.box, segment.start - start + first, rows, flat.paged.dtype.itemsize))
+    return found

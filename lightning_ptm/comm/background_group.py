@@ -1,0 +1,105 @@
+"""All-to-alls of some ranks behind training: on connections that nothing else uses, in a thread that issues nothing else.
+
+Owns one gloo group, beside all groups of the run. Knows bytes in RAM.
+
+I1: what training issues meanwhile, in whatever order, is on other groups; so neither can be taken for the other, and neither
+    waits for the other. I2: it outlives a run that has failed (`Communicator.fail`), since a checkpoint in progress may still
+    be finished: it is closed when the run's communicator is, behind the last of its threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ptm.errors import CheckpointError
+
+
+class AsyncExchange(Protocol):
+    """Bytes that are on their way."""
+
+    def wait(self) -> None:
+        """Until they are there."""
+
+
+class Channel(Protocol):
+    """By which ranks send each other bytes; they are numbered among themselves. One thread at a time."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def start_all_to_all(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> tuple[Tensor, AsyncExchange]:
+        """See `Communicator.start_all_to_all`."""
+
+
+class BackgroundGroup:
+    """A `Channel` of its own.
+
+    Args:
+        group: gloo's, which nobody else uses.
+        ranks: of it, among all of the run.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+        self._ranks = tuple(ranks)
+        self.rank, self.world_size = group.rank(), group.size()
+        self._group: dist.ProcessGroup | None = group
+
+    @property
+    def group_name(self) -> str:
+        """torch's."""
+        return "" if self._group is None else self._group.group_name
+
+    def start_all_to_all(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> tuple[Tensor, AsyncExchange]:
+        """See `Channel`.
+
+        Raises:
+            CheckpointError: another rank is gone; so does `wait`.
+        """
+        out = rows.new_empty(sum(received))
+
+        def start() -> Any:
+            return dist.all_to_all_single(out, rows, list(received), list(sent), group=self._group, async_op=True)
+
+        return out, _Arriving(self._told(start), [rows, out], self._told)
+
+    def close(self) -> None:
+        """Behind the last exchange; idempotent."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _told(self, call: Callable[[], Any]) -> Any:
+        if self._group is None:
+            raise CheckpointError("the run has ended, and with it the exchange of rows for its checkpoint")
+        try:
+            return call()
+        except RuntimeError as error:
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(
+                f"one of the ranks {', '.join(map(str, self._ranks))}, which exchange rows of a checkpoint, is gone or hangs "
+                f"({first_line}), so it cannot be finished; look for the first error among the ranks' logs"
+            ) from error
+
+
+class _Arriving:
+    """Keeps the buffers of an exchange alive."""
+
+    def __init__(self, handle: Any, buffers: Sequence[Tensor], told: Callable[[Callable[[], Any]], Any]) -> None:
+        self._handle = handle
+        self._buffers = buffers
+        self._told = told
+
+    def wait(self) -> None:
+        self._told(self._handle.wait)
+        self._buffers = ()

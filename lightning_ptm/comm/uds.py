@@ -1,0 +1,350 @@
+"""Connections between ranks of one machine, by which they tell each other a few numbers.
+
+gloo hands a message of 24 bytes through three threads of each rank; here the thread that tells writes it to a socket, and the
+one that waits reads it: a fiftieth of the processor's time (benchmarks/LOG.md).
+
+Owns one socket for each other rank, and a handle of its process. Knows numbers and bytes, nothing of what they are about.
+
+I1: each message goes to all others, and all ranks send as many: who waits for the n-th has sent its own.
+I2: a rank that is gone, whatever other processes it has left behind, ends the waiting of all others: one that was killed
+    could not hang up, and workers of its DataLoader still have copies of its sockets.
+I3: who waits for a while in vain goes on waiting where it was: nothing of a message is lost.
+I4: Ctrl-C takes effect when all messages are there, as it does where torch waits; or after some seconds, or the second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import socket
+import struct
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+Row = tuple[int, int, int]
+_ROW = struct.Struct("<3q")
+_LENGTH = struct.Struct("<q")
+_HELLO = struct.Struct("<3q")
+"""A rank, and whether it gives a handle of its process, and a file."""
+_MOST_RANKS = 16
+"""Of one machine: each has a socket for each of the others."""
+_PART_BYTES = 1 << 14
+"""Of a text, before the others' are read: a socket holds ten times as much, and nobody blocks who writes to it."""
+_CONNECT_S = 30.0
+"""For ranks that have all said that they are about to."""
+_INTERRUPTED_S = 5.0
+"""So long a rank waits on that has been interrupted."""
+_MOST_WAIT_S = 86400.0
+"""At a time: the kernel's limit is 24 days."""
+_MACHINE = Path("/proc/sys/kernel/random/boot_id")
+_FILES = Path("/proc/self/ns/mnt")
+"""Names what this process sees of the machine's files: others in a container of their own do not find its path."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peer:
+    """Another rank.
+
+    Attributes:
+        socket: to it.
+        process: a file that can be read when its process has ended (a pidfd); None where there are none.
+    """
+
+    socket: socket.socket
+    process: int | None = None
+
+    def close(self) -> None:
+        """It sees that this rank is gone. Idempotent."""
+        if self.socket.fileno() < 0:
+            return
+        with contextlib.suppress(OSError):  # the other has gone first
+            self.socket.shutdown(socket.SHUT_RDWR)  # whoever else has a copy of it, such as a forked process (I2)
+        self.socket.close()
+        if self.process is not None:
+            os.close(self.process)
+
+
+class Arriving:
+    """One message of each other rank, on its way. As torch's handles, it is waited for with a limit or without.
+
+    Args:
+        peers: by rank.
+        size: bytes of a message.
+        limit_s: after so long altogether none comes any more.
+    """
+
+    def __init__(self, peers: Mapping[int, Peer], size: int, limit_s: float) -> None:
+        self._peers = peers
+        self._size = size
+        self._limit_s = limit_s
+        self._until_s = monotonic() + limit_s
+        # state
+        self._failed = False
+        self._missing = dict.fromkeys(peers, size) if size else {}
+        self._parts: dict[int, bytes] = dict.fromkeys(peers, b"")
+
+    def messages(self) -> Mapping[int, bytes]:
+        """By rank, when they have been waited for."""
+        return self._parts
+
+    def is_completed(self) -> bool:
+        """Whether waiting again is of no use."""
+        return self._failed or not self._missing
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """
+        Raises:
+            RuntimeError: they are not all there in time, or a rank is gone.
+        """
+        until_s = self._until_s
+        if timeout is not None:
+            until_s = min(until_s, monotonic() + timeout.total_seconds())
+        interrupt: KeyboardInterrupt | None = None
+        while self._missing:
+            try:
+                ready = self._ready(until_s)
+            except KeyboardInterrupt as error:
+                if interrupt is not None:
+                    raise
+                interrupt, until_s = error, min(until_s, monotonic() + _INTERRUPTED_S)
+                continue
+            if not ready and interrupt is None:
+                self._failed = monotonic() >= self._until_s
+                others = ", ".join(map(str, self._missing))
+                raise RuntimeError(f"Timed out waiting {self._limit_s:.0f} s for rank {others}")
+            if not ready:
+                break
+            for rank in ready:
+                self._read(rank)
+        if interrupt is not None:
+            raise interrupt
+
+    def _ready(self, until_s: float) -> list[int]:
+        """Ranks that have sent something, or are gone; none where nothing came in time."""
+        poll = select.poll()
+        ranks: dict[int, int] = {}
+        for rank in self._missing:
+            peer = self._peers[rank]
+            for place in (peer.socket.fileno(), peer.process):
+                if place is not None:
+                    ranks[place] = rank
+                    poll.register(place, select.POLLIN)
+        while True:
+            left_s = max(0.0, until_s - monotonic())
+            found = poll.poll(1000 * min(left_s, _MOST_WAIT_S))
+            if found or left_s <= _MOST_WAIT_S:
+                return list(dict.fromkeys(ranks[place] for place, _ in found))
+
+    def _read(self, rank: int) -> None:
+        try:
+            part = self._peers[rank].socket.recv(self._missing[rank], socket.MSG_DONTWAIT)
+        except BlockingIOError:  # its process has ended, and all is read that it had sent
+            part, reason = b"", ": its process has ended"
+        except OSError as error:
+            part, reason = b"", f": {error}"
+        else:
+            reason = ""
+        if not part:
+            self._failed = True
+            raise RuntimeError(f"the connection to rank {rank} has ended{reason}")
+        self._parts[rank] += part
+        self._missing[rank] -= len(part)
+        if not self._missing[rank]:
+            del self._missing[rank]
+
+
+class UdsConnections:
+    """With all other ranks of some.
+
+    Args:
+        peers: by rank.
+        limit_s: after this long without an answer, waiting fails.
+    """
+
+    def __init__(self, rank: int, peers: Mapping[int, Peer], limit_s: float) -> None:
+        self.rank = rank
+        self.world_size = len(peers) + 1
+        self._peers = peers
+        self._limit_s = limit_s
+
+    def tell(self, row: Row, wait: Callable[[Any], None]) -> list[Row]:
+        """The numbers of all ranks, by rank.
+
+        Args:
+            wait: waits for what it is given, as it likes.
+
+        Raises:
+            RuntimeError: a rank is gone, or does not come.
+        """
+        arriving = self._exchange(_ROW.pack(*row))
+        wait(arriving)
+        told = arriving.messages()
+        return [row if rank == self.rank else _ROW.unpack(told[rank]) for rank in range(self.world_size)]
+
+    def tell_text(self, text: str) -> list[str]:
+        """What all ranks say, by rank. Raises as `tell`."""
+        ours = text.encode()
+        arriving = self._exchange(_LENGTH.pack(len(ours)))
+        arriving.wait()
+        lengths = {rank: _LENGTH.unpack(told)[0] for rank, told in arriving.messages().items()}
+        texts = dict.fromkeys(range(self.world_size), b"") | {self.rank: ours}
+        for start in range(0, max(len(ours), *lengths.values()), _PART_BYTES):
+            self._send(ours[start : start + _PART_BYTES])
+            for rank, length in lengths.items():
+                size = min(_PART_BYTES, max(0, length - start))
+                part = Arriving({rank: self._peers[rank]}, size, self._limit_s)
+                part.wait()
+                texts[rank] += part.messages()[rank]
+        return [texts[rank].decode() for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """The others see that this rank is gone. Idempotent."""
+        for peer in self._peers.values():
+            peer.close()
+
+    def _exchange(self, message: bytes) -> Arriving:
+        self._send(message)
+        return Arriving(self._peers, len(message), self._limit_s)
+
+    def _send(self, message: bytes) -> None:
+        for rank, peer in self._peers.items():
+            try:
+                peer.socket.sendall(message)
+            except OSError as error:
+                raise RuntimeError(f"the connection to rank {rank} has ended: {error}") from error
+
+
+Gather = Callable[[Any], Sequence[Any]]
+"""What every rank gives, by rank, on all of them."""
+
+
+def connected(
+    rank: int, world_size: int, limit: timedelta, gather: Gather, own: int | None = None
+) -> tuple[UdsConnections, Sequence[int]] | None:
+    """Connections of all ranks, which have to be of one machine; None where they are not. Collective.
+
+    Args:
+        gather: collective.
+        own: a file of this rank's that all others are to have, too.
+
+    Returns:
+        The connections, and the files of all ranks, by rank, its own among them; the others' are the caller's to close.
+    """
+    if not 1 < world_size <= _MOST_RANKS:
+        return None
+    with contextlib.ExitStack() as listening:
+        place, door = _opened(listening)
+        places = gather(place)
+        if "" in places or len({machine for machine, _, _ in (each.partition(" ") for each in places)}) > 1:
+            return None
+        assert door is not None
+        paths = [each.partition(" ")[2] for each in places]
+        called: list[socket.socket] = []
+        met: dict[int, tuple[Peer, int]] = {}
+        # Before anybody waits for a call that never comes, as from a process of another user.
+        for step in (partial(_call, paths[:rank], called), partial(_meet, rank, world_size, called, door, own, met)):
+            done = _done(step)
+            if not done:  # the others may wait for this rank's answer, before they say so
+                _hang_up(door, called)
+            if not all(gather(done)):
+                _hang_up(door, called)
+                for peer, file in met.values():
+                    peer.close()
+                    if file >= 0:
+                        os.close(file)
+                return None
+    files = {other: file for other, (_, file) in met.items()} | ({} if own is None else {rank: own})
+    peers = {other: peer for other, (peer, _) in sorted(met.items())}
+    return UdsConnections(rank, peers, limit.total_seconds()), [file for _, file in sorted(files.items())]
+
+
+def _hang_up(door: socket.socket, called: Sequence[socket.socket]) -> None:
+    """Who has called, or was called, waits no longer."""
+    for each in (door, *called):
+        each.close()
+
+
+def _done(act: Callable[[], None]) -> bool:
+    """Whether the system has let it be done."""
+    try:
+        act()
+    except OSError:
+        return False
+    return True
+
+
+def _opened(listening: contextlib.ExitStack) -> tuple[str, socket.socket | None]:
+    """The machine and the path at which this rank can be found; "" where it cannot."""
+    try:
+        machine = f"{_MACHINE.read_text().strip()}/{_FILES.readlink()}"
+        folder = tempfile.mkdtemp(prefix="ptm")  # nobody else's to enter
+        path = f"{folder}/rank"
+        # By names: at the limit of open files nothing else could be removed.
+        listening.callback(_removed, os.rmdir, folder)
+        listening.callback(_removed, os.unlink, path)
+        door = listening.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        door.settimeout(_CONNECT_S)
+        door.bind(path)
+        door.listen(_MOST_RANKS)
+    except (OSError, AttributeError):  # another system, or no folder for it
+        return "", None
+    return f"{machine} {path}", door
+
+
+def _removed(remove: Callable[[str], None], path: str) -> None:
+    with contextlib.suppress(OSError):
+        remove(path)
+
+
+def _call(paths: Sequence[str], called: list[socket.socket]) -> None:
+    """Adds sockets to those who listen at these, whether they answer yet or not."""
+    for path in paths:
+        called.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        called[-1].settimeout(_CONNECT_S)
+        called[-1].connect(path)
+
+
+def _meet(
+    rank: int,
+    world_size: int,
+    called: Sequence[socket.socket],
+    door: socket.socket,
+    own: int | None,
+    met: dict[int, tuple[Peer, int]],
+) -> None:
+    """Adds each other rank, and its file (-1: it has none): those below have been called, those above call."""
+    with contextlib.ExitStack() as given:
+        files = [] if own is None else [own]
+        process = _own_process()
+        if process is not None:
+            given.callback(os.close, process)
+            files.insert(0, process)
+        for call in [*called, *(None for _ in range(rank + 1, world_size))]:
+            peer = call or door.accept()[0]
+            peer.settimeout(_CONNECT_S)
+            socket.send_fds(peer, [_HELLO.pack(rank, process is not None, own is not None)], files)
+            told, theirs, _, _ = socket.recv_fds(peer, _HELLO.size, 2)
+            if len(told) != _HELLO.size:
+                raise ConnectionError("a rank has gone while it was connected")
+            peer.settimeout(None)
+            other, has_process, has_file = _HELLO.unpack(told)
+            if len(theirs) != has_process + has_file:  # this process may open no more
+                for each in theirs:
+                    os.close(each)
+                has_process = has_file = 0
+            met[other] = (Peer(peer, theirs[0] if has_process else None), theirs[-1] if has_file else -1)
+
+
+def _own_process() -> int | None:
+    """See `Peer.process`."""
+    try:
+        return os.pidfd_open(os.getpid())
+    except (OSError, AttributeError):  # another system, or an old one
+        return None

@@ -1,0 +1,95 @@
+"""Collectives that are none of ours: what a user, a metric or Lightning asks of torch.distributed in a run is heard of before
+it is issued, so that ranks can come together first.
+
+Owns kernels above those of torch's collectives, until `close`: whichever function asks (one that was imported by its name,
+a functional one, a compiled block), the call passes there. Knows calls and process groups, nothing of what ranks do.
+
+I1: nothing of a collective has been done when it is heard of, and it is issued in the thread that asked for it.
+I2: not heard of are collectives of our own groups, of groups of one rank, and of threads that a user started: these wait
+    for themselves, and their order is none that compute keeps.
+I3: messages from rank to rank are no collectives: who waits for one is not heard of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import DispatchKey
+from torch.library import Library
+
+from lightning_ptm.comm.agreement import Gathering
+
+_NAMES = {
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allgather_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "barrier": "barrier",
+    "broadcast_": "broadcast",
+    "gather_": "gather",
+    "monitored_barrier_": "barrier",
+    "reduce_": "reduce",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "scatter_": "scatter",
+}
+"""What torch calls its collectives, and what users do."""
+
+
+class UserCollectives:
+    """Hears of collectives from now on.
+
+    Args:
+        before: is called with each, in the thread that issues it; what it raises, the caller gets.
+        ours: names of the process groups whose collectives are not told.
+    """
+
+    def __init__(self, before: Callable[[Gathering], None], ours: Collection[str]) -> None:
+        self._before = before
+        self._ours = frozenset(ours)
+        self._thread = threading.get_ident()
+        self._gatherings: dict[tuple[str, str], Gathering | None] = {}
+        # Every call of an operator looks here first, also in inference mode; torch has nothing of its own here.
+        here = DispatchKey.BackendSelect
+        self._below = torch._C._dispatch_keyset_full_after(here)
+        self._library = Library("c10d", "IMPL")
+        for name in _NAMES:
+            operator = getattr(torch.ops.c10d, name).default
+            place = [argument.name for argument in operator._schema.arguments].index("process_group")
+            kernel = partial(self._kernel, name, operator, place)
+            self._library.impl(name, kernel, here.name, with_keyset=True)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._library._destroy()
+
+    def _kernel(self, name: str, operator: Any, place: int, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        group = dist.ProcessGroup.unbox(args[place])
+        if group.group_name not in self._ours and self._is_of_compute():
+            gathering = self._gathering(_NAMES[name], group)
+            if gathering is not None:
+                self._before(gathering)
+        return operator.redispatch(keys & self._below, *args, **kwargs)
+
+    def _is_of_compute(self) -> bool:
+        """Whether this is the run's thread, or one of autograd's, which Python has not started."""
+        return threading.get_ident() == self._thread or isinstance(threading.current_thread(), threading._DummyThread)
+
+    def _gathering(self, name: str, group: dist.ProcessGroup) -> Gathering | None:
+        key = (name, group.group_name)
+        if key not in self._gatherings:
+            text = f"{name} {group.group_name} {dist.get_process_group_ranks(group)}"
+            number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
+            self._gatherings[key] = Gathering(number, group.size()) if group.size() > 1 else None
+        return self._gatherings[key]

@@ -1,0 +1,356 @@
+"""How long steps take while updates go on in a thread of their own, on the cores that compute (lock-free mode on a CPU).
+
+Owns the clock of some steps in a row; what waits for which job, what compute may read, when a pass begins and which chunk is
+next is decided by the objects that a run asks, too (version_policy.py, pace.py, chunks.py). Compute adopts a version
+only while it
+is not reading the one before. Each second of the thread's arithmetic makes compute longer by `loss` seconds, for its cores
+work in lockstep.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning_ptm.forecasting.timed_chunks import Moment, TimedChunk, TimedJob, comes_s
+from lightning_ptm.forecasting.update_extras import UpdateExtra
+from lightning_ptm.planning.chunk_bounds import ChunkBounds, even_chunk_bounds
+from lightning_ptm.planning.chunks import Chunks
+from lightning_ptm.planning.pace import Pace, paced_steps
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.planning.version_policy import Begin, Flat, GradientEvent, Reading, VersionPolicy
+from lightning_ptm.terms import Phase
+
+_MERGED_PASSES = 1.4
+"""Passes that more steps take at once: one of 28 bytes an element, and a correction that reads and writes a moment and reads
+a gradient, 12 bytes (update/merged_steps.py)."""
+_NO_EXTRA = UpdateExtra()
+_STEPS = 12
+"""Steps that count, at least; before them as many, and as many as parameters may lack."""
+_MOST_STEPS = 96
+"""A bound beyond that hardly changes a mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCoreRates:
+    """Of the thread, beside compute; elements and bytes a second.
+
+    Args:
+        update_bytes_per_s: of master states twice, gradients and compute parameters once.
+        loss: seconds by which compute gets longer for each second of it.
+        learn_numel_per_s: what a forecast takes beyond; None: nothing.
+        forecast_numel_per_s: to which a forecast is added; None: it takes no time.
+        sum_bytes_per_s: of gradients that are added up: two read, one written.
+        disk_bytes_per_s: reads and writes together.
+    """
+
+    update_bytes_per_s: float
+    loss: float
+    learn_numel_per_s: float | None
+    forecast_numel_per_s: float | None
+    sum_bytes_per_s: float
+    disk_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCoreFlat:
+    """A trainable flat of this rank: its pages are of one kind with those of other flats of the same `kind`; `foreseeable`:
+    its updates are forecast; `extra`: what its updates take beside a pass over bytes."""
+
+    unit: int
+    numel: int
+    bytes_per_element: int
+    master_bytes_per_element: int
+    on_disk: bool
+    kind: Hashable
+    foreseeable: bool = False
+    cuts: ChunkBounds | None = None
+    extra: UpdateExtra | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCoreTiming:
+    """Means of a step: seconds, those of them that compute waited for versions, and how often a flat was updated."""
+
+    seconds: float
+    stall_s: float
+    updates: float
+
+
+class _Job(TimedJob["_Flat"]):
+    def __init__(self, begun: Begin[_Flat], now: Moment) -> None:
+        super().__init__(begun.flat, begun.flat.cuts, now, 0.0, streams=begun.flat.is_.on_disk)
+        self.begun = begun
+
+
+class _Flat(Flat):
+    def __init__(self, flat: SharedCoreFlat, chunk_numel: int) -> None:
+        self.cuts = flat.cuts or even_chunk_bounds(flat.numel, chunk_numel)
+        super().__init__(flat.kind, len(self.cuts.starts), foreseeable=flat.foreseeable)
+        self.is_ = flat
+        self.have = Reading()
+        self.published = False
+        """Whether there is a version that compute has not seen."""
+        self.read = False
+        """Whether compute is reading the flat."""
+        self.job: _Job | None = None
+
+
+@dataclass(slots=True)
+class _State:
+    now_s: float = 0.0
+    """Of compute."""
+    stall_s: float = 0.0
+    thread: Moment = field(default_factory=Moment)
+    """Until then the thread is busy, or waits for the disk."""
+    disk_free_s: float = 0.0
+    longer_s: float = 0.0
+    """By which the tick in progress gets longer."""
+    updates: int = 0
+    ended: deque[tuple[float, _Job]] = field(default_factory=deque)
+    """Jobs whose last chunk is computed at this time."""
+
+
+class SharedCores:
+    """One run.
+
+    Args:
+        flats: all trainable ones.
+        spares: pages for versions in the making, by kind.
+        rates: of this rank.
+        chunk_numel: elements that travel together; staging: chunks that hold buffers at once.
+        max_staleness: steps whose gradients a parameter in use may lack; reach: so many are forecast, where they are.
+        paced: updates are held (pace.py).
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[SharedCoreFlat],
+        spares: Mapping[Hashable, int],
+        rates: SharedCoreRates,
+        *,
+        chunk_numel: int,
+        staging: int,
+        max_staleness: int,
+        paced: bool = False,
+        reach: int | None = None,
+    ) -> None:
+        # Configuration.
+        self._rates = rates
+        self._max_staleness = max_staleness
+        # State.
+        self._flats = [_Flat(flat, chunk_numel) for flat in flats]
+        kinds = [kind for kind, count in spares.items() for _ in range(count)]
+        self.waiting = VersionPolicy(self._flats, kinds, room=staging, reach=reach)
+        for each in self._flats:
+            each.have.reach = self.waiting.reach
+        self._pace = Pace(max_staleness, [flat.numel for flat in flats]) if paced else None
+        self._of_unit: dict[int, list[_Flat]] = {}
+        for flat in self._flats:
+            self._of_unit.setdefault(flat.is_.unit, []).append(flat)
+        self._at = _State()
+        self.chunks: Chunks[_Flat, _Job, TimedChunk[_Flat]] = Chunks(self, staging=staging)
+
+    def run(self, trace: Trace, *, micro_batches: int = 1, step_s: float = 0.0) -> SharedCoreTiming:
+        """Steps of these ticks, one after the other.
+
+        Args:
+            trace: with seconds; step_s: what a step takes beside its ticks.
+        """
+        last = {tick.unit: index for index, tick in enumerate(trace.ticks) if tick.phase is Phase.BACKWARD}
+        counted = _STEPS if self._pace is None else max(_STEPS, min(paced_steps(self._max_staleness), _MOST_STEPS))
+        steps = 2 * counted + min(self._max_staleness, _MOST_STEPS)
+        began_s, stalled_s, updated = 0.0, 0.0, 0
+        for step in range(steps):
+            if step == steps - counted:
+                began_s, stalled_s, updated = self._at.now_s, self._at.stall_s, self._at.updates
+            for micro_batch in range(micro_batches):
+                self._let_go()
+                for index, tick in enumerate(trace.ticks):
+                    if tick.phase is Phase.FORWARD:
+                        self._read(tick.unit)
+                    self._compute(tick.seconds)
+                    if last.get(tick.unit) == index and micro_batch == micro_batches - 1:
+                        self._hand_over(tick.unit, step)
+            self._let_go()
+            self._compute(step_s)
+        flats = max(1, len(self._flats))
+        return SharedCoreTiming(
+            (self._at.now_s - began_s) / counted,
+            (self._at.stall_s - stalled_s) / counted,
+            (self._at.updates - updated) / counted / flats,
+        )
+
+    # -- compute -------------------------------------------------------------------------------------------------------
+
+    def _compute(self, seconds: float) -> None:
+        at, left = self._at, seconds
+        while left or at.longer_s:
+            until_s = at.now_s + left + at.longer_s
+            at.longer_s = 0.0
+            self._work_until(until_s)
+            at.now_s, left = until_s, 0.0
+
+    def _read(self, unit: int) -> None:
+        self._adopt_all()
+        for flat in self._of_unit.get(unit, ()):
+            while not flat.have.may_read(self._max_staleness):
+                self._catch_up(flat)
+                if not self._work_for_news():
+                    break
+                self._adopt_all()
+            flat.read = True
+
+    def _let_go(self) -> None:
+        """Nothing is being read any more."""
+        for flat in self._flats:
+            flat.read = False
+        self._adopt_all()
+
+    def _adopt_all(self) -> None:
+        for flat in self._flats:
+            if flat.published and not flat.read:
+                self._adopt(flat)
+
+    def _adopt(self, flat: _Flat) -> None:
+        flat.published = False
+        flat.have.adopt(flat.applied, flat.received, learned=flat.learned)
+        self.waiting.give_back(flat.kind)
+        self._feed()
+
+    def _catch_up(self, flat: _Flat) -> None:
+        if self._pace is not None and self._pace.waiting(flat.place):
+            self._pace.begin(flat.place)
+            self._begin(flat)
+        self._hurry(flat, flat.have.received - self._max_staleness)
+
+    def _hand_over(self, unit: int, step: int) -> None:
+        for flat in self._of_unit.get(unit, ()):
+            if flat.have.foresees(self._max_staleness, published=flat.published):
+                held = self._pace is not None and bool(self._pace.waiting(flat.place))
+                self._at.longer_s += self._forecast_s(flat, together=held)
+                flat.have.seen += 1
+            flat.have.received += 1
+            begin = None if self._pace is None else self._pace.came(flat.place, flat.applied)
+            self._offer(flat, step, begin=begin is None)
+            for place in begin or ():
+                self._begin(self._flats[place])
+
+    # -- what waits ----------------------------------------------------------------------------------------------------
+
+    def _offer(self, flat: _Flat, step: int, *, begin: bool) -> None:
+        held = self.waiting.hold(flat, step, unseen=flat.applied if flat.published and flat.learned else None)
+        if held.foreseen:
+            self._at.longer_s += self._rates.loss * self._forecast_s(flat, together=held.doing is GradientEvent.ADDED)
+        if held.doing is GradientEvent.ADDED:
+            size = 3 * flat.is_.numel * flat.is_.bytes_per_element
+            self._at.longer_s += self._rates.loss * size / self._rates.sum_bytes_per_s
+        if begin:
+            self.waiting.begin(flat)
+        self._feed()
+
+    def _begin(self, flat: _Flat) -> None:
+        self.waiting.begin(flat)
+        self._feed()
+
+    def _hurry(self, flat: _Flat, needed: int) -> None:
+        self.waiting.hurry(flat, needed)
+        self._feed()
+        if flat.job is not None and not flat.job.computed and flat.urgent:
+            self.chunks.to_front(flat.job)
+
+    def _feed(self) -> None:
+        for begun in self.waiting.next_jobs():
+            job = begun.flat.job = _Job(begun, self._at.thread)
+            self.chunks.enqueue(job)
+            if begun.flat.urgent:
+                self.chunks.to_front(job)
+
+    def _finish(self, job: _Job) -> None:
+        flat = job.flat
+        flat.job = None
+        self._at.updates += 1
+        if self.waiting.finish(flat, learned=bool(job.begun.ahead)).foreseen:
+            self._at.longer_s += self._rates.loss * self._forecast_s(flat)
+        if flat.published:
+            self.waiting.give_back(flat.kind)
+        flat.published = True
+        self._feed()
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _work_until(self, until_s: float) -> None:
+        """What the thread begins before then."""
+        at = self._at
+        while True:
+            while at.ended and at.ended[0][0] <= min(at.thread.s, until_s):
+                self._finish(at.ended.popleft()[1])
+            if at.thread.s >= until_s:
+                return
+            if not self.chunks.advance():
+                awaited = self.chunks.awaited(None)
+                at.thread.s = until_s if awaited is None else comes_s(awaited)
+
+    def _work_for_news(self) -> bool:
+        """Compute waits until a job has ended; whether there is one."""
+        at = self._at
+        longer_s = at.longer_s
+        while not at.ended:
+            at.thread.s = max(at.thread.s, at.now_s)
+            if not self.chunks.advance():
+                awaited = self.chunks.awaited(None)
+                if awaited is None:
+                    return False
+                at.thread.s = comes_s(awaited)
+        ends_s, job = at.ended.popleft()
+        at.stall_s += max(0.0, ends_s - at.now_s)
+        at.now_s = max(at.now_s, ends_s)
+        at.longer_s = longer_s  # nothing is computed that could get longer
+        self._finish(job)
+        return True
+
+    def chunk(self, flat: _Flat, start: int, numel: int) -> TimedChunk[_Flat]:
+        """A chunk of which nothing has been read."""
+        return TimedChunk(flat, start, numel, now=self._at.thread)
+
+    def read(self, job: _Job | None, chunk: TimedChunk[_Flat]) -> bool:
+        """Read its master states."""
+        chunk.ready_s = self._transfer(chunk)
+        chunk.whole = True
+        return True
+
+    def update(self, job: _Job, chunk: TimedChunk[_Flat]) -> bool:
+        """The thread's arithmetic, which makes compute longer; then its writes."""
+        flat, begun, rates = chunk.flat.is_, job.begun, self._rates
+        element_bytes = 2 * (flat.master_bytes_per_element + flat.bytes_per_element)
+        passes = _MERGED_PASSES if begun.at_once else begun.steps
+        extra, share = flat.extra or _NO_EXTRA, chunk.numel / flat.numel
+        size = passes * (chunk.numel * element_bytes + 2 * extra.more_bytes * share)
+        seconds = size / rates.update_bytes_per_s + extra.cpu_s * share
+        if begun.ahead and rates.learn_numel_per_s is not None:
+            seconds += chunk.numel / rates.learn_numel_per_s
+        self._at.thread.s += seconds
+        self._at.longer_s += rates.loss * seconds
+        if flat.on_disk:
+            chunk.written_s = self._transfer(chunk)
+        return flat.on_disk
+
+    def free(self, chunk: TimedChunk[_Flat]) -> None:
+        """Its buffers are only counted."""
+
+    def end(self, job: _Job) -> None:
+        """The buffers hear of it when the thread is there."""
+        self._at.ended.append((self._at.thread.s, job))
+
+    def _transfer(self, chunk: TimedChunk[_Flat]) -> float:
+        at = self._at
+        size = chunk.numel * chunk.flat.is_.master_bytes_per_element
+        at.disk_free_s = max(at.disk_free_s, at.thread.s) + size / self._rates.disk_bytes_per_s
+        return at.disk_free_s
+
+    def _forecast_s(self, flat: _Flat, *, together: bool = False) -> float:
+        """Args: together: what comes is added to what waits, whose momentum is then followed, too."""
+        rate = self._rates.forecast_numel_per_s
+        passes = 2 if together and self.waiting.follows_sums else 1
+        return 0.0 if rate is None else passes * flat.is_.numel / rate

@@ -1,0 +1,35 @@
+"""When gradients leave, and are used: what follows their own events in a run, and so stands in no plan.
+
+Owns these moments on paper. A unit's gradients are reduced and offloaded behind the last tick of a backward pass that may
+write them; they go to its update behind its last tick of all, where nothing has to see all gradients, else behind the last.
+With lock-free updates that is when they are handed over: the arithmetic comes when it comes (shared_cores.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_ptm.planning.device_demand import gradient_spans
+from lightning_ptm.planning.layout import ModelLayout
+from lightning_ptm.planning.lifetime import uses_of
+from lightning_ptm.planning.placement_data import Placement
+from lightning_ptm.planning.plan import Task
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.terms import Kind, Operation
+
+
+def gradient_tasks(layout: ModelLayout, placement: Placement, trace: Trace) -> Iterator[Task]:
+    """REDUCE, OFFLOAD and UPDATE of one iteration, of one micro-batch or several."""
+    uses = uses_of(trace, len(layout.units))
+    for unit, use in enumerate(uses.units):
+        if not layout.trainable_pages(unit) or not use.backward:
+            continue
+        gradients = placement.gradients(unit)
+        for written in gradient_spans(use, passing=gradients.pass_through):
+            if any(flat.shared and flat.trainable for flat in layout.flats_of(unit)):
+                yield Task(Operation.REDUCE, unit, Kind.GRADIENT, written.end + 1)
+            if not gradients.home.computes:
+                yield Task(Operation.OFFLOAD, unit, Kind.GRADIENT, written.end + 1)
+        # A forward may follow the unit's last backward: it has to see the parameters of this step.
+        trigger = uses.tick_count if placement.keeps_gradients else use.ticks[-1] + 1
+        yield Task(Operation.UPDATE, unit, Kind.MASTER, trigger)

@@ -1,0 +1,137 @@
+"""What placement decides with and decides: budgets, wishes, homes. Data only.
+
+Owns no choice: placement.py makes it, the simulator checks it, the runtime allocates by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning_ptm.planning.layout import FlatLayout
+from lightning_ptm.terms import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Budget(Mapping[Tier, int]):
+    """Bytes that this rank may use in each tier, nearest first; 0 means that the run has no such tier."""
+
+    bytes_of: Mapping[Tier, int]
+
+    def __getitem__(self, tier: Tier) -> int:
+        return self.bytes_of.get(tier, 0)
+
+    def __contains__(self, tier: object) -> bool:
+        return tier in self.bytes_of
+
+    def __iter__(self) -> Iterator[Tier]:
+        return iter(sorted(self.bytes_of, key=lambda tier: tier.distance))
+
+    def __len__(self) -> int:
+        return len(self.bytes_of)
+
+    def without(self, tier: Tier, size: int) -> Budget:
+        """A budget of which so many bytes of a tier are spoken for."""
+        return Budget({**self.bytes_of, tier: self[tier] - size})
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """The tiers that hold the truth of one unit's states between steps.
+
+    Without kept gradients, a gradient home on the device has no bytes of its own: gradients pass through pages that
+    they hold until the update has used them.
+    """
+
+    parameter: Tier
+    gradient: Tier
+    master: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """How one unit's gradients are kept from its backward to its update.
+
+    Args:
+        home: where they wait.
+        outlive_backward: for the step, whatever their home (see Placement).
+        add_up: over several backward passes.
+    """
+
+    home: Tier
+    outlive_backward: bool
+    add_up: bool
+
+    @property
+    def pass_through(self) -> bool:
+        """They have no home: they hold device pages until the update has used them."""
+        return self.home.computes and not self.outlive_backward
+
+    @property
+    def add_up_in_buffer(self) -> bool:
+        """What there is of a sum comes to the device, to be added to: where it is at home no tensor is a view of it."""
+        return self.add_up and not self.home.addressable
+
+
+def arithmetic_tier(home: Tier, staging_tier: Tier) -> Tier:
+    """Where what has this home is updated: there, or in staging."""
+    return home if home.updates else staging_tier
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementWishes:
+    """Homes that the user asked for, for all units; None leaves the choice to placement."""
+
+    parameter: Tier | None = None
+    master: Tier | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Homes of all units, and how the tiers are divided.
+
+    Args:
+        homes: one per unit.
+        master_bytes_per_element: one per flat of the layout; 0 for frozen ones.
+        own_state_bytes: by flat, bytes of each rank's tensors of states that have shapes of their own, which no element
+            counts; of one rank that stands for all, where nobody owns parameters.
+        keeps_gradients: whether gradients outlive the backward pass (accumulation, clipping by norm).
+        sums_gradients: whether those of several backward passes may add up (accumulation).
+        at_home_bytes: of homes, by tier; of the rank that has most.
+        gather_bytes: device bytes for gathered flats, fetched pages and passing gradients: whole pages; never more
+            than they could all use at once.
+        staging_bytes: bytes through which updates stream between the disk and the CPU, in `staging_tier`: RAM, which is
+            the device tier where there is no host tier.
+    """
+
+    homes: tuple[Homes, ...]
+    master_bytes_per_element: tuple[int, ...]
+    keeps_gradients: bool
+    sums_gradients: bool
+    at_home_bytes: Mapping[Tier, int]
+    gather_bytes: int
+    staging_bytes: int
+    staging_tier: Tier
+    own_state_bytes: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
+
+    def master_bytes(self, flat: FlatLayout) -> int:
+        """Bytes of a trained flat's master states."""
+        return flat.shard_numel * self.master_bytes_per_element[flat.index] + self.own_bytes(flat)
+
+    def own_bytes(self, flat: FlatLayout) -> int:
+        """Those of them that no element counts."""
+        own = self.own_state_bytes.get(flat.index)
+        return sum(own[flat.rank]) if own else 0
+
+    def gradients(self, unit: int) -> Gradients:
+        """How a unit's are kept."""
+        return Gradients(self.homes[unit].gradient, self.keeps_gradients, self.sums_gradients)
+
+    def staged_bytes(self, tier: Tier) -> int:
+        """Bytes of staging in one tier."""
+        return self.staging_bytes if tier is self.staging_tier else 0
+
+    @property
+    def streams(self) -> bool:
+        """Whether something is at home where no update runs, so that it has to come and go."""
+        return any(size for tier, size in self.at_home_bytes.items() if not tier.updates)

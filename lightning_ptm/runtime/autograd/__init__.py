@@ -1,0 +1,1 @@
+"""Hooks on modules and autograd: forwards, backward passes, saved tensors, recomputation."""

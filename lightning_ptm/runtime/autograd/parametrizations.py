@@ -1,0 +1,37 @@
+"""torch's parametrizations that are put on and taken off within a forward, as PEFT does for LoRA on packed experts
+(`target_parameters`).
+
+Owns nothing. Putting one on gives the parameter the data that it has (`parameter.set_(parameter)`), which changes nothing and
+which torch counts as a write; what is written to a parameter in pages is lost, so writes are refused (binding.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils import parametrize
+
+_SETS_DATA = "_maybe_set"
+"""What torch puts a parametrization on with; takes the tensor and whose data it gets."""
+
+
+@contextmanager
+def parametrizing_is_no_write() -> Iterator[None]:
+    """Inside, a parametrization that leaves its parameter's data alone does not count as a write to it."""
+    original: Any = getattr(parametrize, _SETS_DATA, None)
+    if original is None:
+        yield
+        return
+
+    def set_data(target: Tensor, source: Tensor) -> None:
+        if target is not source:
+            original(target, source)
+
+    setattr(parametrize, _SETS_DATA, set_data)
+    try:
+        yield
+    finally:
+        setattr(parametrize, _SETS_DATA, original)

@@ -1,0 +1,793 @@
+"""Units whose activations are recomputed in the backward pass: what is put in place of their forward.
+
+Owns torch's checkpoints around units. Knows nothing of pages; who is told that a recomputed forward starts gathers them.
+
+I1: what a checkpoint of the user's recomputes already is recomputed once, not twice.
+I2: a forward that does not repeat itself is refused with the name of its unit: what it saves for the backward is compared
+with what the first has saved, by fingerprints (on a CPU; on other devices by number, shapes and dtypes alone).
+I3: what a module holds, through modules and containers (parameters and whether they are trained, buffers, other attributes,
+submodules, hooks, its class), and the containers and modules among its arguments are for the recomputed forward what they
+were for the first, and what a forward changes of them is changed once.
+I4: what ranks have exchanged in a forward (`once`) is kept, and not exchanged again. I5: weights that have changed since, and
+tensors among the arguments that were written to, are refused; so is a forward that gives a parameter another value each time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+import threading
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils.checkpoint import CheckpointError, _allowed_determinism_checks_to_fns, checkpoint
+
+from lightning_ptm.errors import UsageError
+from lightning_ptm.memory.backend import in_ram
+from lightning_ptm.memory.fingerprint import sampled
+from lightning_ptm.runtime.autograd.saved_tensors import inside_checkpoint, refuse_changed
+from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform, tensors_in
+from lightning_ptm.runtime.units.binding import refuse_older
+from lightning_ptm.runtime.units.discovery import Unit
+
+Call = Callable[..., Any]
+
+_SMALL_NUMEL = 1 << 14
+"""Buffers of no more elements are kept for a recomputed forward whether it is known that they change or not."""
+
+_SELF_CHECKPOINTING = "GradientCheckpointingLayer"
+"""Base class of transformers' layers. They can checkpoint themselves (`gradient_checkpointing`), and where the models
+around them are told of it, these fill no cache of keys and values, which a recomputed forward would fill twice."""
+
+
+def _checkpoints_itself(module: nn.Module) -> bool:
+    return any(base.__name__ == _SELF_CHECKPOINTING for base in type(module).__mro__)
+
+
+class _StateWithoutOurs:
+    """`__getstate__` of a module to which `replace` has given attributes: copies and pickles have what was there before."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._theirs = module.__getstate__
+        self.replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Attributes of ours, and what the module itself had there, the oldest first."""
+
+    def __call__(self) -> Any:
+        state = self._theirs()  # may be the module's own dictionary
+        if isinstance(state, tuple) and state and isinstance(state[0], dict):  # of a class with slots
+            return self._without_ours(state[0]), *state[1:]
+        return self._without_ours(state) if isinstance(state, dict) else state
+
+    def _without_ours(self, state: dict[str, Any]) -> dict[str, Any]:
+        found = {name: value for name, value in state.items() if value is not self}
+        for ours, before in reversed(self.replaced):
+            for name, value in ours.items():
+                if found.get(name) is value:
+                    del found[name]
+                    found.update({name: before[name]} if name in before else {})
+        return found
+
+
+def replace(module: nn.Module, **attributes: Any) -> Callable[[], None]:
+    """Gives one module attributes of its own, which its copies do not have; returns what takes them back."""
+    before = {name: module.__dict__[name] for name in attributes if name in module.__dict__}
+    state = module.__dict__.get("__getstate__")
+    if not isinstance(state, _StateWithoutOurs):
+        own = {} if state is None else {"__getstate__": state}
+        state = _StateWithoutOurs(module)
+        state.replaced.append(({}, own))
+        module.__dict__["__getstate__"] = state
+    entry = (attributes, before)
+    state.replaced.append(entry)
+
+    def restore() -> None:
+        for name in attributes:
+            module.__dict__.pop(name, None)
+        module.__dict__.update(before)
+        state.replaced[:] = [each for each in state.replaced if each is not entry]
+        if len(state.replaced) == 1:
+            del module.__dict__["__getstate__"]
+            module.__dict__.update(state.replaced[0][1])
+
+    module.__dict__.update(attributes)
+    return restore
+
+
+def compiled_around(root: nn.Module, units: Iterable[Unit]) -> list[str]:
+    """Names of the modules that torch.compile compiles as a whole and that have one of `units` inside of them.
+
+    torch's checkpoint turns compilation off for what it calls, so such a unit is computed as it is; one that is compiled by
+    itself is not.
+    """
+    inner = {id(unit.module) for unit in units}
+    found = []
+    for name, module in root.named_modules():
+        compiled = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+        if compiled and any(id(each) in inner for each in module.modules() if each is not module):
+            found.append(name or type(module).__name__)
+    return found
+
+
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
+_LISTS = (list, deque)
+_CONTAINERS = (*_DICTS, *_LISTS, set)
+_STATISTICS = ("running_mean", "running_var")
+"""Buffers that torch's batch_norm writes to without counting it as a change."""
+
+_nothing = object()
+
+
+class _Contents:
+    """Which objects modules hold: attributes and what is registered, what is in containers among these, and so on through
+    modules and containers, but not through objects of other classes.
+
+    Args:
+        roots: modules.
+        around: ids of modules that are left out: those that `roots` are parts of.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module], around: Iterable[int]) -> None:
+        self.kinds: list[tuple[nn.Module, type]] = []
+        self.containers: list[tuple[Any, Any]] = []
+        self.parameters: list[nn.Parameter] = []
+        self.with_tensors: list[tuple[Any, Any, list[Any]]] = []
+        self._empty: list[Any] = []
+        self._tuples = False
+        seen, todo = set(around), list[Any](roots)
+        while todo:
+            value = todo.pop()
+            kind = type(value)
+            if isinstance(value, nn.Module):
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    self.kinds.append((value, kind))
+                    todo.append(vars(value))
+            elif kind is SimpleNamespace:
+                todo.append(vars(value))
+            elif isinstance(value, tuple):
+                self._tuples |= any(isinstance(each, Tensor) and each.grad_fn is not None for each in value)
+                todo += value
+            elif kind in _CONTAINERS and id(value) not in seen:
+                seen.add(id(value))
+                if not value:
+                    self._empty.append(value)
+                    continue
+                inside = value.values() if kind in _DICTS else value
+                inside = [each for each in inside if type(each) not in _OTHERS]
+                todo += [each for each in inside if isinstance(each, _LEADS_ON)]
+                self.parameters += [each for each in inside if type(each) is nn.Parameter]
+                self._add(value, any(map(_is_state, inside)))
+        self._put_in_place()
+        self._sets = [each for each in self.containers if type(each[0]) is set]
+        self._dicts = [each for each, _ in self.containers if type(each) in _DICTS]
+        self._lists = [each for each, _ in self.containers if type(each) in _LISTS]
+        self._of_dicts = _items(copy for _, copy in self.containers if type(copy) in _DICTS)
+        self._of_lists = _items(copy for _, copy in self.containers if type(copy) in _LISTS)
+
+    def _add(self, container: Any, with_tensors: bool) -> None:
+        copy = container.copy()
+        if type(container) is set or not with_tensors:
+            self.containers.append((container, copy))
+            return
+        items = list(copy.items() if type(copy) in _DICTS else enumerate(copy))
+        self.with_tensors.append((container, copy, [name for name, each in items if _is_state(each)]))
+
+    def _put_in_place(self) -> None:
+        """Puts what has no graph in place of what has: the graph of an earlier call would hold what that call has kept, which
+        would hold the graph of the one before."""
+        others: dict[int, Any] = {}
+        for at, (container, copy, names) in enumerate(self.with_tensors):
+            graphs = [name for name in names if copy[name].grad_fn is not None]
+            for name in graphs:
+                tensor = copy[name]
+                copy[name] = others.setdefault(id(tensor), tensor.detach().requires_grad_())
+            if graphs and not any(
+                container is vars(module) or container is module._buffers for module, _ in self.kinds
+            ):
+                others[id(container)] = copy.copy()
+                self.with_tensors[at] = others[id(container)], copy, names
+        if others or self._tuples:
+            for _, copy, *_ in (*self.containers, *self.with_tensors):
+                for name, value in (
+                    [] if type(copy) is set else list(copy.items() if type(copy) in _DICTS else enumerate(copy))
+                ):
+                    copy[name] = _replaced(value, others)
+
+    def remains(self) -> bool:
+        """Whether all of it is what it was, but for what is in `with_tensors`."""
+        of_dicts, of_lists = _items(self._dicts), _items(self._lists)
+        return (
+            not any(self._empty)
+            and len(of_dicts) == len(self._of_dicts)
+            and len(of_lists) == len(self._of_lists)
+            and all(map(operator.is_, of_dicts, self._of_dicts))
+            and all(map(operator.is_, of_lists, self._of_lists))
+            and all(container == copy for container, copy in self._sets)
+            and all(type(module) is kind for module, kind in self.kinds)
+        )
+
+    def remains_all(self) -> bool:
+        """Whether all of it is what it was."""
+        return self.remains() and all(_same(container, copy) for container, copy, _ in self.with_tensors)
+
+    def put(self) -> Callable[[], None]:
+        """Makes all of it what it was, but for what is in `with_tensors`; returns what takes that back."""
+        if self.remains():
+            return lambda: None if self.remains() else self._put(self.kinds, self.containers, ())
+        kinds = [(module, type(module)) for module, _ in self.kinds]
+        now = [(container, container.copy()) for container, _ in self.containers]
+        filled = [(container, container.copy()) for container in self._empty if container]
+        self._put(self.kinds, self.containers, ())
+        return partial(self._put, kinds, now, filled)
+
+    def _put(
+        self,
+        kinds: Iterable[tuple[nn.Module, type]],
+        contents: Iterable[tuple[Any, Any]],
+        filled: Iterable[tuple[Any, Any]],
+    ) -> None:
+        for container in self._empty:
+            if container:
+                container.clear()
+        for module, kind in kinds:
+            if type(module) is not kind:
+                module.__class__ = kind
+        _put(contents)
+        _put(filled)
+
+
+def _items(containers: Iterable[Any]) -> list[Any]:
+    """The number of what is in each, and all that is in them."""
+    found = list(containers)
+    inside = (dict.values(each) if isinstance(each, dict) else each for each in found)
+    return [*map(len, found), *chain.from_iterable(inside)]
+
+
+def _replaced(value: Any, others: dict[int, Any]) -> Any:
+    """What is in place of `value`; in tuples, of tensors with a graph."""
+    if type(value) is tuple:
+        items = [
+            each.detach().requires_grad_()
+            if isinstance(each, Tensor) and each.grad_fn is not None
+            else _replaced(each, others)
+            for each in value
+        ]
+        return value if all(map(operator.is_, items, value)) else tuple(items)
+    return others.get(id(value), value)
+
+
+_OTHERS = frozenset(map(type, (None, True, 0, 0.0, "", _items, partial(_items), [].append)))
+_is_trained = operator.attrgetter("requires_grad")
+_LEADS_ON = (nn.Module, SimpleNamespace, tuple, dict, list, deque, set)
+
+
+def _is_state(value: Any) -> bool:
+    """Whether it is a tensor whose bytes a forward may change. Parameters are not, whose values I5 is about."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
+
+
+def _same(container: Any, copy: Any) -> bool:
+    """Whether a container holds the objects that its copy does, in their order."""
+    if len(container) != len(copy) or type(container) is set:
+        return bool(container == copy)
+    if type(container) in _DICTS:
+        return all(map(operator.is_, container, copy)) and all(map(operator.is_, container.values(), copy.values()))
+    return all(map(operator.is_, container, copy))
+
+
+def _put(containers: Iterable[tuple[Any, Any]]) -> None:
+    """Gives containers their contents."""
+    for container, contents in containers:
+        if not _same(container, contents):
+            container.clear()
+            if type(container) in _LISTS:
+                container.extend(contents)
+            elif type(container) is Counter:
+                dict.update(container, contents)  # its own adds
+            else:
+                container.update(contents)
+
+
+class _Held:
+    """What modules hold before a call: which objects, and tensors that a forward may write to as copies.
+
+    Args:
+        contents: as they are now.
+    """
+
+    def __init__(self, contents: _Contents) -> None:
+        self._contents = contents
+        self._tensors = {
+            id(copy[name]): (name, copy[name], copy[name]._version)
+            for _, copy, names in contents.with_tensors
+            for name in names
+        }
+        values = [value for _, value, _ in self._tensors.values()]
+        self._before = dict(zip(self._tensors, _copies(values), strict=True))
+        self._trained = list(map(_is_trained, contents.parameters))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the modules."""
+        return self._contents.parameters
+
+    @property
+    def ids(self) -> Collection[int]:
+        """Of the tensors."""
+        return self._tensors.keys()
+
+    def keep_changed(self) -> None:
+        """Lets go of copies of large tensors that the call has not changed."""
+        for key, (name, value, version) in self._tensors.items():
+            before = self._before[key]
+            if value.numel() <= _SMALL_NUMEL or value._version != version:
+                continue
+            on_cpu = in_ram(value) and type(value) is Tensor and value.layout is torch.strided
+            # Writes to `.data` are no change that is counted, either.
+            if _equal(value, before) if on_cpu else name not in _STATISTICS:
+                del self._before[key]
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Inside, all of it is as it was, tensors and containers as copies; what happens to these is forgotten."""
+        for key, (_, value, version) in self._tensors.items():
+            if key not in self._before and value._version != version:
+                refuse_changed(value, version)
+        trained = list(map(_is_trained, self._contents.parameters))
+        self._train(trained, self._trained)
+        back = self._contents.put()
+        now = [(container, container.copy()) for container, *_ in self._contents.with_tensors]
+        fresh = dict(zip(self._before, _copies(list(self._before.values())), strict=True))
+        try:
+            for container, contents, names in self._contents.with_tensors:
+                _put([(container, contents)])
+                for name in names:
+                    value = fresh.get(id(contents[name]), contents[name])
+                    # In place of what was computed, so that it may be written to.
+                    container[name] = value.requires_grad_().clone() if contents[name].requires_grad else value
+            yield
+        finally:
+            back()
+            _put(now)
+            self._train(self._trained, trained)
+
+    def _train(self, now: list[bool], then: list[bool]) -> None:
+        """Makes parameters want gradients as they did: autograd saves nothing for others."""
+        if now != then:
+            for parameter, wanted in zip(self._contents.parameters, then, strict=True):
+                parameter.requires_grad_(wanted)
+
+
+@torch.no_grad()
+def _equal(one: Tensor, other: Tensor) -> bool:
+    try:  # by 8 bytes, which is ten times as fast for bytes
+        return torch.equal(one.view(torch.int64), other.view(torch.int64))
+    except RuntimeError:  # of odd size, or in another order
+        return torch.equal(one, other)
+
+
+@torch.no_grad()
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies, of which those share memory that are of tensors which do."""
+    if len(tensors) == 1:
+        return [tensors[0].detach().clone()]
+    places = [each.untyped_storage()._cdata if torch._C._has_storage(each) else id(each) for each in tensors]
+    times = Counter(places)
+    if len(times) == len(tensors):
+        return [each.detach().clone() for each in tensors]
+    memory: dict[int, Any] = {}
+    copies = []
+    for tensor, place in zip(tensors, places, strict=True):
+        if times[place] == 1 or type(tensor) is not Tensor:
+            copies.append(tensor.detach().clone())
+            continue
+        if place not in memory:
+            memory[place] = tensor.untyped_storage().clone()
+        shape = tensor.storage_offset(), tensor.shape, tensor.stride()
+        copies.append(torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(memory[place], *shape))
+    return copies
+
+
+class _Arguments:
+    """Arguments of a call as they are before it: containers among them as copies, and versions of tensors inside of these
+    or given by name. Those that are given in order are torch's to keep, and to compare."""
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._args = {at: _copied(value) for at, value in enumerate(args) if type(value) in _NESTED}
+        self._kwargs = {name: _copied(value) for name, value in kwargs.items() if type(value) in _NESTED}
+        inside = (*self._args.values(), *kwargs.values())
+        self._versions = [(each, each._version) for each in tensors_in(inside) if not each.is_inference()]
+
+    def changed(self) -> Tensor | None:
+        """A tensor that was written to since."""
+        return next((tensor for tensor, version in self._versions if tensor._version != version), None)
+
+    def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The same arguments, containers as they were before the call."""
+        again = [_copied(self._args[at]) if at in self._args else value for at, value in enumerate(args)]
+        return again, kwargs | {name: _copied(value) for name, value in self._kwargs.items()}
+
+
+_NESTED = (list, tuple, dict)
+
+
+def _copied(value: Any) -> Any:
+    """Lists, tuples and dicts, and those inside of them, as new ones with the same contents."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    return value
+
+
+class _Kept:
+    """What a call has exchanged with other ranks, for when it is computed again."""
+
+    def __init__(self) -> None:
+        self._results: list[tuple[Tensor, int]] = []
+        self._given: Iterator[tuple[Tensor, int]] | None = None
+
+    @contextmanager
+    def inside(self, *, again: bool) -> Iterator[None]:
+        """Inside, `once` keeps results in this, or takes them from it."""
+        before = getattr(_of_thread, "kept", None)
+        self._given = iter(self._results) if again else None
+        _of_thread.kept = self
+        try:
+            yield
+        finally:
+            _of_thread.kept = before
+
+    def result(self, compute: Callable[[], Tensor]) -> Tensor:
+        if self._given is None:
+            result = compute().detach()
+            self._results.append((result, result._version))
+            return result.detach()
+        found = next(self._given, None)
+        # What was written to since, in place, is not what was exchanged; it was so on all ranks, which do the same.
+        return compute() if found is None or found[0]._version != found[1] else found[0].detach()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _FirstCall:
+    """One call of a unit, for when it is computed again."""
+
+    forward: Call
+    held: _Held
+    kept: _Kept
+    saves: _Saves
+    arguments: _Arguments
+    changes: dict[str, int]
+    written: list[nn.Parameter]
+
+    def check(self, changes: dict[str, int]) -> None:
+        """Raises UsageError (I5).
+
+        Args:
+            changes: how often each parameter has changed by now.
+        """
+        for name, times in self.changes.items():
+            if changes.get(name) != times:
+                refuse_older(name, changes.get(name, times) - times)
+        written = self.arguments.changed()
+        if written is not None:
+            refuse_changed(written)
+
+
+_SAMPLES_ONE_IN = 8
+"""Of what a call saves, one tensor in so many is sampled: by turns, so that each has been after as many calls of its unit."""
+
+
+class _Saves:
+    """Samples of what a call saves for the backward: of what it saves last, which depends on nearly all that it computes, and
+    by turns of the rest. More would take over a hundredth of a step.
+
+    Args:
+        turn: how many calls of the unit there were before.
+        state: ids of tensors that the module holds: they are what they were, and may be written to behind being saved.
+    """
+
+    def __init__(self, turn: int, state: Collection[int]) -> None:
+        self._turn = turn
+        self._state = state
+        self._last: tuple[_Looks, Tensor, int] | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, the call computes."""
+        before = getattr(_of_thread, "saves", None)
+        _of_thread.saves = self
+        try:
+            yield
+        finally:
+            _of_thread.saves = before
+            last, self._last = self._last, None
+        if last is not None:
+            looks, tensor, version = last
+            # What was written to since it was saved is refused by torch, if it is read.
+            looks.sample = sampled(tensor) if tensor._version == version and _has_bytes(tensor) else None
+
+    def come(self, looks: _Looks, tensor: Tensor) -> None:
+        """A tensor is saved."""
+        base = tensor if tensor._base is None else tensor._base
+        if base.is_leaf and base.requires_grad:
+            return  # a weight, which is compared by its changes (I5)
+        # Integers are no gradients' business, and what kernels save as bytes has some that nobody has written.
+        if (
+            id(tensor) in self._state
+            or id(base) in self._state
+            or not (tensor.is_floating_point() or tensor.is_complex())
+        ):
+            return
+        self._turn += 1
+        if self._turn % _SAMPLES_ONE_IN == 0 and _has_bytes(tensor):
+            looks.sample = sampled(tensor)
+        self._last = looks, tensor, tensor._version
+
+
+class _Looks:
+    """What a checkpoint compares of a tensor that a forward saves: shape, dtype, and a sample if `_SaveQueue` has
+    taken one."""
+
+    __slots__ = ("_known", "_tensor", "sample")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._known = tensor.shape, tensor.dtype, tensor.device
+        self.sample: int | None = None
+        self._tensor = tensor if in_backward() else None
+        saves: _Saves | None = getattr(_of_thread, "saves", None)
+        if self._tensor is None and saves is not None:
+            saves.come(self, tensor)
+
+    def __eq__(self, recomputed: object) -> bool:
+        if not isinstance(recomputed, _Looks) or self._known != recomputed._known:
+            return False
+        tensor = recomputed._tensor
+        return tensor is None or self.sample is None or self.sample == sampled(tensor)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{self._known}"
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    """Whether it is a plain strided tensor in RAM."""
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and in_ram(tensor)
+    return plain and not (tensor.is_nested or tensor.is_quantized or is_fake(tensor) or in_transform())
+
+
+_SAME_BYTES = "same bytes"
+_allowed_determinism_checks_to_fns[_SAME_BYTES] = _Looks
+
+_of_thread = threading.local()
+
+
+def once(compute: Callable[[], Tensor]) -> Tensor:
+    """What an exchange with other ranks results in; inside of a unit that is recomputed, that of its first forward (I4).
+
+    Source: Oases ("Automated Tensor Model Parallelism with Overlapped Communication for Efficient Foundation Model
+    Training"), section 3.2, which has each recomputation begin behind an exchange and so keeps what was exchanged. Here a
+    unit is recomputed from its input, and what was exchanged within is put in its place.
+
+    Args:
+        compute: exchanges; the result is without a graph.
+    """
+    kept: _Kept | None = getattr(_of_thread, "kept", None)
+    return compute() if kept is None else kept.result(compute)
+
+
+def _contents_of(module: nn.Module, around: Collection[int]) -> Callable[[Sequence[Any], dict[str, Any]], _Contents]:
+    """What tells the contents of a module, and of modules that it is given, before a call with some arguments."""
+    last: _Contents | None = None
+
+    def contents(args: Sequence[Any], kwargs: dict[str, Any]) -> _Contents:
+        nonlocal last
+        given = [each for each in _flat((*args, *kwargs.values())) if isinstance(each, nn.Module)]
+        if given:
+            return _Contents([module, *given], around)
+        if last is None or not last.remains_all():
+            last = None  # not two at a time
+            last = _Contents([module], around)
+        return last
+
+    return contents
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """What is in lists, tuples and dicts."""
+    for value in values:
+        if type(value) in _NESTED:
+            yield from _flat(value.values() if type(value) is dict else value)
+        else:
+            yield value
+
+
+@contextmanager
+def none_kept() -> Iterator[None]:
+    """Inside, `once` exchanges for something else than the unit's forward, which does not come again with it."""
+    before, _of_thread.kept = getattr(_of_thread, "kept", None), None
+    try:
+        yield
+    finally:
+        _of_thread.kept = before
+
+
+class Recompute:
+    """Makes calls that are computed again in the backward pass.
+
+    Args:
+        root: the module that all units are in.
+        starts: is told the index of the unit whose forward is about to be computed again.
+        changes: how often each parameter of a module has changed, by name.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        starts: Callable[[int], None],
+        changes: Callable[[nn.Module], Callable[[], dict[str, int]]],
+    ) -> None:
+        self._root = root
+        self._starts = starts
+        self._changes = changes
+        self._last: Unit | None = None
+        self._restore: list[Callable[[], None]] = []
+
+    def close(self) -> None:
+        """Takes back what was changed of the modules around units."""
+        while self._restore:
+            self._restore.pop()()
+
+    def of(self, unit: Unit, original: Call | None = None) -> Call:
+        """A call of the unit's module that is recomputed in the backward pass.
+
+        Args:
+            original: what is called and recomputed; by default the forward of the class that the module has then.
+        """
+        module = unit.module
+        by_itself = _checkpoints_itself(module)
+        if by_itself:
+            self._tell_models_around(module)
+        contents = _contents_of(module, self._around(unit))
+        changes = self._changes(module)
+        turns = itertools.count()
+        compiled = any(each._compiled_call_impl is not None for each in module.modules())
+        # A compiled forward may be computed again by other code than the first, which rounds otherwise.
+        check = "default" if compiled else _SAME_BYTES
+
+        def again(first: _FirstCall, *args: Any, **kwargs: Any) -> Any:
+            if not in_backward():
+                versions = [each._version for each in first.held.parameters]
+                with first.kept.inside(again=False), first.saves.watched():
+                    output = first.forward(*args, **kwargs)
+                first.held.keep_changed()
+                first.written.extend(
+                    each
+                    for each, version in zip(first.held.parameters, versions, strict=True)
+                    if each._version != version
+                )
+                first.changes.update(changes())  # behind it: lock-free units get newer values when they are first read
+                return output
+            self._last = unit
+            self._starts(unit.index)
+            first.check(changes())
+            args_again, kwargs_again = first.arguments.of(args, kwargs)
+            with first.held.as_before(), first.kept.inside(again=True), self._unwritten(unit, first):
+                try:
+                    return first.forward(*args_again, **kwargs_again)
+                except StopIteration as error:  # loops, Lightning's too, would take it for their end
+                    raise _differs(unit) from error
+                except AssertionError as error:
+                    if "target_frame.early_stop" not in str(error):
+                        raise
+                    # It goes on behind its end, for it has caught what torch ends it with.
+                    raise _differs(unit) from error
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            forward = partial(type(module).forward, module) if original is None else original
+            # Inside a user's checkpoint, which recomputes this unit already, it must do the same both times. What a
+            # transform computes cannot be computed again outside of it.
+            if not torch.is_grad_enabled() or in_backward() or inside_checkpoint() or in_transform():
+                return forward(*args, **kwargs)
+            if by_itself and module.gradient_checkpointing and module.training:
+                return forward(*args, **kwargs)  # the user has switched it on
+            held = _Held(contents(args, kwargs))
+            saves = _Saves(next(turns), held.ids)
+            known = _FirstCall(forward, held, _Kept(), saves, _Arguments(args, kwargs), {}, [])
+            return checkpoint(again, known, *args, use_reentrant=False, determinism_check=check, **kwargs)
+
+        # Not to be traced as a part of what is compiled around it; what it calls may be.
+        return cast(Call, torch.compiler.disable(call, recursive=False))
+
+    @contextmanager
+    def _unwritten(self, unit: Unit, first: _FirstCall) -> Iterator[None]:
+        """Inside, a parameter that the first call has written to gets no other value by being written to again.
+
+        Raises:
+            UsageError: it did.
+        """
+        before = [each.detach().clone() for each in first.written]
+        try:
+            yield
+        finally:
+            for parameter, value in zip(first.written, before, strict=True):
+                if not torch.equal(parameter.detach(), value):
+                    name = next(
+                        (name for name, each in self._root.named_parameters() if each is parameter), "a parameter"
+                    )
+                    raise UsageError(
+                        f"{unit.name} ({type(unit.module).__name__}) writes to {name} in its forward, and did so a second "
+                        f"time when it was recomputed in the backward pass; keep what a forward writes to in a buffer "
+                        f"(register_buffer), or set recompute='none'"
+                    )
+
+    def _around(self, unit: Unit) -> set[int]:
+        """Ids of the modules that the unit is a part of."""
+        names = unit.name.split(".")
+        around = {id(self._root.get_submodule(".".join(names[:depth]))) for depth in range(len(names))}
+        return around - {id(unit.module)}
+
+    def _tell_models_around(self, layer: nn.Module) -> None:
+        for module in self._root.modules():
+            off = getattr(module, "gradient_checkpointing", None) is False and not _checkpoints_itself(module)
+            if off and any(inner is layer for inner in module.modules()):
+                self._restore.append(replace(module, gradient_checkpointing=True))
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Inside, a backward pass runs.
+
+        Raises:
+            UsageError: a unit's recomputed forward differs from the first.
+        """
+        try:
+            yield
+        except CheckpointError as error:
+            if self._last is None:
+                raise  # of a checkpoint of the user's
+            raise _differs(self._last) from error
+        finally:
+            self._last = None
+
+
+def _differs(unit: Unit) -> UsageError:
+    return UsageError(
+        f"{unit.name} ({type(unit.module).__name__}) did something else when it was recomputed in the backward pass than in "
+        f"its forward, so its activations are not those of the loss; a forward must not depend on what it left behind, such "
+        f"as a cache of keys and values (transformers: config.use_cache=False), an iterator or a counter; mend that, or set "
+        f"recompute='none'"
+    )
+
+
+def recomputed_units(count: int, every: int) -> frozenset[int]:
+    """Of `count` units, those whose activations are recomputed: every so-many-th behind the root; 0: none."""
+    return frozenset(index for index in range(1, count) if every and (index - 1) % every == 0)
+
+
+def recomputed_around(units: Sequence[Unit], recomputed: Collection[int]) -> dict[int, int]:
+    """Of units that are parts of recomputed units, the outermost of these, with which they are recomputed.
+
+    Args:
+        units: all of a model, in their order: a unit before those inside of it.
+    """
+    found: dict[int, int] = {}
+    outer: Unit | None = None
+    for unit in units[1:]:
+        if outer is not None and unit.name.startswith(f"{outer.name}."):
+            found[unit.index] = outer.index
+        elif unit.index in recomputed:
+            outer = unit
+        else:
+            outer = None
+    return found

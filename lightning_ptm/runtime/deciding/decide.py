@@ -1,0 +1,501 @@
+"""Decides everything before a byte is allocated, and makes the `Blueprint` of it.
+
+Decides only, from the model's shapes, the optimizers' groups, the settings and what the machine has. `decide_here` is for the
+ranks that run; `decide` makes the same decisions for a machine and a number of ranks that need not be there. Stages, each a
+function of those before: what is asked for, how the model lies in flats (`specs`), what room there is (`budgets`), where all
+of it has its home.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from lightning_ptm.comm import Communicator
+from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.memory.disk import check_folders
+from lightning_ptm.planning.expert_split import ExpertSplit
+from lightning_ptm.planning.layout import FlatLayout, ModelLayout, build_layout
+from lightning_ptm.planning.placement import place
+from lightning_ptm.planning.placement_data import Budget, Placement, PlacementWishes, arithmetic_tier
+from lightning_ptm.planning.sharding import ModelSharding, shared_by_all
+from lightning_ptm.planning.tier_paths import check_further
+from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
+from lightning_ptm.runtime.deciding.blueprint import (
+    Blueprint,
+    LockFree,
+    Request,
+    gradient_home,
+    ram_tier,
+    without_units,
+)
+from lightning_ptm.runtime.deciding.budgets import (
+    LOCK_FREE_CHUNKS,
+    STAGING_CHUNKS,
+    agreed,
+    beside_bytes,
+    beside_scratch,
+    beside_whole_gradients,
+    lock_free_needs,
+    pages_budget,
+    smaller_first,
+    staging_chunks,
+    wishes_of,
+    without,
+)
+from lightning_ptm.runtime.deciding.build_inventory import stocked
+from lightning_ptm.runtime.deciding.encoded_states import encoded_traits
+from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, route
+from lightning_ptm.runtime.deciding.specs import (
+    OptimizerRefusedError,
+    compute_dtype,
+    first_traits,
+    master_dtype,
+    traits_of,
+    unit_specs,
+    with_whole_updates,
+)
+from lightning_ptm.runtime.deciding.state_tensors import chunk_bytes, chunk_count, own_state_bytes, scratch_bytes
+from lightning_ptm.runtime.deciding.unpaged_optimizers import Traits, check_shared, reasons
+from lightning_ptm.runtime.deciding.unpaged_runs import all_in_ram, is_all_in_ram, may_be_outside, may_be_unpaged
+from lightning_ptm.runtime.machine.machine import Machine, this_machine
+from lightning_ptm.runtime.tensors.parts import split_of
+from lightning_ptm.runtime.units.discovery import Unit, discover, with_vectors_at_root
+from lightning_ptm.runtime.units.divided_experts import DividedExperts, divide, expert_layers, experts_of
+from lightning_ptm.runtime.units.shared_storage import overlap
+from lightning_ptm.terms import Tier
+from lightning_ptm.update.traits import GroupTraits, OptimizerTraits
+
+
+def decide_here(
+    request: Request, communicator: Communicator, ranks_on_host: int, *, in_memory: int = 0, on_disk: int = 0
+) -> Blueprint:
+    """Decides everything for a run here; a collective.
+
+    Args:
+        ranks_on_host: ranks that share this machine's RAM and disks.
+        in_memory, on_disk: bytes of this rank that pages before these will have given back when these are there.
+
+    Raises:
+        ConfigError: a dtype, an optimizer or a setting that cannot work.
+        CapacityError: no placement fits the budgets.
+    """
+    check_folders(request.settings.disk_paths)
+    machine = this_machine(request.backend, request.settings.disk_paths, ranks_on_host)
+    agree = partial(agreed, communicator=communicator)
+    machine = machine.with_more(in_memory, on_disk)
+    return decide(request, machine, communicator.world_size, agree, rank=communicator.rank)
+
+
+def check_parameters(request: Request, communicator: Communicator, ranks_on_host: int) -> None:
+    """Of a run in progress, before it is laid out anew: whether pages can have its parameters as they are now, and its
+    optimizers update them there. Says nothing of memory, which the pages that there are have now. Not collective.
+
+    Raises:
+        ConfigError: as `decide_here`.
+    """
+    machine = this_machine(request.backend, request.settings.disk_paths, ranks_on_host)
+    world_size, rank = communicator.world_size, communicator.rank
+    _lay_out(request, _ask(request, machine, world_size, rank, outside=False), world_size, rank)
+
+
+def decide(
+    request: Request,
+    machine: Machine,
+    world_size: int,
+    agree: Callable[[Budget], Budget] = lambda budget: budget,
+    *,
+    rank: int = 0,
+) -> Blueprint:
+    """Decides everything, for `world_size` ranks on machines like `machine`. Reads nothing but its arguments.
+
+    Args:
+        agree: makes the budgets of all ranks equal.
+        rank: whose decisions; they differ only where ranks hold different experts.
+
+    Raises:
+        ConfigError: a dtype, an optimizer or a setting that cannot work.
+        CapacityError: no placement fits the budgets.
+    """
+    blueprint = _decide(request, machine, world_size, agree, rank)
+    may_be = may_be_outside(request, blueprint)
+    optimized = [
+        each for optimizer in request.optimizers for group in optimizer.param_groups for each in group["params"]
+    ]
+    shared = overlap(request.module, optimized)
+    if shared is not None and not may_be:
+        raise ConfigError(
+            f"{shared[0]} and {shared[1]} lie in the same memory, so that what changes one of them changes the other, and "
+            f"pages are each one's own; make them one parameter (`decoder.weight = encoder.weight`), give each memory of its "
+            f"own (nn.Parameter(tensor.clone())), or keep everything in RAM, on one rank, with precision='32-true'"
+        )
+    strange = {id(parameter) for parameter in optimized} - {id(each) for each in request.module.parameters()}
+    if (request.rearranges or shared is not None or strange) and may_be:
+        blueprint = _decide(request, machine, world_size, agree, rank, outside=True)
+    return dataclasses.replace(blueprint, may_be_outside=may_be)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked for, of a machine like this.
+
+    Attributes:
+        unpaged: numbers of optimizers that have no pages, with the reason.
+        known: traits of optimizers that were tried on the way.
+    """
+
+    units: tuple[Unit, ...]
+    experts: DividedExperts | None
+    holders: ModelSharding
+    unified: bool
+    lock_free: bool
+    wishes: PlacementWishes
+    unpaged: Mapping[int, ConfigError | None]
+    known: Traits
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Model:
+    """How this rank's part of the model lies in flats; see Blueprint."""
+
+    layout: ModelLayout
+    dtypes: tuple[torch.dtype, ...]
+    master_dtypes: tuple[torch.dtype | None, ...]
+    gradient_dtypes: tuple[torch.dtype, ...]
+    traits: tuple[tuple[OptimizerTraits, ...], ...]
+    per_element: tuple[int, ...]
+    trace: Trace
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Room:
+    """What homes may take, beside what is taken anyway.
+
+    Attributes:
+        budget: of pages.
+        reduced_at_step: see GradientRoute.
+        at_step: gradients are used when the optimizer steps, not behind each unit's backward.
+    """
+
+    budget: Budget
+    lock_free: LockFree | None
+    reduced_at_step: bool
+    chunks: int
+    staging_bytes: int
+    at_step: bool
+
+
+def _decide(
+    request: Request,
+    machine: Machine,
+    world_size: int,
+    agree: Callable[[Budget], Budget],
+    rank: int,
+    *,
+    outside: bool = False,
+) -> Blueprint:
+    asked = _ask(request, machine, world_size, rank, outside=outside)
+
+    def decided(asked: _Asked) -> Blueprint:
+        model = _lay_out(request, asked, world_size, rank)
+        budget = _whole_budget(request, machine, asked, agree)
+        budgets = smaller_first(request.settings, budget, ram_tier(unified=asked.unified))
+        for number, each in enumerate(budgets, start=1):
+            try:
+                room = _make_room(request, machine, asked, model, each, rank)
+                placement = _place(request, machine, asked, model, room)
+                break
+            except CapacityError:  # the same on all ranks
+                if number == len(budgets):
+                    raise
+        model = _tried_where_updated(request, asked, model, placement)
+        blueprint = _blueprint(request, asked, model, room, placement, outside=outside)
+        return stocked(blueprint, request.settings, machine)
+
+    try:
+        return decided(asked)
+    except OptimizerRefusedError as refused:
+        other = _updated_elsewhere(request, asked, refused.device)
+        if other is None:
+            raise
+        try:
+            return decided(other)
+        except (CapacityError, ConfigError):
+            raise refused from None
+
+
+def _updated_elsewhere(request: Request, asked: _Asked, refusing: torch.device) -> _Asked | None:
+    """The same with masters where an optimizer may work, of which it was found that it does not on one device; None where
+    the user has said where they are to be, or there is no choice."""
+    if not request.backend.apart or asked.wishes.master is not None:
+        return None
+    home = Tier.HOST if refusing == request.backend.device else Tier.DEVICE
+    return dataclasses.replace(asked, wishes=dataclasses.replace(asked.wishes, master=home))
+
+
+def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outside: bool) -> _Asked:
+    settings = request.settings
+    if settings.activations == "host":
+        _check_device_of_its_own(machine)
+    split = split_of(request.boxes, world_size, settings.expert_parallel_size, rank)
+    units, experts = _units(request, split)
+    holders = shared_by_all(split.mesh) if experts is None else experts.holders
+    unified = not machine.device_apart and settings.device_bytes is None
+    lock_free = settings.lock_free and bool(request.optimizers)
+    wishes = wishes_of(settings, unified, lock_free=lock_free)
+    known: Traits = {}
+    unpaged: dict[int, ConfigError | None] = {}
+    if outside:
+        units = tuple(dataclasses.replace(unit, parameters=(), own=()) for unit in units)
+        unpaged = dict.fromkeys(range(len(request.optimizers)))
+    elif unified and holders.everybody.whole.alone and not request.mixed and may_be_unpaged(settings, wishes):
+        dtype_of = partial(compute_dtype, compute=request.compute, mixed=False, keeps_fp32=False)
+        unpaged |= reasons(request.optimizers, dtype_of, request.backend.device, known)
+    return _Asked(units, experts, holders, unified, lock_free, wishes, unpaged, known)
+
+
+def _updates_on(request: Request, asked: _Asked) -> torch.device:
+    """Where updates will run, as far as it is known before homes are."""
+    on_device = asked.wishes.master in (None, Tier.DEVICE) and not asked.lock_free
+    return request.backend.device if asked.unified or on_device else torch.device("cpu")
+
+
+def _tried_where_updated(request: Request, asked: _Asked, model: _Model, placement: Placement) -> _Model:
+    """With what is known of optimizers where homes have each flat updated.
+
+    Raises:
+        OptimizerRefusedError: one does not work there.
+    """
+
+    def there(flat: FlatLayout, number: int, known: OptimizerTraits) -> OptimizerTraits:
+        homes = placement.homes[flat.unit]
+        stateless = model.master_dtypes[flat.index] is None and not known.slots
+        home = homes.parameter if stateless else homes.master
+        computes = arithmetic_tier(home, placement.staging_tier).computes
+        device = request.backend.device if computes else torch.device("cpu")
+        if known.device == device:
+            return known
+        dtype = model.master_dtypes[flat.index] or model.dtypes[flat.index]
+        found = traits_of(request, asked.known, number, dtype, device)
+        if found.whole != known.whole or not all(map(_keep_the_same, found.groups, known.groups)):
+            raise OptimizerRefusedError(
+                f"{known.name} keeps other states on {device} than on {known.device}, and homes were chosen for these; give "
+                f"offload_optimizer='device' or 'host'",
+                device,
+            )
+        groups = zip(found.groups, known.groups, strict=True)
+        return dataclasses.replace(
+            found, groups=tuple(dataclasses.replace(one, slots=other.slots) for one, other in groups)
+        )
+
+    traits = tuple(
+        tuple(there(flat, number, known) for number, known in zip(flat.optimizers, every, strict=True))
+        for flat, every in zip(model.layout.flats, model.traits, strict=True)
+    )
+    return dataclasses.replace(model, traits=traits)
+
+
+def _keep_the_same(one: GroupTraits, other: GroupTraits) -> bool:
+    """Whether two groups keep the same states, whatever these are in pages."""
+    pairs = itertools.zip_longest(one.slots, other.slots)
+    return one.kept == other.kept and all(
+        a is not None and b is not None and (a.name, a.dtype) == (b.name, b.dtype) for a, b in pairs
+    )
+
+
+def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Model:
+    device = _updates_on(request, asked)
+    elsewhere = asked.holders.elsewhere(rank)
+    specs = unit_specs(asked.units, request, asked.unpaged)
+    scaled = request.mixed and request.compute is torch.float16
+    check_shared(specs, lock_free=asked.lock_free, scaled=scaled)
+    specs = with_whole_updates(request, specs, asked.known, asked.holders, lock_free=asked.lock_free, device=device)
+    layout = build_layout(
+        specs,
+        page_size=request.settings.page_bytes,
+        world_size=world_size,
+        shared_by=asked.holders.shared_by(),
+        elsewhere=elsewhere,
+        rank=rank,
+    )
+    dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, flat.dtype) for flat in layout.flats)
+    master_dtypes = tuple(
+        master_dtype(dtype, mixed=request.mixed, always=asked.lock_free) if flat.trainable else None
+        for flat, dtype in zip(layout.flats, dtypes, strict=True)
+    )
+    gradient_dtypes = tuple(
+        torch.float32 if flat.sums_gradients else dtype for flat, dtype in zip(layout.flats, dtypes, strict=True)
+    )
+    traits = tuple(
+        tuple(first_traits(request, asked.known, number, master or dtype, device) for number in flat.optimizers)
+        for flat, dtype, master in zip(layout.flats, dtypes, master_dtypes, strict=True)
+    )
+    updating = {number for flat in layout.flats for number in flat.optimizers}
+    every = bool(updating) and len(updating) == len(request.optimizers)
+    traits = encoded_traits(request.settings, traits, every_optimizer=every)
+    per_element = tuple(
+        sum(each.bytes_per_element() for each in known) + (master.itemsize if master is not None else 0)
+        for known, master in zip(traits, master_dtypes, strict=True)
+    )
+    trace = without_units(sequential_trace(layout) if request.optimizers else forward_trace(layout), elsewhere)
+    return _Model(layout, dtypes, master_dtypes, gradient_dtypes, traits, per_element, trace)
+
+
+def _whole_budget(request: Request, machine: Machine, asked: _Asked, agree: Callable[[Budget], Budget]) -> Budget:
+    """What pages may take at most, equal on all ranks."""
+    settings = request.settings
+    if Tier.DISK in (asked.wishes.parameter, asked.wishes.master) and not settings.disk_paths:
+        raise ConfigError(
+            "offload_parameters or offload_optimizer is 'disk' and there is no disk_path; set disk_path='/a/folder'"
+        )
+    check_further(request.further)
+    return agree(Budget({**pages_budget(settings, machine, asked.unified), **request.further}))
+
+
+def _make_room(request: Request, machine: Machine, asked: _Asked, model: _Model, budget: Budget, rank: int) -> _Room:
+    settings, layout = request.settings, model.layout
+    disk = bool(settings.disk_paths)
+    reduced_at_step = layout.shared and settings.reduce_gradients == "each_step"
+    if reduced_at_step:
+        budget = beside_whole_gradients(budget, layout)
+    plan = None
+    if asked.lock_free:
+        in_place = asked.unified and not layout.shared
+        ram = ram_tier(unified=asked.unified)
+        beside = 0
+        for place in (
+            *range(layout.world_size if layout.owned else 0),
+            rank,
+        ):  # all have the same budget; the last is ours
+            ours = layout.of(place)
+            plan = lock_free_needs(
+                request, machine, ours, model.dtypes, model.gradient_dtypes, ram=ram, in_place=in_place
+            )
+            beside = max(beside, beside_bytes(plan, ours, in_place=in_place, twice=request.keep_gradients))
+        budget = without(budget, beside, ram)
+    if scratch := scratch_bytes(model):
+        whole = any(flat.updated_whole for flat in layout.flats)
+        budget = beside_scratch(budget, scratch, ram_tier(unified=asked.unified), whole=whole)
+    streams = disk or any(size for tier, size in budget.items() if not tier.updates)
+    of_one, chunks = chunk_bytes(model) if streams else 0, 1
+    if of_one:
+        most = LOCK_FREE_CHUNKS if asked.lock_free else min(STAGING_CHUNKS, max(2, chunk_count(layout)))
+        whole = any(flat.updated_whole for flat in layout.flats)
+        chunks = staging_chunks(settings, of_one, budget, most, least=1 if whole else 2)
+    at_step = request.keep_gradients or not settings.update_in_backward
+    return _Room(budget, plan, reduced_at_step, chunks, chunks * of_one, at_step)
+
+
+def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, room: _Room) -> Placement:
+    place_with = partial(
+        place,
+        model.layout,
+        model.per_element,
+        model.trace,
+        room.budget,
+        wishes=asked.wishes,
+        unified=asked.unified,
+        staging_bytes=room.staging_bytes,
+        sums_gradients=request.sums_gradients,
+        update_on_device=machine.device_apart or asked.unified,
+        own_state_bytes=own_state_bytes(model),
+    )
+    keep = room.at_step or asked.lock_free
+    placement = None
+    if asked.unified and not keep and any(flat.trainable and model.layout.alone(flat) for flat in model.layout.flats):
+        placement = all_in_ram(place_with)
+    if placement is None:
+        placement = place_with(keep_gradients=keep)
+    if not is_all_in_ram(placement):
+        for reason in asked.unpaged.values():
+            if reason is not None:
+                raise reason
+    return placement
+
+
+def _blueprint(
+    request: Request, asked: _Asked, model: _Model, room: _Room, placement: Placement, *, outside: bool
+) -> Blueprint:
+    """All but what follows from the rest."""
+    training = bool(request.optimizers)
+    return Blueprint(
+        units=asked.units,
+        layout=model.layout,
+        dtypes=model.dtypes,
+        master_dtypes=model.master_dtypes,
+        copies=tuple(
+            master is not None or (request.mixed and dtype.is_floating_point and dtype.itemsize < 4)
+            for dtype, master in zip(model.dtypes, model.master_dtypes, strict=True)
+        ),
+        gradient_dtypes=model.gradient_dtypes,
+        routes=_routes(request, asked, model, room, placement),
+        traits=model.traits,
+        master_bytes_per_element=model.per_element,
+        unified=asked.unified,
+        budget=room.budget,
+        placement=placement,
+        trace=model.trace,
+        # Where nothing streams there is no room for more.
+        staging_chunks=room.chunks if placement.streams else 1,
+        lock_free=room.lock_free,
+        saves_behind=request.settings.async_save and training,
+        activations_to_host=request.settings.activations == "host" and training,
+        experts=asked.experts,
+        holders=asked.holders,
+        unpaged_optimizers=frozenset(asked.unpaged),
+        outside=outside,
+        may_be_outside=outside,
+        changes_default_dtype=request.changes_default_dtype,
+    )
+
+
+def _routes(
+    request: Request, asked: _Asked, model: _Model, room: _Room, placement: Placement
+) -> tuple[GradientRoute | None, ...]:
+    # A tensor group's parts stay in `.grad` until the step, as one rank's parameters do; no plan makes room for them there.
+    in_ram = asked.unified and placement.keeps_gradients and not asked.lock_free and is_all_in_ram(placement)
+    found: list[GradientRoute | None] = []
+    for flat, dtype, master, gradient, traits in zip(
+        model.layout.flats, model.dtypes, model.master_dtypes, model.gradient_dtypes, model.traits, strict=True
+    ):
+        of_flat = None
+        if traits:
+            of_flat = route(
+                gradient_home(placement.homes[flat.unit], unified=asked.unified),
+                gradient,
+                one_rank=model.layout.alone(flat) and (in_ram or not model.layout.shared),
+                sums=flat.sums_gradients,
+                widens=master not in (None, dtype),
+                lock_free=asked.lock_free,
+                reduced_at_step=room.reduced_at_step,
+                outlives_backward=room.at_step if asked.lock_free else placement.keeps_gradients,
+                outlives_step=request.gradients_stay,
+            )
+        found.append(of_flat)
+    return tuple(found)
+
+
+def _check_device_of_its_own(machine: Machine) -> None:
+    if not machine.device_apart:
+        raise ConfigError(
+            "activations='host' takes activations from the device's memory to RAM, and this run computes on a CPU, whose "
+            "activations are in RAM already (a device tier made by device_memory holds pages alone), so nothing would come "
+            "free; use recompute='all', or activations='keep'"
+        )
+
+
+def _units(request: Request, split: ExpertSplit) -> tuple[tuple[Unit, ...], DividedExperts | None]:
+    wanted = request.settings.units
+    wanted = wanted if wanted == "auto" else tuple(wanted)
+    parts = {parameter: box.parts for parameter, box in request.boxes.items()}
+    if split.size == 1:
+        return with_vectors_at_root(discover(request.module, wanted, parts=parts), parts), None
+    experts = [expert for _, layer in expert_layers(request.module) for expert in experts_of(layer)]
+    units = discover(request.module, wanted, experts, parts)
+    scaled_to_overflow = request.mixed and request.compute is torch.float16
+    experts_of_ranks = divide(request.module, units, split, scaled_to_overflow=scaled_to_overflow)
+    return with_vectors_at_root(units, parts, experts_of_ranks.holders.apart), experts_of_ranks

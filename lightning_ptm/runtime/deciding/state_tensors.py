@@ -1,0 +1,205 @@
+"""What is kept of each flat, and how much of it travels at once: columns, their buffers, and what these may take.
+
+Counts only, before there are homes. build_inventory.py makes the rows of a run of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
+from lightning_ptm.planning.inventory import Row, What, pages_of
+from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
+from lightning_ptm.terms import BLOCK_BYTES, Code, Tier, chunk_numel
+from lightning_ptm.update.state_encoding import VALUES_DTYPE
+from lightning_ptm.update.state_layout import StateLayout, lay_out_states, layout_groups, states_of_all_ranks
+
+if TYPE_CHECKING:
+    from lightning_ptm.update.traits import OptimizerTraits
+
+
+class Flats(Protocol):
+    """How a model lies in flats, and what is kept of each; see Blueprint."""
+
+    @property
+    def layout(self) -> ModelLayout: ...
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]: ...
+    @property
+    def master_dtypes(self) -> tuple[torch.dtype | None, ...]: ...
+    @property
+    def gradient_dtypes(self) -> tuple[torch.dtype, ...]: ...
+    @property
+    def traits(self) -> tuple[tuple[OptimizerTraits, ...], ...]: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Column:
+    """A tensor beside a flat's others; as long as the shard, but for states of own shapes.
+
+    Attributes:
+        code: in which a frozen flat's parameters are at home.
+        optimizer: whose states they are.
+    """
+
+    what: What
+    layout: StateLayout
+    code: Code | None = None
+    optimizer: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
+
+    @property
+    def numel(self) -> int:
+        return self.layout.numel
+
+    def chunk(self, numel: int) -> int:
+        """What lies in pages of so many elements of a flat that travel together."""
+        if self.code is not None:
+            return self.code.bytes_of(numel) + 2 * BLOCK_BYTES  # with the disk blocks in which they begin and end
+        return numel if self.layout.encoding is None else self.layout.encoding.stretch(0, numel)[1]
+
+
+def columns(flats: Flats, flat: int, rank: int | None = None, *, update: int | None = None) -> list[Column]:
+    """All that is kept of a flat's shard, another rank's where one is given.
+
+    Args:
+        update: place among its optimizers of one; then what an update by this one streams.
+    """
+    master, traits, layout = flats.master_dtypes[flat], flats.traits[flat], flats.layout.flats[flat]
+    layout = layout if rank is None else layout.of(rank)
+
+    def whole(what: What, name: str, dtype: torch.dtype) -> Column:
+        return Column(what, StateLayout(name, dtype, layout.shard_numel))
+
+    found = [] if master is None else [whole(What.MASTERS, "master", master)]
+    for place, (number, known) in enumerate(zip(layout.optimizers, traits, strict=True)):
+        if update in (None, place):
+            groups = layout_groups(layout, number)
+            found += [Column(What.STATES, each, optimizer=number) for each in lay_out_states(layout, known, groups)]
+    dtype = flats.dtypes[flat] if layout.code is None else torch.uint8
+    found.append(Column(What.PARAMETERS, StateLayout("parameters", dtype, layout.stored.shard_numel), layout.code))
+    if traits:
+        found.append(whole(What.GRADIENTS, "gradient", flats.gradient_dtypes[flat]))
+    return found
+
+
+def own_state_bytes(flats: Flats) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """By flat, bytes of each rank's tensors of states that have shapes of their own, or are encoded."""
+    found = {}
+    for flat, traits in zip(flats.layout.flats, flats.traits, strict=True):
+        layouts = [
+            each
+            for number, known in zip(flat.optimizers, traits, strict=True)
+            for each in states_of_all_ranks(flat, known, layout_groups(flat, number))
+        ]
+        if not traits:
+            continue
+        if flat.updated_whole:
+            sizes = [layout.bytes_by_rank for layout in layouts]
+            ranks = range(flat.world_size if flat.shares else 1)
+            found[flat.index] = tuple(tuple(of_ranks[rank] for of_ranks in sizes) for rank in ranks)
+        else:
+            encoded = (layout for layout in layouts if layout.encoding is not None)
+            found[flat.index] = (tuple(layout.numel * layout.dtype.itemsize for layout in encoded),)
+    return found
+
+
+def buffer_numels(flats: Flats) -> dict[torch.dtype, int]:
+    """By dtype, elements of a staging buffer for what is updated whole: the longest stretch that travels at once on any rank;
+    never less than other buffers have."""
+    least = chunk_numel(flats.layout.page_size)
+    found: dict[torch.dtype, int] = {}
+    for flat in flats.layout.flats:
+        if not flat.updated_whole:
+            continue
+        for rank in flat.owning_ranks:
+            cuts = chunk_bounds_of(flat.of(rank), least)
+            cells = [(start, cuts.length(place)) for place, start in enumerate(cuts.starts)]
+            for column in columns(flats, flat.index, rank):
+                longest = max((column.layout.stretch(*cell)[1] for cell in cells), default=0)
+                found[column.dtype] = max(found.get(column.dtype, least), round_up(longest, BLOCK_BYTES))
+    return found
+
+
+def chunk_count(layout: ModelLayout) -> int:
+    """Chunks of all updates of a step, on the rank that has most of each flat: no more can be in flight. The same on all
+    ranks."""
+    numel = chunk_numel(layout.page_size)
+    found = 0
+    for flat in layout.everywhere():
+        if flat.trainable:
+            ranks = flat.owning_ranks if flat.updated_whole else (None,)
+            most = max(len(chunk_bounds_of(flat if rank is None else flat.of(rank), numel).starts) for rank in ranks)
+            found += most * len(flat.optimizers)
+    return found
+
+
+def chunk_bytes(flats: Flats) -> int:
+    """Bytes of staging that a chunk of any update takes at most, whatever homes there will be and in whatever order its
+    buffers share pages; 0: nothing is updated."""
+    most: Counter[tuple[torch.dtype, int]] = Counter()
+    numels = buffer_numels(flats)
+    for flat in flats.layout.flats:
+        for rank, update in itertools.product(flat.owning_ranks, range(len(flats.traits[flat.index]))):
+            kept = columns(flats, flat.index, rank, update=update)
+            most |= Counter((column.dtype, buffer_numel(flats, flat, numels, column)) for column in kept)
+    rows = (staging_row(Tier.HOST, dtype, numel, count) for (dtype, numel), count in most.items())
+    return _alone_bytes(flats, rows)
+
+
+def scratch_bytes(flats: Flats) -> int:
+    """Bytes, of each tier where updates run, for a gradient that is prepared for the update of its whole parameter, and for
+    what encoded states stand for."""
+    most: Counter[tuple[torch.dtype, int]] = Counter()
+    numels = buffer_numels(flats)
+    for flat in flats.layout.flats:
+        most |= scratch(flats, flat, numels)
+    return _alone_bytes(flats, (staging_row(Tier.HOST, *key, count) for key, count in most.items()))
+
+
+def scratch(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int]) -> Counter[tuple[torch.dtype, int]]:
+    """Buffers (dtype, elements) that an update of a flat takes beside those of its columns, for one chunk at a time."""
+    if flat.updated_whole:
+        dtype = flats.master_dtypes[flat.index] or flats.dtypes[flat.index]
+        return Counter([(dtype, numels[dtype])])
+    most = max((_encoded(flats, flat, update) for update in range(len(flats.traits[flat.index]))), default=0)
+    return Counter([(VALUES_DTYPE, chunk_numel(flats.layout.page_size))] * most)
+
+
+def _encoded(flats: Flats, flat: FlatLayout, update: int) -> int:
+    """How many columns of an update are encoded."""
+    return sum(column.layout.encoding is not None for column in columns(flats, flat.index, update=update))
+
+
+def _alone_bytes(flats: Flats, rows: Iterable[Row]) -> int:
+    """Of rows, each in pages of its own."""
+    page = flats.layout.page_size
+    return pages_of((dataclasses.replace(row, shares_pages=False) for row in rows), page) * page
+
+
+def buffer_numel(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int], column: Column) -> int:
+    """Elements of a buffer of a column; `numels`: of `buffer_numels`."""
+    return numels[column.dtype] if flat.updated_whole else column.chunk(chunk_numel(flats.layout.page_size))
+
+
+def staging_row(tier: Tier, dtype: torch.dtype, numel: int, count: int) -> Row:
+    """Buffers through which updates bring what is not where their arithmetic is."""
+    return row_of(What.STAGING, tier, numel, dtype, count=count, name=f"update staging {dtype}", shares_pages=True)
+
+
+def row_of(what: What, tier: Tier, numel: int, dtype: torch.dtype, **more: object) -> Row:
+    """A row of a dtype of torch's."""
+    return Row(what, tier, numel, str(dtype).removeprefix("torch."), dtype.itemsize, **more)  # type: ignore[arg-type]

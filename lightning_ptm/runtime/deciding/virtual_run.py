@@ -1,0 +1,193 @@
+"""Iterations of a run on paper: the policy of fetching (planning/fetch_policy.py) over numbers of device pages, and
+gradients.
+
+What to fetch and what to give up is decided by the policy that a run's executor drives with stores; what is known here is
+when units begin and when their gradients are complete. What units take is virtual_units.py's, what gradients take
+virtual_gradients.py's. Allocates nothing.
+
+I1: where units take the same input, the gradients of all are laid out when the last of them has computed: its gradient comes
+    to all at once. Else a unit's are at the end of its last backward tick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+
+from lightning_ptm.planning.fetch_policy import FetchPolicy
+from lightning_ptm.planning.gradient_tasks import gradient_tasks
+from lightning_ptm.planning.plan import Plan
+from lightning_ptm.planning.trace import Tick, Trace
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.virtual_gradients import VirtualGradients
+from lightning_ptm.runtime.deciding.virtual_pool import DoneByNeed, VirtualPool
+from lightning_ptm.runtime.deciding.virtual_units import VirtualUnits
+from lightning_ptm.terms import Kind, Operation, Phase, Tier
+
+
+class VirtualRun:
+    """The iterations of one rank.
+
+    Args:
+        fixed_pages: of the device tier, taken once.
+        again: of units that are in no plan, those whose layer is computed again in the backward.
+        ends_with: units whose gradients are laid out with another one's, which takes what they take (I1), and that one.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        fixed_pages: int,
+        again: Collection[int] = (),
+        ends_with: Mapping[int, int] | None = None,
+    ) -> None:
+        # Configuration.
+        self._blueprint = blueprint
+        self._layout = blueprint.layout
+        room = max(0, blueprint.pool_bytes[Tier.DEVICE] // blueprint.layout.page_size - fixed_pages)
+        self._again = again
+        self._ends_with = ends_with or {}
+        self._by_need = frozenset(blueprint.by_need)
+        self._layer_of = blueprint.experts.layer_of if blueprint.experts is not None else {}
+        self._pool = VirtualPool(room)
+        self._done = DoneByNeed(blueprint.by_need)
+        self._units = VirtualUnits(blueprint, self._pool, self._done, lambda wait: self._gradients.reclaim(wait))
+        self.fetching = FetchPolicy(self._units, len(blueprint.layout.units), blueprint.by_need)
+        self._gradients = VirtualGradients(blueprint, self._pool, self._done, self._units, self.fetching.release_all)
+        # State.
+        self._ticks: tuple[Tick, ...] = ()
+        self._held: tuple[int, ...] = ()
+        self._around: tuple[int, ...] = ()
+        """Units that are live in the newest tick that is in the plan."""
+
+    # -- the iteration ------------------------------------------------------------------------------------------------
+
+    def run(self, plan: Plan, trace: Trace, planned: Trace | None = None, *, steps: bool = True) -> list[int]:
+        """One iteration. Pages at the worst moment of each tick, and after the last.
+
+        Args:
+            trace: what happens in it, units that are in no plan included.
+            planned: what the plan was made for, if it is another order.
+            steps: whether the optimizer's step comes behind it.
+        """
+        self._ticks = trace.ticks
+        self._done.tasks.clear()
+        self.fetching.begin((plan, self._blueprint.planned(planned or trace)), None, begins_again=False)
+        last = {unit: at for at, tick in enumerate(trace.ticks) if self._is_backward(at) for unit in tick.live}
+        complete: dict[int, list[int]] = {}
+        # The root is the last. Who waits for the same gradient hears of it in the order of the forward.
+        for unit in sorted(last, key=lambda unit: (-self._ends_with.get(unit, unit), unit)):
+            complete.setdefault(max(last[unit], last.get(self._ends_with.get(unit, unit), 0)), []).append(unit)
+        found = []
+        for at in range(len(trace.ticks)):
+            self._begin(at)
+            for place in self._entered(at):
+                self._enter(place)
+            self._done.trigger = at + 1
+            for unit in complete.get(at, ()):
+                self.fetching.refcounts.let_go(unit)
+                if not self._blueprint.reduced_at_step:
+                    self._gradients.end_backward(unit)
+            for unit, ended in last.items():
+                if ended == at:  # others' gradients may be late, and hold nothing of them here
+                    self.fetching.refcounts.let_go(unit)
+            found.append(self._pool.worst)
+        self._begin(len(trace.ticks))
+        self.fetching.end()
+        if steps:
+            self._gradients.step()
+        self._gradients.end_iteration()
+        found.append(self._pool.worst)
+        self._gradients.reclaim(True)
+        return found
+
+    def _begin(self, at: int) -> None:
+        self._done.trigger = at
+        self._gradients.reclaim(False)
+        self._pool.begin_tick()
+
+    def _is_backward(self, at: int) -> bool:
+        return self._ticks[at].phase is Phase.BACKWARD
+
+    def _entered(self, at: int) -> list[int]:
+        """Places of the ticks that begin at one. In a backward, units that are in no plan are parts of the one behind them in
+        the trace, where a unit stands for its end."""
+        first = self._first(at)
+        if not self._is_part(at):
+            return [at] if first == at else []
+        if self._is_part(at - 1):
+            return [at]
+        around = [place for place in range(at, len(self._ticks)) if not self._is_part(place)][:1]
+        return [place for place in around if self._first(place) == at] + [at]
+
+    def _first(self, at: int) -> int:
+        """Where a tick begins that stands for its end."""
+        first = at
+        while self._is_backward(at) and self._is_part(first - 1):
+            first -= 1
+        return first
+
+    def _is_part(self, at: int) -> bool:
+        return at >= 0 and self._is_backward(at) and self._ticks[at].unit in self._by_need
+
+    def _enter(self, at: int) -> None:
+        tick = self._ticks[at]
+        if tick.unit in self._by_need:
+            self._expect(at)
+        else:
+            self._around = tick.live
+        for unit in self._held:
+            self.fetching.refcounts.let_go(unit)
+        self._held = (*self._around, *tick.live)
+        for unit in self._held:
+            self.fetching.refcounts.hold(unit)
+        self.fetching.enter(tick.unit, tick.phase)
+        self.fetching.bring(tick.unit)
+        self.fetching.computes(tick.unit)
+        if tick.phase is Phase.FORWARD:
+            self.fetching.refcounts.give_back(tick.unit)
+        else:
+            self.fetching.refcounts.give_back_backward(tick.unit)
+
+    def _expect(self, at: int) -> None:
+        """The tokens of a layer have come: its units are called one after the other. A backward pass expects nobody, but
+        where the layer is computed again in it: its units are called as in the forward, and stay until their backward."""
+        tick = self._ticks[at]
+        self._done.add(Operation.COMPUTE, tick.unit, Kind.FULL)
+        if self._same_layer(at - 1, at):
+            return
+        end = next((place for place in range(at, len(self._ticks)) if not self._same_layer(place, at)), None)
+        called = [each.unit for each in self._ticks[at:end]]
+        if tick.phase is Phase.FORWARD:
+            self.fetching.expect(called)
+        elif tick.unit in self._again:
+            self.fetching.expect(called[::-1])
+            for unit in called[::-1]:
+                self.fetching.refcounts.hold(unit)
+                self.fetching.bring(unit)
+                self.fetching.has_come(unit)
+
+    def _same_layer(self, first: int, second: int) -> bool:
+        before, after = self._ticks[first], self._ticks[second]
+        return first >= 0 and (self._layer_of.get(before.unit), before.phase) == (
+            self._layer_of[after.unit],
+            after.phase,
+        )
+
+    def done(self, plan: Plan) -> Plan:
+        """What was done in the last iteration: its plan and what follows gradients, and what was done for units that are in
+        none, to the end."""
+        places = [at for at, tick in enumerate(self._ticks) if tick.unit not in self._by_need]
+        planned = self._blueprint.planned(Trace(self._ticks))
+        whole = plan.beside(gradient_tasks(self._layout, self._blueprint.placement, planned))
+        if not self._by_need:
+            return whole
+        for unit in sorted(self._by_need):
+            self._units.release(unit)
+            self._units.evict(unit)
+        triggers = [*map(self._first, places), len(self._ticks)]
+        moved = []
+        for task in whole.tasks:
+            at = places[task.trigger] if task.operation is Operation.COMPUTE else triggers[task.trigger]
+            moved.append(dataclasses.replace(task, trigger=at))
+        return Plan(tuple(moved), len(self._ticks)).beside(self._done.tasks)

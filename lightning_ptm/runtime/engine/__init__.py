@@ -1,0 +1,1 @@
+"""The engine of a run, and how it is built."""

@@ -1,0 +1,641 @@
+"""Builds the runtime of one run from a blueprint, connects its parts, and is what the strategy talks to.
+
+Owns the allocator, the updater and every part below, from `Engine(...)` to `close()`. The parts decide and act; the
+engine makes and connects them, and begins and ends iterations and backward passes. Long because all meet here.
+
+I1: between iterations nothing is gathered that an update will change. I2: `close` leaves no thread, file or hook behind,
+whatever failed before; nor does a set-up that fails, however far it has come. I3: when set-up has ended, pages are taken for
+the rows of the inventory and for nothing else, in every tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ptm.comm import Communicator, Communicators, RankTeams
+from lightning_ptm.comm.agreement import Decision
+from lightning_ptm.errors import UsageError, in_a_line
+from lightning_ptm.events import Events
+from lightning_ptm.memory.allocator import Allocator
+from lightning_ptm.memory.backend import Backend, in_ram
+from lightning_ptm.memory.disk import FileOps
+from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
+from lightning_ptm.planning.inventory import What
+from lightning_ptm.planning.layout import FlatLayout
+from lightning_ptm.planning.plan_table import render
+from lightning_ptm.planning.sharding import Axis
+from lightning_ptm.planning.trace import forward_trace
+from lightning_ptm.planning.update_order import read_ahead
+from lightning_ptm.progress import Progress
+from lightning_ptm.runtime.autograd.backward_actions import BackwardActions
+from lightning_ptm.runtime.autograd.hooks import Hooks
+from lightning_ptm.runtime.autograd.recompute import recomputed_units
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.build_inventory import save_rows, taken_dtype
+from lightning_ptm.runtime.deciding.gradient_route import Waits
+from lightning_ptm.runtime.deciding.planner import Planner, check_layout
+from lightning_ptm.runtime.engine.module_changes import ModuleChanges
+from lightning_ptm.runtime.engine.pages import RunPages
+from lightning_ptm.runtime.engine.set_up import activations_offload, check_taken, lay_first_values, update_scheduler
+from lightning_ptm.runtime.engine.step_gradients import StepGradients
+from lightning_ptm.runtime.fetching.executor import Executor
+from lightning_ptm.runtime.fetching.tracer import Tracer
+from lightning_ptm.runtime.full_params.first_values import Given
+from lightning_ptm.runtime.full_params.lent_parameters import LentParameters
+from lightning_ptm.runtime.full_params.optimizer_values import OptimizerValues
+from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
+from lightning_ptm.runtime.full_params.sharded_states import AllShardedStates
+from lightning_ptm.runtime.full_params.snapshot import Snapshots
+from lightning_ptm.runtime.full_params.state_dicts import StateDicts
+from lightning_ptm.runtime.full_params.summon import SummonFullParams
+from lightning_ptm.runtime.full_params.trained_parameters import learnt_in, note
+from lightning_ptm.runtime.gradients.gradient_pages import GradientPages
+from lightning_ptm.runtime.machine.heap import SETTING_UP, Heap
+from lightning_ptm.runtime.ranks.barriers import ANY_TOGETHER, STEP_ENDS, Barriers, Together
+from lightning_ptm.runtime.ranks.experts import ExpertGroups
+from lightning_ptm.runtime.ranks.module_buffers import ModuleBuffers
+from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
+from lightning_ptm.runtime.relayout.previous_state import PreviousState
+from lightning_ptm.runtime.relayout.reused_tensors import ReusedTensors, reused_tensors
+from lightning_ptm.runtime.tensors.device_moves import move_beside_parameters
+from lightning_ptm.runtime.units.binding import FlatBinding
+from lightning_ptm.runtime.units.guarded_parameter import DIVIDED_IN_A_RUN
+from lightning_ptm.runtime.units.known_parameters import KnownParameters
+from lightning_ptm.runtime.updates.clipping import Clipping
+from lightning_ptm.runtime.updates.reduction import Reduction
+from lightning_ptm.runtime.updates.updates import FlatUpdate, UpdateScheduler
+from lightning_ptm.terms import Mode, Operation, Phase, Tier
+from lightning_ptm.update.updater import Updater
+
+_TRACES = 1
+"""Flag of a boundary: the iteration is to be traced."""
+
+_CHANGED_BUFFERS = 256
+"""Flag of a boundary: buffers of modules may not be rank 0's any more."""
+
+
+_REASON_CHARACTERS = 500
+"""Of an error's text, what other ranks are told."""
+
+
+def _precise_bytes(flat: FlatLayout, with_other_parts: bool) -> int:
+    return flat.numel * (8 if flat.dtype == "float64" else 4) * (flat.parts if with_other_parts else 1)
+
+
+class Engine:
+    """The runtime of one rank. Long because all parts begin and end here.
+
+    Args:
+        module: the LightningModule; its parameters become views of pages.
+        blueprint: all decisions.
+        optimizers: the user's, in order; empty without training.
+        recompute: every k-th unit is recomputed; 0: none.
+        poison: released pages are filled with NaN.
+        file_ops: the disk tier's file calls, for tests of failing disks.
+        given: first values that files provide, equal on all ranks.
+        events: where the parts tell what happens when.
+        progress: where long work tells how far it has come.
+        ranks_here: ranks that share this machine's RAM.
+        handed: model states of the engine before this one, instead of first values.
+        root: a folder for what RAM cannot hold, where there is no disk tier.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blueprint: Blueprint,
+        optimizers: Sequence[Optimizer],
+        communicators: Communicators,
+        backend: Backend,
+        *,
+        disk_paths: Sequence[Path] = (),
+        recompute: int = 0,
+        poison: bool = False,
+        file_ops: FileOps | None = None,
+        given: Given | None = None,
+        events: Events | None = None,
+        progress: Progress | None = None,
+        ranks_here: int = 1,
+        handed: PreviousState | None = None,
+        root: Path | None = None,
+    ) -> None:
+        self.module = module
+        self._handed = handed
+        self._pages_stay = False
+        self._ranks_here = ranks_here
+        self.blueprint = blueprint
+        self.communicators = communicators
+        self.communicator = communicators.everybody
+        self.backend = backend
+        self.device = backend.device
+        self.events = events or Events()
+        self.disk_paths = tuple(disk_paths)
+        self.folders = self.disk_paths or (() if root is None else (root,))
+        """Where files may be whose bytes RAM has no room for."""
+        self.bars = progress or Progress(shown=False)
+        self._optimizers = tuple(optimizers)
+        teams = blueprint.experts.teams if blueprint.experts is not None else RankTeams()
+        self.barriers = Barriers(self.communicator, self._take_part, teams)
+        self._closed = False
+        self.iterations = 0
+        """That have begun. Others read it."""
+        self._manual = False
+        self._loss: Tensor | None = None
+        """Of the last backward pass, where a tensor group compares it."""
+        self.save_stall_s = 0.0
+        """Seconds that compute was held up by checkpoints; written by those who write them."""
+        self.expert_groups: ExpertGroups | None = None
+        self._known = KnownParameters(module, optimizers)
+        self._taken_over = False
+        self._undo = ExitStack()
+        """What gives up the parts that there are: each of them, whatever becomes of those before; the last one first."""
+        self.heap = None
+        if not backend.apart:
+            self.heap = Heap(
+                blueprint.freed_memory,
+                ranks_here=ranks_here,
+                pages_take=lambda: self.allocator.uncommitted_bytes() if self._taken_over else 0,
+                follows=handed is not None,
+            )
+            self._undo.callback(self.heap.close)
+        try:
+            with self.memory_in_words(SETTING_UP):
+                self._build(recompute, given or Given(), poison, file_ops)
+        except BaseException:
+            with self._undo:
+                # The module must not be left with parameters that have no values because a budget was too small.
+                if self._taken_over and self.communicator.alone:
+                    self.lent_parameters.restore()
+            raise
+
+    def _build(self, recompute: int, given: Given, poison: bool, file_ops: FileOps | None) -> None:
+        frozen = [item for unit in self.blueprint.units for item in unit.parameters if not item.parameter.requires_grad]
+        self.stream = ComputeStream(self.backend)
+        pages = self._take_pages(poison, file_ops)
+        gradient_pages = pages.take_gradient_pages()
+        self.flats = tuple(pages.flats(store) for store in self.stores)
+        self._lay_values(given)
+        self._prepare_updates(pages, gradient_pages)
+        self._prepare_steps(recompute)
+        blueprint, updates, lent_parameters = self.blueprint, self.updates, self.lent_parameters
+        self.changes: ModuleChanges = ModuleChanges(
+            blueprint,
+            self._known,
+            frozen,
+            self._optimizers,
+            self.stores,
+            self.flats,
+            lent_parameters,
+            updates,
+            self.module,
+        )
+        self.stepping: StepGradients = StepGradients(
+            blueprint,
+            self.flats,
+            self.executor,
+            self.reduction,
+            self.clipping,
+            updates,
+            self.barriers,
+            self.backwards,
+            self.changes,
+            lent_parameters,
+            self._check_open,
+            self.stream,
+        )
+        self.summon: SummonFullParams = SummonFullParams(
+            self.module,
+            blueprint,
+            self.stores,
+            self.values,
+            lent_parameters,
+            self.barriers,
+            self._known,
+            self._settle,
+            ranks_here=self._ranks_here,
+        )
+        divided = blueprint.holders.in_parts or blueprint.experts is not None
+        self.state_dicts: StateDicts = StateDicts(
+            [module for module in self.module.modules() if not self.summon.always_readable(module)],
+            list(self.module.modules()),
+            self.summon.readable,
+            self.summon.writable,
+            uncopied=DIVIDED_IN_A_RUN if divided else "",
+        )
+        self._undo.callback(self.state_dicts.close)
+        if blueprint.experts is not None:
+            group, expect = self.communicators.along((Axis.EXPERT,)), self.executor.expect
+            self.expert_groups = ExpertGroups(blueprint.experts, group, self.barriers.agreement, expect)
+            self._undo.callback(self.expert_groups.close)
+        updates.start()
+
+    def _take_pages(self, poison: bool, file_ops: FileOps | None) -> RunPages:
+        blueprint = self.blueprint
+        check_layout(blueprint.layout, self.communicator)
+        kept = ReusedTensors()
+        if self._handed is not None:
+            kept = reused_tensors(blueprint, self._handed, self._optimizers, self.disk_paths)
+        more = {tier: pages * blueprint.layout.page_size for tier, pages in kept.more_pages.items()}
+        self._pages_between = kept.more_pages_at_once
+        self.allocator = Allocator(
+            page_size=blueprint.layout.page_size,
+            backend=self.backend,
+            sizes={tier: size + more.get(tier, 0) for tier, size in blueprint.pool_bytes.items()},
+            disk_paths=self.disk_paths,
+            pin_host=True,
+            poison=poison,
+            file_ops=file_ops,
+            events=self.events,
+            progress=self.bars,
+            uses={tier: blueprint.inventory.in_words(tier, blueprint.unified) for tier in blueprint.budget},
+            reused_extents=kept.reused_extents,
+        )
+        self._undo.callback(self._close_pages)
+        pages = RunPages(
+            blueprint, self.allocator, self.communicators, self.device, kept, self.stream, checks_all=poison
+        )
+        self._views = pages.views
+        self.stores = tuple(pages.store(index) for index in range(len(blueprint.units)))
+        self.updater = Updater(
+            self.allocator,
+            staging=blueprint.staging_chunks,
+            staging_tier=blueprint.placement.staging_tier,
+            # Lock-free versions and gradients change hands without a wait, in the order of the one stream that all have.
+            stream=self.backend.stream() if blueprint.lock_free is None else None,
+            events=self.events,
+        )
+        self._undo.callback(self.updater.close)
+        return pages
+
+    def _lay_values(self, given: Given) -> None:
+        """First values into the pages that are there."""
+        blueprint = self.blueprint
+        self.gathered_flats: GatheredFlats = GatheredFlats(
+            self.allocator, self.communicators, self.stores, self.flats, blueprint.holders
+        )
+        self.values: ParameterValues = ParameterValues(self.gathered_flats, self.bars, mixed=blueprint.mixed)
+        self.optimizer_values: OptimizerValues = OptimizerValues(self.gathered_flats, self.bars)
+        self.sharded_kinds = AllShardedStates(self.gathered_flats, self.optimizer_values, self.values.original_of)
+        trained = (binding for binding in self.gathered_flats.bindings() if binding.layout.trainable)
+        note(self.module, {id(parameter) for binding in trained for parameter in binding.parameters})
+        self.lent_parameters: LentParameters = LentParameters(self.gathered_flats, self.values, learnt_in(self.module))
+        trains = bool(self._optimizers)
+        lay_first_values(
+            self.module,
+            given,
+            blueprint,
+            self.stores,
+            self.values,
+            self.bars,
+            trains=trains,
+            precise_bytes=self.precise_bytes(),
+            handed=self._handed,
+        )
+        self._handed = None
+        move_beside_parameters(self.module, self.device)
+        self._module_buffers = None
+        if not self.communicator.alone:
+            self._module_buffers = ModuleBuffers(self.module, self.communicator, trains=trains)
+            self._module_buffers.follow_rank_0()
+        self._taken_over = True
+
+    def _prepare_updates(self, pages: RunPages, gradient_pages: GradientPages | None) -> None:
+        """What takes the rest of the pages, and what updates need."""
+        blueprint = self.blueprint
+        for flat in self._all_flats():
+            if flat.gradient.route.waits is Waits.KEPT:
+                flat.gradient.reserve()
+        for row in blueprint.inventory.of(What.STAGING):
+            self.updater.take_staging(row.tier, taken_dtype(row), row.count, row.numel)
+        save_sizes = [(taken_dtype(row), row.numel) for row in save_rows(blueprint)]
+        save_buffers = pages.buffers_for_saves() if blueprint.saves_behind else None
+        self.snapshots = Snapshots(self.allocator, self.updater, save_buffers, save_sizes, self._settle)
+        self.updates: UpdateScheduler = update_scheduler(
+            blueprint, self.backend, pages, self.stores, self.flats, self._optimizers, self.updater
+        )
+        self._undo.callback(self.updates.close)
+        check_taken(blueprint, self.allocator, self._pages_between)
+        if blueprint.lock_free is None:
+            for unit, flats in enumerate(self.flats):
+                for flat in flats:
+                    flat.gradient.shard.before_change = partial(self.updates.finish, unit)
+        if gradient_pages is not None:
+            gradient_pages.while_waiting = self.updates.make_room
+        states = {flat.store.layout.index: flat.states for flat in self._all_flats()}
+        self._read_ahead = [
+            states[flat.index]
+            for flat in read_ahead(blueprint.layout, blueprint.placement)
+            if flat.unit not in blueprint.by_need
+            and (home := states[flat.index].home()) is not None
+            and not home.updates
+        ]
+        self.clipping: Clipping = Clipping(self.communicator, self.updates, self._optimizers)
+        self.reduction: Reduction = Reduction(self.flats, self.barriers.agreement, lambda: self.executor.release_all())
+
+    def _prepare_steps(self, recompute: int) -> None:
+        """Who follows plans, and who hears of the module's computation."""
+        blueprint = self.blueprint
+        planner = Planner(blueprint, self.communicators.along(blueprint.holders.alike), self.communicator.rank)
+        # The pools' bytes are added up over all rows, and are asked for at each tick.
+        beside = partial(self.backend.bytes_beside, blueprint.pool_bytes[Tier.DEVICE])
+        self.tracer = Tracer(blueprint.units, beside, self.backend)
+        self.executor: Executor = Executor(
+            self.stores,
+            self.tracer,
+            self.barriers.agreement,
+            self.updates.pending,
+            self.updates.finish,
+            self.updates.finish_between_steps,
+            planner.replan,
+            self.gathered_flats.read,
+            self.reduction.reclaim,
+            self.events,
+            self._used_bytes,
+            blueprint.by_need,
+            one_way=self.backend.apart,
+            at_tick=self.heap.within_step if self.heap is not None else lambda: None,
+        )
+        self._undo.callback(self.executor.abandon)
+        for mode, trace in ((Mode.TRAIN, blueprint.trace), (Mode.FORWARD, forward_trace(blueprint.layout))):
+            trace = blueprint.planned(trace)
+            if mode is Mode.FORWARD or self._optimizers:
+                self.executor.plans.adopt(mode, planner.plan(mode, trace), trace)
+        self.offload = None
+        if blueprint.activations_to_host:
+            self.offload = activations_offload(self.module, self.backend, self.stream, self.allocator, self.events)
+            self._undo.callback(self.offload.close)
+        for flat in self._all_flats():
+            flat.gradient.shard.give_units_up = self.executor.release_all
+            self._undo.callback(flat.gradient.grad_attribute.let_go)
+            self._undo.callback(flat.gradient.shard.end_additions)
+        self.backwards: BackwardActions = BackwardActions(
+            blueprint.units,
+            self.stores,
+            self.flats,
+            self.executor,
+            self.reduction,
+            self.updates,
+            self.barriers,
+            alone=self.communicator.alone,
+        )
+        self.hooks: Hooks = Hooks(
+            blueprint.units,
+            self.stores,
+            self.executor,
+            self.backwards,
+            recomputed_units(len(blueprint.units), recompute),
+            self.stream,
+            self._views,
+            self.offload,
+        )
+        self._undo.callback(self.hooks.close)
+
+    # -- iterations ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def iteration(self, mode: Mode, *, manual: bool = False) -> Iterator[None]:
+        """One training, validation, test or predict step.
+
+        Args:
+            mode: TRAIN when a backward may follow; it then ends with the next iteration.
+            manual: the step itself calls backward passes.
+        """
+        self._check_open()
+        self.stream.begin()
+        self.iterations += 1
+        self.barriers.iteration_begins()
+        self.backwards.iteration_begins()
+        computes_only = mode is Mode.FORWARD and self.blueprint.may_be_outside
+        for store in self.stores:
+            for binding in store.bindings:
+                binding.check(computes_only=computes_only)
+        self.values.check_known()
+        self.updates.check_stepped()
+        if mode is Mode.TRAIN:
+            self.changes.check_frozen()
+        if self.heap is not None:
+            self.heap.between_steps()
+        self.updates.settle_first()
+        self.updates.begin_iteration(training=mode is Mode.TRAIN)
+        if mode is Mode.TRAIN and self._read_ahead:
+            # Behind the forward: what the first updates of the backward will need.
+            self.updater.prefetch(self._read_ahead)
+        flags = _TRACES if self.executor.wants_trace(mode) else 0
+        if self._module_buffers is not None and self._module_buffers.changed():
+            flags |= _CHANGED_BUFFERS
+        if mode is Mode.TRAIN:
+            deed = "" if self.communicator.alone else self.barriers.hyper_parameters_are(self._hyper_parameters())
+            seen, together = self.barriers.come_together(Together.TRAINING_STEP, deed, flags), True
+        else:
+            seen = self.barriers.reach(0, flags)
+            together = not seen & ANY_TOGETHER  # else some ranks have no such batch any more
+        if self._module_buffers is not None:
+            if together and seen & _CHANGED_BUFFERS:
+                self._module_buffers.follow_rank_0()
+            # As DDP does, behind a forward whose gradients are reduced. A step that calls backward passes itself is what DDP
+            # takes for a forward, and Lightning tells it then that no gradients are to come.
+            reduced = mode is Mode.TRAIN and not self.stepping.adds_up and not manual
+            self._module_buffers.iteration_begins(compare_next=reduced)
+            self._manual = manual
+        # All ranks that are here end the iteration before, and plan anew, together (executor I3).
+        self.executor.begin(mode, trace=together and bool(seen & _TRACES), together=together)
+        self.hooks.begin_iteration()
+        self.executor.guard_policy.computation_begins(Phase.FORWARD)
+        self._forward_root()
+        try:
+            with self.memory_in_words("the step"), self.backwards.step(), self.hooks.step():
+                yield
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self.executor.guard_policy.computation_ends(Phase.FORWARD)
+        if mode is Mode.FORWARD:
+            seen = self.barriers.reach(STEP_ENDS)
+            # A rank that waits for others elsewhere, in what this one has not come to, would not hear of a new plan.
+            self.executor.end(together=not seen & ANY_TOGETHER)
+
+    def _hyper_parameters(self) -> dict[str, str]:
+        """What optimizers update with, by what each is of; what a device would have to be waited for is left out."""
+        return {
+            f"{name} of group {at} of {type(optimizer).__name__}": repr(
+                value.tolist() if isinstance(value, Tensor) else value
+            )
+            for optimizer in self._optimizers
+            for at, group in enumerate(optimizer.param_groups)
+            for name, value in group.items()
+            if isinstance(value, (bool, int, float, tuple)) or (isinstance(value, Tensor) and in_ram(value))
+        }
+
+    def _forward_root(self) -> None:
+        self.executor.enter(0, Phase.FORWARD)
+        # The root is used by code outside any hooked forward: it stays until the iteration ends.
+        self.executor.hold(0)
+        self.executor.leave(0)
+
+    def abandon(self) -> None:
+        """An iteration was cut short by an error; its gathers and hooks' contexts are dropped."""
+        self.hooks.abandon()
+        self.executor.abandon()
+        self.updates.abandon()
+        self.reduction.forget()
+        self.backwards.abandon()
+
+    @contextmanager
+    def backward(self, *, by_user: bool = False) -> Iterator[None]:
+        """Inside, the strategy runs a backward pass of the loss.
+
+        Args:
+            by_user: in a method of the user's, which may read and edit gradients behind the pass.
+
+        Raises:
+            UsageError: it would add to what a step has used up.
+        """
+        for flat in self._all_flats():
+            flat.gradient.grad_attribute.used.check_forgotten()
+        if self._manual and not self.backwards.in_step and self._module_buffers is not None:
+            self._module_buffers.backward_outside(reduced=not self.stepping.adds_up)
+        of_the_loss = nullcontext() if by_user else self.backwards.of_the_loss()
+        with self.memory_in_words("the backward pass"), of_the_loss, self.hooks.backward(by_user=by_user):
+            yield
+
+    def memory_in_words(self, doing: str) -> AbstractContextManager[None]:
+        """See Heap.refusals_in_words."""
+        return nullcontext() if self.heap is None else self.heap.refusals_in_words(doing)
+
+    def loss_is(self, loss: Tensor) -> None:
+        """Of the backward pass that begins: ranks of a tensor group compare theirs where they next wait for each other. On a
+        device of its own, the one before, for which the host need not wait."""
+        if self.barriers.agreement.alike and loss.numel() == 1:
+            before, self._loss = self._loss, loss.detach()
+            told = before if self.backend.apart else self._loss
+            if told is not None:
+                self.barriers.loss_is(float(told))
+
+    def _all_flats(self) -> Iterator[FlatUpdate]:
+        return (flat for flats in self.flats for flat in flats)
+
+    @on_compute_stream
+    def _take_part(self, decision: Decision) -> None:
+        if decision.request.operation is Operation.GATHER:
+            self.executor.take_part(decision.request.unit)
+        else:
+            self.reduction.take_part(decision)
+
+    def fail(self, error: BaseException) -> None:
+        """The run has failed on this rank: the others, if any, are told, and nothing collective happens here any more."""
+        self.barriers.fail(in_a_line(error)[:_REASON_CHARACTERS])
+        self.abandon()
+
+    # -- between iterations -------------------------------------------------------------------------------------------
+
+    def drain(self, deed: str = "drain", *, at_end: bool = False) -> None:
+        """Blocks until every update is in the compute parameters and at home, here and on all ranks. Collective.
+
+        Args:
+            deed: as for `meet`.
+            at_end: the run is over, and its caller looks for writes that are lost.
+
+        Raises:
+            UsageError: a copy was written to, so that what follows would save or show the values before.
+        """
+        self.stream.begin()  # what follows reads and writes pages on the caller's
+        if not at_end:
+            self.lent_parameters.check_written()
+        self.updates.finish_all()
+        for store in self.stores:
+            for flat in store.flats:
+                flat.await_reads()
+        self.barriers.come_together(Together.BY_HAND, deed)
+
+    @property
+    def update_failed(self) -> bool:
+        """Whether an update has raised, so that parameters may be of two steps, and states of them are of no use."""
+        return self.updater.failure is not None
+
+    def stop_updates(self) -> None:
+        """After an update has failed: nothing is updated any more, and the master states in pages, each element that of a
+        step or of the one before, may be read."""
+        self.stream.begin()
+        self.updates.close()
+        self.updater.close()
+        for store in self.stores:
+            for flat in store.flats:
+                flat.await_reads()
+
+    def _settle(self, deed: str) -> None:
+        """I1, on all ranks."""
+        self.drain(deed)
+        self.executor.release_all()
+
+    @property
+    def with_other_parts(self) -> Communicator:
+        """Of the ranks that have the other parts of what is in parts here, in the order of the parts."""
+        return self.communicators.along((Axis.TENSOR,))
+
+    def precise_bytes(self, *, with_other_parts: bool = False) -> int:
+        """Bytes that all weights take outside of pages in their precise dtype.
+
+        Args:
+            with_other_parts: of parameters of which this rank has parts, the whole ones.
+        """
+        return sum(_precise_bytes(flat, with_other_parts) for flat in self.blueprint.layout.everywhere())
+
+    def precise_bytes_of(self, bindings: Iterable[FlatBinding], *, with_other_parts: bool = False) -> int:
+        """The same of some flats."""
+        return sum(_precise_bytes(binding.layout, with_other_parts) for binding in bindings)
+
+    def optimizer_state_bytes(self, *, on_disk: bool) -> int:
+        """Bytes of all ranks' optimizer states, masters not counted, that are at home on disk, or in memory."""
+        return sum(
+            flat.states.bytes_of_ranks(self.communicator.world_size)
+            for flat in self._all_flats()
+            if self.blueprint.placement.homes[flat.store.layout.unit].master.addressable != on_disk
+        )
+
+    # -- planning -----------------------------------------------------------------------------------------------------
+
+    def plan_text(self, mode: Mode = Mode.TRAIN) -> str:
+        """The plan that is followed, as a table."""
+        made = self.executor.plans.planned(mode)
+        return render(made[0], self.blueprint.layout) if made is not None else "(fetch on use: no plan)"
+
+    def _used_bytes(self) -> tuple[int, ...]:
+        return tuple(
+            self.allocator.capacity_bytes(tier) - self.allocator.free_bytes(tier) for tier in self.blueprint.budget
+        )
+
+    # -- end ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Its run is over."""
+        return self._closed
+
+    def close(self) -> None:
+        """Takes hooks off, stops threads, frees pages. Parameters are left as they are; see `LentParameters.restore`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._undo.close()
+
+    def hand_on(self) -> PreviousState:
+        """Model states in their pages, which `close` leaves to the caller from now on. The engine has drained all updates,
+        and only `close` follows. Collective where ranks own parameters."""
+        handed = PreviousState(self)
+        self._pages_stay = True
+        return handed
+
+    def _close_pages(self) -> None:
+        if not self._pages_stay:
+            self.allocator.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this run has ended and its pages are gone; start a new fit, validate, test or predict")

@@ -1,0 +1,1 @@
+"""Prefetch and eviction of units in a run: the driver of the policy in planning/fetch_policy.py."""

@@ -1,0 +1,70 @@
+"""What ticks and stalls are told of, and the seconds that compute has lost.
+
+Owns the tick in progress, which is told when it is over, and the seconds by cause.
+I1: bytes are measured only where somebody listens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from time import perf_counter
+
+from lightning_ptm.events import Event, EventKind, Events
+from lightning_ptm.terms import Mode, Phase
+
+_LEAST_STALL_S = 1e-5
+"""Looking whether anything has to be waited for takes about this long; a shorter stall is none."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _OpenTick:
+    """A tick that somebody wants to hear of, when it is over."""
+
+    track: str
+    name: str
+    began_s: float
+    index: int
+    tier_bytes: tuple[int, ...]
+
+
+class ComputeTiming:
+    """Of one rank's compute.
+
+    Args:
+        used_bytes: bytes of pages in use, by tier.
+    """
+
+    def __init__(self, events: Events, used_bytes: Callable[[], tuple[int, ...]]) -> None:
+        self._events = events
+        self._used_bytes = used_bytes
+        # state
+        self._open_tick: _OpenTick | None = None
+        self.stall_s: dict[str, float] = {"fetch": 0.0, "update": 0.0}
+        """Seconds that compute waited, by cause. Others read it."""
+
+    def tick(self, unit: str, phase: Phase, index: int, mode: Mode | None) -> None:
+        """A unit of that name computes from here on, in a tick of the mode's iteration; None: there is none."""
+        if self._events.heard and mode is not None:
+            name = f"{unit or 'root'} {phase.value}"
+            self._open_tick = _OpenTick(mode.value, name, perf_counter(), index, self._used_bytes())
+
+    def rest(self) -> None:
+        """Nothing computes from here to the next tick."""
+        opened, self._open_tick = self._open_tick, None
+        if opened is not None:
+            most = tuple(max(pair) for pair in zip(opened.tier_bytes, self._used_bytes(), strict=True))
+            now_s = perf_counter()
+            self._events.tell(
+                Event(EventKind.TICK, opened.track, opened.name, opened.began_s, now_s, opened.index, tier_bytes=most)
+            )
+
+    def forget(self) -> None:
+        """The tick in progress failed."""
+        self._open_tick = None
+
+    def stalled(self, cause: str, unit: str, began_s: float, end_s: float) -> None:
+        """Compute has waited for a unit of that name."""
+        self.stall_s[cause] += end_s - began_s
+        if self._events.heard and end_s - began_s > _LEAST_STALL_S:
+            self._events.tell(Event(EventKind.STALL, cause, unit or "root", began_s, end_s))

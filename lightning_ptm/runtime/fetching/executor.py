@@ -1,0 +1,287 @@
+"""Drives the policy of fetching (planning/fetch_policy.py) with stores of pages, waits for the unit that computes,
+and keeps the
+trace.
+
+Owns the iteration in progress: its mode, whether it is traced, and which units were called in it. What is fetched and what is
+given up is the policy's; which plan is followed next, when parameters are open, and what is told of ticks and stalls have
+owners of their own (plan_selection.py, guard_policy.py, compute_timing.py).
+
+I1: a unit is live while one of its calls is in progress.
+I2: with several ranks every all-gather has been agreed on.
+I3: all ranks trace, and so plan anew, in the same iterations: whoever calls `begin` has made them agree on `trace`, and
+    tells whether they are `raise_on_all_ranks`; a rank that goes on alone for some batches plans when they are.
+I4: this rank asks others for an all-gather of its own accord on occasions only, and comes to these at the same points of a
+    module's calls, forward and backward, whatever it has fetched; code between calls of units runs behind one (`occasions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from lightning_ptm.comm import Agreement
+from lightning_ptm.errors import CapacityError
+from lightning_ptm.events import Events
+from lightning_ptm.planning.fetch_policy import FetchPolicy
+from lightning_ptm.planning.plan import Plan
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.runtime.fetching.compute_timing import ComputeTiming
+from lightning_ptm.runtime.fetching.guard_policy import GuardPolicy
+from lightning_ptm.runtime.fetching.plan_selection import PlanSelection
+from lightning_ptm.runtime.fetching.policy_units import PolicyUnits
+from lightning_ptm.runtime.fetching.tracer import Tracer
+from lightning_ptm.runtime.units.store import UnitStore
+from lightning_ptm.terms import Mode, Phase
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lightning_ptm.memory.paged_tensor import PagedTensor
+
+
+class Executor:
+    """The event loop of one rank, driven by hooks.
+
+    Args:
+        stores: by unit.
+        tracer: records what happens.
+        agreement: ranks agree on all-gathers through it.
+        update_pending: whether a unit's update has not reached its compute parameters yet (after some progress).
+        finish_update: blocks until it has, as far as a step needs it.
+        finish_between_steps: blocks until it has all, for who reads the unit between two steps.
+        replan: makes a plan from a trace, and tells what trace the plan is for.
+        read: brings a paged tensor to memory of its own.
+        reclaim: gives back device pages of gradients that have left (or, with True, once they have); whether any came free.
+        events: told of ticks and stalls.
+        used_bytes: bytes of pages in use, by tier.
+        by_need: units that a plan cannot foresee.
+        one_way: as the policy's.
+        at_tick: called at each.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[UnitStore],
+        tracer: Tracer,
+        agreement: Agreement,
+        update_pending: Callable[[int], bool],
+        finish_update: Callable[[int], None],
+        finish_between_steps: Callable[[int], None],
+        replan: Callable[[Mode, Trace], tuple[Plan, Trace] | None],
+        read: Callable[[PagedTensor], Tensor],
+        reclaim: Callable[[bool], bool],
+        events: Events,
+        used_bytes: Callable[[], tuple[int, ...]],
+        by_need: Collection[int] = (),
+        *,
+        one_way: bool = False,
+        at_tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._stores = stores
+        self._tracer = tracer
+        self._finish_update = finish_update
+        self._finish_between_steps = finish_between_steps
+        self._read = read
+        self._at_tick = at_tick
+        self._by_need = frozenset(by_need)
+        units = PolicyUnits(stores, agreement, update_pending, reclaim)
+        self.fetching = FetchPolicy(units, len(stores), by_need, one_way=one_way)
+        self._refcounts = self.fetching.refcounts
+        self.plans = PlanSelection(replan)
+        self.guard_policy = GuardPolicy(stores, self._refcounts.used)
+        self.compute_timing = ComputeTiming(events, used_bytes)
+        # state
+        self._mode: Mode | None = None
+        self._tracing = False
+        self._called: set[int] = set()
+        self.occasions = 0
+        """How often this rank has come to a point from which on it may ask others for all-gathers (I4)."""
+
+    @property
+    def mode(self) -> Mode | None:
+        return self._mode
+
+    def wants_trace(self, mode: Mode) -> bool:
+        """Whether the next iteration, one of `mode`, should be traced: until one has confirmed the plan that is followed,
+        and after one that neither followed it nor was like the last one traced here (the plan is for the first rank's)."""
+        if mode is self._mode:
+            return (
+                not self._tracing and not self.fetching.plan_cursor.followed and not self.fetching.plan_cursor.repeated
+            )
+        return self.plans.trace(mode) is None
+
+    def begin(self, mode: Mode, *, trace: bool, together: bool = True) -> None:
+        """An iteration starts. The one before, if open, ends here."""
+        if together:
+            self.plans.make()
+        self.end(together=together)
+        self._mode = mode
+        self.guard_policy.begin_iteration()
+        self.fetching.begin(self.plans.planned(mode), self.plans.trace(mode), begins_again=mode is Mode.FORWARD)
+        self._tracing = trace
+        self._called.clear()
+        if self._tracing:
+            self._tracer.start()
+
+    def end(self, *, together: bool = True) -> None:
+        """The iteration is over: run the plan's last tasks and learn from the trace."""
+        if self._mode is None:
+            return
+        self.compute_timing.rest()
+        self.occasions += 1
+        known = self.fetching.plan_cursor.followed or self.fetching.plan_cursor.repeated
+        mode, self._mode = self._mode, None
+        self.fetching.end()
+        if self._tracing and self.fetching.plan_cursor.tick:
+            self.plans.has_come(mode, self._tracer.finish())
+            if together:
+                self.plans.make()
+        elif not known:
+            self.plans.order_changed(mode)
+
+    def abandon(self) -> None:
+        """The iteration failed: forget it, and let go of what its calls held."""
+        self.compute_timing.forget()
+        self._mode = None
+        self.fetching.abandon()
+        self.guard_policy.abandon()
+
+    def enter(self, unit: int, phase: Phase) -> None:
+        """Tick: `unit` starts to compute. Returns when its parameters are bound; `leave` must follow, or in a backward
+        `leave_backward`."""
+        self.compute_timing.rest()
+        self.occasions += 1
+        index = self.fetching.enter(unit, phase)
+        store = self._stores[unit]
+        store.open()
+        if phase is Phase.FORWARD:
+            self._called.add(unit)
+        self.require(unit)
+        self.fetching.computes(unit)
+        if self._tracing and unit not in self._by_need:
+            live = (index for index in range(len(self._stores)) if self._refcounts.leased(index))
+            self._tracer.tick(
+                unit, phase, tuple(index for index in live if index not in self._by_need), self.guard_policy.passes
+            )
+        self.compute_timing.tick(store.unit.name, phase, index, self._mode)
+        self._at_tick()
+
+    def use(self, unit: int) -> None:
+        """Somebody reads `unit`, without a tick of its own; `leave` must follow."""
+        self._refcounts.take(unit)
+        self._stores[unit].open()
+        self._called.add(unit)
+
+    def leave(self, unit: int) -> None:
+        """The call that `enter` or `use` announced is over."""
+        self.occasions += 1
+        self._refcounts.give_back(unit)
+        self._left(unit)
+
+    def leave_backward(self, unit: int) -> None:
+        """The backward that `enter` announced has ended, or waits for others; nothing happens where it has left."""
+        if self._refcounts.in_backward(unit):
+            self._refcounts.give_back_backward(unit)
+            self._left(unit)
+
+    def end_backward(self, unit: int) -> None:
+        """As `leave_backward`, and nobody holds the unit any more."""
+        self.leave_backward(unit)
+        self._refcounts.let_go(unit)
+
+    def _left(self, unit: int) -> None:
+        if not self.guard_policy.computing and not self.used(unit):
+            self._stores[unit].close()
+        if self._tracing:
+            self._tracer.observe()
+
+    def used(self, unit: int) -> bool:
+        """Whether a call of `unit`, or its backward, is in progress."""
+        return self._refcounts.used(unit)
+
+    def leased(self, unit: int) -> bool:
+        """Whether `unit` is used or held, and so stays where it is."""
+        return self._refcounts.leased(unit)
+
+    def held(self, unit: int) -> bool:
+        """Whether somebody holds `unit`."""
+        return self._refcounts.held(unit)
+
+    def called(self, unit: int) -> bool:
+        """Whether `unit` has had a forward in this iteration."""
+        return unit in self._called
+
+    def hold(self, unit: int) -> None:
+        """Keeps `unit` gathered until the iteration ends (it is used outside its own forward)."""
+        self._refcounts.hold(unit)
+        self.require(unit)
+        self.fetching.has_come(unit)
+
+    def stay(self, unit: int, *, held: bool) -> None:
+        """Whether somebody goes on to hold `unit`; it comes back where it was given up since its backward ended."""
+        if held:
+            self.hold(unit)
+        else:
+            self._refcounts.let_go(unit)
+
+    def expect(self, units: Sequence[int]) -> None:
+        """As the policy's."""
+        self.occasions += 1
+        self.fetching.expect(units)
+
+    def saved_is_read(self, unit: int) -> None:
+        """Of `unit`, a tensor that autograd has saved; `require` follows where it is not live. That differs between ranks
+        only where it is not leased (I4, I1)."""
+        self.occasions += not self._refcounts.leased(unit)
+
+    def read_held(self, unit: int) -> None:
+        """Somebody reads `unit`, which is held, so that it is there: its update is waited for, in a step once behind each of
+        the optimizer's."""
+        if not self.guard_policy.computing or unit not in self.guard_policy.waited_for:
+            self.require(unit)
+
+    def require(self, unit: int) -> None:
+        """Makes `unit` live: waits for its update, fetches it if nobody has, waits for the bytes."""
+        self.occasions += 1
+        store = self._stores[unit]
+        if store.lent:
+            return  # whole already, and the user's until the block ends
+        started = perf_counter()
+        if self.guard_policy.computing:
+            self._finish_update(unit)
+        else:
+            self._finish_between_steps(unit)
+        self.fetching.pump()
+        after_update = perf_counter()
+        self.compute_timing.stalled("update", store.unit.name, started, after_update)
+        self.guard_policy.waited(store)
+        waits = not store.live
+        self._bring(store)
+        if not waits:
+            return
+        store.finish_fetch()
+        self.compute_timing.stalled("fetch", store.unit.name, after_update, perf_counter())
+
+    def _bring(self, store: UnitStore) -> None:
+        if not store.flats:
+            return
+        try:
+            self.fetching.bring(store.unit.index)
+        except CapacityError as error:
+            name = store.unit.name or "the root unit"
+            raise CapacityError(
+                f"{name} needs {store.full_bytes} bytes gathered on the device, and no other unit there can be given up "
+                f"({error}); raise device_memory (host_memory on a CPU-only machine) or use smaller units"
+            ) from error
+
+    def release_all(self) -> None:
+        """Drops every full flat that is not in use (before evaluation by hand, at the end of a run)."""
+        self.fetching.release_all()
+
+    def take_part(self, unit: int) -> None:
+        """Takes part in an all-gather that other ranks asked for: keeps the result if there is room for it."""
+        self._finish_update(unit)
+        if not self.fetching.take_part(unit):
+            for flat in self._stores[unit].flats:
+                flat.contribute(self._read)

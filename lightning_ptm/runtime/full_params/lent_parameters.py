@@ -1,0 +1,275 @@
+"""Parameters in the user's hands: whole, real and theirs for a while, or for good when a run ends.
+
+Owns who has got what: which units are lent to be read alone, and which parameters have shapes of the user's own. Values come
+from runtime/full_params/parameter_values.py and go back through it.
+
+I1: what a block of `gathered` has got, a block inside of it has, too. I2: of a parameter that is a part of a larger one, the
+user has the part, with which the module computes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ptm.errors import UsageError
+from lightning_ptm.memory.fingerprint import fingerprint
+from lightning_ptm.memory.quantization import rounded
+from lightning_ptm.runtime.relayout.gathered_flats import flats_of
+from lightning_ptm.runtime.tensors.parts import cut
+from lightning_ptm.runtime.units.binding import ENDED, FlatBinding
+from lightning_ptm.runtime.units.store import FlatStore
+
+if TYPE_CHECKING:
+    from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
+    from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
+
+
+class LentParameters:
+    """See the file's contract. The engine has drained all updates before any of these is called.
+
+    Args:
+        learnt: ids of parameters that a run has trained, this one or an earlier one.
+    """
+
+    def __init__(self, gathered_flats: GatheredFlats, values: ParameterValues, learnt: Collection[int] = ()) -> None:
+        self._gathered_flats = gathered_flats
+        self._values = values
+        self._learnt = learnt
+        self._places = {
+            id(parameter): (binding, slot)
+            for binding in gathered_flats.bindings()
+            for slot, parameter in enumerate(binding.parameters)
+        }
+        self.resized: dict[str, nn.Parameter] = {}
+        """By name, parameters that have other shapes than their pages, which have no part in them any more."""
+        self._read_only: set[int] = set()
+        """Units, by index, that are gathered, and whose edits are not kept."""
+
+    # -- for a while --------------------------------------------------------------------------------------------------
+
+    def untrained(self) -> list[FlatBinding]:
+        """Flats of which no run has trained anything."""
+        return [
+            each
+            for each in self._gathered_flats.bindings()
+            if not any(id(parameter) in self._learnt for parameter in each.parameters)
+        ]
+
+    @contextmanager
+    def absent(self, left_out: Collection[FlatBinding], why: str) -> Iterator[None]:
+        """Inside the block nobody has values of these flats; `why` says what has become of them, and what to do."""
+        for binding in left_out:
+            binding.absent = why
+        try:
+            yield
+        finally:
+            for binding in left_out:
+                binding.absent = ""
+
+    def bytes_to_lend(self, wanted: Collection[int], left_out: Collection[FlatBinding] = ()) -> int:
+        """RAM that `gathered` takes for these units, at most."""
+        sizes = [
+            self._values.precise_bytes(binding, flat)
+            for store in self._gathered_flats.stores
+            if store.unit.index in wanted
+            for binding, flat in flats_of(store)
+            if not binding.lent and binding not in left_out
+        ]
+        return sum(sizes) + max(sizes, default=0)  # one flat twice while it is read
+
+    @contextmanager
+    def gathered(
+        self,
+        wanted: Collection[int],
+        *,
+        write: bool,
+        may_write: Callable[[], bool] = lambda: True,
+        left_out: Collection[FlatBinding] = (),
+    ) -> Iterator[None]:
+        """The parameters of the units in `wanted` whole inside the block, in their precise dtype. Those that a block around
+        this one has gathered already are what they are there.
+
+        Args:
+            write: edits are kept: those of rank 0, on all ranks; of parts, those of the first rank that has each.
+            may_write: asked at the end: whether all ranks are still there.
+            left_out: flats of these units that are not.
+
+        Raises:
+            UsageError: edits are to be kept, and a block around this one does not keep them.
+        """
+        chosen = [store for store in self._gathered_flats.stores if store.unit.index in wanted]
+        forgets = [store.unit.name or "the root" for store in chosen if write and store.unit.index in self._read_only]
+        if forgets:
+            raise UsageError(
+                f"gathered(write=True) inside of gathered(write=False): edits of {', '.join(forgets[:3])} would be lost; "
+                f"give the outer block write=True"
+            )
+        gathered_flats: list[tuple[FlatBinding, FlatStore | None, Tensor]] = []
+        before: list[list[int]] = []
+        lent: set[int] = set()
+        try:
+            for store in chosen:
+                flats = [each for each in flats_of(store) if not each[0].lent and each[0] not in left_out]
+                if flats:
+                    lent.add(store.unit.index)
+                for binding, flat in flats:
+                    whole = self._values.precise_of(store, binding, flat).clone()
+                    views = [binding.arrangement.view(whole, slot) for slot in range(len(binding.parameters))]
+                    gathered_flats.append((binding, flat, whole))
+                    before.append([fingerprint(view) for view in views] if write else [])
+                    binding.lend(views)
+            if not write:
+                self._read_only |= lent
+            yield
+        finally:
+            self._read_only -= lent
+            write = write and may_write()
+            for (binding, flat, whole), prints in zip(gathered_flats, before, strict=True):
+                if write:
+                    self.resized |= binding.give_up_resized(whole)
+                    self._collect_edits(binding, whole)
+                    self._gathered_flats.tells(binding.layout).broadcast(whole)
+                    if flat is not None:
+                        _warn_of_rounding(flat, whole)
+                        self._values.write(flat, whole)
+                if flat is None:
+                    binding.unbind()
+                else:
+                    flat.rebind(whole if write else None)
+                if write:
+                    now = (fingerprint(binding.arrangement.view(whole, slot)) for slot in range(len(prints)))
+                    pairs = enumerate(zip(prints, now, strict=True))
+                    binding.values_change(slot for slot, (one, other) in pairs if one != other)
+
+    def check_dtypes(self, units: Collection[int]) -> None:
+        """Raises UsageError: parameters of these units, which are lent, were converted."""
+        for store in self._gathered_flats.stores:
+            if store.unit.index in units:
+                for binding, _ in flats_of(store):
+                    binding.check_dtypes()
+
+    @contextmanager
+    def lent(self, values: Mapping[int, Tensor] | None) -> Iterator[None]:
+        """Inside the block every parameter has its value of `values`, by id of parameter, to be read; with None: can be read
+        by those who ask for its name alone, and is NaN."""
+        flats = [(binding, flat) for _, binding, flat in self._gathered_flats.flats()]
+        if any(binding.lent for binding, _ in flats):
+            raise UsageError(
+                "a checkpoint cannot be made inside of `with strategy.gathered(module):`; end the block before"
+            )
+        try:
+            for binding, _ in flats:
+                binding.lend(binding.nothing() if values is None else [values[id(each)] for each in binding.parameters])
+            yield
+        finally:
+            for binding, flat in flats:
+                if flat is None:
+                    binding.unbind()
+                else:
+                    flat.rebind(None)
+
+    def follow_shapes(self) -> bool:
+        """Whether users have given parameters other shapes (`parameter.data = ...`): what they are now is theirs, until pages
+        are laid out anew."""
+        for binding in self._gathered_flats.bindings():
+            self.resized |= {} if binding.lent else binding.give_up_resized()
+        return bool(self.resized)
+
+    @staticmethod
+    def _collect_edits(binding: FlatBinding, whole: Tensor) -> None:
+        # `param.data = x` inside the block replaces the view; bring such values home too.
+        with torch.no_grad():
+            for slot, parameter in enumerate(binding.parameters):
+                view = binding.arrangement.view(whole, slot)
+                if parameter.data_ptr() != view.data_ptr():
+                    view.copy_(cut(parameter, binding.arrangement.boxes[slot]))
+
+    # -- for good -----------------------------------------------------------------------------------------------------
+
+    def restore(self, left_out: Collection[FlatBinding] = (), absent: str = ENDED) -> None:
+        """Gives every parameter storage of its own with its precise value: the module as the user knows it.
+
+        Args:
+            left_out: flats that RAM has no room for: of these only what is in RAM anyway comes back, the user's own tensors.
+            absent: what has become of the rest of their values, and what to do.
+        """
+        slots = {
+            id(parameter): (binding, slot)
+            for binding in self._gathered_flats.bindings()
+            for slot, parameter in enumerate(binding.parameters)
+        }
+        theirs = {id(each.parameters[slot]) for each in self._gathered_flats.bindings() for slot in each.replaced()}
+        for binding in left_out:
+            binding.unbind(absent=absent)
+            for slot, parameter in enumerate(binding.parameters):
+                original = self._values.original_of(parameter)
+                if original is not None:
+                    binding.restore(slot, original)
+        for _, parameter, value in self._values.parts(letting_go=True, left_out=left_out):
+            if id(parameter) in theirs:
+                continue  # the user's own storage stays, as anywhere
+            binding, slot = slots[id(parameter)]
+            binding.restore(slot, value.clone() if self._values.original_of(parameter) is None else value)
+        for binding in self._gathered_flats.bindings():
+            if binding not in left_out:
+                binding.forget()
+
+    def check_written(self) -> None:
+        """Raises UsageError: a parameter was written to by hand where that is lost."""
+        for binding in self._gathered_flats.bindings():
+            binding.check_written()
+
+    def names_of_copies(self, parameters: Iterable[Tensor]) -> list[str]:
+        """Which of these are copies now, of more precise values or of pages elsewhere, so that what is written to them is
+        lost. Asked before each step of an optimizer that is none of the run's."""
+        found = []
+        for parameter in parameters:
+            binding, slot = self._places.get(id(parameter), (None, 0))
+            if binding is not None and binding.parameters[slot] is parameter and not binding.keeps_writes:
+                found.append(binding.layout.slots[slot].spec.name)
+        return found
+
+    def let_go(self, absent: str = ENDED) -> None:
+        """Parameters name no page any more, and cannot be read. Args: absent: as for `restore`."""
+        for binding in self._gathered_flats.bindings():
+            binding.unbind(absent=absent)
+
+    def leave(self, dtypes: Mapping[int, torch.dtype]) -> None:
+        """Parameters name no page any more, and cannot be read until other pages have them; they keep the shapes, strides and
+        dtypes that users know.
+
+        Args:
+            dtypes: by id of parameter.
+        """
+        for binding in self._gathered_flats.bindings():
+            binding.leave([dtypes[id(parameter)] for parameter in binding.parameters])
+
+
+def _warn_of_rounding(flat: FlatStore, edited: Tensor) -> None:
+    """Says what codes make of edits. Of weights that nobody has edited they make nothing.
+
+    Args:
+        edited: new values of a flat, (padded_numel,).
+    """
+    code = flat.layout.code
+    if code is None:
+        return
+    values = edited.to(flat.binding.dtype)
+    kept = rounded(values, code)
+    for slot, place in enumerate(flat.layout.slots):
+        wanted, got = (flat.binding.arrangement.view(each, slot).float() for each in (values, kept))
+        error = wanted - got
+        if error.any():
+            warnings.warn(
+                f"{place.spec.name} was edited inside of `with strategy.gathered(module):`, and its pages keep it as "
+                f"{code.name}: it differs from what was written by up to {error.abs().max():.3g} from now on, and in all by "
+                f"{error.norm() / wanted.norm():.2%} of its norm, which may be more than the edit; edit it (merge adapters) "
+                f"in a module that is loaded again behind the run, or leave frozen_dtype out",
+                stacklevel=2,
+            )

@@ -1,0 +1,376 @@
+"""Moves whole parameters between the user's hands and pages: first values, what is loaded, and what is read.
+
+Owns nothing but references to tensors that the user built, for runs that keep no master copy of them. Optimizer states are
+moved by optimizer_values.py, what users get for a while by lent_parameters.py; both read flats as gathered_flats.py
+does, and so does this.
+
+I1: with several ranks the values of rank 0 count, but for those of files, of which each rank reads what it owns. Every
+method is then collective.
+I2: of a parameter that is a part of a larger one, what is read and what is loaded is the larger one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ptm.errors import ConfigError, InternalError, UsageError
+from lightning_ptm.progress import Progress, Seen, unseen
+from lightning_ptm.runtime.relayout.gathered_flats import flats_of
+from lightning_ptm.runtime.tensors import page_io
+from lightning_ptm.runtime.tensors.parts import cut, put_together
+from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.store import FlatStore, UnitStore
+
+if TYPE_CHECKING:
+    from lightning_ptm.planning.layout import ParameterSpec
+    from lightning_ptm.runtime.full_params.first_values import Read
+    from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
+    from lightning_ptm.runtime.relayout.previous_state import PreviousState
+    from lightning_ptm.runtime.units.binding import FlatBinding
+
+
+def _rounds(value: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `dtype` is less precise than the value."""
+    return torch.promote_types(value.dtype, dtype) is not dtype
+
+
+def _wide(binding: FlatBinding) -> torch.dtype:
+    """In which a flat's first values go into pages."""
+    return torch.float64 if binding.dtype is torch.float64 else torch.float32
+
+
+def _open(binding: FlatBinding) -> bool:
+    """Whether all parameters have values that can be read."""
+    return not any(isinstance(parameter, GuardedParameter) for parameter in binding.parameters)
+
+
+def _in_old_pages() -> Tensor:
+    raise InternalError("what is in pages of another engine is moved from page to page, and not read whole")
+
+
+class ParameterValues:
+    """Reads and writes whole parameters. The engine has drained all updates before any of these is called.
+
+    Args:
+        mixed: pages compute with 16 bits of weights that have more.
+    """
+
+    def __init__(self, gathered_flats: GatheredFlats, progress: Progress | None = None, *, mixed: bool = False) -> None:
+        self._progress = progress or Progress(shown=False)
+        self._gathered_flats = gathered_flats
+        self._mixed = mixed
+        self._originals: dict[int, Tensor] = {}
+        self._narrow: set[int] = set()
+        """Ids of parameters that nobody trains, and that the user has in the dtype of their pages."""
+        self._unknown: dict[int, str] = {}
+        """Names, by id, of parameters whose values an earlier run has not put back, until they are loaded."""
+        self.of_files: set[int] = set()
+        """Ids of frozen parameters whose values are those that files have provided, which have them still."""
+
+    # -- first values -------------------------------------------------------------------------------------------------
+
+    def bytes_to_lay(self) -> int:
+        """Of this rank's pages that `take_over` writes, for all units."""
+        return sum(
+            self._gathered_flats.bytes_of_homes(flat) for store in self._gathered_flats.stores for flat in store.flats
+        )
+
+    @torch.no_grad()
+    def take_over(
+        self,
+        store: UnitStore,
+        given: Mapping[int, Read] = MappingProxyType({}),
+        *,
+        only: Collection[FlatBinding] | None = None,
+        keep_originals: bool = False,
+        keep_frozen: bool = False,
+        handed: PreviousState | None = None,
+        seen: Seen = unseen,
+    ) -> None:
+        """Lays a unit's parameters into pages; from then on they are views of pages, or released.
+
+        Args:
+            given: values that files provide, by id of parameter; they take the place of those that a parameter has, and
+                go from the file to the pages a few pages at a time.
+            only: these of its flats; None: all.
+            keep_originals: keep the user's tensors too, to put them back at the end (a run that trains nothing).
+            keep_frozen: keep those of frozen parameters whose pages are less precise under mixed precision: nothing
+                else remembers what the user had, and training must not round what it does not train.
+            handed: what pages of an engine before this one provide; it takes the place of all others.
+            seen: is told how many more bytes lie in pages.
+        """
+        for binding, flat in flats_of(store):
+            if only is not None and binding not in only:
+                continue
+            reads = [given.get(id(parameter)) for parameter in binding.parameters]
+            if handed is not None:
+                reads = [_in_old_pages if each in handed else None for each in binding.parameters]
+            if flat is None:
+                if not all(reads):
+                    self._built(binding, reads, keep=False, replicate=False)  # for those who hold it
+                binding.unbind()
+                continue
+            keep = keep_originals or (keep_frozen and self._mixed and not flat.layout.trainable)
+            keep = keep and flat.layout.code is None  # what their codes are for is that nothing else is kept
+            if not all(reads):
+                # Of a unit that some ranks do not hold, the values of one rank are told to all.
+                replicate = not keep_originals or self._gathered_flats.source(store) is not None
+                if self._gathered_flats.tells(binding.layout).alone and not keep and not any(reads) and _open(binding):
+                    # Straight from the parameters: a flat of an embedding and a head takes as much again in between.
+                    left = self._gathered_flats.bytes_of_homes(flat)
+
+                    def laid(size: int) -> None:
+                        nonlocal left
+                        left -= size
+                        seen(size)
+
+                    self._fill(flat, [each.detach() for each in binding.parameters], laid, through=_wide(binding))
+                    seen(left)  # the ends of parameters
+                else:
+                    self._write_pages(flat, self._built(binding, reads, keep=keep, replicate=replicate), seen)
+            if any(reads) and handed is not None:
+                self._hand_on(flat, handed, keep=keep, seen=seen)
+            elif any(reads):
+                values = [None if read is None else read() for read in reads]
+                if not flat.layout.trainable:
+                    self.of_files |= {id(each) for each, read in zip(binding.parameters, reads, strict=True) if read}
+                for slot, (parameter, value) in enumerate(zip(binding.parameters, values, strict=True)):
+                    if keep and value is not None and _rounds(value, binding.dtype):
+                        self._originals[id(parameter)] = cut(value, binding.arrangement.boxes[slot]).to(
+                            parameter.dtype, copy=True
+                        )
+                self._fill(flat, values, seen)
+            if flat.resident:
+                flat.bind_resident()
+            else:
+                binding.unbind()
+
+    def _hand_on(self, flat: FlatStore, handed: PreviousState, *, keep: bool, seen: Seen) -> None:
+        """The values of those parameters that old pages have. Args: as `take_over`."""
+        known = [each for each in flat.binding.parameters if each in handed]
+        if not flat.layout.trainable:
+            self.of_files |= handed.of_files & {id(each) for each in known}
+        for parameter in known if keep else ():
+            dtype, original = handed.dtype(id(parameter)), handed.original(id(parameter))
+            assert dtype is not None
+            if torch.promote_types(dtype, flat.binding.dtype) is not flat.binding.dtype:
+                self._originals[id(parameter)] = (
+                    handed.precise(id(parameter), flat.communicator) if original is None else original
+                )
+        master = self._gathered_flats.master(flat)
+        if master is not None:
+            handed.lay_precise(master, flat, self._gathered_flats.allocator, seen)
+        handed.lay_values(flat, self._gathered_flats.allocator, seen)
+        if not keep:  # else it is the same tensor, which takes no more memory
+            handed.let_go_of_originals([id(each) for each in known])
+
+    def _built(
+        self,
+        binding: FlatBinding,
+        reads: Sequence[Read | None],
+        *,
+        keep: bool,
+        replicate: bool,
+    ) -> Tensor:
+        """A flat's parameters as they are in the first rank's memory, (padded_numel,); zeros for those that files provide."""
+        whole = torch.zeros(binding.layout.padded_numel, dtype=_wide(binding))
+        built = [slot for slot, read in enumerate(reads) if read is None]
+        for slot in built:
+            parameter = binding.parameters[slot]
+            if isinstance(parameter, GuardedParameter):
+                self._unknown[id(parameter)] = binding.layout.slots[slot].spec.name
+                binding.arrangement.view(whole, slot).fill_(float("nan"))
+                continue
+            binding.arrangement.view(whole, slot).copy_(parameter.detach())
+            if keep and parameter.dtype is not binding.dtype:
+                self._originals[id(parameter)] = parameter.data
+            elif keep:
+                self._narrow.add(id(parameter))
+        communicator = self._gathered_flats.tells(binding.layout)
+        communicator.broadcast(whole)
+        if replicate and not communicator.alone:
+            for slot in built:  # I1
+                if id(binding.parameters[slot]) in self._originals:
+                    self._originals[id(binding.parameters[slot])].copy_(binding.arrangement.view(whole, slot))
+        return whole
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def precise(self, flat: FlatStore) -> Tensor:
+        """The precise values of a flat, whole, on the CPU: (padded_numel,)."""
+        whole = self._gathered_flats.whole(flat, self._gathered_flats.precise_home(flat))
+        originals = [self._originals.get(id(parameter)) for parameter in flat.binding.parameters]
+        wide = torch.float32 if self._mixed and whole.dtype.itemsize < 4 else whole.dtype
+        for original in originals:
+            wide = wide if original is None else torch.promote_types(wide, original.dtype)
+        replaced = flat.binding.replaced()
+        whole = whole.to(wide, copy=bool(replaced))
+        for slot, value in replaced.items():
+            flat.binding.arrangement.view(whole, slot).copy_(value)
+        for slot, original in enumerate(originals):
+            if original is not None:
+                flat.binding.arrangement.view(whole, slot).copy_(original)
+        return whole
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """(name, parameter, precise value) of every parameter, flat by flat (I2)."""
+        for spec, parameter, value in self.parts():
+            yield spec.name, parameter, put_together(value, spec.box, self._gathered_flats.communicator)
+
+    def parts(
+        self, *, letting_go: bool = False, left_out: Collection[FlatBinding] = ()
+    ) -> Iterator[tuple[ParameterSpec, nn.Parameter, Tensor]]:
+        """What this rank computes with of every parameter, and its precise value; of a part, the part.
+
+        Args:
+            letting_go: masters, which nobody else has ever seen, lose their RAM when they have been read.
+            left_out: flats that are not read.
+        """
+        flats = [each for each in self._gathered_flats.flats() if each[1] not in left_out]
+        sizes = [self.precise_bytes(binding, flat) for _, binding, flat in flats]
+        with self._progress.bar("gathering weights", sum(sizes)) as seen:
+            for (store, binding, flat), size_bytes in zip(flats, sizes, strict=True):
+                whole = self.precise_of(store, binding, flat)
+                for slot, parameter in enumerate(binding.parameters):
+                    original = self._originals.get(id(parameter))
+                    value = binding.arrangement.view(whole, slot) if original is None else original
+                    value = value.to(binding.dtype) if id(parameter) in self._narrow else value
+                    yield binding.layout.slots[slot].spec, parameter, value
+                master = self._gathered_flats.master(flat) if letting_go and flat is not None else None
+                if master is not None:
+                    self._gathered_flats.allocator.discard(master)
+                seen(size_bytes)
+
+    def precise_bytes(self, binding: FlatBinding, flat: FlatStore | None) -> int:
+        """Of a whole flat; as if in fp32 where only other ranks know."""
+        return binding.layout.padded_numel * (
+            4 if flat is None else self._gathered_flats.precise_home(flat).dtype.itemsize
+        )
+
+    def precise_of(self, store: UnitStore, binding: FlatBinding, flat: FlatStore | None) -> Tensor:
+        """As `precise`, also of a flat that this rank does not hold."""
+        return self._gathered_flats.told(store, binding, None if flat is None else self.precise(flat))
+
+    def bytes_of_originals(self) -> int:
+        """RAM that these take."""
+        return sum(original.nbytes for original in self._originals.values())
+
+    def original_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Its precise value, where pages do not have it; as this rank has the parameter."""
+        return self._originals.get(id(parameter))
+
+    def give_originals(self) -> dict[int, Tensor]:
+        """All of these, by id of parameter; nothing is read or written here afterwards."""
+        given, self._originals = self._originals, {}
+        return given
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Names of parameters whose values ended with an earlier run, and that nobody has loaded since."""
+        return tuple(self._unknown.values())
+
+    def check_known(self) -> None:
+        """Raises UsageError: there are such parameters."""
+        if self._unknown:
+            raise UsageError(
+                f"the values of {', '.join(self.unknown[:3])}{'...' if len(self._unknown) > 3 else ''} ended with an earlier "
+                f"run, which could not put them back into the module (restore_weights, or too little RAM); give this run a "
+                f"ckpt_path, or load the weights before"
+            )
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load_parameters(self, values: Mapping[int, Tensor]) -> None:
+        """Writes new values by id of parameter; the others keep theirs. Of each, a rank reads what it owns.
+
+        Raises:
+            ConfigError: a shape differs; nothing is written then.
+        """
+        for binding, _, given in self._given(values):
+            for slot, value in enumerate(given):
+                if value is not None and not binding.arrangement.fits(slot, value):
+                    spec = binding.layout.slots[slot].spec
+                    raise ConfigError(
+                        f"{spec.name} has shape {spec.whole_shape} here and {tuple(value.shape)} in what is loaded; build "
+                        f"the model with the sizes that it was saved with"
+                    )
+        for known in values:
+            self._unknown.pop(known, None)
+        self.of_files -= values.keys()
+        total_bytes = sum(
+            self._gathered_flats.bytes_of_homes(flat) for _, flat, _ in self._given(values) if flat is not None
+        )
+        with self._progress.bar("loading weights", total_bytes) as seen:
+            for binding, flat, given in self._given(values):
+                if flat is None:
+                    continue
+                self._fill(flat, given, seen)
+                binding.values_change(slot for slot, value in enumerate(given) if value is not None)
+                for slot, theirs in binding.replaced().items():
+                    if (value := given[slot]) is not None:
+                        theirs.copy_(cut(value, binding.arrangement.boxes[slot]))
+                for slot, (parameter, value) in enumerate(zip(binding.parameters, given, strict=True)):
+                    original = self._originals.get(id(parameter))
+                    if original is not None and value is not None:
+                        self._originals[id(parameter)] = cut(value, binding.arrangement.boxes[slot]).to(
+                            original.dtype, copy=True
+                        )
+
+    def _given(
+        self, values: Mapping[int, Tensor]
+    ) -> Iterator[tuple[FlatBinding, FlatStore | None, list[Tensor | None]]]:
+        for _, binding, flat in self._gathered_flats.flats():
+            given = [values.get(id(parameter)) for parameter in binding.parameters]
+            if any(value is not None for value in given):
+                yield binding, flat, given
+
+    def _fill(
+        self, flat: FlatStore, given: Sequence[Tensor | None], seen: Seen, *, through: torch.dtype | None = None
+    ) -> None:
+        """Writes those of a flat's parameters that are given, whole, reading of each what this rank owns.
+
+        Args:
+            through: what they are rounded to on their way; by default what masters are.
+        """
+        master, segments = self._gathered_flats.master(flat), self._gathered_flats.segments(flat)
+        flat.binding.values_will_change()
+        given, boxes = flat.binding.arrangement.as_laid(given), flat.binding.arrangement.boxes
+        if master is not None:
+            page_io.fill(self._gathered_flats.allocator, master, segments, given, boxes, seen=seen)
+        if through is None and master is not None:
+            through = master.dtype
+        page_io.fill(self._gathered_flats.allocator, flat.values, segments, given, boxes, through=through, seen=seen)
+        flat.binding.values_have_changed()
+
+    def write(self, flat: FlatStore, whole: Tensor) -> None:
+        """New values of a flat that this rank holds: (padded_numel,), in their precise dtype."""
+        of_files = self.of_files & {id(parameter) for parameter in flat.binding.parameters}
+        if of_files and torch.equal(whole, self.precise(flat)):
+            return  # gathered to be edited, and not edited: the files' values still
+        self.of_files -= of_files
+        self._write_pages(flat, whole)
+        for slot, parameter in enumerate(flat.binding.parameters):
+            original = self._originals.get(id(parameter))
+            if original is not None:
+                self._originals[id(parameter)] = flat.binding.arrangement.view(whole, slot).to(
+                    original.dtype, copy=True
+                )
+
+    def _write_pages(self, flat: FlatStore, whole: Tensor, seen: Seen = unseen) -> None:
+        shard = self._shard(flat, whole)
+        if (master := self._gathered_flats.master(flat)) is not None:
+            page_io.write(self._gathered_flats.allocator, master, shard, seen=seen)
+        page_io.write(self._gathered_flats.allocator, flat.values, shard, seen=seen)
+
+    def _shard(self, flat: FlatStore, whole: Tensor) -> Tensor:
+        if not flat.layout.shared:
+            return whole
+        own = flat.layout.pieces(flat.communicator.rank)
+        parts = (whole[piece.full_start : piece.full_start + piece.numel] for piece in own)
+        return torch.cat([whole[:0], *parts])  # a flat without elements has no pieces

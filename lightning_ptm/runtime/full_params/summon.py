@@ -1,0 +1,158 @@
+"""Weights in the user's hands while ranks run: who asks, whether all ranks do, and whether RAM has room.
+
+Owns nothing; `runtime/full_params/lent_parameters.py` owns what is lent.
+
+I1: nothing is lent before every update is at home, on all ranks, and no unit is gathered then. I2: a block ends when all
+ranks are at its end: what follows is collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+
+from torch import nn
+
+from lightning_ptm.config import format_bytes
+from lightning_ptm.errors import CapacityError, RankError, UsageError
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.full_params.lent_parameters import LentParameters
+from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
+from lightning_ptm.runtime.machine.machine import free_host_bytes
+from lightning_ptm.runtime.ranks.barriers import Barriers, Together
+from lightning_ptm.runtime.units.binding import FlatBinding
+from lightning_ptm.runtime.units.known_parameters import KnownParameters
+from lightning_ptm.runtime.units.shared_storage import overlap
+from lightning_ptm.runtime.units.store import UnitStore
+
+
+class SummonFullParams:
+    """See the file's contract.
+
+    Args:
+        settle: brings every update home, on all ranks, and gives up what is gathered, for the deed that it is told.
+        ranks_here: ranks that share this machine's RAM.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blueprint: Blueprint,
+        stores: Sequence[UnitStore],
+        values: ParameterValues,
+        lent_parameters: LentParameters,
+        barriers: Barriers,
+        known: KnownParameters,
+        settle: Callable[[str], None],
+        *,
+        ranks_here: int,
+    ) -> None:
+        self._module = module
+        self._blueprint = blueprint
+        self._stores = stores
+        self._values = values
+        self._lent_parameters = lent_parameters
+        self._barriers = barriers
+        self._known = known
+        self._settle = settle
+        self._ranks_here = ranks_here
+        self.before_edits: Callable[[], None] = _nothing
+        """Called before weights are edited. The strategy sets it."""
+
+    @contextmanager
+    def gathered(self, modules: Sequence[nn.Module], *, write: bool = True, untrained: bool = True) -> Iterator[None]:
+        """The parameters of `modules` whole and real inside the block; collective. See `AngelPTMStrategy.gathered`.
+
+        Args:
+            untrained: those that were never trained, too; else these are absent where RAM has no room for all.
+
+        Raises:
+            CapacityError: some rank's RAM has no room for them.
+        """
+        if write:
+            self.before_edits()
+        wanted = self._units_in(modules)
+        self._values.check_known()
+        self._settle(f"gathered {sorted(wanted)} {write}")
+        needed, left_out = self._needed(wanted), list[FlatBinding]()
+        refusal = ""
+        if not self._barriers.all_say(needed <= free_host_bytes()):
+            names = ", ".join(type(module).__name__ for module in modules)
+            refusal = (
+                f"the weights of {names} take {format_bytes(needed)} of RAM where they are whole (state_dict(), gathered), "
+                f"and {format_bytes(free_host_bytes())} are free, or too few on another rank; take part after part, such as "
+                f"block.state_dict(), or save a checkpoint with state_dict_type='sharded', which gathers nothing"
+            )
+            left_out = [] if untrained else self._lent_parameters.untrained()
+            if not left_out or not self._barriers.all_say(self._needed(wanted, left_out) <= free_host_bytes()):
+                raise CapacityError(refusal)
+        ending = self._until_all_have(f"edited {sorted(wanted)}") if write else nullcontext()
+        with (
+            self._lent_parameters.gathered(
+                wanted, write=write, may_write=lambda: not self._barriers.failed, left_out=left_out
+            ),
+            self._lent_parameters.absent(left_out, f"are in pages, for which RAM had no room: {refusal}"),
+            ending,
+        ):
+            yield
+            self._check_memory()
+            if write:
+                self._lent_parameters.check_dtypes(wanted)
+
+    @contextmanager
+    def readable(self, module: nn.Module) -> Iterator[None]:
+        """Inside the block the parameters of `module` can be read and are precise; gathers nothing where they are so already.
+        Where RAM has room for those alone that were trained, the others are absent: a state dict of adapters asks for no
+        more. Collective otherwise. Raises as `gathered`."""
+        if all(self._stores[unit].readable or self._stores[unit].lent for unit in self._units_in([module])):
+            yield
+            return
+        with self.gathered([module], write=False, untrained=False):
+            yield
+
+    def _needed(self, wanted: Collection[int], left_out: Sequence[FlatBinding] = ()) -> int:
+        """RAM of this machine that units take in the user's hands."""
+        return self._lent_parameters.bytes_to_lend(wanted, left_out) * self._ranks_here
+
+    @contextmanager
+    def writable(self, module: nn.Module) -> Iterator[None]:
+        """Inside the block the parameters of `module` can be written to. Collective. Raises as `gathered`."""
+        with self.gathered([module]):
+            yield
+
+    def always_readable(self, module: nn.Module) -> bool:
+        return all(self._stores[unit].readable for unit in self._units_in([module]))
+
+    def _check_memory(self) -> None:
+        """What is in the user's hands now and goes back to pages would be in them twice."""
+        looked_at = self._known.changed() and not self._blueprint.outside
+        shared = overlap(self._module, self._module.parameters()) if looked_at else None
+        if shared is not None:
+            raise UsageError(
+                f"{shared[0]} and {shared[1]} lie in the same memory, so that what changes one of them changes the other, "
+                f"and pages are each one's own; make them one parameter (`decoder.weight = encoder.weight`), or give what is "
+                f"new memory of its own, nn.Parameter(tensor.clone())"
+            )
+
+    @contextmanager
+    def _until_all_have(self, deed: str) -> Iterator[None]:
+        """The block ends when all ranks are at its end: what follows is collective."""
+        try:
+            yield
+        except BaseException:
+            with suppress(RankError):  # the error of the block is the cause
+                self._barriers.meet(Together.BY_HAND, deed)
+            raise
+        self._barriers.meet(Together.BY_HAND, deed)
+
+    def _units_in(self, modules: Sequence[nn.Module]) -> set[int]:
+        inside = {id(parameter) for module in modules for parameter in module.parameters()}
+        return {
+            unit.index
+            for unit in self._blueprint.units
+            if any(id(item.parameter) in inside for item in unit.parameters)
+        }
+
+
+def _nothing() -> None:
+    """Nobody reads what is edited."""

@@ -1,0 +1,1 @@
+"""Gradients of flats: in `.grad`, in pages, and added up in RAM."""

@@ -1,0 +1,1 @@
+"""What the machine and its control groups have free, and the process's heap."""

@@ -1,0 +1,99 @@
+"""What a machine has free: RAM and cores within its control groups, device memory, disk space. Reads only.
+
+`Machine` is all that decisions may know of one (blueprint.py), so that they can be made for a machine that is not here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_ptm.memory.backend import Backend
+from lightning_ptm.runtime.machine import cgroup
+
+SHORT_RAM_BYTES = 4 << 30
+"""With less RAM for a rank than this, a step's activations may be what does not fit: pages take no more than they need."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """What one node offers to the ranks on it.
+
+    Attributes:
+        device_apart: ranks compute on devices with memory of their own; else device memory is RAM.
+        free_device_bytes: of one rank's device; 0 where that is RAM.
+        free_host_bytes: RAM of the node.
+        free_disk_bytes: of the node.
+        cores: CPU cores of the node, within what its control groups allow.
+        ranks: that share all but the devices.
+    """
+
+    device_apart: bool
+    free_device_bytes: int
+    free_host_bytes: int
+    free_disk_bytes: int
+    cores: int
+    ranks: int
+
+    def with_more(self, in_memory: int, on_disk: int) -> Machine:
+        """So many bytes more of RAM and disk for each rank."""
+        return dataclasses.replace(
+            self,
+            free_host_bytes=self.free_host_bytes + in_memory * self.ranks,
+            free_disk_bytes=self.free_disk_bytes + on_disk * self.ranks,
+        )
+
+
+def this_machine(backend: Backend, disk_paths: Sequence[Path], ranks: int) -> Machine:
+    """The machine that this process runs on."""
+    return Machine(
+        device_apart=backend.apart,
+        free_device_bytes=backend.free_bytes(),
+        free_host_bytes=free_host_bytes(),
+        free_disk_bytes=free_disk_bytes(disk_paths),
+        cores=node_cores(ranks),
+        ranks=ranks,
+    )
+
+
+def node_cores(ranks: int) -> int:
+    """Cores of the node that its ranks may use.
+
+    A rank that is bound to a part of them (`taskset`, `numactl`, a scheduler's tasks) takes the others to be bound alike.
+    """
+    cores = min(os.cpu_count() or 1, cgroup.cores())
+    return min(cores, len(os.sched_getaffinity(0)) * ranks)
+
+
+def free_host_bytes() -> int:
+    """RAM that this process may still take."""
+    try:
+        available = _memory_info("MemAvailable:", default=cgroup.NO_LIMIT)
+    except (OSError, ValueError):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(available, cgroup.free_bytes())
+
+
+def free_swap_bytes() -> int:
+    """Bytes that the system, within this process's control groups, may swap out before it kills."""
+    try:
+        return min(_memory_info("SwapFree:", default=0), cgroup.free_swap_bytes())
+    except (OSError, ValueError):
+        return 0
+
+
+def _memory_info(name: str, *, default: int) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    return default
+
+
+def free_disk_bytes(paths: Sequence[Path]) -> int:
+    """Disk space for pages striped over `paths`: the fullest file system bounds each stripe. Missing paths count as
+    none; the disk tier itself raises for them."""
+    spaces = [shutil.disk_usage(path).free for path in paths if path.is_dir()]
+    return min(spaces) * len(spaces) if spaces else 0

@@ -1,0 +1,1 @@
+"""Where the ranks of a run wait for each other, and what they exchange beside pages."""

@@ -1,0 +1,263 @@
+"""How tokens travel to experts that ranks divide among them, and back; which these are: divided_experts.py.
+
+Owns what is put into the model's layers with experts, and the counts of tokens. A layer is any module whose class has an
+attribute `expert_group` (None where nobody divides) and whose `experts` is a ModuleList; it calls `expert_group.compute`
+where it would have called its experts itself (models/moe.py is one).
+
+I1: every exchange of a group is agreed on first, like a collective of pages: no rank waits for one that does something else.
+I2: forward and backward exchange whether there are tokens or not, so all ranks of a group go through the same exchanges.
+I3: a row's result does not depend on where it was computed but for the rounding of matrix products: rows come to an expert
+    by rank, in each rank's own order, and return to their places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_ptm.comm import Agreement, Communicator, Meeting
+from lightning_ptm.errors import UsageError
+from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
+from lightning_ptm.runtime.units.divided_experts import ATTRIBUTE, DividedExperts
+
+_EXCHANGES = 4
+"""Of a layer: rows to experts, results back, and the gradients of both."""
+
+Call = Callable[[Tensor, list[int]], Tensor]
+"""Rows sorted by expert, and how many are each expert's -> their results, in the same order."""
+
+
+@dataclasses.dataclass(slots=True)
+class TokenStats:
+    """Rows (a token counts once for each expert that it was given to) of this rank's forward passes, recomputed ones not
+    counted.
+
+    Attributes:
+        exchanges: calls of layers.
+        sent: rows of this rank's tokens that experts computed.
+        sent_away: of these, on other ranks.
+        received: rows that this rank's experts computed. The sums of `sent` and `received` over a group are equal.
+        experts_called: experts of this rank that had rows, summed over the calls.
+    """
+
+    exchanges: int = 0
+    sent: int = 0
+    sent_away: int = 0
+    received: int = 0
+    experts_called: int = 0
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to other ranks. `anchor` requires a gradient, so that the backward pass comes here whatever was computed (I2)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        anchor: Tensor,
+        group: DividedExpertGroup,
+        step: int,
+        sent: Sequence[int],
+        received: Sequence[int],
+    ) -> Tensor:
+        ctx.group, ctx.step, ctx.sent, ctx.received = group, step, sent, received
+        return group.move(step, rows, sent, received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        back = ctx.group.move(_EXCHANGES - 1 - ctx.step, gradient, ctx.received, ctx.sent)
+        return back, None, None, None, None, None
+
+
+class _Reorder(torch.autograd.Function):
+    """Rows in another order. Its backward puts gradients back, without atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return gradient.index_select(0, places), None, None
+
+
+class _GradientTimes(torch.autograd.Function):
+    """The same rows. Their gradients are multiplied by `factor`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+class DividedExpertGroup:
+    """What a layer finds in `expert_group`: its experts, wherever in the group they are.
+
+    Args:
+        place: of the layer among all such layers.
+        group: of the ranks that divide its experts, by member.
+        counts: by member, how many of the layer's experts it holds.
+        agreement: ranks agree on each exchange through it.
+        units: by expert of the layer.
+        expect: is told which units will be called next, in order.
+        gradient_divisor: experts compute gradients over this number.
+    """
+
+    def __init__(
+        self,
+        place: int,
+        group: Communicator,
+        counts: Sequence[int],
+        agreement: Agreement,
+        units: Sequence[Sequence[int]],
+        expect: Callable[[Sequence[int]], None],
+        stats: TokenStats,
+        clock: Iterator[int],
+        gradient_divisor: int,
+    ) -> None:
+        self._place = place
+        self._communicator = group
+        self._agreement = agreement
+        self._units = units
+        self._expect = expect
+        self._counts = counts
+        self._first = sum(counts[: group.rank])
+        self._stats = stats
+        self._clock = clock
+        self._gradient_divisor = gradient_divisor
+
+    @torch.compiler.disable
+    def compute(self, rows: Tensor, counts: Sequence[int], call: Call) -> Tensor:
+        """The results of rows whose experts may be on other ranks of the group. Collective for it.
+
+        A loss must depend on experts by these results alone. With a gradient divisor other than 1 (16-mixed), a term
+        that reads an expert's weights or what it has computed inside, e.g. an L2 penalty that its forward leaves in an
+        attribute, has a gradient that is too large by that number, and nothing here sees it: weight decay is the
+        optimizer's, or train in bf16-mixed.
+
+        Args:
+            rows: (n, width), sorted by expert.
+            counts: of each of the layer's experts, how many of `rows` are its.
+            call: computes rows of experts that are here; told counts for all experts, 0 for those that are not.
+
+        Returns:
+            (n, width), in the order of `rows`.
+
+        Raises:
+            RankError: other ranks of the group do not come to this exchange.
+        """
+        group, first = self._communicator, self._first
+        own = self._counts[group.rank]
+        self._meet(0)
+        asked = torch.tensor(counts, dtype=torch.int64)
+        table = group.all_to_all(asked, self._counts, [own] * group.world_size).view(group.world_size, own)
+        sent = [int(part.sum()) for part in asked.split(list(self._counts))]
+        received: list[int] = table.sum(dim=1).tolist()
+        per_expert: list[int] = table.sum(dim=0).tolist()
+        if not in_backward():
+            self._count(sent, received, per_expert)
+
+        anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
+        came = _Exchange.apply(rows, anchor, self, 0, sent, received)
+        # Not before the rows are here: fetching may be collective, and the others of the group have gone on to exchange.
+        called = [unit for index, count in enumerate(per_expert) if count for unit in self._units[first + index]]
+        self._expect(called)
+        order, places = _by_expert(table, rows.device)
+        here = self._gradient_times(self._gradient_divisor, _Reorder.apply(came, order, places))
+        others = (len(counts) - first - own) * [0]
+        results = self._gradient_times(1 / self._gradient_divisor, call(here, [0] * first + per_expert + others))
+        if results.shape != here.shape:
+            raise UsageError(
+                f"experts gave results of shape {tuple(results.shape)} for rows of shape {tuple(here.shape)}, and results "
+                f"return to where the rows came from; let experts keep the width, or use expert_parallel_size=1"
+            )
+        # Ranks whose experts had no rows, and so no dtype to go by, send the same.
+        results = _Reorder.apply(results.to(_result_dtype(rows)), places, order)
+        out: Tensor = _Exchange.apply(results, anchor, self, 1, received, sent)
+        return out
+
+    def _gradient_times(self, factor: float, rows: Tensor) -> Tensor:
+        if factor == 1:
+            return rows
+        out: Tensor = _GradientTimes.apply(rows, factor)
+        return out
+
+    def move(self, step: int, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """One exchange of the four of a layer; the first has been agreed on with its counts."""
+        if step:
+            self._meet(step)
+        return self._communicator.all_to_all(rows, sent, received)
+
+    def _meet(self, step: int) -> None:
+        self._agreement.meet(Meeting(self._place * _EXCHANGES + step, next(self._clock)))
+
+    def _count(self, sent: Sequence[int], received: Sequence[int], per_expert: Sequence[int]) -> None:
+        stats = self._stats
+        stats.exchanges += 1
+        stats.sent += sum(sent)
+        stats.sent_away += sum(sent) - sent[self._communicator.rank]
+        stats.received += sum(received)
+        stats.experts_called += sum(count > 0 for count in per_expert)
+
+
+def _result_dtype(rows: Tensor) -> torch.dtype:
+    kind = rows.device.type
+    if torch.is_autocast_enabled(kind) and rows.dtype is not torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return rows.dtype
+
+
+def _by_expert(table: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows that lie by sender and then by expert: the order in which they lie by expert and then by sender, and the place
+    of each in it.
+
+    Args:
+        table: (senders, experts): how many rows.
+    """
+    experts = torch.arange(table.shape[1]).repeat(table.shape[0])
+    order = torch.argsort(torch.repeat_interleave(experts, table.flatten()), stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    return order.to(device), places.to(device)
+
+
+class ExpertGroups:
+    """The groups of all layers of one run: put into the layers now, taken out by `close`."""
+
+    def __init__(
+        self,
+        experts: DividedExperts,
+        communicator: Communicator,
+        agreement: Agreement,
+        expect: Callable[[Sequence[int]], None],
+    ) -> None:
+        self.stats = TokenStats()
+        self._layers = [layer for _, layer in experts.layers]
+        clock = itertools.count()
+        for place, layer in enumerate(self._layers):
+            units, divisor = experts.units[place], experts.gradient_divisor
+            counts = experts.split.counts(len(units))
+            group = DividedExpertGroup(
+                place, communicator, counts, agreement, units, expect, self.stats, clock, divisor
+            )
+            setattr(layer, ATTRIBUTE, group)
+
+    def close(self) -> None:
+        """The layers are as they were."""
+        for layer in self._layers:
+            layer.__dict__.pop(ATTRIBUTE, None)

@@ -1,0 +1,288 @@
+"""Model states of an engine that has ended, in its pages, until those of the next engine have them.
+
+Owns the old pages from `Engine.hand_on` to `close`: they are read, and nothing else is done with them.
+
+I1: elements keep their bits. I2: no second copy: RAM behind old pages goes back to the system as it is read, and what lies on
+disk as it is to lie goes on there (reused_tensors.py). I3: parameters are known by their ids, and not held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ptm.memory.paged_tensor import PagedTensor
+from lightning_ptm.progress import Seen, unseen
+from lightning_ptm.runtime.relayout.reshard import Resharder
+from lightning_ptm.runtime.relayout.shard_map import ShardMap, geometry
+from lightning_ptm.runtime.tensors import page_io
+from lightning_ptm.runtime.tensors.parts import put_together
+from lightning_ptm.terms import Tier
+
+if TYPE_CHECKING:
+    from lightning_ptm.comm import Communicator, Communicators
+    from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.planning.sharding import Axis
+    from lightning_ptm.planning.tensor_slices import TensorSlice
+    from lightning_ptm.runtime.engine.engine import Engine
+    from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
+    from lightning_ptm.runtime.units.binding import FlatBinding
+    from lightning_ptm.runtime.units.store import FlatStore, UnitStore
+    from lightning_ptm.runtime.updates.updates import FlatUpdate
+    from lightning_ptm.update.state_layout import StateLayout
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreviousFlat:
+    """Pages of a flat that are of the old engine.
+
+    Attributes:
+        states: by (number of an optimizer, name).
+    """
+
+    home: PagedTensor
+    master: PagedTensor | None
+    states: Mapping[tuple[int, str], tuple[PagedTensor, StateLayout]]
+
+
+class PreviousState:
+    """See the file's contract. Collective where ranks own parameters.
+
+    Args:
+        engine: it has drained all updates, and is closed by the caller, but for its pages.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        gathered_flats, values = engine.gathered_flats, engine.values
+        self.allocator: Allocator = engine.allocator
+        self.disk_paths = engine.disk_paths
+        self.optimizers: tuple[Optimizer, ...] = tuple(engine.updates.groups.optimizers)
+        self.flats: dict[tuple[object, ...], PreviousFlat] = {}
+        """By geometry."""
+        self.relay = Resharder(self.allocator)
+        self._values: dict[int, ShardMap] = {}
+        self._precise: dict[int, ShardMap] = {}
+        self._states: dict[tuple[int, str], dict[int, ShardMap]] = {}
+        self._originals: dict[int, Tensor] = values.give_originals()
+        self.of_files = frozenset(values.of_files)
+        self._axes: dict[int, tuple[Axis, ...]] = {}
+        """Along which ranks that share a parameter differ."""
+        self._boxes: dict[int, TensorSlice] = {}
+        self._apart: dict[int, tuple[int, torch.dtype, tuple[int, ...]]] = {}
+        """Of what not all ranks hold: who tells them, dtype and shape."""
+        scalars = engine.optimizer_values.scalars()
+        for store, binding, flat in gathered_flats.flats():
+            self._remember_apart(gathered_flats, store, binding, flat)
+            if flat is None:
+                continue
+            keys = tuple(map(id, binding.parameters))
+            sharing = engine.blueprint.holders.of_flat(flat.layout)
+            ranks = sharing.ranks
+            self._axes |= dict.fromkeys(keys, sharing.axes)
+            home, master = gathered_flats.precise_home(flat), gathered_flats.master(flat)
+            precise = ShardMap(flat.layout, ranks, keys, home.dtype, home)
+            rounded = ShardMap(flat.layout, ranks, keys, flat.values.dtype, flat.values)
+            self._precise |= dict.fromkeys(keys, precise)
+            self._values |= dict.fromkeys(keys, rounded)
+            updates = [gathered_flats.updates[flat.layout.index, number] for number in flat.layout.optimizers]
+            for update in updates:
+                known = scalars[flat.layout.index, update.optimizer]
+                self._remember(update, keys, ranks, [each is not None for each in known])
+            states = {
+                (update.optimizer, name): (tensor, update.states.layouts[name])
+                for update in updates
+                for name, tensor in update.states.slots.items()
+            }
+            self.flats[geometry(flat.layout, keys)] = PreviousFlat(flat.home, master, states)
+
+    def _remember_apart(
+        self, gathered_flats: GatheredFlats, store: UnitStore, binding: FlatBinding, flat: FlatStore | None
+    ) -> None:
+        """Collective where not all ranks hold a unit."""
+        boxes = zip(binding.parameters, binding.arrangement.boxes, strict=True)
+        self._boxes |= {id(parameter): box for parameter, box in boxes if box is not None}
+        source = gathered_flats.source(store)
+        if source is not None:
+            told = None if flat is None else gathered_flats.precise_home(flat).dtype
+            dtype = gathered_flats.communicator.broadcast_object(told, source)
+            shapes = {
+                id(each): slot.spec.shape for each, slot in zip(binding.parameters, binding.layout.slots, strict=True)
+            }
+            self._apart |= {key: (source, dtype, shape) for key, shape in shapes.items()}
+
+    def _remember(
+        self, update: FlatUpdate, keys: tuple[int, ...], ranks: tuple[int, ...], updated: Sequence[bool]
+    ) -> None:
+        states, layout = update.states, update.store.layout
+        for name, where in states.everywhere.items():
+            elements = states.elements(name) if name in states.slots else None
+            held = ShardMap(layout, ranks, keys, states.dtype_of(name), elements, where.own)
+            kept = [key for slot, key in enumerate(keys) if updated[slot] and name in states.state_names(slot)]
+            self._states.setdefault((update.optimizer, name), {}).update(dict.fromkeys(kept, held))
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def __contains__(self, parameter: object) -> bool:
+        """Whether pages have its values, here or of other ranks; the same on all of them."""
+        return id(parameter) in self._precise or id(parameter) in self._apart
+
+    def dtype(self, key: int) -> torch.dtype:
+        """Of the precise values of a parameter."""
+        original = self._originals.get(key)
+        if original is not None:
+            return original.dtype
+        return self._precise[key].dtype if key in self._precise else self._apart[key][1]
+
+    def tensors(self) -> list[PagedTensor]:
+        """All that is read."""
+        found = [flat.home for flat in self.flats.values()]
+        for flat in self.flats.values():
+            found += [] if flat.master is None else [flat.master]
+            found += [tensor for tensor, _ in flat.states.values()]
+        return found
+
+    def bytes_in_memory(self) -> int:
+        """That come back as new pages are laid."""
+        return sum(tensor.nbytes for tensor in self.tensors() if tensor.tier.addressable)
+
+    def bytes_on_disk(self) -> int:
+        """That new pages have or replace."""
+        return self.allocator.capacity_bytes(Tier.DISK)
+
+    def settle(self) -> None:
+        """The old engine has ended: what it needed beside its states goes back to the system."""
+        self.allocator.discard_all_but(self.tensors())
+
+    # -- into new pages -----------------------------------------------------------------------------------------------
+
+    def original(self, key: int) -> Tensor | None:
+        """The user's own tensor, where pages had not the precise value."""
+        return self._originals.get(key)
+
+    def let_go_of_originals(self, keys: Collection[int]) -> None:
+        """Pages have these now, and nobody else."""
+        for key in keys:
+            if self._originals.pop(key, None) is not None:
+                self.relay.given_up = True
+
+    def precise(self, key: int, communicator: Communicator) -> Tensor:
+        """A parameter's precise value, of this rank's part, in memory of its own. Collective for the ranks that share it."""
+        original = self._originals.get(key)
+        return self.relay.whole(self._precise[key], key, communicator) if original is None else original.clone()
+
+    def told(self, key: int, communicators: Communicators) -> Tensor:
+        """The same on all ranks, of the whole of which a parameter is a part. Collective for all of them."""
+        here, everybody = key in self._precise, communicators.everybody
+        value = self.precise(key, communicators.along(self._axes[key])) if here else None
+        if key in self._apart:
+            source, dtype, shape = self._apart[key]
+            value = torch.empty(shape, dtype=dtype) if value is None else value.contiguous()
+            everybody.broadcast(value, source)
+        assert value is not None
+        return put_together(value, self._boxes.get(key), everybody)
+
+    def lay_precise(self, target: PagedTensor, flat: FlatStore, allocator: Allocator, seen: Seen) -> None:
+        """Masters of a flat, of those parameters that are known here; the others keep what they have."""
+        here = {id(each) for each in flat.binding.parameters}
+        originals = {key: original for key, original in self._originals.items() if key in here}
+        sources = {key: self._precise[key] for key in here - originals.keys() if key in self._precise}
+        keep = len(sources) + len(originals) < len(here)
+        self._lay(target, self._new(flat, target), sources, originals, flat, allocator, keep=keep, seen=seen)
+
+    def lay_values(self, flat: FlatStore, allocator: Allocator, seen: Seen) -> None:
+        """Compute parameters of a flat; after its masters, as the old ones are read for the last time."""
+        target = flat.values
+        known = {id(each) for each in flat.binding.parameters if each in self}
+        # What was rounded before is not rounded again.
+        sources = {key: held for key in known if (held := self._values[key]).dtype is target.dtype}
+        originals = {
+            key: original for key in known - sources.keys() if (original := self._originals.get(key)) is not None
+        }
+        sources |= {key: self._precise[key] for key in known - sources.keys() - originals.keys()}
+        keep, new = len(known) < len(flat.binding.parameters), self._new(flat, target)
+        self._lay(target, new, sources, originals, flat, allocator, keep=keep, letting_go=True, seen=seen)
+
+    def lay_states(self, update: FlatUpdate, name: str, before: int, allocator: Allocator, seen: Seen) -> None:
+        """One kind of states of a flat. Where nothing is known of any parameter, they are what pages hold, as in a run that
+        begins; else those of others become 0.
+
+        Args:
+            before: the number that the optimizer had.
+        """
+        flat, states = update.store, update.states
+        keys = tuple(map(id, flat.binding.parameters))
+        known = self._states.get((before, name), {})
+        kept = {key for slot, key in enumerate(keys) if name in states.state_names(slot)}
+        sources = {key: known[key] for key in keys if key in known and key in kept}
+        if not sources:
+            return
+        target = states.elements(name) if name in states.slots else None
+        ranks = next(iter(sources.values())).ranks
+        new = ShardMap(flat.layout, ranks, keys, states.dtype_of(name), target, states.everywhere[name].own)
+        self._lay(target, new, sources, {}, flat, allocator, letting_go=True, seen=seen)
+
+    def _new(self, flat: FlatStore, target: page_io.Elements) -> ShardMap:
+        ranks = (0,) * flat.communicator.world_size  # their numbers alone count
+        return ShardMap(flat.layout, ranks, tuple(map(id, flat.binding.parameters)), target.dtype, target)
+
+    def _lay(
+        self,
+        target: page_io.Elements | None,
+        new: ShardMap,
+        sources: Mapping[int, ShardMap],
+        tensors: Mapping[int, Tensor],
+        flat: FlatStore,
+        allocator: Allocator,
+        *,
+        keep: bool = False,
+        letting_go: bool = False,
+        seen: Seen = unseen,
+    ) -> None:
+        """
+        Args:
+            sources, tensors: by parameter, where its elements are, and those that are in no pages.
+            keep: what is in neither stays as it is there.
+        """
+        if target is not None and allocator.was_kept(page_io.in_pages(target)):
+            return
+        communicator, tensors = flat.communicator, dict(tensors)
+        for key, held in sources.items():  # elements in another order than there
+            if held.stride(key) != new.stride(key) or held.shape(key) != new.shape(key):
+                tensors[key] = self.relay.whole(held, key, communicator)
+        sources = {key: held for key, held in sources.items() if key not in tensors}
+        wanted = list(new.stretches())
+        setup_barrier = self.relay.setup_barrier(wanted, sources, communicator, letting_go=letting_go)
+        if target is None:
+            for _ in setup_barrier:
+                raise AssertionError("elements have come to a rank that owns none of them")
+            return
+        step = page_io.step_of(allocator, target)
+        merged = heapq.merge(setup_barrier, _of_tensors(new, tensors, communicator.rank, step, flat), key=itemgetter(0))
+        page_io.lay(allocator, target, merged, keep=keep, seen=seen)
+
+    def close(self) -> None:
+        """The old pages go, wherever they are."""
+        self.allocator.close()
+
+
+def _of_tensors(
+    new: ShardMap, tensors: Mapping[int, Tensor], rank: int, step: int, flat: FlatStore
+) -> Iterator[tuple[int, Tensor]]:
+    """(place, elements) of tensors in this rank's shard, no more than `step` at once."""
+    slots = {key: slot for slot, key in enumerate(new.keys) if key in tensors}
+    laid = {
+        slot: flat.binding.arrangement.in_order(slot, tensors[key]) for key, slot in slots.items() if new.own is None
+    }
+    laid |= {slot: tensors[key].reshape(-1) for key, slot in slots.items() if new.own is not None}
+    for segment in new.segments(rank) if laid else ():
+        if segment.parameter in laid:
+            elements = laid[segment.parameter].narrow(0, segment.parameter_start, segment.numel)
+            for start in range(0, segment.numel, step):
+                yield segment.start + start, elements[start : start + step]

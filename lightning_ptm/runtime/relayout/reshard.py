@@ -1,0 +1,170 @@
+"""Moves elements from pages of an engine that has ended to those of the next one, through a few buffers.
+
+Owns nothing but what it counts; the old pages are their allocator's. What has been read for the last time loses its RAM.
+
+I1: what moves is read once, in the order in which it is wanted, ahead of who writes it. I2: between ranks elements go in
+rounds of at most a page to and from each (planning/reshard_moves.py), and all ranks that share a flat take part in each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_ptm.errors import InternalError
+from lightning_ptm.memory.paged_tensor import PagedTensor
+from lightning_ptm.planning.reshard_moves import Move, ShardRange, moves, rounds
+from lightning_ptm.runtime.tensors import page_io
+
+if TYPE_CHECKING:
+    from lightning_ptm.comm import Communicator
+    from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.runtime.relayout.shard_map import ShardMap
+
+
+class Resharder:
+    """See the file's contract.
+
+    Args:
+        allocator: of the old pages.
+    """
+
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
+        self.given_up = False
+        """Whether some of the old pages are gone, so that nobody can go back to them."""
+        self.moved_bytes = 0
+        """That this rank has read from old pages."""
+        self.sent_bytes = 0
+        """That it has given to other ranks."""
+
+    def setup_barrier(
+        self,
+        wanted: Iterable[ShardRange],
+        sources: Mapping[int, ShardMap],
+        communicator: Communicator,
+        *,
+        letting_go: bool = False,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """(place, elements), ascending, of what this rank wants; each is good until the next is asked for. Collective where
+        any of it comes from another rank.
+
+        Args:
+            wanted: of all ranks that share the flat, in the order of each shard; what is in no source does not come.
+            sources: by parameter.
+            communicator: of these ranks.
+            letting_go: nobody reads it again.
+        """
+        kinds = {id(held): held for held in sources.values()}
+        there = {kind: held.of_parameters() for kind, held in kinds.items()}
+        planned = list(moves(wanted, {key: there[id(held)].get(key, []) for key, held in sources.items()}))
+        if all(move.local for move in planned):
+            own = [move for move in planned if move.target == communicator.rank]
+            for move, done, part in self._read(own, sources, letting_go=letting_go):
+                yield move.to + done, part
+            return
+        for held in kinds.values():
+            if len(held.ranks) != communicator.world_size:
+                raise InternalError(
+                    f"flat {held.flat.unit}/{held.flat.index} was shared by {len(held.ranks)} ranks, and what is laid out of "
+                    f"it by {communicator.world_size}; please report this with the settings of the strategy"
+                )
+        yield from self._exchanged(planned, sources, communicator, letting_go=letting_go)
+
+    def whole(self, source: ShardMap, key: int, communicator: Communicator) -> Tensor:
+        """All elements of what is kept of a parameter, in its shape and order, in memory of their own; of a part, the part.
+        Collective, as `setup_barrier`."""
+        numel = sum(each.numel for each in source.of_parameters().get(key, ()))  # none of one without elements
+        found = torch.empty(numel, dtype=source.dtype)
+        wanted = [ShardRange(key, 0, numel, rank, 0) for rank in range(communicator.world_size)]
+        for start, part in self.setup_barrier(wanted, {key: source}, communicator):
+            found[start : start + part.numel()].copy_(part)
+        shape, stride = source.shape(key), source.stride(key)
+        return found.view(shape) if stride is None else found.as_strided(shape, stride)
+
+    def _read(
+        self, own: Sequence[Move], sources: Mapping[int, ShardMap], *, letting_go: bool
+    ) -> Iterator[tuple[Move, int, Tensor]]:
+        """(move, how far it has come, elements) of what this rank holds, in that order."""
+        on_disk = {id(held): page_io.in_pages(held.here()) for move in own for held in (sources[move.parameter],)}
+        through = [(paged.dtype, paged.numel) for paged in on_disk.values() if not paged.tier.addressable]
+        with contextlib.closing(page_io.PageIOBuffers.for_now(self._allocator, through)) as buffers:
+            for _, group in itertools.groupby(own, key=lambda move: id(sources[move.parameter])):
+                found = list(group)
+                yield from self._read_one(found, sources[found[0].parameter], buffers, letting_go=letting_go)
+
+    def _read_one(
+        self, own: Sequence[Move], held: ShardMap, buffers: page_io.PageIOBuffers, *, letting_go: bool
+    ) -> Iterator[tuple[Move, int, Tensor]]:
+        tensor = held.here()
+        step = page_io.step_of(self._allocator, tensor)
+        cells = [
+            start
+            for start, _ in itertools.groupby(
+                cell for move in own for cell in range(move.place // step * step, move.place + move.numel, step)
+            )
+        ]
+        stretches = ((start, min(step, tensor.numel - start)) for start in cells)
+        reading = page_io.chosen(self._allocator, tensor, stretches, buffers)
+        with contextlib.closing(reading):  # type: ignore[type-var]
+            start, cell = next(reading, (-1, torch.empty(0)))
+            for move in own:
+                done = 0
+                while done < move.numel:
+                    place = move.place + done
+                    if not start <= place < start + step:
+                        start, cell = next(reading)
+                    part = cell[place - start : move.place + move.numel - start]
+                    self.moved_bytes += part.nbytes
+                    yield move, done, part
+                    done += part.numel()
+                    if letting_go:
+                        self._let_go(tensor, place, part.numel())
+
+    def _let_go(self, tensor: page_io.Elements, start: int, numel: int) -> None:
+        """Of what is encoded, chunks that are read in parts keep their RAM to the end."""
+        if not tensor.tier.addressable:
+            return
+        if isinstance(tensor, PagedTensor):
+            self.given_up = True
+            self._allocator.discard(tensor, start, numel)
+        elif numel == page_io.step_of(self._allocator, tensor):
+            self.given_up = True
+            self._allocator.discard(page_io.in_pages(tensor), *tensor.stretch(start, numel))
+
+    def _exchanged(
+        self, planned: Sequence[Move], sources: Mapping[int, ShardMap], communicator: Communicator, *, letting_go: bool
+    ) -> Iterator[tuple[int, Tensor]]:
+        """As `setup_barrier`, of moves between ranks."""
+        here = communicator.rank
+        dtype = reduce(torch.promote_types, {held.dtype for held in sources.values()})
+        found = list(rounds(planned, self._allocator.page_size // dtype.itemsize))
+        own = [move for each in found for move in each if move.source == here]
+        reading = self._read(own, sources, letting_go=letting_go)
+        with contextlib.closing(reading):  # type: ignore[type-var]
+            for each in found:
+                sent, received = [0] * communicator.world_size, [0] * communicator.world_size
+                for move in each:
+                    sent[move.target] += move.numel * dtype.itemsize if move.source == here else 0
+                    received[move.source] += move.numel * dtype.itemsize if move.target == here else 0
+                rows = torch.empty(sum(sent) // dtype.itemsize, dtype=dtype)
+                filled = 0
+                while filled < rows.numel():
+                    _, _, part = next(reading)
+                    rows[filled : filled + part.numel()].copy_(part)
+                    filled += part.numel()
+                self.sent_bytes += sum(sent) - sent[here]
+                # Bytes: not every library knows every dtype.
+                out = communicator.all_to_all(rows.view(torch.uint8), sent, received).view(dtype)
+                arrived = sorted(
+                    (move for move in each if move.target == here), key=lambda move: (move.source, move.to)
+                )
+                ends = itertools.accumulate(move.numel for move in arrived)
+                places = [(move.to, out[end - move.numel : end]) for move, end in zip(arrived, ends, strict=True)]
+                yield from sorted(places, key=lambda place: place[0])

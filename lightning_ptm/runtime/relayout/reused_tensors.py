@@ -1,0 +1,115 @@
+"""Which tensors of an engine that has ended lie on disk as the next one is to have them, so that they stay where they are.
+
+Decides; touches no page. What is chosen has the same elements at the same places of the same shard, in the same tier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
+
+from lightning_ptm.memory.paged_tensor import PagedTensor
+from lightning_ptm.memory.reused_extents import ReusedExtents, frames_of
+from lightning_ptm.planning.inventory import Lifetime, Row, What, pages_of
+from lightning_ptm.runtime.deciding.state_tensors import Column, columns
+from lightning_ptm.runtime.relayout.shard_map import geometry
+from lightning_ptm.terms import Tier
+
+if TYPE_CHECKING:
+    from lightning_ptm.runtime.deciding.blueprint import Blueprint
+    from lightning_ptm.runtime.relayout.previous_state import PreviousFlat, PreviousState
+
+_OF_FLATS = (What.PARAMETERS, What.MASTERS, What.STATES)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReusedTensors:
+    """What a new engine takes over as it is.
+
+    Attributes:
+        heritage: None where nothing is on disk.
+        tensors: by (kind of row, flat), the old ones, one for each of its rows; None of those that are made.
+        pages: by (tier, lifetimes), pages that it takes more than its rows fill, since not all lies end to end.
+    """
+
+    reused_extents: ReusedExtents | None = None
+    tensors: Mapping[tuple[What, int], Sequence[PagedTensor | None]] = dataclasses.field(default_factory=dict)
+    more_pages: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
+    more_pages_at_once: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
+    """The same of what set-up takes."""
+
+    def of(self, row: What, flat: int, count: int) -> Sequence[PagedTensor | None]:
+        return self.tensors.get((row, flat), [None] * count)
+
+
+def reused_tensors(
+    blueprint: Blueprint, handed: PreviousState, optimizers: Sequence[Optimizer], disk_paths: Sequence[Path]
+) -> ReusedTensors:
+    """All that can stay, or nothing where the tier's budget has no room for what lies between.
+
+    Args:
+        optimizers: the new engine's.
+    """
+    allocator = handed.allocator
+    if tuple(disk_paths) != handed.disk_paths or allocator.page_size != blueprint.layout.page_size:
+        return ReusedTensors()
+    numbers = [next((at for at, old in enumerate(handed.optimizers) if old is each), None) for each in optimizers]
+    found: dict[tuple[What, int], Sequence[PagedTensor | None]] = {}
+    for flat in blueprint.layout.flats:
+        by_name = {item.name: id(item.parameter) for item in blueprint.units[flat.unit].parameters}
+        old = handed.flats.get(geometry(flat, [by_name[slot.spec.name] for slot in flat.slots]))
+        kept = columns(blueprint, flat.index) if old is not None else ()
+        for what in _OF_FLATS if old is not None else ():
+            rows = blueprint.inventory.of_flats(what).get(flat.index, [])
+            of_rows = [column for column in kept if column.what is what]
+            found[what, flat.index] = [
+                _same(row, _old(old, column, numbers)) for row, column in zip(rows, of_rows, strict=True)
+            ]
+    kept_tensors = [tensor for each in found.values() for tensor in each if tensor is not None]
+    for tier in (tier for tier in blueprint.budget if not tier.addressable and blueprint.pool_bytes[tier]):
+        more = _more_pages(blueprint, tier, found, kept_tensors, lambda _: True)
+        if blueprint.pool_bytes[tier] + more * blueprint.layout.page_size > blueprint.budget[tier]:
+            break
+        at_once = _more_pages(blueprint, tier, found, kept_tensors, lambda row: row.lifetime is Lifetime.RUN)
+        read = [each for each in handed.tensors() if each not in kept_tensors and not each.tier.addressable]
+        return ReusedTensors(allocator.leave(kept_tensors, read), found, {tier: more}, {tier: at_once})
+    return ReusedTensors()
+
+
+def _old(old: PreviousFlat | None, column: Column, numbers: Sequence[int | None]) -> PagedTensor | None:
+    assert old is not None
+    if column.what is What.STATES:
+        number = None if column.optimizer is None else numbers[column.optimizer]
+        tensor, layout = (None, None) if number is None else old.states.get((number, column.name), (None, None))
+        return tensor if layout == column.layout else None
+    return old.master if column.what is What.MASTERS else old.home
+
+
+def _same(row: Row, old: PagedTensor | None) -> PagedTensor | None:
+    if old is None or row.tier.addressable or old.tier is not row.tier:
+        return None
+    return old if (old.numel, str(old.dtype)) == (row.numel, f"torch.{row.dtype}") else None
+
+
+def _more_pages(
+    blueprint: Blueprint,
+    tier: Tier,
+    found: Mapping[tuple[What, int], Sequence[PagedTensor | None]],
+    kept: Sequence[PagedTensor],
+    counts: Callable[[Row], bool],
+) -> int:
+    """Pages that rows of a tier take beyond those that they would fill, if so many stay where they are."""
+    page, seen = blueprint.layout.page_size, dict.fromkeys(found, 0)
+    rows = [row for row in blueprint.inventory.rows if row.tier is tier and counts(row)]
+    made = []
+    for row in rows:
+        key = (row.what, -1 if row.flat is None else row.flat)
+        place = seen.get(key, 0)
+        if key not in found or found[key][place] is None:
+            made.append(row)
+        seen[key] = place + 1
+    return len(frames_of(kept)) + pages_of(made, page) - pages_of(rows, page)

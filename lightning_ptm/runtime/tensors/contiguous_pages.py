@@ -1,0 +1,34 @@
+"""Device pages whose bytes follow each other, for flats and buffers that kernels and collectives read as one tensor.
+
+Owns nothing. I1: what cannot be had has taken nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_ptm.errors import CapacityError
+from lightning_ptm.terms import Tier
+
+if TYPE_CHECKING:
+    from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.paged_tensor import PagedTensor
+
+
+def contiguous_device_pages(allocator: Allocator, name: str, numel: int, dtype: torch.dtype) -> PagedTensor:
+    """A tensor of so many elements, with undefined contents.
+
+    Raises:
+        CapacityError: there are no such pages.
+    """
+    tensor = allocator.allocate(name, numel, dtype, Tier.DEVICE)
+    if not tensor.is_contiguous:
+        pages = len(tensor.pages)
+        allocator.release(tensor)
+        raise CapacityError(
+            f"{name} needs {pages} device pages in a row and the free ones are scattered; other units are given up "
+            f"first; raise device_memory (host_memory on a CPU-only machine) if this repeats"
+        )
+    return tensor

@@ -1,0 +1,338 @@
+"""Moves elements between paged tensors of any tier and ordinary tensors on the CPU, a page at a time.
+
+Knows pages and stretches of parameters (`Segment`); nothing of names, units or steps. Of a tensor on disk no more than
+`BUFFERS` pages are in memory, but for one of codes (QuantizedTensor) that is written, which are there whole. The
+caller sees to
+it that nothing else writes the pages meanwhile.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_ptm.errors import InternalError
+from lightning_ptm.memory.paged_tensor import PagedTensor
+from lightning_ptm.memory.quantization import QuantizedTensor
+from lightning_ptm.planning.layout import round_up
+from lightning_ptm.progress import Seen, unseen
+from lightning_ptm.runtime.tensors.parts import elements
+from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
+from lightning_ptm.update.core_limits import one_core
+from lightning_ptm.update.flat_states import Segment
+from lightning_ptm.update.state_encoding import EncodedTensor
+
+if TYPE_CHECKING:
+    from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.transfer import Transfer
+    from lightning_ptm.planning.tensor_slices import TensorSlice
+
+BUFFERS = 4
+"""Pages that are read, or written, at once."""
+
+
+Elements = PagedTensor | EncodedTensor | QuantizedTensor
+"""Of what is encoded, the elements are what it stands for."""
+
+
+def in_pages(tensor: Elements) -> PagedTensor:
+    """Where they lie."""
+    return tensor if isinstance(tensor, PagedTensor) else tensor.paged
+
+
+def elements_of(tensor: Elements, stored: Tensor, numel: int) -> Tensor:
+    """The `numel` elements of a stretch of which `stored` lies in pages, which it is where nothing is encoded."""
+    return stored if isinstance(tensor, PagedTensor) else tensor.decoded(stored, numel)
+
+
+def _stretch(tensor: Elements, start: int, numel: int) -> tuple[int, int]:
+    """(first element, elements) in pages of at most `numel` elements from `start` on."""
+    numel = min(numel, tensor.numel - start)
+    return (start, numel) if isinstance(tensor, PagedTensor) else tensor.stretch(start, numel)
+
+
+def read(allocator: Allocator, paged: Elements) -> Tensor:
+    """All elements, in memory of their own or as a view of the pages."""
+    if isinstance(paged, PagedTensor) and paged.tier.addressable:
+        return paged.tensor().cpu()
+    values = torch.empty(paged.numel, dtype=paged.dtype)
+    step, stored = step_of(allocator, paged), in_pages(paged)
+    # The plan has room for these only where something is on disk.
+    through = [] if stored.tier.addressable else [(stored.dtype, stored.numel)]
+    with contextlib.closing(PageIOBuffers.for_now(allocator, through)) as buffers:
+        stretches = ((start, min(step, paged.numel - start)) for start in range(0, paged.numel, step))
+        for start, part in chosen(allocator, paged, stretches, buffers):
+            values[start : start + part.numel()].copy_(part)
+    return values
+
+
+def write(allocator: Allocator, paged: Elements, values: Tensor, *, seen: Seen = unseen) -> None:
+    """Replace all elements. `seen` is told how many more bytes were."""
+    whole = Segment(0, 0, 0, paged.numel, ragged=False)
+    fill(allocator, paged, [whole], [values], seen=seen)
+
+
+def chosen(
+    allocator: Allocator, paged: Elements, stretches: Iterable[tuple[int, int]], buffers: PageIOBuffers
+) -> Iterator[tuple[int, Tensor]]:
+    """(first element, elements) of stretches, which are asked for one when that one is about to be read; each is good until
+    the next is asked for.
+
+    Args:
+        stretches: (first element, number of elements), each a multiple of 4096, but for the end of the last; of no more
+            elements than the buffers hold, and chunks of what is encoded.
+        buffers: where stretches on disk are read to.
+    """
+    stored = in_pages(paged)
+    if stored.tier.addressable:
+        whole = stored.tensor()
+        for start, numel in stretches:
+            yield start, elements_of(paged, whole.narrow(0, *_stretch(paged, start, numel)), numel).cpu()
+        return
+    to_read = iter(stretches)
+    coming: deque[tuple[tuple[int, int], int, PagedTensor, Transfer]] = deque()
+    more = True
+    try:
+        while more or coming:
+            while more and (buffer := buffers.take(stored.dtype)) is not None:
+                found = next(to_read, None)
+                if found is None:
+                    more = False
+                    buffers.give_back(buffer)
+                    break
+                first, length = _stretch(paged, *found)
+                # A disk is read by blocks; only codes begin within one.
+                block = BLOCK_BYTES // stored.dtype.itemsize
+                begin = first // block * block
+                end = min(round_up(first + length, block), stored.numel)
+                transfer = allocator.copy(stored, buffer, source_start=begin, numel=end - begin)
+                coming.append((found, first - begin, buffer, transfer))
+            if coming:
+                (start, numel), lead, buffer, transfer = coming.popleft()
+                try:
+                    transfer.wait()
+                    part = buffer.tensor().narrow(0, lead, _stretch(paged, start, numel)[1])
+                    yield start, elements_of(paged, part, numel)
+                finally:
+                    buffers.give_back(buffer)  # also when nobody asks for more
+            elif more:
+                raise InternalError(f"nothing of {stored.name} can be read: all buffers of {stored.dtype} are in use")
+    finally:
+        _end(transfer for _, _, _, transfer in coming)
+        for _, _, buffer, _ in coming:
+            buffers.give_back(buffer)
+
+
+def fill(
+    allocator: Allocator,
+    paged: Elements,
+    segments: Sequence[Segment],
+    given: Sequence[Tensor | None],
+    boxes: Sequence[TensorSlice | None] | None = None,
+    *,
+    through: torch.dtype | None = None,
+    keep: bool = True,
+    seen: Seen = unseen,
+) -> None:
+    """Write stretches of whole parameters into a shard, reading of each no more than lies in it.
+
+    Args:
+        segments: which parameters lie where in the shard.
+        given: for each parameter its values, on the CPU.
+        boxes: for each that is a part of a larger one, which; its values may be those of the larger one.
+        through: values are rounded to this dtype on their way.
+        keep: parameters that are not given keep their elements; otherwise they become 0.
+        seen: is told how many more bytes of the shard were given.
+    """
+    keep = keep and any(given[segment.parameter] is None for segment in segments)
+
+    def put(target: Tensor, start: int) -> None:
+        done = start
+        for segment in within(segments, start, start + target.numel()):
+            value = given[segment.parameter]
+            if value is not None:
+                if not keep:
+                    target[done - start : segment.start - start].zero_()
+                done = segment.stop
+                box = None if boxes is None else boxes[segment.parameter]
+                source = elements(value, box, segment.parameter_start, segment.numel)
+                place = target.narrow(0, segment.start - start, segment.numel)
+                place.copy_(source if through is None else source.to(through))
+                seen(place.nbytes)
+        if not keep:
+            target[done - start :].zero_()
+
+    _put_all(allocator, paged, put, keep=keep)
+
+
+def lay(
+    allocator: Allocator,
+    paged: Elements,
+    setup_barrier: Iterable[tuple[int, Tensor]],
+    *,
+    keep: bool = False,
+    seen: Seen = unseen,
+) -> None:
+    """Write elements as they come.
+
+    Args:
+        arrivals: (first element, elements on the CPU), in ascending order; each is asked for when the one before is written.
+        seen: as for `fill`.
+        keep: elements that do not come stay as they are; otherwise they become 0.
+    """
+    coming = iter(setup_barrier)
+    left: tuple[int, Tensor] | None = None
+
+    def put(target: Tensor, start: int) -> None:
+        nonlocal left
+        done, stop = start, start + target.numel()
+        while (left := left or next(coming, None)) is not None and left[0] < stop:
+            first, part = left
+            here = part[: stop - first]
+            if not keep:
+                target[done - start : first - start].zero_()
+            place = target.narrow(0, first - start, here.numel())
+            place.copy_(here)
+            seen(place.nbytes)
+            done = first + here.numel()
+            left = (done, part[here.numel() :]) if here.numel() < part.numel() else None
+        if not keep:
+            target[done - start :].zero_()
+
+    _put_all(allocator, paged, put, keep=keep)
+    if left is not None:
+        raise InternalError(f"elements from {left[0]} on came for {in_pages(paged).name}, which has {paged.numel}")
+
+
+def _put_all(allocator: Allocator, paged: Elements, put: Callable[[Tensor, int], None], *, keep: bool) -> None:
+    """Args: as `_change`."""
+    if isinstance(paged, PagedTensor) and paged.tier.addressable:
+        put(paged.tensor(), 0)
+    elif isinstance(paged, QuantizedTensor) and not paged.tier.addressable:
+        _change_codes(allocator, paged, put, keep=keep)
+    else:
+        _change(allocator, paged, put, keep=keep)
+
+
+def _change(allocator: Allocator, tensor: Elements, put: Callable[[Tensor, int], None], *, keep: bool) -> None:
+    """Have all elements changed, a page, or a chunk of what is encoded, at a time.
+
+    Args:
+        put: changes the elements that it is given, which begin at that one.
+        keep: it is given what they are.
+    """
+    step, stored = step_of(allocator, tensor), in_pages(tensor)
+
+    def change(part: Tensor, start: int) -> None:
+        values = elements_of(tensor, part, min(step, tensor.numel - start))
+        put(values, start)
+        if not isinstance(tensor, PagedTensor):
+            tensor.encode(values, part)
+
+    if stored.tier.addressable:
+        for start in range(0, tensor.numel, step):
+            change(stored.tensor().narrow(0, *_stretch(tensor, start, step)), start)
+        return
+    buffers = PageIOBuffers.for_now(allocator, [(stored.dtype, stored.numel)])
+    leaving: deque[tuple[PagedTensor, Transfer]] = deque()
+    try:
+        with one_core():  # OpenMP's other threads would wait for the next copy on the cores of those that write
+            for start in range(0, tensor.numel, step):
+                buffer = buffers.take(stored.dtype)
+                if buffer is None:
+                    buffer, transfer = leaving.popleft()
+                    transfer.wait()
+                first, numel = _stretch(tensor, start, step)
+                if keep:
+                    allocator.copy(stored, buffer, source_start=first, numel=numel).wait()
+                change(buffer.tensor()[:numel], start)
+                leaving.append((buffer, allocator.copy(buffer, stored, target_start=first, numel=numel)))
+        while leaving:
+            leaving.popleft()[1].wait()
+    finally:
+        _end(transfer for _, transfer in leaving)
+        buffers.close()
+
+
+def _change_codes(
+    allocator: Allocator, coded: QuantizedTensor, put: Callable[[Tensor, int], None], *, keep: bool
+) -> None:
+    """As `_change`, on disk: the codes of a page of values seldom begin with a disk block, so all are written at once."""
+    step = step_of(allocator, coded)
+    codes = read(allocator, coded.paged) if keep else torch.empty(coded.paged.numel, dtype=torch.uint8)
+    for start in range(0, coded.numel, step):
+        part, numel = codes.narrow(0, *_stretch(coded, start, step)), min(step, coded.numel - start)
+        values = coded.decoded(part, numel) if keep else torch.empty(numel, dtype=coded.dtype)
+        put(values, start)
+        coded.encode(values, part)
+    write(allocator, coded.paged, codes)
+
+
+def within(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segment]:
+    """The parts of segments, which are in order, that lie in [start, stop) of the shard."""
+    for index in range(bisect.bisect_right(segments, start, key=lambda segment: segment.stop), len(segments)):
+        if segments[index].start >= stop:
+            return
+        yield segments[index].cut(start, stop)
+
+
+class PageIOBuffers:
+    """A few tensors in RAM of each dtype. Owns them until `close`."""
+
+    def __init__(self, allocator: Allocator, tensors: Iterable[PagedTensor]) -> None:
+        self._allocator = allocator
+        self._all = list(tensors)
+        self._free: dict[torch.dtype, list[PagedTensor]] = {}
+        for tensor in self._all:
+            self._free.setdefault(tensor.dtype, []).append(tensor)
+
+    @classmethod
+    def for_now(cls, allocator: Allocator, tensors: Iterable[tuple[torch.dtype, int]]) -> PageIOBuffers:
+        """As many as there is room for, one at least of each dtype.
+
+        Args:
+            tensors: (dtype, elements) of what is to be read or written through them.
+        """
+        taken: list[PagedTensor] = []
+        tier = Tier.HOST if allocator.capacity_bytes(Tier.HOST) else Tier.DEVICE
+        longest: dict[torch.dtype, int] = {}
+        for dtype, numel in tensors:
+            longest[dtype] = max(longest.get(dtype, 0), -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL)
+        for dtype, numel in longest.items():
+            numel, count = min(allocator.page_size // dtype.itemsize, numel), 0
+            while not count or (count < BUFFERS and allocator.free_bytes(tier) > 2 * allocator.page_size):
+                taken.append(allocator.allocate("values in transit", numel, dtype, tier))
+                allocator.merge(taken[-1])
+                count += 1
+        return cls(allocator, taken)
+
+    def take(self, dtype: torch.dtype) -> PagedTensor | None:
+        """One, or None while all are in use."""
+        return self._free[dtype].pop() if self._free[dtype] else None
+
+    def give_back(self, buffer: PagedTensor) -> None:
+        self._free[buffer.dtype].append(buffer)
+
+    def close(self) -> None:
+        for buffer in self._all:
+            self._allocator.release(buffer)
+
+
+def _end(transfers: Iterable[Transfer]) -> None:
+    """Nobody wants these any more: wait for them, whatever their outcome."""
+    for transfer in transfers:
+        with contextlib.suppress(Exception):
+            transfer.wait()
+
+
+def step_of(allocator: Allocator, paged: Elements) -> int:
+    """Elements that are read, or written, at once: a page of them, or a chunk of what is encoded."""
+    if isinstance(paged, EncodedTensor):
+        return paged.encoding.chunk_numel
+    return allocator.page_size // paged.dtype.itemsize

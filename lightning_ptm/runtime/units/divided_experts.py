@@ -1,0 +1,170 @@
+"""Which units are experts that ranks divide among them, and whose. A layer with experts: see experts.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from lightning_ptm.comm import RankTeams
+from lightning_ptm.errors import ConfigError
+from lightning_ptm.planning.expert_split import ExpertSplit, divided
+from lightning_ptm.planning.sharding import ModelSharding
+from lightning_ptm.runtime.units.discovery import Unit
+
+ATTRIBUTE = "expert_group"
+"""Of a layer that lets ranks divide its experts."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DividedExperts:
+    """Which units are experts, and whose. Equal on all ranks.
+
+    Attributes:
+        layers: modules with experts, with their names.
+        units: by layer and expert, the units that an expert consists of, its own first.
+        members: by unit the member of a group that holds it; other units are everybody's.
+        gradient_divisor: of gradients while experts compute them, where tokens of several ranks add up in 16 bits (the
+            loss scale's case). Experts' gradients are multiplied by it before they are reduced, whatever they come from:
+            see `ExpertGroup.compute`.
+    """
+
+    split: ExpertSplit
+    layers: tuple[tuple[str, nn.Module], ...]
+    units: tuple[tuple[tuple[int, ...], ...], ...]
+    members: Mapping[int, int]
+    gradient_divisor: int = 1
+
+    @property
+    def layer_of(self) -> dict[int, int]:
+        """By unit the place of its layer among `layers`."""
+        return {unit: place for place, layer in enumerate(self.units) for expert in layer for unit in expert}
+
+    @property
+    def holders(self) -> ModelSharding:
+        """Who holds what."""
+        return divided(self.split, self.members, self.gradient_divisor)
+
+    @property
+    def teams(self) -> RankTeams:
+        """Who has a part in what."""
+        return RankTeams(self.split.groups, {unit: sharing.whole.ranks for unit, sharing in self.holders.apart.items()})
+
+
+def expert_layers(root: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
+    """Modules that let ranks divide their experts, with their names."""
+    return tuple((name, module) for name, module in root.named_modules() if hasattr(type(module), ATTRIBUTE))
+
+
+def experts_of(layer: nn.Module) -> nn.ModuleList:
+    """A layer's experts."""
+    experts = getattr(layer, "experts", None)
+    if not isinstance(experts, nn.ModuleList):
+        raise ConfigError(
+            f"a {type(layer).__name__} has {ATTRIBUTE}, and its `experts` is a {type(experts).__name__}; ranks can divide "
+            f"the elements of a ModuleList; make it one, or use expert_parallel_size=1"
+        )
+    return experts
+
+
+def divide(
+    root: nn.Module, units: Sequence[Unit], split: ExpertSplit, *, scaled_to_overflow: bool = False
+) -> DividedExperts:
+    """Finds the experts among the units.
+
+    Args:
+        scaled_to_overflow: gradients are 16-bit numbers that a dynamic loss scale keeps just below their largest value.
+
+    Raises:
+        ConfigError: there are none, or some cannot be divided.
+    """
+    layers = expert_layers(root)
+    if not layers:
+        raise ConfigError(
+            f"expert_parallel_size={split.size} and the {type(root).__name__} has no layer whose experts could be divided "
+            f"(a module with experts in a ModuleList and the attribute {ATTRIBUTE}, as "
+            f"lightning_ptm.models.moe.MixtureOfExperts); use expert_parallel_size=1"
+        )
+    owner, inside = _claimed(layers, split)
+    members, consists_of = _units_of(root, units, owner, inside, split)
+    by_layer = tuple(
+        tuple(tuple(consists_of[_title(name, index)]) for index in range(len(experts_of(layer))))
+        for name, layer in layers
+    )
+    # An expert's gradient is a sum over its group's tokens and would overflow before the gradients of others, which are of
+    # one rank's tokens. Without a loss scale, small gradients are nearer to being lost than large ones to overflow. A power
+    # of two costs no bits.
+    divisor = 1 << (split.size - 1).bit_length() if scaled_to_overflow else 1
+    return DividedExperts(split, layers, by_layer, members, divisor)
+
+
+def _claimed(
+    layers: Sequence[tuple[str, nn.Module]], split: ExpertSplit
+) -> tuple[dict[int, tuple[str, int]], dict[str, set[int]]]:
+    """By id of a parameter its expert and the member that holds it; and by expert the ids of its modules."""
+    owner: dict[int, tuple[str, int]] = {}
+    inside: dict[str, set[int]] = {}
+    for name, layer in layers:
+        experts = experts_of(layer)
+        if len(experts) < split.size:
+            raise ConfigError(
+                f"{name} ({type(layer).__name__}) has {len(experts)} experts and expert_parallel_size={split.size}, so some "
+                f"rank would hold none; use at most {len(experts)}"
+            )
+        for index, expert in enumerate(experts):
+            title = _title(name, index)
+            inside[title] = {id(module) for module in expert.modules()}
+            buffers = [each for each, _ in expert.named_buffers()]
+            if buffers:
+                raise ConfigError(
+                    f"{title} ({type(expert).__name__}) has buffers ({', '.join(buffers[:3])}); a rank that does not hold "
+                    f"an expert would not know of their changes; use parameters, or expert_parallel_size=1"
+                )
+            for parameter in expert.parameters():
+                if id(parameter) in owner:
+                    raise _shared(title, expert, owner[id(parameter)][0], split)
+                owner[id(parameter)] = (title, split.owner(index, len(experts)))
+    return owner, inside
+
+
+def _units_of(
+    root: nn.Module,
+    units: Sequence[Unit],
+    owner: Mapping[int, tuple[str, int]],
+    inside: Mapping[str, set[int]],
+    split: ExpertSplit,
+) -> tuple[dict[int, int], dict[str, list[int]]]:
+    """By unit the member that holds it; and by expert the units that it consists of."""
+    members: dict[int, int] = {}
+    consists_of: dict[str, list[int]] = {title: [] for title in inside}
+    for unit in units:
+        for item in unit.parameters:
+            if id(item.parameter) not in owner:
+                continue
+            title, member = owner[id(item.parameter)]
+            outside = [module for module, _ in item.places if id(module) not in inside[title]]
+            if outside:
+                raise _shared(title, root.get_submodule(title), f"a {type(outside[0]).__name__} outside of it", split)
+            if id(unit.module) not in inside[title]:
+                kind = type(root.get_submodule(title)).__name__
+                raise ConfigError(
+                    f"{title} ({kind}) is a part of the unit {unit.name or 'of the whole model'}, which all ranks hold, and "
+                    f"expert_parallel_size={split.size} needs experts that are units of their own; add {kind!r} to "
+                    f"units=[...], or leave units at 'auto'"
+                )
+            if unit.index not in members:
+                members[unit.index] = member
+                consists_of[title].append(unit.index)
+    return members, consists_of
+
+
+def _title(layer: str, expert: int) -> str:
+    return f"{layer}.experts.{expert}".lstrip(".")
+
+
+def _shared(title: str, module: nn.Module, other: str, split: ExpertSplit) -> ConfigError:
+    return ConfigError(
+        f"{title} ({type(module).__name__}) shares parameters with {other}, and expert_parallel_size={split.size} would give "
+        f"them to different ranks; give each expert parameters of its own, or use expert_parallel_size=1"
+    )

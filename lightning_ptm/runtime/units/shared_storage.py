@@ -1,0 +1,35 @@
+"""Parameters that lie in the memory of another one, or of a buffer: what changes one changes both, which pages do not keep.
+
+Knows addresses of tensors, never pages. Parameters that are one object in several modules are one parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+
+
+def overlap(module: nn.Module, changing: Iterable[Tensor]) -> tuple[str, str] | None:
+    """Names of two of a module's tensors that share memory, at least one of them changing; None: there are none."""
+    known = {id(each) for each in changing}
+    ends: dict[object, tuple[int, str, bool]] = {}
+    for device, start, end, name, changes in sorted(_stretches(module, known), key=lambda each: each[1]):
+        before = ends.get(device)
+        if before is not None and start < before[0] and (changes or before[2]):
+            return before[1], name
+        if before is None or end > before[0]:
+            ends[device] = end, name, changes
+    return None
+
+
+def _stretches(module: nn.Module, changing: set[int]) -> Iterator[tuple[object, int, int, str, bool]]:
+    for name, each in (*module.named_parameters(), *module.named_buffers()):
+        if each.is_meta or isinstance(each, GuardedParameter) or not each.numel() or each.layout is not torch.strided:
+            continue
+        last = sum((size - 1) * step for size, step in zip(each.shape, each.stride(), strict=True))
+        start = each.data_ptr()
+        yield each.device, start, start + (last + 1) * each.element_size(), name, id(each) in changing

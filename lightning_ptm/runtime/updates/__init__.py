@@ -1,0 +1,1 @@
+"""When gradients are reduced, clipped and applied: synchronously or lock-free."""

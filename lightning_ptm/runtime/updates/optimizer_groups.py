@@ -1,0 +1,117 @@
+"""The parameter groups of a run's optimizers, as the user has them now and as the flats' states know them.
+
+Owns who was in which group.
+
+I1: each parameter is updated with the hyper-parameters of the group that it is in when the step is taken.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_ptm.errors import ConfigError, UsageError
+from lightning_ptm.update.shadow import GroupValues
+from lightning_ptm.update.traits import same_value
+
+if TYPE_CHECKING:
+    from lightning_ptm.runtime.updates.updates import FlatUpdate
+
+
+class OptimizerGroups:
+    """Args:
+    flats: all trainable flats, by unit.
+    optimizers: the user's own.
+    """
+
+    def __init__(self, flats: Sequence[Sequence[FlatUpdate]], optimizers: Sequence[Optimizer]) -> None:
+        self._flats = flats
+        self.optimizers = list(optimizers)
+        self._members = [_members(optimizer) for optimizer in optimizers]
+        """Of each optimizer's groups, as the flats' states know them."""
+
+    def index_of(self, optimizer: Optimizer) -> int:
+        """Which of the run's optimizers this is (a LightningOptimizer counts as the one it wraps)."""
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        for index, known in enumerate(self.optimizers):
+            if known is inner:
+                return index
+        raise ConfigError(
+            f"{type(inner).__name__} was not returned by configure_optimizers, so it has no pages; return it from there"
+        )
+
+    def parameters_of(self, optimizer: int) -> list[torch.nn.Parameter]:
+        """Those that an optimizer updates in pages."""
+        return [parameter for _, flat in self.flats_of(optimizer) for parameter in flat.store.binding.parameters]
+
+    def flats_of(self, optimizer: int) -> list[tuple[int, FlatUpdate]]:
+        """(unit, flat) of an optimizer, last unit first: the order in which gradients come."""
+        return [
+            (unit, flat)
+            for unit in reversed(range(len(self._flats)))
+            for flat in self._flats[unit]
+            if flat.optimizer == optimizer
+        ]
+
+    def follow(self, optimizer: int, finish_all: Callable[[], None]) -> None:
+        """Parameters that were moved between groups since the last step are updated with their new one (I1).
+
+        Args:
+            finish_all: waits for all updates.
+        """
+        before, now = self._members[optimizer], _members(self.optimizers[optimizer])
+        if all(map(_same_objects, before, now)) or len(before) != len(now):  # another number of groups is refused later
+            return
+        finish_all()
+        known = {id(each) for members in before for each in members}
+        group_of = {id(each): group for group, members in enumerate(now) for each in members}
+        for _, flat in self.flats_of(optimizer):
+            flat.states.regroup([group_of.pop(id(parameter), None) for parameter in flat.store.binding.parameters])
+        for parameter in (each for members in now for each in members if id(each) in group_of.keys() - known):
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"a parameter of shape {tuple(parameter.shape)} was put into a group of "
+                    f"{type(self.optimizers[optimizer]).__name__} during the run, in a batch, and has no master states of "
+                    f"that optimizer; put it there between two batches (on_train_epoch_start, on_train_batch_start)"
+                )
+        self._members[optimizer] = now
+
+    def outgrown(self, optimizer: int) -> bool:
+        """Whether an optimizer has other groups than when the run began, or parameters in them that it had not."""
+        before, now = self._members[optimizer], _members(self.optimizers[optimizer])
+        if len(before) != len(now) or all(map(_same_objects, before, now)):
+            return len(before) != len(now)
+        known = {id(parameter) for members in before for parameter in members}
+        return any(id(parameter) not in known for members in now for parameter in members)
+
+    def check_unchanged(self, optimizer: int, hyper: GroupValues) -> None:
+        """Raises UsageError: a group is not what it was when units were updated behind the backward, with `hyper`."""
+        groups = self.optimizers[optimizer].param_groups
+        # The snapshot has settled these, or has advanced them in the user's groups.
+        settled = {"params", "fused", *self.flats_of(optimizer)[0][1].states.traits.group_slots}
+        changed = {
+            key
+            for group, used in zip(groups, hyper.groups, strict=False)
+            for key, value in group.items()
+            if key not in settled and key in used and not (value is used[key] or same_value(value, used[key]))
+        }
+        if not all(map(_same_objects, self._members[optimizer], _members(self.optimizers[optimizer]))):
+            changed.add("params")
+        if changed:
+            raise UsageError(
+                f"{', '.join(sorted(changed))} in the optimizer's param_groups changed between the backward pass and "
+                f"the step, when units had been updated behind the backward already; change it before the backward pass, in "
+                f"on_before_optimizer_step, or use update_in_backward=False"
+            )
+
+
+def _members(optimizer: Optimizer) -> list[list[torch.Tensor]]:
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def _same_objects(first: Sequence[object], second: Sequence[object]) -> bool:
+    return len(first) == len(second) and all(map(operator.is_, first, second))

@@ -1,0 +1,425 @@
+"""When which flat is updated: behind the backward pass as units end, or at the optimizer step.
+
+`UpdateScheduler` knows steps and which gradients belong to them. What then becomes of a gradient is its subclasses':
+`SynchronousUpdates` here, whose next forward waits for it, and `LockFreeUpdates` (lock_free.py). The arithmetic and its
+I/O are the updater's (update/pipeline.py).
+
+I1: within one step a flat is updated once. I2: hyper-parameters are those of the step that the gradient belongs to.
+I3: each parameter is updated with the hyper-parameters of the group that it is in at the step (optimizer_groups.py).
+I4: what can be refused of a step beforehand is refused before its first flat is updated, so that all weights are those of the
+step before. What an optimizer raises because of the numbers that it meets is known only then.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_ptm.errors import UsageError
+from lightning_ptm.planning.update_order import first_to_wait_for
+from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
+from lightning_ptm.runtime.units.store import FlatStore, UnitStore
+from lightning_ptm.runtime.updates.optimizer_groups import OptimizerGroups
+from lightning_ptm.update.flat_states import FlatStates
+from lightning_ptm.update.gradient_source import ParameterGradients, Transform
+from lightning_ptm.update.shadow import GroupValues, ShadowOptimizer, snapshot
+from lightning_ptm.update.traits import ScalarState, same_value
+from lightning_ptm.update.update_job import JobHandle, UpdateJob, check_every_gradient
+from lightning_ptm.update.updater import Updater
+
+
+@dataclasses.dataclass(slots=True)
+class FlatUpdate:
+    """A trainable flat, as one optimizer updates it: parameters, gradients and master states. All share a master."""
+
+    store: FlatStore
+    gradient: FlatGradient
+    states: FlatStates
+    optimizer: int
+    done_this_step: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pending:
+    handle: JobHandle
+    flat: FlatUpdate
+
+
+@dataclasses.dataclass(slots=True)
+class _Armed:
+    optimizer: int
+    hyper: GroupValues | None = None
+
+
+class UpdateScheduler(abc.ABC):
+    """Decides when a flat's gradient goes to the update.
+
+    Args:
+        flats: all trainable flats, by unit.
+        optimizers: the user's own.
+        default_dtype: torch's behind a forward, where forwards have another; else None.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[Sequence[FlatUpdate]],
+        optimizers: Sequence[Optimizer],
+        default_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._flats = flats
+        self._default_dtype = default_dtype
+        self._updated: set[int] = set()
+        """Ids of flats that were updated before, or are."""
+        self._first_under_way = False
+        self.groups = OptimizerGroups(flats, optimizers)
+        self._shadows: dict[tuple[int, torch.dtype], ShadowOptimizer] = {}
+        self._trials: dict[tuple[int, torch.dtype], ShadowOptimizer] = {}
+        """As these, of the thread that steps: updates may be under way in another one."""
+        self._tried: dict[int, GroupValues] = {}
+        """By optimizer, hyper-parameters that it has been tried with."""
+        self._torn = False
+        self._armed: _Armed | None = None
+        self._in_step = False
+        self.steps_taken = 0
+        """Optimizer steps whose updates are all under way or done."""
+        self.number_of_step: Callable[[], int] = lambda: self.steps_taken
+        """Of the one under way, or the next; set by who knows of steps before this run."""
+
+    # -- update in backward -------------------------------------------------------------------------------------------
+
+    def arm(self, optimizer: Optimizer) -> None:
+        """From now until the step, units are updated as their backward ends, unless routes say that the step does it."""
+        index = self.groups.index_of(optimizer)
+        if not any(flat.gradient.route.outlives_backward for _, flat in self.groups.flats_of(index)):
+            self._armed = _Armed(index)
+
+    @property
+    def armed(self) -> bool:
+        return self._armed is not None
+
+    def unit_ready(self, unit: int) -> None:
+        """A unit's gradients are complete: update it if the step is armed."""
+        armed = self._armed
+        chosen = () if armed is None else (flat for flat in self._flats[unit] if flat.optimizer == armed.optimizer)
+        ready = [flat for flat in chosen if flat.gradient.any]
+        if armed is None or not ready:
+            return
+        if armed.hyper is None:
+            self.groups.follow(armed.optimizer, self.finish_all)
+            armed.hyper = self._checked(armed.optimizer, ready[0])
+        for flat in ready:
+            self._begin(unit, flat, armed.hyper, Transform())
+            flat.gradient.hand_over()
+            flat.done_this_step = True
+        self._handed_over()
+
+    # -- step ---------------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: int, transform: Transform) -> None:
+        """Updates every flat of the optimizer that has a gradient and was not updated in the backward pass.
+
+        Raises:
+            UsageError: the groups are not those any more with which units were updated in the backward pass; or a parameter
+                has been moved to where it cannot be updated.
+        """
+        hyper = None if self._armed is None else self._armed.hyper
+        if hyper is not None:
+            self.groups.check_unchanged(optimizer, hyper)
+        else:
+            self.groups.follow(optimizer, self.finish_all)
+        self._check_missing(optimizer)
+        if hyper is None:
+            first = next((flat for _, flat in reversed(self.groups.flats_of(optimizer)) if flat.gradient.any), None)
+            hyper = None if first is None else self._checked(optimizer, first)
+        if any(len(flat.store.layout.optimizers) > 1 for _, flat in self.groups.flats_of(optimizer)):
+            self.finish_all()  # another optimizer's update of these may still be writing the masters
+        self._armed = None
+        self._in_step = True
+        # First unit first: the next forward wants it first.
+        for unit, flat in reversed(self.groups.flats_of(optimizer)):
+            if flat.done_this_step:
+                flat.done_this_step = False
+            elif flat.gradient.any:
+                assert hyper is not None
+                # What is clipped where it is needs nothing more, unless a loss scale has to be taken off.
+                clips = flat.gradient.grad_attribute.clipped_later
+                self._begin(unit, flat, hyper, transform if clips else Transform(unscale=transform.unscale))
+        self._stepped(optimizer)
+        self.steps_taken += 1
+        self._in_step = self._torn = False
+
+    def _checked(self, optimizer: int, flat: FlatUpdate) -> GroupValues:
+        """The hyper-parameters of a step that begins, with which the class has been tried (I4).
+
+        Args:
+            flat: one of those that are updated.
+        """
+        hyper = snapshot(self.groups.optimizers[optimizer], flat.states.traits, self.number_of_step())
+        known = self._tried.get(optimizer)
+        if known is None or _differ(known, hyper):
+            for shadow, states, group, scalars in self._kinds_of(optimizer):
+                dtype = states.master.dtype if states.master is not None else getattr(torch, states.flat.dtype)
+                shadow.check(hyper, group, scalars, torch.empty(0, dtype=dtype, device=states.traits.device))
+            self._tried[optimizer] = hyper
+        return hyper
+
+    def _kinds_of(self, optimizer: int) -> Iterator[tuple[ShadowOptimizer, FlatStates, int, ScalarState | None]]:
+        """Each kind of parameter of an optimizer: what runs it, states of one such flat, its group, and its scalars."""
+        found = set[tuple[int, int, int]]()
+        for _, flat in self.groups.flats_of(optimizer):
+            shadow = self._shadow_in(self._trials, flat)
+            for index, group in enumerate(flat.states.groups):
+                if group is None or not flat.states.owns(index):
+                    continue
+                scalars = flat.states.scalars(index)
+                if (id(shadow), group, id(scalars)) not in found:
+                    found.add((id(shadow), group, id(scalars)))
+                    yield shadow, flat.states, group, scalars
+
+    def _begin(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
+        self._first_under_way |= id(flat) not in self._updated
+        self._updated.add(id(flat))
+        present = flat.gradient.grad_attribute.present()
+        flat.store.binding.values_change(slot for slot, here in enumerate(present) if here)
+        self._update(unit, flat, hyper, transform)
+
+    def settle_first(self) -> None:
+        """Before a forward: where it has another default dtype, waits for updates that may make states. Optimizers ask
+        torch for it when they do."""
+        if self._default_dtype is not None and self._first_under_way:
+            self.finish_all()
+        self._first_under_way = False
+
+    def _check_missing(self, optimizer: int) -> None:
+        """Flats without any gradient are not updated, which some optimizers cannot do."""
+        flats = [flat for _, flat in self.groups.flats_of(optimizer)]
+        missing = [flat for flat in flats if not (flat.done_this_step or flat.gradient.any)]
+        if len(missing) < len(flats):
+            for flat in (each for each in flats if not each.done_this_step and each.states.traits.every_gradient):
+                check_every_gradient(flat.states, flat.gradient.grad_attribute.present())
+        elif flats and flats[0].states.traits.group_slots:
+            # A class counts steps that update nothing, too.
+            snapshot(self.groups.optimizers[optimizer], flats[0].states.traits)
+
+    @property
+    def in_mid_step(self) -> bool:
+        """Whether some flats have had an update of a step and others have not."""
+        return self._in_step or any(flat.done_this_step for flats in self._flats for flat in flats)
+
+    @property
+    def torn(self) -> bool:
+        """The same, also where the step was given up since."""
+        return self._torn or self.in_mid_step
+
+    def check_stepped(self) -> None:
+        """Between two steps. Raises UsageError: units were updated behind a backward pass for a step that was never taken."""
+        for flats in self._flats:
+            for flat in flats:
+                if flat.done_this_step:
+                    name = type(self.groups.optimizers[flat.optimizer]).__name__
+                    raise UsageError(
+                        f"{flat.store.layout.slots[0].spec.name} was updated behind the backward pass, as {name}.step does "
+                        f"it, and that was never called: something stands in its place (optimizer.step = ...) that does not "
+                        f"call it; make a subclass of torch.optim.Optimizer with that step"
+                    )
+
+    def skip(self, optimizer: int) -> None:
+        """The step is not taken (inf or NaN under a loss scale)."""
+        self._armed = None
+        for _, flat in self.groups.flats_of(optimizer):
+            flat.done_this_step = False
+
+    def abandon(self) -> None:
+        """The iteration failed: no step is under way any more."""
+        self._torn |= self.in_mid_step
+        self._armed = None
+        self._in_step = False
+        for flats in self._flats:
+            for flat in flats:
+                flat.done_this_step = False
+
+    def shadow(self, flat: FlatUpdate) -> ShadowOptimizer:
+        """What runs a flat's optimizer."""
+        return self._shadow_in(self._shadows, flat)
+
+    def _shadow_in(self, shadows: dict[tuple[int, torch.dtype], ShadowOptimizer], flat: FlatUpdate) -> ShadowOptimizer:
+        key = (flat.optimizer, flat.states.master.dtype if flat.states.master is not None else flat.store.binding.dtype)
+        if key not in shadows:
+            optimizer = self.groups.optimizers[flat.optimizer]
+            shadows[key] = ShadowOptimizer(optimizer, flat.states.traits, default_dtype=self._default_dtype)
+        return shadows[key]
+
+    # -- what differs -------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _update(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
+        """A flat's gradient of this step is complete."""
+
+    @abc.abstractmethod
+    def _handed_over(self) -> None:
+        """All flats of a unit have been through `_update`, behind the backward pass."""
+
+    @abc.abstractmethod
+    def _stepped(self, optimizer: int) -> None:
+        """All flats of a step have been through `_update`."""
+
+    @abc.abstractmethod
+    def begin_iteration(self, *, training: bool) -> None:
+        """A forward pass is about to start; nothing of the one before is used any more."""
+
+    @abc.abstractmethod
+    def graph_ended(self) -> None:
+        """A backward pass has ended."""
+
+    @abc.abstractmethod
+    def pending(self, unit: int) -> bool:
+        """Whether a unit may not be read yet, after some progress has been made."""
+
+    @abc.abstractmethod
+    def finish(self, unit: int) -> None:
+        """Blocks until a unit may be read."""
+
+    def finish_between_steps(self, unit: int) -> None:
+        """As `finish`, for somebody who reads a unit between two steps: it has had every update then."""
+        self.finish(unit)
+
+    @abc.abstractmethod
+    def finish_all(self) -> None:
+        """Blocks until all updates have been made, are in the compute parameters, and written home."""
+
+    @abc.abstractmethod
+    def progress(self) -> None:
+        """Moves updates on that wait for nothing, and raises what went wrong with them."""
+
+    def make_room(self) -> None:
+        """Compute waits for memory for a gradient: as `progress`, and those that have it are used first."""
+        self.progress()
+
+    @abc.abstractmethod
+    def start(self) -> None:
+        """Everything else is built: threads may start."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends threads, if there are any; never raises. The updater is its owner's to close."""
+
+
+def _differ(known: GroupValues, now: GroupValues) -> bool:
+    """Whether a class may do something else with these hyper-parameters: any but the learning rate, and numbers in tensors,
+    have changed, or that is no longer, or not yet, 0."""
+    if len(known.groups) != len(now.groups):
+        return True
+    return any(
+        old.keys() != new.keys() or any(_other(key, old[key], value) for key, value in new.items())
+        for old, new in zip(known.groups, now.groups, strict=True)
+    )
+
+
+def _other(key: str, old: Any, new: Any) -> bool:
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        return False  # a device's would be waited for
+    if key in ("lr", "initial_lr") and isinstance(old, float | int) and isinstance(new, float | int):
+        return bool(old) != bool(new)
+    return not (old is new or same_value(old, new))
+
+
+class SynchronousUpdates(UpdateScheduler):
+    """A unit is read again only when its update is done.
+
+    Owns which jobs are pending for which unit.
+    I4: a unit that has a pending job is not read before that job is done (`finish`).
+    I5: gradients that wait for the disk take at most `gradient_room_bytes`, or those of one unit: compute then waits.
+
+    Args:
+        units: stores by unit; flats, optimizers and default_dtype: as above.
+        updater: runs the jobs.
+        gradient_room_bytes: how many bytes of gradients may wait for their update behind the backward pass.
+        in_thread: the updater works in a thread of its own; in_turn: as the next forward wants units, not as gradients come.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitStore],
+        flats: Sequence[Sequence[FlatUpdate]],
+        optimizers: Sequence[Optimizer],
+        updater: Updater,
+        gradient_room_bytes: int,
+        *,
+        in_thread: bool,
+        in_turn: bool = False,
+        default_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(flats, optimizers, default_dtype)
+        self._units = units
+        self._turns = range(len(units)) if in_turn else [0] * len(units)
+        self._updater = updater
+        self._gradient_room_bytes = gradient_room_bytes
+        self._in_thread = in_thread
+        self._pending: dict[int, list[_Pending]] = {}
+
+    def _update(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
+        store, source = flat.store, flat.gradient.source()
+        if isinstance(source, ParameterGradients):
+            source.watch()
+        if not store.resident:
+            self._units[unit].release()
+            self._units[unit].evict()
+        store.binding.values_will_change()
+        after, turn = (*flat.gradient.shard.leaving(), *store.reads()), self._turns[unit]
+        job = UpdateJob(flat.states, self.shadow(flat), source, store.home, hyper, transform, after=after, turn=turn)
+        self._pending.setdefault(unit, []).append(_Pending(self._updater.submit(job), flat))
+
+    def _handed_over(self) -> None:
+        self._updater.pump()
+        for unit in list(self._pending):
+            self.pending(unit)
+        while (first := first_to_wait_for(self._waiting_bytes(), self._gradient_room_bytes)) is not None:
+            self.finish(first)  # I5
+
+    def _stepped(self, optimizer: int) -> None:
+        self.progress()
+
+    def _waiting_bytes(self) -> dict[int, int]:
+        return {unit: sum(job.flat.gradient.bytes for job in jobs) for unit, jobs in self._pending.items()}
+
+    def begin_iteration(self, *, training: bool) -> None:
+        return None
+
+    def graph_ended(self) -> None:
+        return None
+
+    def pending(self, unit: int) -> bool:
+        jobs = self._pending.get(unit)
+        if not jobs:
+            return False
+        self._updater.pump()
+        if all(job.handle.done() for job in jobs):
+            self.finish(unit)
+            return False
+        return True
+
+    def finish(self, unit: int) -> None:
+        for job in self._pending.pop(unit, ()):
+            self._updater.finish(job.handle)
+            job.flat.store.binding.values_have_changed()
+            job.flat.gradient.used()
+
+    def finish_all(self) -> None:
+        for unit in list(self._pending):
+            self.finish(unit)
+        self._updater.drain()
+
+    def progress(self) -> None:
+        self._updater.pump()
+
+    def start(self) -> None:
+        if self._in_thread:
+            self._updater.run_in_thread()
+
+    def close(self) -> None:
+        return None

@@ -1,0 +1,180 @@
+"""Settings of other libraries by which people ask for what angel_ptm does too, and what to give it instead.
+
+Knows names and sentences. Standard library only.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SettingHint:
+    """Settings that ask for one thing.
+
+    Attributes:
+        names: as they are spelt there.
+        libraries: whose they are.
+        instead: what to do here; an imperative.
+    """
+
+    names: tuple[str, ...]
+    libraries: str
+    instead: str
+
+
+_SHARDED = "leave it out: parameters, gradients and optimizer states are always divided over all ranks"
+_PLANNED = "leave it out: the plan decides what is moved when, from a traced iteration"
+
+SETTING_HINTS = (
+    SettingHint(
+        ("offload_optimizer", "offload_optimizer_device", "optimizer_offload", "offload_optim_frac"),
+        "DeepSpeed's and Accelerate's",
+        "give offload_optimizer='host' for fp32 parameters and moments in RAM, or offload_optimizer='disk' and a disk_path; 'auto' keeps "
+        "on the device what fits",
+    ),
+    SettingHint(
+        ("offload_parameters", "offload_params", "offload_params_device", "offload_param", "offload_param_device"),
+        "DeepSpeed's and Accelerate's",
+        "give offload_parameters='host', or offload_parameters='disk' and a disk_path; 'auto' keeps on the device what fits",
+    ),
+    SettingHint(
+        ("cpu_offload", "fsdp_offload_params", "offload_to_cpu", "offload_policy", "remote_device", "placement_policy"),
+        "FSDP's and Accelerate's",
+        "give offload_parameters='host' and offload_optimizer='host', or leave both at 'auto': what the device cannot hold goes to RAM",
+    ),
+    SettingHint(
+        ("nvme_path", "offload_folder", "offload_dir", "offload_optimizer_nvme_path", "offload_param_nvme_path"),
+        "DeepSpeed's and Accelerate's",
+        "give disk_path='/my/disk', and offload_optimizer='disk' to keep fp32 parameters and moments there",
+    ),
+    SettingHint(
+        ("load_in_4bit", "load_in_8bit", "quantization_config", "bnb_4bit_quant_type", "quantize"),
+        "Transformers' and bitsandbytes'",
+        "give frozen_dtype='nf4' or 'int8' for frozen weights in 4 or 8 bits, and load the model in full precision",
+    ),
+    SettingHint(
+        ("stage", "zero_stage", "zero_optimization", "zero3_init_flag"), "DeepSpeed's and Accelerate's", _SHARDED
+    ),
+    SettingHint(
+        (
+            *("sharding_strategy", "fsdp_sharding_strategy", "reshard_after_forward", "data_parallel_size"),
+            *("device_mesh", "use_orig_params", "sync_module_states", "fsdp_version"),
+        ),
+        "FSDP's and Accelerate's",
+        _SHARDED,
+    ),
+    SettingHint(
+        (
+            *("auto_wrap_policy", "fsdp_auto_wrap_policy", "wrap_policy", "ignored_modules"),
+            *("fsdp_transformer_layer_cls_to_wrap", "transformer_layer_cls_to_wrap", "no_split_module_classes"),
+        ),
+        "FSDP's and Accelerate's",
+        "give units=['Block'] with the class names of what is fetched together; 'auto' takes the elements of ModuleList and "
+        "Sequential",
+    ),
+    SettingHint(
+        (
+            *("activation_checkpointing", "activation_checkpointing_policy", "fsdp_activation_checkpointing"),
+            *("gradient_checkpointing", "use_gradient_checkpointing", "checkpoint_activations"),
+        ),
+        "FSDP's and Accelerate's",
+        "give recompute='all', or 'every 2nd'",
+    ),
+    SettingHint(
+        ("cpu_checkpointing", "partition_activations", "offload_activations", "activation_offload"),
+        "DeepSpeed's",
+        "give activations='host'",
+    ),
+    SettingHint(
+        ("mixed_precision", "fp16", "bf16", "loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale"),
+        "FSDP's and DeepSpeed's",
+        "give the Trainer precision='bf16-mixed' or '16-mixed'",
+    ),
+    SettingHint(
+        ("max_memory", "device_map"),
+        "Accelerate's",
+        "give device_memory='20GiB' and host_memory='64GiB', and offload_parameters to say where parameters live",
+    ),
+    SettingHint(
+        ("pin_memory", "force_pin_memory"),
+        "DeepSpeed's",
+        "leave it out: pages in RAM are page-locked wherever there is a GPU",
+    ),
+    SettingHint(
+        ("max_in_cpu", "params_buffer_size", "params_buffer_count", "optimizer_buffer_count", "sub_group_size"),
+        "DeepSpeed's",
+        "give host_memory='64GiB' for what pages may take of RAM, and staging_memory for those between disk and update",
+    ),
+    SettingHint(
+        (
+            *("overlap_comm", "backward_prefetch", "forward_prefetch", "limit_all_gathers", "overlap_events"),
+            *("allgather_bucket_size", "reduce_bucket_size", "bucket_cap_mb", "contiguous_gradients"),
+            *("allgather_partitions", "reduce_scatter", "block_size", "queue_depth", "thread_count", "single_submit"),
+        ),
+        "DeepSpeed's and FSDP's",
+        _PLANNED,
+    ),
+    SettingHint(
+        ("save_distributed_checkpoint", "fsdp_state_dict_type", "zero3_save_16bit_model", "load_full_weights"),
+        "FSDP's and DeepSpeed's",
+        "give state_dict_type='full' for one file, or 'sharded' for a folder that all ranks write; `lightning-ptm export` "
+        "writes 16-bit weights",
+    ),
+    SettingHint(
+        ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "ddp_comm_hook", "ddp_comm_state"),
+        "DDP's",
+        "leave it out: ranks may use any of their parameters, also different ones",
+    ),
+    SettingHint(
+        ("gradient_clipping", "gradient_clip_val", "max_grad_norm"),
+        "DeepSpeed's",
+        "give the Trainer gradient_clip_val",
+    ),
+    SettingHint(
+        ("gradient_accumulation_steps", "accumulate_grad_batches"),
+        "DeepSpeed's and Accelerate's",
+        "give the Trainer accumulate_grad_batches",
+    ),
+    SettingHint(
+        ("autotp_size", "tp_size", "tensor_model_parallel_size"),
+        "DeepSpeed's and Transformers'",
+        "give tensor_parallel_size",
+    ),
+    SettingHint(
+        ("context_parallel_size", "pipeline_parallel_size", "cp_size", "pp_size"),
+        "Megatron's",
+        "leave it out: a sequence is computed whole, by all layers on each rank; layers can be divided "
+        "(tensor_parallel_size), and experts (expert_parallel_size)",
+    ),
+    SettingHint(
+        ("ep_size", "expert_model_parallel_size", "moe_expert_parallel_size"),
+        "DeepSpeed's",
+        "give expert_parallel_size",
+    ),
+    SettingHint(
+        ("config", "ds_config", "deepspeed_config_file", "hf_ds_config", "deepspeed_plugin", "fsdp_plugin"),
+        "DeepSpeed's and Accelerate's",
+        "give what is in it as settings; help(lightning_ptm.AngelPTMStrategy) lists them",
+    ),
+    SettingHint(
+        ("process_group_backend", "start_method"),
+        "DDP's",
+        "leave it out: ranks talk through NCCL on GPUs and gloo on CPUs, and are processes of their own",
+    ),
+)
+
+
+def unknown_setting(name: str, known: Sequence[str]) -> str:
+    """What to do in place of a setting that does not exist; empty where nothing comes near.
+
+    Args:
+        known: names that do.
+    """
+    for habit in SETTING_HINTS:
+        if name in habit.names and name not in known:
+            return f"that is {habit.libraries}: {habit.instead}"
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else ""

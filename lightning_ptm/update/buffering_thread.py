@@ -1,0 +1,278 @@
+"""The buffering thread: alone owns lock-free mode's buffers, between compute and the updating thread (Algorithm 2).
+
+Owns the thread and the queue of messages to it. Gradients and versions are in lock_free_buffers.py; reads,
+arithmetic and writes are the updater's, which runs in a thread of its own.
+I1: compute and the updating thread only put messages into the queue; nobody but this thread touches a buffer.
+I2: after an error in either thread nothing is updated any more, and every later call of compute raises that error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lightning_ptm.errors import InternalError
+from lightning_ptm.planning.version_policy import Begin
+from lightning_ptm.update.core_limits import use_cores
+from lightning_ptm.update.flat_states import FlatStates
+from lightning_ptm.update.lock_free_buffers import Contribution, FlatBuffer, LockFreeBuffers, Version, combined
+from lightning_ptm.update.shadow import GroupValues, ShadowOptimizer
+from lightning_ptm.update.update_job import JobHandle, UpdateJob
+from lightning_ptm.update.updater import Updater
+from lightning_ptm.update.weight_prediction import WeightPrediction
+
+if TYPE_CHECKING:
+    from lightning_ptm.memory.paged_tensor import PagedTensor
+
+_LOOK_S = 0.1
+"""How often a waiting thread looks whether those that it waits for are alive."""
+_DRAIN_LOOK_S = 0.005
+"""How often a drain looks for versions; it may miss the notification of one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LockFreeFlat:
+    """A flat as the buffering thread knows it: its buffer, its master states, and the optimizer that they belong to."""
+
+    buffer: FlatBuffer
+    states: FlatStates
+    shadow: ShadowOptimizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Count:
+    """Contributions of one flat, as the buffering thread has counted them."""
+
+    name: str
+    received: int
+    applied: int
+    pending: int
+
+
+class BufferingThread:
+    """Takes gradients from compute, has the updater apply them, and publishes what comes of it.
+
+    Args:
+        updater: not running yet; between `start` and `stop` in a thread of its own. Closed by its owner.
+        flats: in the order in which a forward pass uses them; a flat is named by its place here.
+        spares: pages for new versions.
+        room: chunks of all jobs in hand at once, about.
+        cores: CPU cores that the updater's arithmetic may use, and this thread's.
+        learns: whether updates learn forecasts from the first on.
+        reach: updates that are forecast; None: a few.
+    """
+
+    def __init__(
+        self,
+        updater: Updater,
+        flats: Sequence[LockFreeFlat],
+        spares: Iterable[PagedTensor],
+        *,
+        room: int,
+        cores: int,
+        learns: bool = True,
+        reach: int | None = None,
+    ) -> None:
+        self._updater = updater
+        self._flats = list(flats)
+        self._cores = cores
+        self._of_buffer = {id(flat.buffer): flat for flat in flats}
+        self._buffers = LockFreeBuffers(
+            [flat.buffer for flat in flats], spares, self._submit, room=room, learns=learns, reach=reach
+        )
+
+        self.updates = 0
+        """Jobs finished since the start; written by the thread."""
+
+        # State: `_handles` and `_when_idle` are the thread's; `_failure` is written by it once.
+        self._handles: dict[int, JobHandle] = {}
+        self._when_idle: list[threading.Event] = []
+        self._failure: BaseException | None = None
+        self._messages: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._news = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    # Compute's side.
+
+    def start(self) -> None:
+        """Start both threads; call once."""
+        self._updater.run_in_thread(self._cores)
+        thread = threading.Thread(target=self._work, name="lightning_ptm buffering", daemon=True)
+        thread.start()
+        self._thread = thread  # now that it is one: `stop` joins it
+
+    def offer(self, flat: int, contribution: Contribution, *, begin: bool = True) -> None:
+        """Hand over a reduced gradient; it is applied exactly once, some time later: not before `begin` or `hurry`."""
+        self.check()
+        self._messages.put(partial(self._offer, self._flats[flat].buffer, contribution, begin))
+
+    def learn(self, step: int) -> None:
+        """Updates with gradients of this step, and of later ones, learn forecasts."""
+        self._messages.put(partial(self._buffers.learn, step))
+
+    def begin(self, flat: int) -> None:
+        """What was handed over of a flat and held back may be applied."""
+        self._messages.put(partial(self._buffers.begin, self._flats[flat].buffer))
+
+    def hurry(self, flat: int, needed: int) -> None:
+        """Compute waits for a version of this flat that includes `needed` contributions: serve it first."""
+        self._messages.put(partial(self._hurry, self._flats[flat].buffer, needed))
+
+    def give_back(self, pages: PagedTensor) -> None:
+        """Pages that a newer version has replaced, and that nobody reads any more."""
+        self._messages.put(partial(self._buffers.give_back, pages))
+
+    def collect(self, flat: int, received: int) -> Version | None:
+        """The newest version of a flat, unless it was collected before, or lacks a forecast of the last of so many
+        contributions. Never blocks."""
+        return self._flats[flat].buffer.slot.collect(received)
+
+    def peek(self, flat: int, received: int) -> Version | None:
+        """What `collect` would return, or soon would. Never blocks."""
+        return self._flats[flat].buffer.slot.peek(received)
+
+    def published(self, flat: int) -> bool:
+        """Whether there is a version of a flat to collect. Never blocks."""
+        return self._flats[flat].buffer.slot.published
+
+    def offers(self, flat: int) -> int:
+        """Calls of `offer` for a flat that the thread has come to. Never blocks."""
+        return self._flats[flat].buffer.offers
+
+    def waiting(self, flat: int) -> int:
+        """Sums of gradients of a flat that wait, as far as the thread has come; never more later, but by `offer`. Several
+        where they cannot be added. Never blocks."""
+        return len(self._flats[flat].buffer.waiting)
+
+    def held(self, flat: int) -> Contribution | None:
+        """What waits of a flat and was handed over last, as far as the thread has come. To be read only while it is known
+        that nothing more comes and that no update may begin with it. Never blocks."""
+        newest = self._flats[flat].buffer.waiting[-1:]
+        return newest[0] if newest else None
+
+    def applied(self, flat: int) -> int:
+        """Contributions that the newest version of a flat includes. Never blocks."""
+        return self._flats[flat].buffer.slot.applied
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Block until `until`, which looks at versions, is true.
+
+        Raises:
+            What ended one of the threads, e.g. PageIOError.
+        """
+        with self._news:
+            while not until():
+                self.check()
+                self._news.wait(_LOOK_S)
+        self.check()
+
+    def drain(self, collect: Callable[[], None]) -> None:
+        """Block until every contribution is in a version and at home. Raises as `wait` does. None may be held back.
+
+        Args:
+            collect: collects versions and gives old pages back: without it updates would run out of spare pages.
+        """
+        self.check()
+        idle = threading.Event()
+        self._messages.put(lambda: self._when_idle.append(idle))
+        while not idle.is_set():
+            collect()
+            with self._news:
+                # Versions that are published from now on notify; what was published before is collected in a moment.
+                self._news.wait(_DRAIN_LOOK_S)
+            self.check()
+        collect()
+        self._updater.drain()
+
+    def counts(self) -> list[Count]:
+        """Of each flat, counted after all that was handed over before this call."""
+        self.check()
+        answer: queue.SimpleQueue[list[Count]] = queue.SimpleQueue()
+        self._messages.put(lambda: answer.put([_count(flat.buffer) for flat in self._flats]))
+        while True:
+            try:
+                return answer.get(timeout=_LOOK_S)
+            except queue.Empty:
+                self.check()
+
+    def check(self) -> None:
+        """Raise the error that ended one of the threads, if one has."""
+        if self._failure is not None:
+            raise self._failure
+        self._updater.pump()
+        if self._thread is None or not self._thread.is_alive():
+            raise InternalError("the buffering thread has ended; nothing is updated any more")
+
+    def stop(self) -> None:
+        """End both threads; what is pending stays undone. Idempotent, never raises."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._messages.put(None)
+            thread.join()
+        self._updater.stop()
+
+    # The thread's side.
+
+    def _work(self) -> None:
+        use_cores(self._cores)
+        try:
+            while (message := self._messages.get()) is not None:
+                message()
+                if self._buffers.idle and self._when_idle and not self._buffers.publish_exact():
+                    waiting, self._when_idle = self._when_idle, []
+                    for event in waiting:
+                        event.set()
+                    self._notify()
+        except BaseException as error:  # I2
+            self._failure = error
+            self._notify()
+
+    def _submit(self, begun: Begin[FlatBuffer], contribution: Contribution, target: PagedTensor) -> None:
+        buffer = begun.flat
+        flat = self._of_buffer[id(buffer)]
+        steps, transform = combined(contribution)
+        forecast = WeightPrediction(flat.states, steps[-1], begun.ahead, buffer.forecast) if begun.ahead else None
+        job = UpdateJob(
+            flat.states,
+            flat.shadow,
+            contribution.source,
+            target,
+            steps[-1] if steps else GroupValues(()),
+            transform,
+            steps[:-1],
+            merge=begun.at_once,
+            after=contribution.after,
+            fresh_target=True,
+            forecast=forecast,
+            on_done=lambda: self._messages.put(partial(self._finish, buffer, forecast, bool(steps))),
+        )
+        handle = self._updater.submit(job)
+        self._handles[id(buffer)] = handle
+        if buffer.urgent:
+            self._updater.promote(handle)
+
+    def _hurry(self, buffer: FlatBuffer, needed: int) -> None:
+        if self._buffers.hurry(buffer, needed) and buffer.urgent:
+            self._updater.promote(self._handles[id(buffer)])
+
+    def _offer(self, buffer: FlatBuffer, contribution: Contribution, begin: bool) -> None:
+        self._buffers.offer(buffer, contribution, begin=begin)
+        self._notify()  # compute may have waited for the forecast, or to know what waits
+
+    def _finish(self, buffer: FlatBuffer, forecast: WeightPrediction | None, update: bool) -> None:
+        del self._handles[id(buffer)]
+        self._buffers.finish(buffer, forecast)
+        self.updates += update
+        self._notify()
+
+    def _notify(self) -> None:
+        with self._news:
+            self._news.notify_all()
+
+
+def _count(buffer: FlatBuffer) -> Count:
+    return Count(buffer.name, buffer.received, buffer.applied, buffer.pending)

@@ -1,0 +1,306 @@
+"""What is asked of the updater, and what it has in hand: jobs, their columns, chunks, and the handle of a job.
+
+Facts and their bookkeeping only; planning/chunks.py decides what becomes of them, pipeline.py does it.
+I1: a column is one paged tensor that a job reads or writes element by element. It is staged when the arithmetic cannot
+    address it where it lives.
+I2: a chunk is the same stretch of all columns, cut as planning/chunk_bounds.py has it: at multiples of the updater's
+`chunk_numel`,
+    or where a parameter begins, where these are updated whole. States of own shapes are as long as they are then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from lightning_ptm.errors import InternalError, UsageError
+from lightning_ptm.planning import chunks
+from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
+from lightning_ptm.planning.placement_data import arithmetic_tier as tier_of_arithmetic
+from lightning_ptm.terms import Tier
+from lightning_ptm.update.flat_states import FlatStates
+from lightning_ptm.update.gradient_source import (
+    NO_TRANSFORM,
+    GradientSource,
+    ParameterGradients,
+    ShardGradient,
+    Transform,
+)
+from lightning_ptm.update.merged_steps import MergedSteps, merge
+from lightning_ptm.update.shadow import GroupValues, ShadowOptimizer
+from lightning_ptm.update.state_layout import StateLayout
+from lightning_ptm.update.traits import ScalarState
+from lightning_ptm.update.weight_prediction import WeightPrediction
+
+if TYPE_CHECKING:
+    from lightning_ptm.memory.backend import Backend, Mark
+    from lightning_ptm.memory.paged_tensor import PagedTensor
+    from lightning_ptm.memory.transfer import Transfer
+
+PARAMETER = "<parameter>"
+"""Column that the optimizer updates: the master parameter, or the compute parameter where it is the truth."""
+SCRATCH = "<scratch>"
+"""No column: room for the gradient of a parameter that is updated whole, where it cannot be taken as it is."""
+TARGET = "<target>"
+"""Column that gets the compute copy of an updated master parameter."""
+GRADIENT = "<gradient>"
+
+
+class Pending(Protocol):
+    """Something that a job has to wait for: a Transfer, a reduction in flight."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UpdateJob:
+    """One flat's share of one optimizer step.
+
+    Attributes:
+        states: the flat's master states.
+        shadow: runs the optimizer that they belong to.
+        gradient: where the gradient comes from; must stay as it is until the handle is done.
+        target: the compute parameter's shard. Its pages must be neither read nor written by others between submission and
+            the end of the job.
+        hyper: the step's hyper-parameters.
+        transform: what happens to the gradient first.
+        earlier: hyper-parameters of steps that are taken before, with the same gradient.
+        merge: take all steps in one call where that can be (merged_steps.py).
+        after: what the gradient waits for, and who still reads the target; master states are read ahead meanwhile.
+        fresh_target: the target's pages hold nothing yet: every element is written, also those without a gradient.
+        forecast: learns from the update, and the target gets what momentum alone would make of the parameters next. Needs
+            a master parameter and a fresh target.
+        turn: jobs of earlier turns are served first. All of a flat have the same.
+        on_done: called by the updater, in its thread, right after the handle is done. Must not raise or block.
+    """
+
+    states: FlatStates
+    shadow: ShadowOptimizer
+    gradient: GradientSource
+    target: PagedTensor
+    hyper: GroupValues
+    transform: Transform = NO_TRANSFORM
+    earlier: Sequence[GroupValues] = ()
+    merge: bool = False
+    after: Sequence[Pending] = ()
+    fresh_target: bool = False
+    forecast: WeightPrediction | None = None
+    turn: int = 0
+    on_done: Callable[[], None] | None = None
+
+    @property
+    def steps(self) -> Sequence[GroupValues]:
+        """Hyper-parameters of all steps, the oldest first."""
+        return (*self.earlier, self.hyper)
+
+
+class JobHandle:
+    """The end of a job: done when its compute parameters are updated and readable. Written by the updater alone."""
+
+    __slots__ = ("_event", "_on_done", "end", "name")
+
+    def __init__(self, name: str, on_done: Callable[[], None] | None = None) -> None:
+        self.name = name
+        self._on_done = on_done
+        self._event = threading.Event()
+        # What the arithmetic's stream had queued when the job ended; another stream waits for it.
+        self.end: Mark | None = None
+
+    def done(self) -> bool:
+        """True once updated and readable. Never blocks, never raises."""
+        return self._event.is_set()
+
+    def mark_done(self) -> None:
+        self._event.set()
+        on_done, self._on_done = self._on_done, None
+        if on_done is not None:
+            on_done()
+
+    def block(self, timeout_s: float | None = None) -> bool:
+        """Wait in another thread than the updater's; True when done."""
+        return self._event.wait(timeout_s)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobColumn:
+    """A paged tensor of a job: its role and what is done with it."""
+
+    role: str
+    home: PagedTensor
+    reads: bool
+    writes: bool
+    layout: StateLayout | None = None
+
+    def stretch(self, start: int, numel: int) -> tuple[int, int]:
+        """(first element, elements) of what it has of elements [start, start + numel) of the shard."""
+        return (start, numel) if self.layout is None else self.layout.stretch(start, numel)
+
+    def first(self, start: int) -> int:
+        """With which of its elements, decoded, that of the shard from `start` on begins."""
+        own = None if self.layout is None else self.layout.own
+        return start if own is None else own.stretch(start, 0)[0]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class JobChunk(chunks.Chunk[FlatStates]):
+    """A stretch of a flat's shard on its way: buffers and transfers by column role (elements)."""
+
+    buffers: dict[str, PagedTensor] = dataclasses.field(default_factory=dict)
+    reads: dict[str, Transfer] = dataclasses.field(default_factory=dict)
+    writes: dict[str, Transfer] = dataclasses.field(default_factory=dict)
+
+    def readable(self) -> bool:
+        return all(transfer.done() for transfer in self.reads.values())
+
+    def written(self) -> bool:
+        return all(transfer.done() for transfer in self.writes.values())
+
+
+def arithmetic_tier(states: FlatStates, target: PagedTensor | None, staging_tier: Tier) -> Tier:
+    """Where a flat is updated: where its master states live, or in staging when they are on disk."""
+    home = states.home()
+    if home is None:
+        if target is None:
+            raise InternalError("a flat without master states has no place to be updated in before its target is known")
+        home = target.tier
+    return tier_of_arithmetic(home, staging_tier)
+
+
+def state_columns(states: FlatStates) -> list[JobColumn]:
+    """The columns that are known before the job is: the master parameter and the slots."""
+    columns = [JobColumn(PARAMETER, states.master, reads=True, writes=True)] if states.master is not None else []
+    layouts = states.layouts
+    columns.extend(
+        JobColumn(name, slot, reads=True, writes=True, layout=layouts[name]) for name, slot in states.slots.items()
+    )
+    return columns
+
+
+def job_columns(job: UpdateJob, present: Sequence[bool]) -> list[JobColumn]:
+    """All columns of a job. One without any gradient copies the master parameter to its target and changes no state."""
+    if job.states.master is not None and not any(present):
+        master = JobColumn(PARAMETER, job.states.master, reads=True, writes=False)
+        return [master, JobColumn(TARGET, job.target, reads=False, writes=True)]
+    columns = state_columns(job.states)
+    if job.states.master is None:
+        columns.append(JobColumn(PARAMETER, job.target, reads=True, writes=True))
+    else:
+        columns.append(JobColumn(TARGET, job.target, reads=False, writes=True))
+    if isinstance(job.gradient, ShardGradient):
+        columns.append(JobColumn(GRADIENT, job.gradient.paged, reads=True, writes=False))
+    return columns
+
+
+def check_every_gradient(states: FlatStates, present: Sequence[bool]) -> None:
+    """Some optimizers treat parameters otherwise when one of them has no gradient.
+
+    Raises:
+        UsageError: this is one, and a parameter has none.
+    """
+    reason = states.traits.every_gradient
+    for slot, group, here in zip(states.flat.slots, states.groups, present, strict=True):
+        if reason and group is not None and not here:
+            raise UsageError(
+                f"parameter {slot.spec.name} has no gradient in this step, and {states.traits.name} needs one of every "
+                f"parameter: {reason}, which cannot be run page by page. Freeze the parameter (requires_grad=False), use it "
+                f"in every step, or use torch.optim.AdamW"
+            )
+
+
+class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
+    """A submitted job on its way through the updater."""
+
+    def __init__(self, job: UpdateJob, handle: JobHandle, *, chunk_numel: int, staging_tier: Tier) -> None:
+        flat = job.states.flat
+        if job.target.numel != flat.shard_numel:
+            raise InternalError(f"{job.target.name} has {job.target.numel} elements, its shard {flat.shard_numel}")
+        self.job = job
+        self.handle = handle
+        self.tier = arithmetic_tier(job.states, job.target, staging_tier)
+        self.present: Sequence[bool] = job.gradient.present(flat)
+        if any(self.present):
+            check_every_gradient(job.states, self.present)
+        self.columns = job_columns(job, self.present)
+        self.staged = [column for column in self.columns if column.home.tier is not self.tier]
+
+        cuts = chunk_bounds_of(flat, chunk_numel)
+        # A chunk without any gradient keeps its bytes: it is neither read nor written.
+        updated = [
+            start
+            for place, start in enumerate(cuts.starts)
+            if job.fresh_target or job.states.runs(start, cuts.length(place), self.present)
+        ]
+        super().__init__(
+            job.states,
+            cuts,
+            updated,
+            streams=bool(self.staged),
+            reads_ahead=any(column.reads and column.role != GRADIENT for column in self.staged),
+            turn=job.turn,
+        )
+        self.landing: list[Transfer] = []
+        """Writes of compute parameters in flight."""
+        self.submitted: Mark | None = None
+        """What the submitting stream had queued; the gradient and the compute parameter are older than that."""
+        self._scalars: list[dict[tuple[int, int], ScalarState | None]] = []
+        self.whole_scalars: dict[int, ScalarState | None] = {}
+        """Of parameters that have been updated whole, by index: what the job has made of their scalars."""
+        self.merged: Mapping[int, MergedSteps] = self._merge() if job.merge else {}
+        """By parameter group, the one call that takes all steps; empty: they are taken one by one."""
+
+    def has_gradient(self) -> bool:
+        return all(pending.done() for pending in self.job.after)
+
+    def scalars_after(self, like: torch.Tensor) -> list[dict[tuple[int, int], ScalarState | None]]:
+        """For each step of the job the scalars after it, by the clocks that parameters with a gradient have before the job.
+
+        Args:
+            like: has the dtype and device of the parameters that are updated.
+        """
+        if not self._scalars:
+            shadow, before = self.job.shadow, self._clocks()
+            for hyper in self.job.steps:
+                after = {clock: shadow.advance(hyper, clock[0], known, like) for clock, known in before.items()}
+                self._scalars.append(after)
+                before = dict(after)
+        return self._scalars
+
+    def _clocks(self) -> dict[tuple[int, int], ScalarState | None]:
+        """Scalars before the job, by the clocks of parameters with a gradient."""
+        states = self.job.states
+        return {
+            states.clock(index): states.scalars(index)
+            for index, group in enumerate(states.groups)
+            if group is not None and self.present[index]
+        }
+
+    def _merge(self) -> dict[int, MergedSteps]:
+        states, steps, clocks = self.job.states, self.job.steps, self._clocks()
+        if len({group for group, _ in clocks}) < len(clocks) or states.traits.whole:
+            return {}  # parameters of one group have had different numbers of steps
+        found: dict[int, MergedSteps] = {}
+        for (group, _), scalars in clocks.items():
+            step = 0.0 if scalars is None else float(scalars.values.get("step", 0.0))
+            merged = merge(states.traits, [hyper.groups[group] for hyper in steps], step)
+            if merged is None:
+                return {}
+            found[group] = merged
+        return found
+
+    def advance_scalars(self, like: torch.Tensor) -> None:
+        """All chunks are computed. Args: as `scalars_after`."""
+        states = self.job.states
+        if states.traits.whole:
+            states.advance_whole(self.whole_scalars, self.present)
+        else:
+            states.advance(self.scalars_after(like)[-1], self.present)
+
+    def forget_gradient(self, backend: Backend) -> None:
+        if isinstance(self.job.gradient, ParameterGradients):
+            self.job.gradient.forget(backend)

@@ -1,0 +1,327 @@
+"""What updates that are still to come will do to parameters: so that compute need not use old ones (lock-free mode).
+
+Gradients at old parameters are poor ones: with momentum 0.9 and a delay of one step, descent is stable up to a curvature
+of 1 / lr, without the delay up to 38 / lr. A forecast makes up for it. It has two parts, each cheap in time and memory:
+what momentum will do to each element without a new gradient, which the update writes into the compute copy itself; and how
+a block of `ALIGN_NUMEL` elements answers to a gradient, which is kept (2 bytes a block) until gradients come that no update
+has applied yet. Adam's and SGD's formulas are known here; other optimizers are not forecast.
+
+Knows views and numbers; no pages, no threads. A forecast changes the copy that compute uses, never master states: the
+update applies each gradient, once, to exact ones.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_ptm.errors import InternalError
+from lightning_ptm.terms import ALIGN_NUMEL
+from lightning_ptm.update.flat_states import FlatStates, StateRun
+from lightning_ptm.update.gradient_source import GradientSource, ParameterGradients, Transform
+from lightning_ptm.update.merged_steps import FIRST_MOMENT
+from lightning_ptm.update.shadow import GroupValues
+from lightning_ptm.update.traits import OptimizerTraits
+
+_REUSE = 16
+"""Curvature is taken over from an earlier forecast until there have been a 16th more steps: until then the mean over those
+steps, which it is, can hardly have changed, and reading the second moment is a pass over 4 bytes an element."""
+
+_KEPT = torch.bfloat16
+"""Of curvature: its range is that of float32, and two digits are more than the mean over a block tells."""
+
+_TINY_NOISE = 1 / 64
+_WIDE_BLOCKS = 4
+"""Where a gradient hardly adds to curvature, one norm is taken over so many blocks, and each counts as having all of it: no
+block moves further for it, and a norm over 64 elements takes half as long again as one over 256."""
+
+# By their whole names: other libraries' classes of the same name have other formulas.
+_ADAM = frozenset(
+    {"torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "apex.optimizers.fused_adam.FusedAdam"},
+)
+_SGD = frozenset({"torch.optim.sgd.SGD"})
+
+
+def can_predict_weights(traits: OptimizerTraits) -> bool:
+    """Whether this optimizer's updates can be forecast."""
+    return traits.name in _ADAM | _SGD
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rule:
+    """The next step of one parameter group: x -= gain * g / (sqrt(curvature + noise * mean(g * g)) + eps).
+
+    `persistence` is how much of the last change momentum would repeat without a gradient, `echo` how much of what a gradient
+    does in its own step goes on so: all of it, but for Nesterov's momentum, which is ahead of itself in that step.
+    """
+
+    gain: float
+    noise: float
+    eps: float
+    persistence: float
+    second_moment: str | None
+    scale: float
+    """Curvature is this times the mean of the second moment."""
+    echo: float = 1.0
+
+    def moved(self, steps: int) -> float:
+        """How far so many steps with the mean of their gradients go, in units of what one does with their sum: after its own
+        step, each is followed by its momentum in those that are left."""
+        if not steps:
+            return 0.0
+        later = sum((steps - later) * self.persistence**later for later in range(1, steps))
+        return (steps + self.echo * later) / steps
+
+
+def _rule(kind: str, group: Mapping[str, Any], steps: int) -> _Rule:
+    """The step after `steps` steps."""
+    lr = float(group["lr"]) * (-1.0 if group.get("maximize") else 1.0)
+    if kind in _SGD:
+        momentum = float(group["momentum"])
+        fresh = 1.0 if momentum == 0.0 else 1.0 - float(group["dampening"])
+        if group.get("nesterov"):
+            whole = 1.0 + momentum * fresh
+            return _Rule(lr * whole, 0.0, 0.0, momentum, None, 0.0, momentum * fresh / whole)
+        return _Rule(lr * fresh, 0.0, 0.0, momentum, None, 0.0)
+    first, second = (float(beta) for beta in group["betas"])
+    corrected = bool(group.get("bias_correction", True))
+
+    def correction(beta: float, count: int) -> float:
+        return 1.0 - beta**count if corrected else 1.0
+
+    now, then = correction(first, steps), correction(first, steps + 1)
+    return _Rule(
+        gain=lr * (1.0 - first) / then,
+        noise=(1.0 - second) / correction(second, steps + 1),
+        eps=float(group["eps"]),
+        persistence=first * now / then,  # the next gradient is taken to be as large as those before
+        second_moment="exp_avg_sq",
+        scale=second / correction(second, steps + 1),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Earlier:
+    """The sum of the gradients of some steps, and what an update would do to it first."""
+
+    gradient: GradientSource
+    transform: Transform
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Weight:
+    """How much of a gradient, multiplied by `factor`, goes into parameters.
+
+    Attributes:
+        steps: it is the sum over so many; taken: steps that an update takes, with the mean of all that it applies.
+        followed: so many of these are in the parameters.
+    """
+
+    factor: float
+    steps: int
+    taken: int
+    followed: int = 0
+
+    def under(self, rule: _Rule) -> float:
+        """In units of what one step does."""
+        return self.factor * (rule.moved(self.taken) - rule.moved(self.followed))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Stretch:
+    start: int
+    stop: int
+    rule: _Rule
+
+
+class WeightPrediction:
+    """The next update of one flat, as it looks after the update that learned it.
+
+    Learned by the updating thread, chunk by chunk; read by any thread once its job is done.
+
+    Args:
+        states: of the flat, as they are before the update.
+        hyper: hyper-parameters of the (last) step in the update, taken to be those of the next.
+        ahead: steps to come for which momentum is followed.
+        last: an earlier forecast of this flat, whose curvature may still be good; its job is done.
+    """
+
+    def __init__(
+        self, states: FlatStates, hyper: GroupValues, ahead: int = 1, last: WeightPrediction | None = None
+    ) -> None:
+        self._states = states
+        self._kind = states.traits.name
+        self._hyper = hyper
+        self._ahead = ahead
+        self._learned: dict[tuple[int, int], int] = {}
+        """Stretches as they were learned, by start and stop, and after how many steps their curvature was."""
+        if last is None:
+            self._curvature = torch.zeros(-(-states.flat.shard_numel // ALIGN_NUMEL), dtype=_KEPT)
+        else:
+            self._curvature = last._curvature
+            self._learned.update(last._learned)
+        self._owned = last is None
+        """Whether the curvature may be changed: that of `last` is read by others."""
+        self._stretches: list[_Stretch] = []
+
+    def learn(
+        self,
+        run: StateRun,
+        before: torch.Tensor,
+        parameter: torch.Tensor,
+        slots: Mapping[str, torch.Tensor],
+        taken: int = 1,
+    ) -> None:
+        """A run was updated. Afterwards `before` holds what it will be after `ahead` steps of momentum alone.
+
+        Args:
+            run: with its scalars before the step, or steps.
+            before: its master values before the step; parameter: after; slots: after. All (run.numel,).
+            taken: steps that were taken in one call (merged_steps.py). What `before` held is of no use then: not the
+            last step
+                alone has led from there.
+        """
+        group = self._hyper.groups[run.group]
+        steps = _steps(run, group) + taken
+        rule = _rule(self._kind, group, steps)
+        repeated = sum(rule.persistence**step for step in range(1, self._ahead + 1))
+        if taken == 1:
+            torch.lerp(before, parameter, 1.0 + repeated, out=before)
+        else:
+            first, second = (1.0 - float(beta) ** steps for beta in group["betas"])
+            torch.mul(slots["exp_avg_sq"], 1.0 / second, out=before).sqrt_().add_(rule.eps)
+            torch.div(slots[FIRST_MOMENT], before, out=before)
+            before.mul_(-float(group["lr"]) / first * repeated).add_(parameter)
+        if rule.second_moment is not None:
+            learned = self._learned.get((run.start, run.stop), 0)
+            if not 0 <= steps - learned <= learned // _REUSE:
+                self._keep_curvature(run, slots[rule.second_moment], rule.scale)
+                self._learned[run.start, run.stop] = steps
+        self._insert(_Stretch(run.start, run.stop, rule))
+
+    def _insert(self, stretch: _Stretch) -> None:
+        """Chunks come in order, but for some; those that touch and go alike are one, which takes fewer operations."""
+        place = bisect.bisect(self._stretches, stretch.start, key=lambda other: other.start)
+        before = self._stretches[place - 1] if place else None
+        if before is not None and before.stop == stretch.start and before.rule == stretch.rule:
+            self._stretches[place - 1] = _Stretch(before.start, stretch.stop, stretch.rule)
+        else:
+            self._stretches.insert(place, stretch)
+
+    def _keep_curvature(self, run: StateRun, moment: torch.Tensor, scale: float) -> None:
+        if not self._owned:
+            self._curvature, self._owned = self._curvature.clone(), True
+        first = run.start // ALIGN_NUMEL
+        whole = run.numel // ALIGN_NUMEL
+        blocks = moment.narrow(0, 0, whole * ALIGN_NUMEL).view(whole, ALIGN_NUMEL)
+        self._curvature[first : first + whole] = blocks.mean(1).mul_(scale)
+        for segment in run.segments:
+            if rest := segment.numel % ALIGN_NUMEL:  # its last block ends in padding
+                mean = moment.narrow(0, segment.stop - rest - run.start, rest).mean()
+                self._curvature[(segment.stop - 1) // ALIGN_NUMEL] = mean.cpu() * scale
+
+    @torch.no_grad()
+    def add_(
+        self,
+        values: torch.Tensor,
+        gradient: GradientSource,
+        transform: Transform,
+        steps: int = 1,
+        earlier: Earlier | None = None,
+    ) -> None:
+        """Change compute parameters as updates with this gradient are expected to.
+
+        Args:
+            values: the shard's compute parameters, (shard_numel,), which nobody reads now.
+            gradient: of the shard; it has arrived.
+            transform: what an update would do to it first; clipping by value is left out.
+            steps: the gradient is the sum over so many; each is followed by the momentum that those after it see.
+            earlier: what was added to these values before, of the same parameters, and will be applied together with the
+                gradient, as so many steps more with the mean of all; now they are followed by their momentum in these.
+        """
+        before = 0 if earlier is None else earlier.steps
+        self._add_all(values, gradient, _Weight(transform.factor, steps, before + steps))
+        if earlier is not None:
+            weight = _Weight(earlier.transform.factor, before, before + steps, followed=before)
+            self._add_all(values, earlier.gradient, weight)
+
+    def _add_all(self, values: torch.Tensor, gradient: GradientSource, weight: _Weight) -> None:
+        if isinstance(gradient, ParameterGradients):
+            for segment in self._states.segments:
+                if gradient.has(segment.parameter):
+                    self._add(values, segment.start, gradient.piece(segment), weight)
+            return
+        present = gradient.present(self._states.flat)
+        whole = gradient.paged.tensor()
+        for segment in self._states.segments:
+            if present[segment.parameter]:
+                self._add(values, segment.start, whole.narrow(0, segment.start, segment.numel), weight)
+
+    def _add(self, values: torch.Tensor, start: int, gradient: torch.Tensor, weight: _Weight) -> None:
+        """For a stretch of one parameter, which begins at a multiple of ALIGN_NUMEL."""
+        gradient = gradient.to(values.device)
+        stop = start + gradient.numel()
+        place = bisect.bisect_right(self._stretches, start, key=lambda stretch: stretch.start) - 1
+        for stretch in self._stretches[max(0, place) :]:
+            if stretch.start >= stop:
+                break
+            begin, end = max(start, stretch.start), min(stop, stretch.stop)
+            if begin < end:
+                part = gradient.narrow(0, begin - start, end - begin)
+                whole = part.numel() - part.numel() % ALIGN_NUMEL
+                if whole:
+                    blocks = part.narrow(0, 0, whole).view(-1, ALIGN_NUMEL)
+                    self._answer(values, begin, blocks, stretch.rule, weight)
+                if part.numel() > whole:
+                    rest = part.narrow(0, whole, part.numel() - whole).view(1, -1)
+                    self._answer(values, begin + whole, rest, stretch.rule, weight)
+
+    def _answer(self, values: torch.Tensor, start: int, blocks: torch.Tensor, rule: _Rule, weight: _Weight) -> None:
+        if start % ALIGN_NUMEL:
+            raise InternalError(
+                f"a stretch of a parameter begins at element {start}, which is no multiple of {ALIGN_NUMEL}"
+            )
+        total = rule.gain * weight.under(rule)
+        if total == 0.0:
+            return  # no momentum goes on
+        count, width = blocks.shape
+        # bfloat16 has the range for a gain that also undoes a loss scale; float16 has not.
+        dtype = torch.float32 if values.dtype is torch.float16 else values.dtype
+        if rule.second_moment is None:
+            gain = torch.full((count, 1), total, dtype=dtype)
+        else:
+            first = start // ALIGN_NUMEL
+            squares = _squares(blocks, wide=rule.noise <= _TINY_NOISE)
+            curvature = squares.mul_(rule.noise * (weight.factor / weight.steps) ** 2 / width)
+            curvature += self._curvature[first : first + count]
+            gain = (total / curvature.sqrt_().add_(rule.eps)).to(dtype).unsqueeze(1)
+        into = values.narrow(0, start, count * width).view(count, width)
+        answer = into.to(dtype).addcmul_(blocks.to(dtype), gain.to(values.device), value=-1.0)
+        if answer is not into:
+            into.copy_(answer)
+
+
+def _squares(blocks: torch.Tensor, *, wide: bool) -> torch.Tensor:
+    """For each block, (count, width) -> (count,), the sum of its squares, or of those of `_WIDE_BLOCKS` that it is among."""
+    # In bfloat16 it takes a third of the time, and is good enough; float16 might overflow.
+    kind = torch.float32 if blocks.dtype is torch.float16 else None
+    count, width = blocks.shape
+    far = count - count % _WIDE_BLOCKS if wide else 0
+    norms = torch.empty(count)
+    if far:
+        whole = torch.linalg.vector_norm(blocks[:far].view(-1, _WIDE_BLOCKS * width), dim=1, dtype=kind)
+        norms[:far].view(-1, _WIDE_BLOCKS).copy_(whole.unsqueeze(1))
+    if far < count:
+        norms[far:] = torch.linalg.vector_norm(blocks[far:], dim=1, dtype=kind)
+    return norms.square_()
+
+
+def _steps(run: StateRun, group: Mapping[str, Any]) -> int:
+    """Updates of a run's parameters so far."""
+    step = group.get("step", 0) if run.scalars is None else run.scalars.values.get("step", group.get("step", 0))
+    return int(step)

@@ -1,0 +1,131 @@
+"""An allocation above a ceiling fails where it is asked for; the limits that a process had are its own again."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_ptm.memory import memory_limit as module_under_test
+from lightning_ptm.memory.memory_limit import MemoryLimit, wanted_bytes
+
+MIB = 1 << 20
+
+PROGRAM = """
+import json, sys, threading
+import numpy, torch
+from lightning_ptm.memory.memory_limit import MemoryLimit, wanted_bytes
+
+torch.set_num_threads(1)
+for asks in json.loads(sys.argv[1]):
+    ceiling = MemoryLimit()
+    ceiling.put(64 << 20)
+    try:
+        eval(asks)
+        print("taken")
+    except BaseException as error:
+        print(type(error).__name__, ceiling.refused(error), wanted_bytes(error))
+    torch.zeros(1 << 20)  # what there is room for
+    ceiling.lift()
+    torch.zeros(64 << 20)
+"""
+
+ASKS = {
+    "torch.zeros(32 << 20)": "RuntimeError True 134217728",
+    "torch.empty(32 << 20)": "RuntimeError True 134217728",
+    "torch.ones(20 << 20) + 1": "RuntimeError True 83886080",
+    "torch.ones(10 << 20).double()": "RuntimeError True 83886080",
+    "torch.cat([torch.ones(8 << 20)] * 2)": "RuntimeError True 67108864",
+    "torch.ones(4096, 4).mm(torch.ones(4, 8192))": "RuntimeError True 134217728",
+    "torch.nn.functional.one_hot(torch.zeros(1 << 14, dtype=torch.long), 1024)": "RuntimeError True 134217728",
+    "bytearray(100 << 20)": "MemoryError True None",
+    "[0] * (16 << 20)": "MemoryError True None",
+    "numpy.ones(16 << 20)": "MemoryError True None",
+    "[threading.Thread(target=lambda: None).start() for _ in range(2000)]": "taken",
+    "torch.zeros(8 << 20)": "taken",
+    "1 / 0": "ZeroDivisionError False None",
+    "torch.ones(2, 3) @ torch.ones(2, 3)": "RuntimeError False None",
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, str]:
+    """Of one process, in which each ask has a ceiling of its own."""
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(list(ASKS))], capture_output=True, text=True, timeout=120, check=True
+    )
+    return dict(zip(ASKS, ran.stdout.splitlines(), strict=True))
+
+
+@pytest.mark.parametrize("asks", ASKS)
+def test_what_is_above_it_is_refused(answers: dict[str, str], asks: str) -> None:
+    assert answers[asks] == ASKS[asks]
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """Those of a process that is not this one."""
+    now = {"soft": resource.RLIM_INFINITY, "hard": resource.RLIM_INFINITY}
+
+    def change(what: int, values: tuple[int, int]) -> None:
+        assert what == resource.RLIMIT_DATA and values[1] == now["hard"]
+        now["soft"] = values[0]
+
+    monkeypatch.setattr(module_under_test.resource, "getrlimit", lambda what: (now["soft"], now["hard"]))
+    monkeypatch.setattr(module_under_test.resource, "setrlimit", change)
+    monkeypatch.setattr(module_under_test, "_mapped_bytes", lambda: 300 * MIB)
+    yield now
+
+
+def test_it_is_put_anew_and_lifted(limits: dict[str, int]) -> None:
+    made = MemoryLimit()
+    made.lift()
+    assert limits["soft"] == resource.RLIM_INFINITY
+    made.put(100 * MIB)
+    assert limits["soft"] == 400 * MIB
+    made.put(50 * MIB)
+    assert limits["soft"] == 350 * MIB
+    made.put(-50 * MIB)  # there is less than is mapped already
+    assert limits["soft"] == 300 * MIB
+    made.lift()
+    assert limits["soft"] == resource.RLIM_INFINITY
+    assert not made.refused(MemoryError())
+
+
+@pytest.mark.parametrize("which", ["soft", "hard"])
+def test_a_limit_of_somebody_else_stays(limits: dict[str, int], which: str) -> None:
+    limits[which] = 320 * MIB
+    made = MemoryLimit()
+    made.put(100 * MIB)
+    assert limits["soft"] == 320 * MIB
+    made.put(10 * MIB)
+    assert limits["soft"] == 310 * MIB
+    made.lift()
+    assert limits["soft"] == (320 * MIB if which == "soft" else resource.RLIM_INFINITY)
+
+
+def test_where_the_system_does_not_tell_there_is_none(limits: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_under_test, "_mapped_bytes", lambda: None)
+    made = MemoryLimit()
+    made.put(100 * MIB)
+    assert limits["soft"] == resource.RLIM_INFINITY and not made.refused(MemoryError())
+
+
+def test_an_error_that_names_no_bytes() -> None:
+    assert wanted_bytes(MemoryError("x")) is None
+
+
+def test_the_last_of_two_that_is_lifted_puts_the_limit_back(limits: dict[str, int]) -> None:
+    first, second = MemoryLimit(), MemoryLimit()
+    first.put(100 * MIB)
+    second.put(50 * MIB)
+    first.lift()
+    assert limits["soft"] == 350 * MIB
+    second.lift()
+    assert limits["soft"] == resource.RLIM_INFINITY
+    second.lift()
+    assert limits["soft"] == resource.RLIM_INFINITY

@@ -1,0 +1,301 @@
+"""What is fetched and given up, decided over numbers of pages: a unit takes one, and its shard, where ranks share it, one."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_ptm.errors import CapacityError
+from lightning_ptm.planning.fetch_policy import FetchPolicy
+from lightning_ptm.planning.plan import Plan, Task
+from lightning_ptm.planning.trace import Tick, Trace
+from lightning_ptm.terms import Kind, Operation, Phase
+
+F, B = Phase.FORWARD, Phase.BACKWARD
+
+
+class Shelf:
+    """Units of a page, and gradients that take the rest of so many pages until somebody wants these back."""
+
+    def __init__(self, pages: int, *, shared: bool = False) -> None:
+        self.pages = pages
+        self.shared = shared
+        self.there: list[int] = []
+        self.shards: list[int] = []
+        self.arrived: set[int] = set()
+        self.updating: set[int] = set()
+        self.gradients = 0
+        self.agreed: list[int] = []
+
+    def gathers(self, unit: int) -> bool:
+        return self.shared
+
+    def live(self, unit: int) -> bool:
+        return unit in self.there and unit in self.arrived
+
+    def fetched(self, unit: int) -> bool:
+        return unit in self.there
+
+    def movable(self, unit: int) -> bool:
+        return unit in self.there
+
+    def has_spare_shards(self, unit: int) -> bool:
+        return unit in self.shards
+
+    def update_pending(self, unit: int) -> bool:
+        return unit in self.updating
+
+    def start_fetch(self, unit: int, *, agreed: bool) -> None:
+        assert unit not in self.there
+        self._take(self.there, unit)
+        if agreed:
+            self.agreed.append(unit)
+
+    def fetch_shards(self, unit: int) -> None:
+        self._take(self.shards, unit)
+
+    def _take(self, where: list[int], unit: int) -> None:
+        if len(self.there) + len(self.shards) + self.gradients >= self.pages:
+            raise CapacityError("no room")
+        where.append(unit)
+
+    def release(self, unit: int) -> None:
+        self.arrived.discard(unit)
+        if unit in self.there:
+            self.there.remove(unit)
+
+    def evict(self, unit: int) -> None:
+        if unit in self.shards:
+            self.shards.remove(unit)
+
+    def reclaim(self, wait: bool) -> bool:
+        if wait and self.gradients:
+            self.gradients -= 1
+            return True
+        return False
+
+
+class Driven:
+    """A policy over a shelf, and what it has told."""
+
+    def __init__(self, pages: int = 9, count: int = 5, *, by_need: tuple[int, ...] = (), shared: bool = False) -> None:
+        self.shelf = Shelf(pages, shared=shared)
+        self.fetching = FetchPolicy(self.shelf, count, by_need)
+        self._log: list[str] = []
+        self.computed: list[tuple[int, int]] = []
+        self.fetching.told = self._told
+
+    def _told(self, issued: Task) -> None:
+        if issued.operation is Operation.COMPUTE:
+            self.computed.append((issued.unit, issued.trigger))
+            return
+        what = "" if issued.kind is Kind.FULL else " shard"
+        self._log.append(f"{issued.operation.value} {issued.unit}{what} at {issued.trigger}")
+
+    def told(self) -> list[str]:
+        log, self._log = self._log, []
+        return log
+
+    def begin(self, text: str = "", *units: int, begins_again: bool = False) -> None:
+        """With a plan for forwards of `units`, or without one: `fetch 1 | release 1, gather 2 |`, tasks by trigger."""
+        triggers = [[task.split() for task in each.split(",") if task.strip()] for each in text.split("|")]
+        tasks = [
+            Task(Operation(word), int(unit), Kind(*kind or ["full"]), trigger)
+            for trigger, each in enumerate(triggers)
+            for word, unit, *kind in each
+        ]
+        trace = Trace(tuple(Tick(unit, F, tuple(sorted({0, unit}))) for unit in units))
+        made = (Plan(tuple(tasks), len(units)), trace) if units else None
+        self.fetching.begin(made, None, begins_again=begins_again)
+
+    def call(self, unit: int, phase: Phase = F) -> list[str]:
+        """A tick; what was told in it."""
+        self.fetching.enter(unit, phase)
+        self.fetching.bring(unit)
+        self.shelf.arrived.add(unit)
+        self.fetching.computes(unit)
+        if phase is F:
+            self.fetching.refcounts.give_back(unit)
+        else:
+            self.fetching.refcounts.give_back_backward(unit)
+        return self.told()
+
+
+def test_what_a_plan_has_is_told_with_its_tick() -> None:
+    it = Driven()
+    it.begin("fetch 0, fetch 1 | release 0, fetch 2 | release 1", 0, 1)
+    assert it.call(0) == ["fetch 0 at 0", "fetch 1 at 0"]
+    assert it.call(1) == ["release 0 at 1", "fetch 2 at 1"]
+    it.fetching.end()
+    assert it.told() == ["release 1 at 2"] and it.shelf.there == [2]
+    assert (it.fetching.uses.ahead, it.fetching.misses) == (2, 0)
+
+
+def test_another_order_leaves_the_plan_for_good() -> None:
+    it = Driven()
+    it.begin("fetch 0 | fetch 2 | fetch 3 |", 0, 1, 2)
+    assert it.call(0) == ["fetch 0 at 0"]
+    assert it.call(4) == ["fetch 4 at 1"]
+    assert it.call(2) == ["fetch 2 at 2"]  # late
+    it.fetching.end()
+    assert it.told() == [] and it.fetching.misses == 2
+
+
+def test_what_is_leased_stays() -> None:
+    it = Driven()
+    it.begin("fetch 0 | release 0 | release 0", 0, 1)
+    it.call(0)
+    it.fetching.refcounts.hold(0)
+    assert it.call(1) == ["fetch 1 at 1"]
+    it.fetching.release_all()
+    assert it.shelf.there == [0]
+    it.fetching.refcounts.let_go(0)
+    it.fetching.end()
+    assert it.told() == ["release 0 at 2"] and it.shelf.there == []
+
+
+def test_a_fetch_that_waits_for_an_update_is_told_once() -> None:
+    it = Driven()
+    it.shelf.updating = {1}
+    it.begin("fetch 0, fetch 1 | |", 0, 1)
+    assert it.call(0) == ["fetch 0 at 0", "fetch 1 at 0"]
+    it.fetching.pump()
+    assert it.shelf.there == [0]
+    it.shelf.updating.clear()
+    it.fetching.pump()
+    assert it.shelf.there == [0, 1] and it.told() == []
+    it.shelf.updating = {2}
+    it.fetching.begin(None, None, begins_again=False)
+    it.fetching.expect([2])
+    it.fetching.end()
+    it.shelf.updating.clear()
+    it.fetching.pump()  # of an iteration that is over
+    assert it.shelf.there == [0, 1]
+
+
+def test_a_fetch_that_has_waited_may_find_no_room() -> None:
+    it = Driven(1)
+    it.shelf.updating = {1}
+    it.begin("fetch 0, fetch 1 | |", 0, 1)
+    it.call(0)
+    it.shelf.updating.clear()
+    it.fetching.pump()
+    assert it.shelf.there == [0] and it.fetching.misses == 1
+    assert it.call(1) == ["release 0 at 1", "fetch 1 at 1"]
+
+
+def test_without_room_the_farthest_next_use_gives_way() -> None:
+    it = Driven(2)
+    it.begin("| | | | |", 1, 2, 3, 1, 2)
+    assert [it.call(1), it.call(2)] == [["fetch 1 at 0"], ["fetch 2 at 1"]]
+    assert it.call(3) == ["release 2 at 2", "fetch 3 at 2"]
+    assert it.call(1) == []
+    assert it.call(2) == ["release 3 at 4", "fetch 2 at 4"]  # in the next iteration, 1 comes before 3
+
+
+@pytest.mark.parametrize("gradients", [0, 1])
+def test_pages_that_are_leaving_anyway_come_before_units(gradients: int) -> None:
+    it = Driven(1 + gradients)
+    it.begin()
+    it.call(1)
+    it.shelf.gradients = gradients
+    assert it.call(2) == ["fetch 2 at 1"] if gradients else ["release 1 at 1", "fetch 2 at 1"]
+
+
+def test_spare_shards_go_where_no_unit_can() -> None:
+    it = Driven(2, shared=True)
+    it.begin("gather 0, fetch 2 parameter | |", 0, 1)
+    assert it.call(0) == ["gather 0 at 0", "fetch 2 shard at 0"]
+    it.fetching.refcounts.hold(0)
+    assert it.call(1) == ["evict 2 shard at 1", "gather 1 at 1"]
+
+
+def test_what_fits_nowhere_is_refused() -> None:
+    it = Driven(1)
+    it.begin()
+    it.call(1)
+    it.fetching.refcounts.hold(1)
+    it.fetching.enter(2, F)
+    with pytest.raises(CapacityError, match="no room"):
+        it.fetching.bring(2)
+
+
+def test_expected_units_are_fetched_one_ahead_at_the_tick_around_them() -> None:
+    it = Driven(by_need=(2, 3, 4))
+    it.begin("fetch 0 | fetch 1 |", 0, 1)
+    it.call(0)
+    it.call(1)
+    it.fetching.expect([2, 3, 4])
+    assert it.told() == ["fetch 2 at 1"]
+    assert [it.call(2), it.call(4)] == [["fetch 3 at 1"], ["fetch 4 at 1"]]  # 3 was left out
+    assert it.fetching.plan_cursor.tick == 2 and it.fetching.plan_cursor.followed
+    assert it.computed == [(0, 0), (1, 1), (2, 1), (4, 1)]
+
+
+def test_units_by_need_give_way_to_a_plan_unless_expected() -> None:
+    it = Driven(2, by_need=(2, 3))
+    it.begin("| fetch 1 | fetch 4 |", 0, 0, 0)
+    it.shelf.there = [2, 3]
+    it.fetching.refcounts.hold(0)
+    it.fetching.expect([2])
+    it.told()
+    it.fetching.enter(0, F)
+    it.fetching.enter(0, F)
+    assert it.told() == ["release 3 at 1", "fetch 1 at 1"]
+    it.fetching.enter(0, F)
+    assert it.told() == [] and it.fetching.misses == 1
+
+
+@pytest.mark.parametrize(
+    ("pages", "by_need", "expected", "taken"),
+    [(1, (), (), True), (0, (), (), False), (1, (1,), (), False), (2, (1, 2), (2, 1), True)],
+)
+def test_other_ranks_gathers_are_kept_where_they_are_wanted(
+    pages: int, by_need: tuple[int, ...], expected: tuple[int, ...], taken: bool
+) -> None:
+    it = Driven(pages, by_need=by_need, shared=True)
+    it.begin()
+    it.fetching.expect(expected)
+    assert it.fetching.take_part(1) == taken
+    assert it.shelf.agreed == [1] * taken
+    assert not it.fetching.take_part(1)  # it is there already, or no more wanted than before
+
+
+def test_a_forward_goes_round_behind_the_root() -> None:
+    it = Driven()
+    it.begin("fetch 0, fetch 1 | fetch 2 | release 1 | release 2", 0, 1, 2, begins_again=True)
+    rounds = [it.call(unit) for unit in (0, 1, 2, 1, 2)]
+    once = [["fetch 2 at 1"], ["release 1 at 2"]]
+    assert rounds[1:3] == once
+    assert rounds[3:] == [["release 2 at 3", "fetch 0 at 0", "fetch 1 at 0", *once[0]], once[1]]
+    assert it.fetching.plan_cursor.followed
+
+
+def test_a_failed_iteration_is_forgotten() -> None:
+    it = Driven()
+    it.begin("fetch 0 | fetch 1 | fetch 2", 0, 1)
+    it.fetching.enter(0, F)
+    it.fetching.abandon()
+    assert not it.fetching.refcounts.leased(0) and not it.fetching.plan_cursor.followed
+    it.told()
+    it.fetching.end()
+    assert it.told() == []
+
+
+@pytest.mark.parametrize(("one_way", "at_once"), [(False, [0, 2]), (True, [0])])
+def test_on_one_way_nothing_is_fetched_before_what_is_needed_earlier_and_waits_for_an_update(
+    one_way: bool, at_once: list[int]
+) -> None:
+    shelf = Shelf(4)
+    fetching = FetchPolicy(shelf, 3, one_way=one_way)
+    trace = Trace(tuple(Tick(unit, F, (unit,)) for unit in range(3)))
+    fetches = [Task(Operation.FETCH, unit, Kind.FULL, 0) for unit in range(3)]
+    computes = [Task(Operation.COMPUTE, unit, Kind.FULL, unit) for unit in range(3)]
+    shelf.updating.add(1)
+    fetching.begin((Plan((*fetches, *computes), 3), trace), None, begins_again=False)
+    fetching.enter(0, F)
+    assert shelf.there == at_once
+    fetching.pump()
+    assert shelf.there == at_once
+    shelf.updating.clear()
+    fetching.pump()
+    assert sorted(shelf.there) == [0, 1, 2] and fetching.misses == 0

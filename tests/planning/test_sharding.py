@@ -1,0 +1,160 @@
+"""Meshes and tables of sharing classes, on any number of ranks."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_ptm.planning.expert_split import ExpertSplit, divided
+from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
+from lightning_ptm.planning.sharding import Axis, Mesh, ModelSharding, ShardGroup, shared_by_all, sharing_along
+from lightning_ptm.planning.tensor_slices import TensorSlice
+
+DATA, EXPERT, TENSOR = Axis.DATA, Axis.EXPERT, Axis.TENSOR
+SIX = Mesh({DATA: 3, EXPERT: 2})
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> Mesh:
+    axes = draw(st.permutations(list(Axis)))
+    return Mesh({axis: draw(st.integers(1, 5)) for axis in axes})
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> ModelSharding:
+    size, parts = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    split = ExpertSplit(size * parts * draw(st.integers(1, 4)), size, parts)
+    members = st.dictionaries(st.integers(1, 9), st.integers(0, size - 1))
+    return divided(split, draw(members), draw(st.sampled_from([1, 2, 4])))
+
+
+def test_neighbours_differ_along_the_last_axis() -> None:
+    assert SIX.world_size == 6
+    assert [SIX.coordinate(rank, DATA) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert [SIX.coordinate(rank, EXPERT) for rank in range(6)] == [0, 1] * 3
+    assert SIX.groups((EXPERT,)) == ((0, 1), (2, 3), (4, 5))
+    assert SIX.groups((DATA,)) == ((0, 2, 4), (1, 3, 5))
+    assert SIX.groups((DATA, EXPERT)) == SIX.groups((EXPERT, DATA)) == (tuple(range(6)),)
+    assert SIX.groups(()) == tuple((rank,) for rank in range(6))
+
+
+@given(mesh=meshes())
+def test_groups_have_every_rank_once_and_differ_along_their_axes_alone(mesh: Mesh) -> None:
+    for count in range(len(Axis) + 1):
+        for axes in combinations(Axis, count):
+            groups = mesh.groups(axes)
+            assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
+            assert list(groups) == sorted(groups)
+            for group in groups:
+                assert list(group) == sorted(group)
+                for axis in mesh.sizes:
+                    seen = {mesh.coordinate(rank, axis) for rank in group}
+                    assert len(seen) == (mesh.sizes[axis] if axis in axes else 1)
+
+
+def test_ranks_of_a_group_have_other_parts() -> None:
+    found = shared_by_all(Mesh({DATA: 2, TENSOR: 2}))
+    assert found.in_parts and found.of(3).whole == ShardGroup((DATA, TENSOR), (0, 1, 2, 3), losses=4)
+    assert found.of(3).parts == ShardGroup((DATA,), (0, 2), losses=2)
+    assert found.of(3).partial == ShardGroup((DATA, TENSOR), (0, 1, 2, 3), losses=2)
+    cut = ParameterSpec("cut", (4, 64), "float32", 4, True, 0, box=TensorSlice((4, 128), 1, 2, 0))
+    whole = ParameterSpec("whole", (64,), "float32", 4, True, 0)
+    layout = build_layout([UnitSpec("", (whole, cut))], page_size=1 << 16, world_size=4)
+    assert [found.of_flat(flat) for flat in layout.flats] == [found.everybody.whole, found.everybody.parts]
+    assert [flat.world_size for flat in layout.flats] == [4, 2]
+    assert found.alike == (DATA, TENSOR)  # of units
+
+
+def test_where_each_rank_has_other_parts_nobody_shares_them() -> None:
+    found = shared_by_all(Mesh({DATA: 1, TENSOR: 3}))
+    assert found.everybody.parts.alone and found.everybody.parts.ranks == (0,) and not found.everybody.whole.alone
+    assert not shared_by_all(Mesh({DATA: 3})).in_parts and not shared_by_all(SIX).in_parts
+
+
+def test_all_ranks_share_all_units() -> None:
+    found = shared_by_all(Mesh({DATA: 3}))
+    assert found.of(0) == found.of(7)
+    assert found.of(0).whole == ShardGroup((DATA,), (0, 1, 2), losses=3)
+    assert found.of(0).whole.divisor == 3
+    assert not found.of(0).whole.alone
+    assert found.elsewhere(1) == frozenset()
+    assert found.alike == (DATA,)
+
+
+def test_one_rank_is_alone_with_all_it_has() -> None:
+    sharing = shared_by_all(Mesh({DATA: 1})).everybody.whole
+    assert sharing.alone
+    assert sharing.divisor == 1
+
+
+@pytest.mark.parametrize(
+    ("split", "ranks", "divisor"),
+    [(ExpertSplit(6, 2), (1, 3, 5), 6), (ExpertSplit(2, 2), (1,), 2), (ExpertSplit(4, 4), (1,), 4)],
+)
+def test_divided_experts_have_their_members_ranks_and_the_losses_of_all(
+    split: ExpertSplit, ranks: tuple[int, ...], divisor: int
+) -> None:
+    found = divided(split, {4: 0, 5: 1}, 1)
+    assert found.of(5).whole.ranks == ranks and found.shared_by() == dict.fromkeys((4, 5), len(ranks))
+    assert found.of(5).whole.divisor == found.of(0).whole.divisor == divisor
+    assert not found.of(5).whole.alone  # also where one rank holds it: other ranks' tokens are in its gradient
+    assert found.of(0) == shared_by_all(split.mesh).everybody
+    assert found.elsewhere(0) == {5}
+    assert found.elsewhere(1) == {4}
+    assert found.alike == (DATA, TENSOR)
+
+
+def test_experts_and_parts_are_divided_at_once() -> None:
+    """Twelve ranks: two experts' members in each of two groups, of tensor groups of three."""
+    split = ExpertSplit(12, 2, 3)
+    assert split.groups == ((0, 3), (1, 4), (2, 5), (6, 9), (7, 10), (8, 11))  # of equal parts
+    assert [split.member(rank) for rank in range(12)] == [0, 0, 0, 1, 1, 1] * 2
+    assert split.holders(1) == (3, 4, 5, 9, 10, 11)
+    found = divided(split, {1: 0, 2: 1}, 1)
+    of_expert, of_all = found.of(2), found.of(0)
+    assert of_expert.whole == ShardGroup((DATA, TENSOR), (3, 4, 5, 9, 10, 11), losses=12)
+    assert of_expert.parts == ShardGroup((DATA,), (3, 9), losses=4)  # of four batches, of which each group has two
+    assert of_expert.partial == ShardGroup((DATA, TENSOR), (3, 4, 5, 9, 10, 11), losses=4)
+    assert of_all.whole.ranks == tuple(range(12)) and of_all.parts == ShardGroup((DATA, EXPERT), (0, 3, 6, 9), losses=4)
+    assert found.elsewhere(1) == found.elsewhere(8) == {2} and found.elsewhere(4) == {1}
+
+
+@given(mesh=meshes())
+def test_parts_have_the_holders_of_the_whole_by_the_group(mesh: Mesh) -> None:
+    """Every rank that holds a unit is of one group of those with its parts, and places in these groups are the same."""
+    parts = mesh.sizes[TENSOR]
+    for each in sharing_along(mesh, (DATA, TENSOR)):
+        assert len(each.parts.ranks) * parts == len(each.whole.ranks)
+        alike = [group for group in mesh.groups(each.parts.axes) if group[0] in each.whole.ranks]
+        assert sorted(rank for group in alike for rank in group) == list(each.whole.ranks)
+        assert each.parts.ranks == alike[0]
+
+
+def test_what_gradients_are_over_already_is_not_divided_by_again() -> None:
+    found = divided(ExpertSplit(3, 3), {1: 2}, 4)
+    assert (found.of(1).whole.divisor, found.of(0).whole.divisor) == (0.75, 3)
+
+
+@given(holders=tables(), numel=st.integers(0, 300_000))
+def test_every_element_has_exactly_one_owner_in_the_world(holders: ModelSharding, numel: int) -> None:
+    spec = ParameterSpec("p", (numel,), "float32", 4, trainable=True, group=0)
+    for unit in range(10):
+        sharing = holders.of(unit).whole
+        everywhere = range(holders.mesh.world_size)
+        assert [rank for rank in everywhere if unit not in holders.elsewhere(rank)] == list(sharing.ranks)
+        assert sharing.ranks in holders.mesh.groups(sharing.axes)
+        (flat,) = build_layout([UnitSpec("", (spec,))], page_size=65536, world_size=len(sharing.ranks)).flats
+        pieces = [(piece, rank) for place, rank in enumerate(sharing.ranks) for piece in flat.pieces(place)]
+        owned = sorted((piece.full_start, piece.full_start + piece.numel, rank) for piece, rank in pieces)
+        assert [start for start, _, _ in owned] == [0, *(end for _, end, _ in owned)][: len(owned)]
+        assert (owned[-1][1] if owned else 0) == flat.padded_numel >= numel
+        assert all(sharing.ranks[flat.owner(start)] == rank for start, end, rank in owned if end > start)
+
+
+@given(holders=tables())
+def test_ranks_that_are_alike_hold_the_same_units(holders: ModelSharding) -> None:
+    for group in holders.mesh.groups(holders.alike):
+        assert len({holders.elsewhere(rank) for rank in group}) == 1

@@ -1,0 +1,99 @@
+"""Who waits for long finds out whether the others can still come; who is only slow is waited for."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+
+from lightning_ptm.comm.deadlock_detector import OF_A_BATCH, DeadlockDetector, explained
+from lightning_ptm.errors import RankError
+
+
+class Board(dict[str, str]):
+    """Stands for the store of the process group."""
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+
+class Collective:
+    """Stands for one that ends when it was waited for in vain so many times."""
+
+    def __init__(self, board: Board, misses: int = 0, error: str = "") -> None:
+        self.board, self.misses, self.error = board, misses, error
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> None:
+        if timeout is not None and self.misses:
+            self.misses -= 1
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return not self.misses
+
+
+@pytest.fixture
+def board() -> Board:
+    return Board()
+
+
+def two_ranks(board: Board) -> tuple[DeadlockDetector, DeadlockDetector]:
+    ranks = DeadlockDetector(board, "run", 0), DeadlockDetector(board, "run", 1)
+    for each, told in zip(ranks, (["a", "b"], ["a", "c"]), strict=True):
+        each.exchanged = lambda told=told: (0, told)  # type: ignore[misc]
+    return ranks
+
+
+def test_a_rank_that_waits_for_this_one_elsewhere_is_found_and_what_it_did(board: Board) -> None:
+    ours, theirs = two_ranks(board)
+    theirs.in_round(Collective(board, misses=2))
+    with pytest.raises(RankError, match=r"rank 0 waits .* rank 1 does not come.*: rank 0 has come to b .* to c;"):
+        ours.in_exchange(Collective(board, misses=9), (0, 1))
+
+
+def test_who_does_not_wait_for_long_tells_nothing(board: Board) -> None:
+    ours, _ = two_ranks(board)
+    ours.in_round(Collective(board))
+    ours.in_exchange(Collective(board), (0, 1))
+    assert not board
+
+
+@pytest.mark.parametrize(("rounds", "exchanges"), [(1, 0), (2, 1), (3, 0)])
+def test_a_rank_that_may_still_come_is_waited_for(board: Board, rounds: int, exchanges: int) -> None:
+    """It waited in a round that is over, or has been in this exchange, or it cannot be told from here."""
+    ours, theirs = two_ranks(board)
+    for _ in range(exchanges):
+        theirs.in_exchange(Collective(board), (0, 1))
+    for number in range(rounds):
+        theirs.in_round(Collective(board, misses=2 * (number == rounds - 1)))
+    ours.in_round(Collective(board))
+    slow = Collective(board, misses=3)
+    ours.in_exchange(slow, (0, 1))
+    assert not slow.misses
+
+
+def test_what_a_collective_fails_with_is_raised(board: Board) -> None:
+    ours, _ = two_ranks(board)
+    for wait in (ours.in_round, lambda work: ours.in_exchange(work, (0, 1))):
+        with pytest.raises(RuntimeError, match="connection closed"):
+            wait(Collective(board, error="connection closed"))
+
+
+def test_a_reason_is_explained_by_the_first_difference_of_a_group() -> None:
+    told = {0: (0, ["a", "b"]), 1: (0, ["a", "b"]), 2: (1, ["c"]), 3: (1, ["c", "d"])}
+    assert explained("stuck", told).startswith(
+        "stuck: rank 2 has come to no exchange where rank 3 has come to d; layers"
+    )
+    assert explained("stuck", dict(list(told.items())[:3])) == "stuck"
+
+
+def test_different_batches_are_told_in_the_place_of_a_reason() -> None:
+    ours, theirs = OF_A_BATCH + "3: 17", OF_A_BATCH + "3: 18"
+    text = explained("stuck", {0: (0, ["a", ours, "b"]), 1: (0, ["a", theirs, "b"])})
+    assert "stuck" not in text and f"rank 0 has come to {ours} where rank 1 has come to {theirs}; ranks of" in text
+    assert explained("stuck", {0: (0, ["a", ours]), 1: (0, ["a"])}).startswith("stuck: ")

@@ -1,0 +1,74 @@
+"""What compute counts of a flat."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from by_hand_buffering import Flat, clocks, contribution
+
+from lightning_ptm.update.lock_free_buffers import Version
+
+
+def test_what_is_held_was_received_and_not_offered() -> None:
+    (clock,) = clocks(Flat())
+    clock.received, clock.skipped = 5, 2
+    assert (clock.produced, clock.held_steps, clock.offered) == (7, 0, 5)
+    clock.held = contribution(3)
+    clock.held.add(contribution(4))
+    assert (clock.produced, clock.held_steps, clock.offered) == (7, 2, 3)
+
+
+def test_gradients_of_other_parameters_are_a_change() -> None:
+    (clock,) = clocks(Flat())
+    found = []
+    for which in ((True, True), (True, True), (True, False), (True, False), (True, True)):
+        clock.offer(contribution(0, which))
+        found.append((clock.offers, clock.changed))
+    # The first is one, too: all parameters have a gradient, and nobody knew.
+    assert [changed for _, changed in found][1:] == [found[0][1], 3, 3, 5] and [offers for offers, _ in found] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+
+
+def test_what_the_next_version_must_include_is_by_the_bound_or_by_what_was_asked() -> None:
+    (clock,) = clocks(Flat())
+    clock.received = 7
+    assert clock.must_include(3) == 4
+    clock.needed = 6
+    assert clock.must_include(3) == 6
+
+
+def test_a_version_is_read_from_now_on() -> None:
+    (clock,) = clocks(Flat())
+    clock.received, clock.exact = 3, False
+    pages: Any = None
+    clock.take(Version(pages, applied=2, seen=2))
+    assert (clock.adopted, clock.seen, clock.learned, clock.exact, clock.forecast) == (2, 2, False, True, None)
+    assert clock.may_read(1) and not clock.may_read(0)
+
+
+def test_a_forecast_waits_for_the_gradient_and_for_who_reads_the_parameters() -> None:
+    flat: Any = Flat()
+    clock: Any = clocks(flat)[0]
+    gradient: Any = contribution(3)
+    told: list[str] = []
+    gradient.after = (SimpleNamespace(wait=lambda: told.append("gradient")),)
+    clock.forecast = SimpleNamespace(add_=lambda *_: told.append("added"))
+    flat.store.await_reads = lambda: told.append("reads")
+    changes = {
+        "values_will_change": lambda: told.append("will change"),
+        "values_have_changed": lambda: told.append("have changed"),
+    }
+    flat.store.binding = SimpleNamespace(**changes)
+    flat.store.home = SimpleNamespace(tensor=lambda: torch.zeros(4))
+    clock.add_forecast(gradient)
+    assert told == ["gradient", "reads", "will change", "added", "have changed"] and (clock.seen, clock.exact) == (
+        1,
+        False,
+    )

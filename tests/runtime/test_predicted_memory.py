@@ -1,0 +1,101 @@
+"""Bytes in use at ticks: what is taken once, and what comes and goes beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from decided_by_hand import CLUSTER, PAGE, Net, decided
+
+from lightning_ptm.planning.inventory import Lifetime
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.planner import make_plan
+from lightning_ptm.runtime.deciding.predicted_memory import PredictedMemory, predicted_memory
+from lightning_ptm.runtime.deciding.virtual_run import VirtualRun
+from lightning_ptm.terms import TIERS, Mode, Tier
+
+ON_HOST: dict[str, Any] = {"offload_parameters": "host", "offload_optimizer": "host"}
+ON_DISK: dict[str, Any] = {"offload_optimizer": "disk", "disk_path": "/d"}
+RUNS: dict[str, dict[str, Any]] = {
+    "in RAM": {},
+    "on disk": ON_DISK,
+    "three tiers": {"device_memory": 16 * PAGE, **ON_HOST},
+    "two ranks": {"ranks": 2, "machine": CLUSTER},
+    "two ranks, on the host": {"ranks": 2, "machine": CLUSTER, **ON_HOST},
+}
+
+
+def found_for(drawn_: Blueprint) -> PredictedMemory:
+    return predicted_memory(drawn_, make_plan(drawn_, Mode.TRAIN, drawn_.trace), drawn_.trace)
+
+
+@pytest.mark.parametrize("name", list(RUNS))
+def test_what_is_fixed_and_what_comes_beside_it(name: str) -> None:
+    made = decided(**RUNS[name])
+    found, plan = found_for(made), make_plan(made, Mode.TRAIN, made.trace)
+    for tier in TIERS:
+        rows = [row for row in made.inventory.rows if row.tier is tier and row.lifetime is not Lifetime.PASSING]
+        whole = sum(row.count * row.bytes_each for row in rows)
+        assert whole <= found.fixed[tier] <= whole + PAGE * len(rows)
+        assert found.fixed[tier] % PAGE == 0
+    fixed = found.fixed[Tier.DEVICE]
+    pages = VirtualRun(made, fixed // PAGE).run(plan, made.trace)
+    if made.layout.world_size > 1:  # whose first iteration leaves its plan
+        order = [0, 1, 2, 3, 7, 4, 5, 6, 8]
+        happens = Trace(tuple(made.trace.ticks[at] for at in order[:-1]))
+        first = VirtualRun(made, fixed // PAGE).run(plan, happens, made.trace)
+        pages = [max(pages[at], first[order.index(at)]) for at in range(9)]
+    assert found.device_per_tick == tuple(fixed + PAGE * each for each in pages)
+    assert len(found.device_per_tick) == len(made.trace.ticks) + 1
+
+
+def test_the_worst_of_the_first_iteration_and_the_others_counts() -> None:
+    made = decided(machine=CLUSTER, ranks=2, **ON_HOST)
+    assert [size // PAGE for size in found_for(made).device_per_tick] == [12, 12, 7, 7, 12, 15, 9, 7, 3]
+
+
+def test_tiers_without_a_plan_are_as_full_all_the_time() -> None:
+    made = decided(device_memory=16 * PAGE, **ON_HOST)
+    found = found_for(made)
+    assert found.per_tick(Tier.HOST) == (found.fixed[Tier.HOST],) * 9
+    assert found.peak(Tier.HOST) == found.fixed[Tier.HOST] == 28 * PAGE
+    assert found.per_tick(Tier.DEVICE) == found.device_per_tick
+    assert found.peak(Tier.DEVICE) == max(found.device_per_tick) == 10 * PAGE
+    assert found.peak(Tier.DISK) == 0
+
+
+def test_of_a_run_in_ram_by_hand() -> None:
+    """Seven pages of parameters, twice as many of moments."""
+    found = found_for(decided())
+    assert found.device_per_tick == (21 * PAGE,) * 9
+    assert found.fixed == {Tier.DEVICE: 21 * PAGE, Tier.HOST: 0, Tier.DISK: 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "pages"),
+    [
+        ({}, 7),  # all of them wait for the step
+        ({"ranks": 2, "machine": CLUSTER}, 0),  # they are in pages
+        ({"ranks": 2, "machine": CLUSTER, "reduce_gradients": "each_step"}, 7),
+        ({"device_memory": 16 * PAGE, **ON_HOST}, 0),
+        (ON_DISK, 7),  # the room is larger
+    ],
+)
+def test_gradients_beside_the_pages(options: dict[str, Any], pages: int) -> None:
+    assert found_for(decided(**options)).gradients_beside == pages * PAGE
+
+
+@pytest.mark.parametrize(("room", "pages"), [(0, 1 + 2 * 5), (10, 1 + 2 * 5), (12, 1 + 12), (40, 16)])
+def test_behind_the_backward_as_many_wait_as_there_is_room_for(room: int, pages: int) -> None:
+    """The root's, and those of two units at least."""
+    made = dataclasses.replace(decided(Net(5), **ON_DISK), gradient_room_bytes=room * PAGE)
+    assert not made.outlive_backward
+    assert found_for(made).gradients_beside == pages * PAGE
+
+
+def test_frozen_units_have_none() -> None:
+    module = Net(3)
+    module.blocks[2].requires_grad_(False)
+    assert found_for(decided(module)).gradients_beside == 4 * PAGE

@@ -1,0 +1,215 @@
+"""Device pages at each tick of an iteration on paper, against counts by hand.
+
+The model has a root of one page and blocks of one, two and three (with two ranks, shards of 1, 1, 1 and 2 pages): ticks are
+F0 F1 F2 F3 B3 B2 B1 B0 and the end. What is counted is the worst moment of a tick.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from decided_by_hand import CLUSTER, PAGE, decided
+from torch import nn
+
+from lightning_ptm.errors import CapacityError
+from lightning_ptm.models.moe import MixtureOfExperts
+from lightning_ptm.planning.gradient_tasks import gradient_tasks
+from lightning_ptm.planning.plan import Plan
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.deciding.planner import make_plan
+from lightning_ptm.runtime.deciding.predicted_memory import predicted_memory
+from lightning_ptm.runtime.deciding.virtual_run import VirtualRun
+from lightning_ptm.terms import Kind, Mode, Operation, Phase, Tier
+
+ON_HOST: dict[str, Any] = {"offload_parameters": "host", "offload_optimizer": "host"}
+
+
+def replayed(found: Blueprint, fixed_pages: int = 0, *, follows: bool = True) -> tuple[list[int], Plan, Plan]:
+    """Pages at ticks; the plan; what was done. Where the plan is not followed, the root's backward comes first."""
+    plan = make_plan(found, Mode.TRAIN, found.planned(found.trace))
+    paper = VirtualRun(found, fixed_pages)
+    if follows:
+        return paper.run(plan, found.trace), plan, paper.done(plan)
+    ticks = found.trace.ticks
+    half = len(ticks) // 2
+    happens = Trace((*ticks[:half], ticks[-1], *ticks[half:-1]))
+    pages = paper.run(plan, happens, found.trace, steps=not found.reduced_at_step)
+    return pages, plan, paper.done(plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "follows", "pages"),
+    [
+        # Resident flats are no pages of units; gradients stay in `.grad`.
+        ({}, True, [0] * 9),
+        # All is fetched at once. A unit and its gradients go behind its backward; those of block 3 make ten.
+        ({"device_memory": 32 * PAGE, **ON_HOST}, True, [7, 7, 7, 7, 7 + 3, 7, 6 - 2, 3 - 1, 1]),
+        # In the first iteration the root's backward comes first, and units stay until their update, which is one behind; at
+        # the end of block 1, the root's gradients come, too.
+        ({"device_memory": 32 * PAGE, **ON_HOST}, False, [7, 7, 7, 7, 7, 7 + 3, 7 + 2, 4 + 1, 1]),
+        # Room for eight: blocks 1 and 2 are given up in the forward, and come back when the gradients of 3 have left.
+        ({"device_memory": 8 * PAGE, **ON_HOST}, True, [7, 7, 7, 6, 4 + 3, 4 + 2, 4, 2, 1]),
+        ({"device_memory": 8 * PAGE, **ON_HOST}, False, [7, 7, 7, 6, 4, 4 + 3, 6 + 2, 4 + 1, 1]),
+        # Two ranks: 7 gathered pages and 5 of shards, which go. Gradients of 3: whole 3 and reduced 2; while those of 2 are
+        # laid out (2 + 1), those of 3 wait.
+        (
+            {"machine": CLUSTER, "ranks": 2, **ON_HOST},
+            True,
+            [12, 12, 7, 7, 7 + 5, 4 + 5 + 3, 2 + 2 + 3, 1 + 2 + 2, 1 + 2],
+        ),
+        # Reduced once a step, from `.grad`: nothing until the end, when all are laid out.
+        (
+            {"machine": CLUSTER, "ranks": 2, "keep_gradients": True, "reduce_gradients": "each_step"},
+            True,
+            [7, 7, 7, 7, 7, 7, 4, 2, 12],
+        ),
+        (
+            {"machine": CLUSTER, "ranks": 2, "keep_gradients": True, "reduce_gradients": "each_step"},
+            False,
+            [7, 7, 7, 7, 7, 7, 7, 7, 7],
+        ),
+    ],
+)
+def test_pages_at_ticks(options: dict[str, Any], follows: bool, pages: list[int]) -> None:
+    found = decided(**options)
+    ticks, plan, done = replayed(found, follows=follows)
+    assert ticks == pages
+    if follows:  # every unit is in it
+        assert done == plan.beside(gradient_tasks(found.layout, found.placement, found.trace))
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_never_more_than_the_pool_has_nor_less_than_is_live(ranks: int, keep: bool, follows: bool) -> None:
+    sizes = []
+    for device_pages in range(5, 24):
+        try:
+            found = decided(
+                ranks=ranks,
+                device_memory=device_pages * PAGE,
+                keep_gradients=keep,
+                update_in_backward=not keep,
+                **ON_HOST,
+            )
+            ticks, _, _ = replayed(found, follows=follows)
+        except CapacityError:
+            continue
+        sizes.append(device_pages)
+        room = found.pool_bytes[Tier.DEVICE] // PAGE
+        for used, tick in zip(ticks[:-1], found.trace.ticks, strict=True):
+            assert sum(map(found.layout.full_pages, tick.live)) <= used <= room
+    assert len(sizes) > 10
+
+
+def test_pages_that_are_taken_once_are_not_there() -> None:
+    """The pool of a run that keeps three pages for itself is smaller by these."""
+    found = decided(device_memory=8 * PAGE, **ON_HOST)
+    ticks, _, _ = replayed(found, fixed_pages=1)
+    assert max(ticks) == 7
+    ticks, _, _ = replayed(found, fixed_pages=3, follows=False)
+    assert max(ticks) == 5
+
+
+# -- units that are in no plan ----------------------------------------------------------------------------------------
+
+
+class Sparse(nn.Module):
+    """Four experts of two pages, of which each of two ranks has two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Parameter(torch.zeros(PAGE // 4))
+        self.layer = MixtureOfExperts(
+            64,
+            256,
+            experts=4,
+            choices=1,
+            capacity_factor=1.0,
+            eval_capacity_factor=1.0,
+            jitter=0.0,
+            gated=False,
+            dropout=0.0,
+        )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_experts_are_fetched_ahead_of_each_other_and_stay_until_their_update(rank: int) -> None:
+    found = decided(Sparse(), machine=CLUSTER, ranks=2, rank=rank, expert_parallel_size=2, **ON_HOST)
+    ticks, plan, done = replayed(found)
+    ours = sorted(set(found.by_need) - set(found.layout.elsewhere))
+    assert [(tick.unit, tick.phase) for tick in found.trace.ticks] == [
+        *((unit, Phase.FORWARD) for unit in (0, *ours)),
+        *((unit, Phase.BACKWARD) for unit in (*reversed(ours), 0)),
+    ]
+    acts = [(task.trigger, task.operation, task.unit) for task in done.tasks if task.unit in ours]
+    first, second = ours
+    assert acts == [
+        (1, Operation.FETCH, first),
+        (1, Operation.FETCH, second),  # while the first computes
+        (1, Operation.COMPUTE, first),
+        (2, Operation.COMPUTE, second),
+        (3, Operation.COMPUTE, second),
+        (4, Operation.COMPUTE, first),
+        (5, Operation.RELEASE, second),  # one unit behind
+        (5, Operation.OFFLOAD, second),
+        (5, Operation.UPDATE, second),
+        (6, Operation.RELEASE, first),
+        (6, Operation.OFFLOAD, first),
+        (6, Operation.UPDATE, first),
+    ]
+    # The plan's tasks are all there, among the ticks of the whole iteration: the root's backward is the last.
+    planned = [task for task in done.tasks if task.unit == 0 and task.kind in (Kind.FULL, Kind.PARAMETER)]
+    assert len(planned) == len(plan.tasks) and done.tick_count == 6 and plan.tick_count == 2
+    assert [task.trigger for task in planned if task.operation is Operation.COMPUTE] == [0, 5]
+    # The root (two pages whole, for its router) and its shard; two experts of two; gradients of an expert, two, while the
+    # root's shard is given up; then the next one's, and the root's: two whole, one reduced.
+    assert ticks == [2 + 1, 3 + 4, 7, 6 + 2, 6 + 2, 4 + 2 + 1, 5]
+
+
+def test_what_is_fetched_is_given_up_once() -> None:
+    for device_pages in range(12, 30):
+        found = decided(
+            Sparse(),
+            machine=CLUSTER,
+            ranks=2,
+            expert_parallel_size=2,
+            device_memory=device_pages * PAGE,
+            **ON_HOST,
+        )
+        _, _, done = replayed(found)
+        there: set[int] = set()
+        for task in done.tasks:
+            if task.kind is not Kind.FULL or task.unit not in found.by_need:
+                continue
+            match task.operation:
+                case Operation.FETCH | Operation.GATHER:
+                    assert task.unit not in there
+                    there.add(task.unit)
+                case Operation.RELEASE:
+                    there.remove(task.unit)
+                case Operation.COMPUTE:
+                    assert task.unit in there
+        assert not there
+
+
+def test_sums_on_disk_are_added_to_in_pages_beside_the_gradients_from_the_second_pass_on() -> None:
+    """Blocks and their gradients as without; once more as many pages for what there is of each sum."""
+    found = decided(
+        device_memory=32 * PAGE,
+        offload_parameters="disk",
+        offload_optimizer="disk",
+        disk_path="/d",
+        keep_gradients=True,
+        sums_gradients=True,
+    )
+    plan = make_plan(found, Mode.TRAIN, found.trace)
+    paper = VirtualRun(found, 0)
+    passes = [paper.run(plan, found.trace, steps=steps) for steps in (False, True, False)]
+    first = [7, 7, 7, 7, 7 + 3, 7, 6 - 2, 3 - 1, 1]
+    assert passes == [first, [7, 7, 7, 7, 7 + 2 * 3, 4 + 2 * 2, 2 + 2 * 1, 1 + 2 * 1, 1], first]
+    assert [size // PAGE for size in predicted_memory(found, plan, found.trace).device_per_tick] == passes[1]
