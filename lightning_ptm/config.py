@@ -270,7 +270,8 @@ class Settings:
             )
         if self.lock_free and self.offload_parameters == "disk":
             raise ConfigError(
-                "lock_free=True computes with parameters that lie in RAM, and offload_parameters is 'disk'; leave it at 'auto', "
+                "lock_free=True computes with parameters that lie in RAM, and offload_parameters is 'disk'; "
+                "leave it at 'auto', "
                 "or use lock_free=False"
             )
 
@@ -293,7 +294,8 @@ class Settings:
         named = bool(words) and all(isinstance(name, str) for name in self.state_dtypes)
         if not named or not all(word in known for word in words):
             raise ConfigError(
-                f"optimizer_state_dtype={asked!r}: use 'auto', 'bf16' or 'int8', or a dictionary from names of states to these, such "
+                f"optimizer_state_dtype={asked!r}: use 'auto', 'bf16' or 'int8', or a dictionary from names of "
+                f"states to these, such "
                 f"as {{'exp_avg': 'bf16', 'exp_avg_sq': 'int8'}}"
             )
 
@@ -305,7 +307,8 @@ class Settings:
         if self.tensor_parallel_plan != "auto" and not isinstance(self.tensor_parallel_plan, Mapping):
             raise ConfigError(
                 f"tensor_parallel_plan={self.tensor_parallel_plan!r}: give 'auto', or a dictionary such as "
-                f"{{'blocks.*.expand': ColwiseParallel(), 'blocks.*.project': RowwiseParallel()}} (from lightning_ptm.parallel)"
+                f"{{'blocks.*.expand': ColwiseParallel(), 'blocks.*.project': RowwiseParallel()}} (from "
+                f"lightning_ptm.parallel)"
             )
 
     def _check_weights(self) -> None:

@@ -32,7 +32,8 @@ SETTING_HINTS = (
     SettingHint(
         ("offload_optimizer", "offload_optimizer_device", "optimizer_offload", "offload_optim_frac"),
         "DeepSpeed's and Accelerate's",
-        "give offload_optimizer='host' for fp32 parameters and moments in RAM, or offload_optimizer='disk' and a disk_path; 'auto' keeps "
+        "give offload_optimizer='host' for fp32 parameters and moments in RAM, or offload_optimizer='disk' and a "
+        "disk_path; 'auto' keeps "
         "on the device what fits",
     ),
     SettingHint(
@@ -43,7 +44,8 @@ SETTING_HINTS = (
     SettingHint(
         ("cpu_offload", "fsdp_offload_params", "offload_to_cpu", "offload_policy", "remote_device", "placement_policy"),
         "FSDP's and Accelerate's",
-        "give offload_parameters='host' and offload_optimizer='host', or leave both at 'auto': what the device cannot hold goes to RAM",
+        "give offload_parameters='host' and offload_optimizer='host', or leave both at 'auto': what the device "
+        "cannot hold goes to RAM",
     ),
     SettingHint(
         ("nvme_path", "offload_folder", "offload_dir", "offload_optimizer_nvme_path", "offload_param_nvme_path"),

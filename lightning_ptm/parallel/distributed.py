@@ -25,8 +25,9 @@ def distributed_by_others(root: nn.Module) -> str | None:
             return (
                 f"{name} is a DTensor: torch's parallelize_module, distribute_module or fully_shard has distributed it, and "
                 f"AngelPTMStrategy divides whole parameters over ranks itself; leave out fully_shard, and in place of the "
-                f"others set tensor_parallel_size and say the same as a tensor_parallel_plan (ColwiseParallel is ColwiseParallel(), "
-                f"RowwiseParallel is RowwiseParallel())"
+                f"others set tensor_parallel_size and say the same as a tensor_parallel_plan (ColwiseParallel and "
+                f"RowwiseParallel of "
+                f"lightning_ptm.parallel mean the same)"
             )
     wrappers: tuple[type[nn.Module], ...] = (DistributedDataParallel, DataParallel)
     if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:  # else nobody can have used it

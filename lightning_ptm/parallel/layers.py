@@ -378,7 +378,8 @@ def _parameter(place: Place, group: TensorGroup) -> Layer:
     ):
         raise ConfigError(
             f"tensor_parallel_plan has {rule} for {place.name}, a parameter of shape {tuple(parameter.shape)}; a parameter "
-            f"can have ColwiseParallel() or RowwiseParallel(), which cut the dimension before the last (of a vector its only one) and the "
+            f"can have ColwiseParallel() or RowwiseParallel(), which cut the dimension before the last (of a "
+            f"vector its only one) and the "
             f"last, or Partial()"
         )
     dimension = max(0, parameter.dim() - (2 if isinstance(rule, ColwiseParallel) else 1))

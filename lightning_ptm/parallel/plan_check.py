@@ -205,9 +205,12 @@ class PlanCheck:
         )
         return ConfigError(
             f"with tensor_parallel_size={self._group.size}, {block.name} ({type(block.module).__name__}) {what} when it is "
-            f"cut as tensor_parallel_plan says ({rules}): packed projections need ColwiseParallel(parts=how many), attributes that "
-            f"count heads ColwiseParallel(heads=their names), norms of a rank's own heads Partial(), and what follows ColwiseParallel() "
-            f"without gather=True must work on a part until a layer with RowwiseParallel(), what a forward sets in attributes too; "
+            f"cut as tensor_parallel_plan says ({rules}): packed projections need ColwiseParallel(parts=how "
+            f"many), attributes that "
+            f"count heads ColwiseParallel(heads=their names), norms of a rank's own heads Partial(), and what "
+            f"follows ColwiseParallel() "
+            f"without gather=True must work on a part until a layer with RowwiseParallel(), what a forward sets "
+            f"in attributes too; "
             f"heads have to divide{between}; mend the plan, or leave these layers out of it"
         )
 

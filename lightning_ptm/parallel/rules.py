@@ -162,8 +162,8 @@ def plan_of(root: nn.Module, wanted: Any) -> dict[str, Rule]:
         raise ConfigError(
             f"tensor_parallel_size: no module of the {type(root).__name__} says how it can be cut, and "
             f"tensor_parallel_plan='auto' takes what they say (this package's models do, and Transformers'); give a plan: "
-            f"tensor_parallel_plan={{'blocks.*.expand': ColwiseParallel(), 'blocks.*.project': RowwiseParallel()}}, with the names of this "
-            f"model's linear layers (from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel)"
+            f"tensor_parallel_plan={{'blocks.*.expand': ColwiseParallel(), 'blocks.*.project': RowwiseParallel()}}, "
+            f"with the names of this model's linear layers (from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel)"
         )
     return found
 
@@ -183,8 +183,10 @@ def _known(name: str, rule: Any) -> Rule | None:
     if isinstance(rule, Rule):
         return rule
     raise ConfigError(
-        f"tensor_parallel_plan has {rule!r} for {name}, which is no rule that is known here; use ColwiseParallel(), RowwiseParallel(), "
-        f"VocabParallel(), Partial(), Summed(), Part() or Entering() of lightning_ptm.parallel, or one of Transformers' words "
+        f"tensor_parallel_plan has {rule!r} for {name}, which is no rule that is known here; use "
+        f"ColwiseParallel(), RowwiseParallel(), "
+        f"VocabParallel(), Partial(), Summed(), Part() or Entering() of lightning_ptm.parallel, or one of "
+        f"Transformers' words "
         f"({', '.join(_STYLES)})"
     )
 

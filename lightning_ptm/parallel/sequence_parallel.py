@@ -51,13 +51,15 @@ class SequenceParallel:
         names = [each for each in map(whole_because_of, self._all_blocks) if each]
         if names:
             raise ConfigError(
-                f"sequence_parallel=True and {names[0]} compute, beside pairs of ColwiseParallel() and RowwiseParallel() in the same module, "
+                f"sequence_parallel=True and {names[0]} compute, beside pairs of ColwiseParallel() and "
+                f"RowwiseParallel() in the same module, "
                 f"what is whole, so that there is nothing that ranks could have parts of the sequence of; use "
                 f"sequence_parallel=False, or leave these layers out of tensor_parallel_plan, or have each pair in a module "
                 f"of its own"
             )
         raise ConfigError(
-            "sequence_parallel=True and no block has layers with ColwiseParallel() and, behind them, RowwiseParallel() in modules that are "
+            "sequence_parallel=True and no block has layers with ColwiseParallel() and, behind them, "
+            "RowwiseParallel() in modules that are "
             "called with a sequence, so that there is nothing that ranks could have parts of the sequence of; use "
             "sequence_parallel=False, or a tensor_parallel_plan with such pairs"
         )

@@ -134,7 +134,8 @@ OPTIONS = {
     "trainer.max_steps=ten": r"--trainer\.max_steps='ten': give a whole number",
     "trainer.devices=two": "`devices` selected with `CPUAccelerator` should be an int > 0",
     "trainer.strategy.init_args.units=Blok": r"units='Blok': give 'auto' or a list of class names such as \['Block'\]",
-    "trainer.strategy.init_args.optimizer_state_dtype=fp16": "optimizer_state_dtype='fp16': use 'auto', 'bf16' or 'int8', or a dictionary",
+    "trainer.strategy.init_args.optimizer_state_dtype=fp16": "optimizer_state_dtype='fp16': use 'auto', 'bf16' "
+    "or 'int8', or a dictionary",
     "trainer.strategy.init_args.resume=yes": "resume='yes': use 'never' or 'auto'",
     "trainer.strategy.init_args.poison=yess": "poison='yess' is neither on nor off",
     "trainer.strategy.init_args.weights_new=*.lora": r"weights_new='\*\.lora': give a list of names",

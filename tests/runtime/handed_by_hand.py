@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,16 +22,14 @@ UPDATED = ("head", "turned", "blocks.1.weight")
 
 def handed_by(made: LaidOut, disk: Path, optimizer: Optimizer) -> PreviousState:
     """What is in the pages of a run without an engine."""
-    engine: Any = SimpleNamespace(
-        gathered_flats=made.gathered_flats,
-        values=made.values,
-        optimizer_values=made.optimizer_values,
-        allocator=made.allocator,
+    return PreviousState(
+        made.gathered_flats,
+        optimizers=[optimizer],
+        scalars=made.optimizer_values.scalars(),
+        originals=made.values.give_originals(),
+        of_files=made.values.of_files,
         disk_paths=(disk,),
-        updates=SimpleNamespace(groups=SimpleNamespace(optimizers=[optimizer])),
-        blueprint=made.blueprint,
     )
-    return PreviousState(engine)
 
 
 @contextmanager

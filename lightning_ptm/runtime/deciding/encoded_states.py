@@ -60,7 +60,8 @@ def _encoded(settings: Settings, traits: OptimizerTraits, element_wise: Sequence
             else "use optimizer_state_dtype='auto'"
         )
         raise ConfigError(
-            f"optimizer_state_dtype encodes states of optimizers that treat each element on its own, and {traits.name} updates each "
+            f"optimizer_state_dtype encodes states of optimizers that treat each element on its own, and "
+            f"{traits.name} updates each "
             f"parameter as a whole ({traits.whole}); {remedy}, or take an optimizer such as torch.optim.AdamW"
         )
     for slot in traits.slots:
@@ -73,7 +74,8 @@ def _encoded(settings: Settings, traits: OptimizerTraits, element_wise: Sequence
     differing = [group for group in traits.groups if {slot.name for slot in group.slots} >= _DIFFERENCE]
     if differing and _DIFFERENCE & encodings.keys():
         raise ConfigError(
-            f"optimizer_state_dtype would round square_avg or grad_avg, and {traits.name} with centered=True divides by the root of "
+            f"optimizer_state_dtype would round square_avg or grad_avg, and {traits.name} with centered=True "
+            f"divides by the root of "
             f"square_avg - grad_avg**2, which rounding can make negative; use centered=False, or name other states alone, as "
             f"in optimizer_state_dtype={{'momentum_buffer': 'int8'}}"
         )

@@ -206,7 +206,8 @@ def traits_of(
                 instead = "lock_free=False and " if request.settings.lock_free else ""
                 where = (
                     f". Updates run on the CPU here, since master states live in RAM or on disk; if the class needs tensors "
-                    f"of {request.backend.device}, give {instead}offload_optimizer='device', with device_memory for them (where "
+                    f"of {request.backend.device}, give {instead}offload_optimizer='device', with device_memory "
+                    f"for them (where "
                     f"it has none, offload_parameters='device')"
                 )
             raise OptimizerRefusedError(f"{error}{where}", device) from (error.__cause__ or error)

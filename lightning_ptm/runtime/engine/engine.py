@@ -628,7 +628,14 @@ class Engine:
     def hand_on(self) -> PreviousState:
         """Model states in their pages, which `close` leaves to the caller from now on. The engine has drained all updates,
         and only `close` follows. Collective where ranks own parameters."""
-        handed = PreviousState(self)
+        handed = PreviousState(
+            self.gathered_flats,
+            optimizers=self.updates.groups.optimizers,
+            scalars=self.optimizer_values.scalars(),
+            originals=self.values.give_originals(),
+            of_files=self.values.of_files,
+            disk_paths=self.disk_paths,
+        )
         self._pages_stay = True
         return handed
 

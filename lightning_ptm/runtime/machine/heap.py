@@ -43,7 +43,8 @@ _IN_SET_UP = (
     "offload_parameters='disk'), or raise the limit"
 )
 _IN_A_STEP = (
-    "lower the batch size, use recompute='all', keep less of the model in RAM (a disk_path, offload_parameters='disk', a lower "
+    "lower the batch size, use recompute='all', keep less of the model in RAM (a disk_path, "
+    "offload_parameters='disk', a lower "
     "host_memory), or raise the limit"
 )
 

@@ -12,6 +12,7 @@ import dataclasses
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator
     from lightning_ptm.planning.sharding import Axis
     from lightning_ptm.planning.tensor_slices import TensorSlice
-    from lightning_ptm.runtime.engine.engine import Engine
     from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
     from lightning_ptm.runtime.units.binding import FlatBinding
     from lightning_ptm.runtime.units.store import FlatStore, UnitStore
@@ -53,37 +53,49 @@ class PreviousFlat:
 
 
 class PreviousState:
-    """See the file's contract. Collective where ranks own parameters.
+    """The pages of an engine that has drained all updates and is about to close. Collective where ranks own parameters.
 
     Args:
-        engine: it has drained all updates, and is closed by the caller, but for its pages.
+        gathered_flats: reads the engine's flats; its allocator is from now on this object's.
+        optimizers: of the engine, in the order of the groups' numbers.
+        scalars: what optimizers keep of parameters beside element-wise states, by (flat, optimizer).
+        originals: values before they were rounded to compute precision, by id of parameter.
+        of_files: ids of frozen parameters whose values are still in the files that they came from.
+        disk_paths: folders of the engine's disk tier.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        gathered_flats, values = engine.gathered_flats, engine.values
-        self.allocator: Allocator = engine.allocator
-        self.disk_paths = engine.disk_paths
-        self.optimizers: tuple[Optimizer, ...] = tuple(engine.updates.groups.optimizers)
+    def __init__(
+        self,
+        gathered_flats: GatheredFlats,
+        *,
+        optimizers: Sequence[Optimizer],
+        scalars: Mapping[tuple[int, int], Sequence[object | None]],
+        originals: dict[int, Tensor],
+        of_files: Collection[int],
+        disk_paths: tuple[Path, ...],
+    ) -> None:
+        self.allocator = gathered_flats.allocator
+        self.disk_paths = disk_paths
+        self.optimizers = tuple(optimizers)
         self.flats: dict[tuple[object, ...], PreviousFlat] = {}
         """By geometry."""
         self.relay = Resharder(self.allocator)
         self._values: dict[int, ShardMap] = {}
         self._precise: dict[int, ShardMap] = {}
         self._states: dict[tuple[int, str], dict[int, ShardMap]] = {}
-        self._originals: dict[int, Tensor] = values.give_originals()
-        self.of_files = frozenset(values.of_files)
+        self._originals = originals
+        self.of_files = frozenset(of_files)
         self._axes: dict[int, tuple[Axis, ...]] = {}
         """Along which ranks that share a parameter differ."""
         self._boxes: dict[int, TensorSlice] = {}
         self._apart: dict[int, tuple[int, torch.dtype, tuple[int, ...]]] = {}
         """Of what not all ranks hold: who tells them, dtype and shape."""
-        scalars = engine.optimizer_values.scalars()
         for store, binding, flat in gathered_flats.flats():
             self._remember_apart(gathered_flats, store, binding, flat)
             if flat is None:
                 continue
             keys = tuple(map(id, binding.parameters))
-            sharing = engine.blueprint.holders.of_flat(flat.layout)
+            sharing = gathered_flats.holders.of_flat(flat.layout)
             ranks = sharing.ranks
             self._axes |= dict.fromkeys(keys, sharing.axes)
             home, master = gathered_flats.precise_home(flat), gathered_flats.master(flat)
