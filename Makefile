@@ -22,7 +22,7 @@ docs: $(VENV)/.for-docs
 	$(in_venv) sphinx-build -q -W --keep-going -b html docs docs/_build/html $(ARGS)
 
 $(VENV)/.for-runs: pyproject.toml $(VENV)/.torch
-	$(pip) --editable .
+	$(pip) --editable ".[plots]"
 	@touch $@
 
 $(VENV)/.for-tests: pyproject.toml $(VENV)/.torch

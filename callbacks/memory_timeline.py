@@ -1,7 +1,7 @@
 """Bytes of pages in each tier, tick by tick: what the plan says beside what was measured.
 
 Owns the tables of one recorded batch, and what its picture shows; lightning_ptm/drawing.py draws. I1: the picture needs
-Pillow; without it there is a warning and no picture.
+matplotlib; without it there is a warning and no picture.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import csv
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_ptm import AngelPTMStrategy, Event, EventKind
 from lightning_ptm.config import format_bytes
-from lightning_ptm.drawing import BLUE, ORANGE, Area, BytesPanel, Line, draw
+from lightning_ptm.drawing import BLUE, ORANGE, BytesPanel, Series, draw, save
 from lightning_ptm.errors import ConfigError
 
 from .outside_fit import OutsideFit
@@ -24,7 +23,7 @@ from .recorder import Batch, Recorder
 from .where import boards_of, file_of, loop_tag, own_name, pages_of
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 1000, 200
 """Of one tier's part of the picture, in pixels."""
@@ -107,15 +106,14 @@ class MemoryTimeline(Recorder, OutsideFit):
         if path is None and not boards:
             return
         loop = trainer.state.fn.value if trainer.state.fn is not None else "a run"
-        image = picture(self.curves, f"batch {batches[0].number} of {loop}", _names(ticks))
-        if image is None:
+        figure = picture(self.curves, f"batch {batches[0].number} of {loop}", _names(ticks))
+        if figure is None:
             return
         if path is not None:
-            image.save(path, format="PNG")
-        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, 3)
+            save(figure, path)
         for logger in boards:
             tag = loop_tag(trainer, own_name(trainer, self, "memory/timeline"))
-            logger.experiment.add_image(tag, pixels, trainer.global_step, dataformats="HWC")
+            logger.experiment.add_figure(tag, figure, trainer.global_step)
 
     def _write(self, trainer: Trainer, ticks: list[Event]) -> None:
         path = file_of(trainer, self, "memory_timeline.csv")
@@ -170,9 +168,9 @@ def _curves(strategy: AngelPTMStrategy, ticks: list[Event]) -> tuple[Curve, ...]
     )
 
 
-def picture(curves: tuple[Curve, ...], of: str, names: list[str]) -> Image | None:
+def picture(curves: tuple[Curve, ...], of: str, names: list[str]) -> Figure | None:
     """A picture: for each tier, measured bytes filled, planned ones as a line, over ticks, with
-    what pages may take; what is over it is red. None, with a warning, without Pillow.
+    what pages may take; what is over it is red. None, with a warning, without matplotlib.
 
     Args:
         of: what was recorded.
@@ -184,9 +182,9 @@ def picture(curves: tuple[Curve, ...], of: str, names: list[str]) -> Image | Non
         BytesPanel(
             title=curve.tier.upper(),
             layers=[
-                Area(f"measured, at most {format_bytes(max(curve.measured, default=0))}", curve.measured, MEASURED)
+                Series(f"measured, at most {format_bytes(max(curve.measured, default=0))}", curve.measured, MEASURED)
             ],
-            lines=[Line(f"planned, at most {format_bytes(max(curve.planned, default=0))}", curve.planned, PLANNED)],
+            lines=[Series(f"planned, at most {format_bytes(max(curve.planned, default=0))}", curve.planned, PLANNED)],
             limit_name="pages may take",
             limit=max(curve.budget, curve.room),
             bound_name="taken at the start",

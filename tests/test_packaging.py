@@ -27,7 +27,8 @@ REQUIRED = {
 }
 OPTIONAL = {
     "apex": "used where the user's own optimizers or kernels are Apex's",
-    "numpy": "its random numbers are looked after where it is there",
+    "matplotlib": "the extra `plots`, without which there are no pictures",
+    "numpy": "its random numbers are looked after where it is there, and matplotlib brings it",
 }
 """Imported modules that no dependency brings, and why a run goes on without."""
 
@@ -78,7 +79,8 @@ def test_the_versions_that_are_tested_are_read_from_all_dependencies() -> None:
     """.ci/versions takes each apart with this pattern."""
     pattern = re.search(r're\.fullmatch\(r"(.*)", each\)', (ROOT / ".ci" / "versions").read_text())
     assert pattern is not None
-    assert not [each for each in PROJECT["project"]["dependencies"] if not re.fullmatch(pattern[1], each)]
+    read = PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["plots"]
+    assert not [each for each in read if not re.fullmatch(pattern[1], each)]
 
 
 def test_a_wheel_says_that_it_is_typed_and_has_the_configs(tmp_path: Path) -> None:

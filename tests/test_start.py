@@ -19,7 +19,7 @@ from lightning_ptm.command_line import command_line
 from lightning_ptm.commands.entries import COMMANDS
 from lightning_ptm.trainer.registered import NAMES
 
-HEAVY = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "numpy", "torchmetrics", "tqdm", "PIL")
+HEAVY = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "numpy", "torchmetrics", "tqdm", "matplotlib")
 LIGHT = [["--help"], ["-h"], ["--version"], *([name, "--help"] for name in COMMANDS), ["plan"], ["plan", "--nosuch"]]
 
 

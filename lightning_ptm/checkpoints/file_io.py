@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.progress import Progress, Seen
-from lightning_ptm.storage.archive import Archive, unreadable
+from lightning_ptm.storage.archive import Archive, load_mapped
 from lightning_ptm.storage.folder import file_draft
 from lightning_ptm.storage.user_errors import is_file
 
@@ -110,12 +110,13 @@ def read_file(path: Path, *, weights_only: bool | None, map_location: Any = "cpu
     Raises:
         CheckpointError: it is damaged, no checkpoint, or holds what is not loaded from files that may not be trusted.
     """
-    try:
-        mapped = zipfile.is_zipfile(path)  # not what torch wrote before 1.6
-        return dict(torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mapped or None))
-    except Exception as error:  # torch has an error of its own for each way in which a file can be damaged
-        remedy = "give weights_only=False to the Trainer's method"
-        raise unreadable(path, error, weights_only=weights_only is not False, remedy=remedy) from error
+    remedy = "give weights_only=False to the Trainer's method"
+    loaded = load_mapped(path, weights_only=weights_only, map_location=map_location, remedy=remedy)
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(
+            f"{path} is no checkpoint, or is damaged (it holds a {type(loaded).__name__}); give one that a Trainer has saved"
+        )
+    return dict(loaded)
 
 
 def check_lightnings(path: str | Path, checkpoint: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ptm.config import format_bytes
-from lightning_ptm.errors import CapacityError, ConfigError, some
+from lightning_ptm.errors import CapacityError, some
 
 if TYPE_CHECKING:
     from lightning_ptm.forecasting.rates import Activity
@@ -65,58 +65,6 @@ def export(
         f"{out}: {len(plan.entries)} tensors, {format_bytes(plan.size_bytes)} in {files} file{'s' * (files > 1)}, "
         f"{', '.join(dtypes)}"
     )
-
-
-def generate(
-    ckpt: Path | None = None,
-    prompt: str = "-",
-    config_file: str | None = None,
-    max_new_tokens: int = 200,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    seed: int = 0,
-    precision: str | None = None,
-    accelerator: str | None = None,
-    strategy: dict[str, Any] | None = None,
-    weights_only: bool = True,
-) -> None:
-    """Continues a text with a trained GPT, also one that is larger than RAM.
-
-    Prints what follows the prompt, byte by byte as it comes, and on standard error how long it took. Each byte costs a
-    forward over all that the model reads (keys and values are not kept) and, of a model that is larger than RAM, a read of
-    all weights that RAM does not hold: `--strategy.disk_path` and `--strategy.host_memory` say where they go. Of a text
-    that is longer than the model's context the last part is read. It ends early where the model ends it, as the files
-    that it was trained on end.
-
-    Args:
-        ckpt: a checkpoint of the model: a full one (a file) or a sharded one (a folder).
-        prompt: the text to continue; `-`, the default, reads it from standard input. An empty one begins a new text.
-        config_file: the config file of the run that saved it, also as --config. It says what the checkpoint does not: the
-            model, where no hyper-parameters were saved, precision, and settings of the strategy.
-        max_new_tokens: bytes to add, at most.
-        temperature: logits are divided by it before a byte is drawn; 0 takes the likeliest, without a draw.
-        top_k: draw from the so many likeliest bytes; by default from all.
-        seed: of the draws; the same seed gives the same text.
-        precision: the Trainer's; by default the config's, else bf16-mixed.
-        accelerator: the Trainer's; by default the config's, else auto.
-        strategy: settings of the strategy in place of the config's, such as '{disk_path: /any, host_memory: 2GiB}'.
-        weights_only: false loads a checkpoint with objects of any class, which can run code: only for one that you trust.
-    """
-    from lightning_ptm.commands.configured import read_config
-    from lightning_ptm.commands.generate import built_for, continue_text, read_prompt, trainer_for
-    from lightning_ptm.data.text import TEXT_END
-    from lightning_ptm.models.sampling import Sampling
-    from lightning_ptm.storage.source import Source
-
-    if ckpt is None:
-        raise ConfigError("generate needs --ckpt: the file or the folder of a checkpoint")
-    sampling = Sampling(max_new_tokens, temperature, top_k, seed, stop=TEXT_END)
-    document = {} if config_file is None else read_config(Path(config_file))
-    source = Source(ckpt, weights_only=weights_only)
-    model = built_for(source, document, config_file)
-    tokens = read_prompt(prompt, model)
-    trainer = trainer_for(document, precision, accelerator, strategy or {})
-    continue_text(trainer, model, tokens, sampling, ckpt, weights_only=weights_only)
 
 
 def inspect(checkpoint: Path, *, verify: bool = True, weights_only: bool = True) -> None:
@@ -247,7 +195,6 @@ def probe(disk: str | list[str] | None = None, quick: bool = False) -> None:
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "export": export,
-    "generate": generate,
     "inspect": inspect,
     "params": params,
     "plan": plan,

@@ -18,10 +18,10 @@ from lightning_ptm.drawing import (
     SKY,
     VERMILION,
     YELLOW,
-    Area,
     BusyPanel,
     BusyRow,
     BytesPanel,
+    Series,
     draw,
 )
 from lightning_ptm.forecasting.rates import Activity
@@ -30,7 +30,7 @@ from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.terms import Link, Operation, Phase, Tier
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from matplotlib.figure import Figure
 
     from lightning_ptm.forecasting.prediction import Prediction
 
@@ -47,11 +47,11 @@ OPERATIONS = {
 }
 
 
-def draw_plan(found: Prediction, blueprint: Blueprint, record: Sequence[Activity]) -> Image:
+def draw_plan(found: Prediction, blueprint: Blueprint, record: Sequence[Activity]) -> Figure:
     """The picture of a forecast, of one rank; where it does not fit, of its memory alone.
 
     Raises:
-        ConfigError: no Pillow.
+        ConfigError: no matplotlib.
     """
     samples = f"batch {max(found.batch_size, 1)}" + (f" x {found.accumulate}" if found.accumulate > 1 else "")
     where = f"{found.nodes} x {found.hardware}" if found.nodes > 1 else found.hardware
@@ -83,10 +83,10 @@ def _memory(found: Prediction, blueprint: Blueprint) -> list[BytesPanel]:
             name = "gathered, gradients on their way, staging"
         else:
             name = "staging"
-        layers = [Area("homes", [home] * count, HOMES)]
-        layers += [Area(name, held, HELD)] if any(held) else []
-        layers += [Area(_rest_name(tier), rest, FREE)] if any(rest) else []
-        layers += [Area("activations", kept, ACTIVATIONS)] if kept else []
+        layers = [Series("homes", [home] * count, HOMES)]
+        layers += [Series(name, held, HELD)] if any(held) else []
+        layers += [Series(_rest_name(tier), rest, FREE)] if any(rest) else []
+        layers += [Series("activations", kept, ACTIVATIONS)] if kept else []
         title = "DEVICE (this CPU's RAM)" if blueprint.unified and tier.computes else tier.name
         panels.append(
             BytesPanel(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from lightning_ptm.models.gpt import GPT
-from lightning_ptm.models.sampling import Sampling
 from lightning_ptm.models.t5 import T5
 from lightning_ptm.models.t5_moe import T5MoE
 
-__all__ = ["GPT", "T5", "Sampling", "T5MoE"]
+__all__ = ["GPT", "T5", "T5MoE"]

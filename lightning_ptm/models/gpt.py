@@ -7,7 +7,7 @@ strategy trains it. The invariants are those of `base.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.models.base import Batch, LanguageModel, check_dropout, check_heads
 from lightning_ptm.models.kernels import is_norm, layer_norm
-from lightning_ptm.models.sampling import Sampler, Sampling
 from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel, Rule, VocabParallel
 
 INIT_STD = 0.02
@@ -160,10 +159,6 @@ class GPT(LanguageModel):
         self.sequence_length = self.longest = sequence_length
         self.dropout = dropout
         self.tie_head = tie_head
-        self.sampling = Sampling()
-        """How `predict_step` continues texts."""
-        self.told: Callable[[Tensor], None] | None = None
-        """Called by `predict_step` with each new token of its texts, int64 of shape (batch,) on the CPU."""
 
     # ---- building ----
 
@@ -248,59 +243,8 @@ class GPT(LanguageModel):
         logits = self(tokens)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    @torch.no_grad()
-    def generate(
-        self, tokens: Tensor, sampling: Sampling | None = None, told: Callable[[Tensor], None] | None = None
-    ) -> Tensor:
-        """Continues texts.
-
-        Each new token costs a forward over all tokens that are read for it: keys and values are not kept. Of a text that is
-        longer than `sequence_length`, what is given and what was added together, the last `sequence_length` tokens are
-        read. Under a strategy that fetches weights, each token fetches all that memory does not hold: call this inside
-        `predict_step`, or give `trainer.predict` batches of tokens.
-
-        Args:
-            tokens: of shape (batch, tokens), at least one each.
-            sampling: by default `Sampling()`.
-            told: is called with each new token of the texts, int64 of shape (batch,) on the CPU, as it comes.
-
-        Returns:
-            What was added, int64 of shape (batch, new tokens) on the CPU.
-
-        Raises:
-            UsageError: texts without a token, or logits that are NaN or infinite.
-        """
-        if tokens.ndim != 2 or tokens.shape[1] < 1:
-            raise UsageError(
-                f"generate got tokens of shape {tuple(tokens.shape)}; it continues (batch, tokens), at least one token each"
-            )
-        sampling = sampling or Sampling()
-        sampler, added = Sampler(sampling), list[Tensor]()
-        ended = torch.zeros(len(tokens), dtype=torch.bool)
-        training = self.training
-        self.eval()
-        try:
-            for _ in range(sampling.max_new_tokens):
-                tokens = tokens[:, -self.sequence_length :]
-                following = sampler.choose(self(tokens)[:, -1])
-                if sampling.stop is not None:
-                    following = following.masked_fill(ended, sampling.stop)
-                    ended |= following == sampling.stop
-                added.append(following)
-                if told is not None:
-                    told(following)
-                if ended.all():
-                    break
-                tokens = torch.cat([tokens, following[:, None].to(tokens)], dim=1)
-        finally:
-            self.train(training)
-        return torch.stack(added, dim=1)
-
-    def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
-        """Of tokens of shape (batch, tokens) alone: their continuation by `self.sampling`; see `generate`. Of tokens with
-        those that follow them: the cross-entropy of each sequence, shape (batch,), in nats per token."""
-        if isinstance(batch, Tensor):
-            return self.generate(batch, self.sampling, self.told)
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The cross-entropy of each sequence, shape (batch,), in nats per token."""
         tokens, targets = batch
         losses = F.cross_entropy(self(tokens).float().transpose(1, 2), targets, reduction="none")
         return losses.mean(dim=1)

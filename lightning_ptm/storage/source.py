@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.errors import CheckpointError
-from lightning_ptm.storage.archive import Archive, Placed
+from lightning_ptm.storage.archive import Archive, blocks
 from lightning_ptm.storage.index import LIGHTNING, PARAMETERS, Index
 from lightning_ptm.storage.tensors import Stored
 from lightning_ptm.storage.user_errors import is_file, is_folder
@@ -32,14 +32,14 @@ class Weight:
         names: in the state dict, in its order: several where one tensor has them (tied weights).
         dtype, shape: as it was saved.
         unit: whose it is; None where the checkpoint does not say.
-        place: where its elements are.
+        place: where its elements are: in a file of a folder, or mapped.
     """
 
     names: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
     unit: str | None
-    place: _InFolder | Placed
+    place: _InFolder | Tensor
 
     @property
     def numel(self) -> int:
@@ -57,7 +57,7 @@ class _InFolder:
 
 
 class Source:
-    """An open checkpoint. Holds no file open between calls, and the memory of a piece at most.
+    """An open checkpoint. Maps torch.save's file, and holds the memory of a piece at most.
 
     Args:
         path: a folder or a file.
@@ -79,6 +79,7 @@ class Source:
         if self._folder is not None:
             self._folder.check_dictionary(self.dictionary)
         self._reading: CheckedFile | None = None
+        self._archive_checked = False
         state: Mapping[str, Any] = self.dictionary["state_dict"]
         self.weights = self._full_weights(state) if self.index is None else self._sharded_weights(self.index, state)
         # Extra state of modules, which is no tensor.
@@ -104,8 +105,11 @@ class Source:
         Raises:
             CheckpointError: it cannot be read, or (at the latest after the last piece) is damaged.
         """
-        if isinstance(weight.place, Placed):
-            return self.archive.pieces(weight.place)
+        if isinstance(weight.place, Tensor):
+            if not self._archive_checked:  # all of it: which of its records this is in is torch's own business
+                self.archive.check()
+                self._archive_checked = True
+            return (block.view(-1) for block in blocks(weight.place) if block.numel())
         file = self.files[weight.place.file]
         if self._reading is not None and self._reading is not file:
             self._reading.let_go()
@@ -119,20 +123,23 @@ class Source:
             CheckpointError: with the file, the tensor and the range that differ.
         """
         self.archive.check(seen)
+        self._archive_checked = True
         for file in self.files.values():
             file.check(seen)
 
     def _full_weights(self, state: Mapping[str, Any]) -> tuple[Weight, ...]:
         names: dict[Any, list[str]] = {}
-        places: dict[Any, Placed] = {}
+        found: dict[Any, Tensor] = {}
         for name, value in state.items():
             if isinstance(value, Tensor):
-                place = self.archive.place(name, value)
-                # The same elements in the same order: one tensor. Others that share a record are each their own.
-                key = (place.record, place.dtype, place.shape, place.stride, place.offset)
-                names.setdefault(key if value.numel() else name, []).append(name)
-                places.setdefault(key if value.numel() else name, place)
-        return tuple(Weight(tuple(names[key]), place.dtype, place.shape, None, place) for key, place in places.items())
+                _check_plain(self.path, name, value)
+                # The same elements in the same order: one tensor. Others that share a storage are each their own.
+                key = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else name
+                names.setdefault(key, []).append(name)
+                found.setdefault(key, value)
+        return tuple(
+            Weight(tuple(names[key]), each.dtype, tuple(each.shape), None, each) for key, each in found.items()
+        )
 
     def _sharded_weights(self, index: Index, state: Mapping[str, Any]) -> tuple[Weight, ...]:
         parameters = {
@@ -166,3 +173,11 @@ def _checked_dictionary(path: Path, loaded: Any) -> Mapping[str, Any]:
     raise CheckpointError(
         f"{path} holds {holds}, and a checkpoint of Lightning has a 'state_dict'; give one that a Trainer has saved"
     )
+
+
+def _check_plain(path: Path, name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise CheckpointError(
+            f"{path}: {name} is {tensor.layout} of {tensor.dtype}, and only plain tensors can be exported; make it one "
+            f"before it is saved"
+        )

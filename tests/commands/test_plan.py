@@ -302,7 +302,7 @@ def test_what_begins_before_the_step_is_shown_and_the_start_is_marked(tmp_path: 
 def colours_of(path: Path) -> set[str]:
     with Image.open(path) as image:
         assert image.format == "PNG" and image.size == (1200, 800)
-        return {"#{:02x}{:02x}{:02x}".format(*colour) for _, colour in image.getcolors(1 << 20) or []}
+        return {"#{:02x}{:02x}{:02x}".format(*colour) for _, colour in image.convert("RGB").getcolors(1 << 20) or []}
 
 
 def test_the_picture_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.callbacks import GradNormMonitor, MemoryTimeline, PageMonitor, ThroughputMonitor
 from lightning_ptm.cli import main
-from lightning_ptm.models.sampling import Sampling
 from lightning_ptm.runtime.autograd import offload
 from lightning_ptm.runtime.deciding import decide
 
@@ -313,7 +312,16 @@ def evaluated(place: Place) -> Seen:
 
 # -- texts ------------------------------------------------------------------------------------------------------------
 
-GREEDY, DRAWN = Sampling(max_new_tokens=6, temperature=0), Sampling(max_new_tokens=6, temperature=1.0, top_k=8, seed=3)
+
+@torch.no_grad()
+def continued(module: PreciseGPT, text: Tensor, top_k: int) -> Tensor:
+    """Six tokens that follow each text, drawn from the `top_k` likeliest."""
+    generator, given = torch.Generator().manual_seed(3), text.shape[1]
+    for _ in range(6):
+        values, following = module(text[:, -module.sequence_length :])[:, -1].double().topk(top_k)
+        drawn = torch.multinomial(values.softmax(-1), 1, generator=generator)
+        text = torch.cat([text, following.gather(1, drawn)], dim=1)
+    return text[:, given:]
 
 
 class Writes(PreciseGPT):
@@ -321,18 +329,20 @@ class Writes(PreciseGPT):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sampling = GREEDY
         self.texts: list[Tensor] = []
 
     def write(self) -> None:
-        for sampling in (GREEDY, DRAWN):
-            self.texts.append(self.generate(tokens(2, 5), sampling))
+        for top_k in (1, 8):
+            self.texts.append(continued(self, tokens(2, 5), top_k))
 
     def on_train_epoch_end(self) -> None:
         self.write()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.write()
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return continued(self, batch, 1)
 
 
 def written(place: Place) -> Seen:
