@@ -16,7 +16,7 @@ from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.terms import Link
 from lightning_ptm.update.state_encoding import ENCODINGS, VALUES_DTYPE
-from lightning_ptm.update.traits import SlotTraits
+from lightning_ptm.update.trial.traits import SlotTraits
 
 _WORDS = {encoding: word for word, encoding in ENCODINGS.items()}
 

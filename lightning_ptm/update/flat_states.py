@@ -25,7 +25,7 @@ from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.terms import ALIGN_NUMEL, Tier
 from lightning_ptm.update.state_encoding import VALUES_DTYPE, EncodedTensor
 from lightning_ptm.update.state_layout import lay_out_states, layout_groups, states_of_all_ranks
-from lightning_ptm.update.traits import OptimizerTraits, ScalarState, Shape, frozen_scalars
+from lightning_ptm.update.trial.traits import OptimizerTraits, ScalarState, Shape, frozen_scalars
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.update.default_dtype import DefaultDtype
 from lightning_ptm.update.private import PrivateOptimizer
-from lightning_ptm.update.traits import Initial, OptimizerTraits, ScalarState, Shape, copy_value, frozen_scalars
+from lightning_ptm.update.trial.traits import Initial, OptimizerTraits, ScalarState, Shape, copy_value, frozen_scalars
 
 _MOST_TRIED_NUMEL = 1 << 20
 """Of a parameter on which a step is tried before it is taken."""

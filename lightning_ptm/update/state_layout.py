@@ -20,7 +20,7 @@ from lightning_ptm.errors import InternalError
 from lightning_ptm.planning.layout import round_up
 from lightning_ptm.terms import BLOCK_BYTES, chunk_numel
 from lightning_ptm.update.state_encoding import Encoding
-from lightning_ptm.update.traits import OptimizerTraits, Shape, SlotTraits
+from lightning_ptm.update.trial.traits import OptimizerTraits, Shape, SlotTraits
 
 if TYPE_CHECKING:
     import torch

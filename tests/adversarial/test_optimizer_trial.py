@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.update.probe import probe, try_out
 from lightning_ptm.update.shadow import snapshot
+from lightning_ptm.update.trial.probe import probe, try_out
 
 SHAPES = [(8, 3, 3, 3), (8,), (9, 70), (9,), (8, 8), ()]
 

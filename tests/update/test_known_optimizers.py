@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_ptm.update.probe import probe, try_out
+from lightning_ptm.update.trial.probe import probe, try_out
 
 SETTINGS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
     (optim.Adam, {}),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ptm.update.probe import probe
-from lightning_ptm.update.whole_trial import CountedProducts
+from lightning_ptm.update.trial.probe import probe
+from lightning_ptm.update.trial.whole_trial import CountedProducts
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

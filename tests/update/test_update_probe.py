@@ -10,9 +10,9 @@ from devices import HERE, on_device
 from torch import optim
 
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.update.probe import probe
 from lightning_ptm.update.shadow import GroupValues, RunViews, ShadowOptimizer, snapshot
-from lightning_ptm.update.traits import Initial
+from lightning_ptm.update.trial.probe import probe
+from lightning_ptm.update.trial.traits import Initial
 
 
 def parameters() -> list[torch.nn.Parameter]:

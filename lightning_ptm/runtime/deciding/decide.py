@@ -68,7 +68,7 @@ from lightning_ptm.runtime.units.discovery import Unit, discover, with_vectors_a
 from lightning_ptm.runtime.units.divided_experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.units.shared_storage import overlap
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.traits import GroupTraits, OptimizerTraits
+from lightning_ptm.update.trial.traits import GroupTraits, OptimizerTraits
 
 
 def decide_here(

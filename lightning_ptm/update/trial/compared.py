@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from lightning_ptm.update.traits import same_value
-from lightning_ptm.update.trial import Whole
+from lightning_ptm.update.trial.runs import Whole
+from lightning_ptm.update.trial.traits import same_value
 
 
 def replayed(whole: Whole, places: Sequence[int]) -> Whole:

@@ -14,11 +14,10 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.update.compared import agree, replayed, same_parts, same_values
-from lightning_ptm.update.kept import Lacks, Raises, group_values, own_slots_of, slots_of, told
 from lightning_ptm.update.private import PrivateOptimizer, held_by
 from lightning_ptm.update.shadow import NOT_HYPER, own_values, undecorated_step
-from lightning_ptm.update.specimens import (
+from lightning_ptm.update.trial.compared import agree, replayed, same_parts, same_values
+from lightning_ptm.update.trial.parameters import (
     LONG,
     Gradient,
     Specimen,
@@ -29,9 +28,10 @@ from lightning_ptm.update.specimens import (
     trial_of,
     with_few,
 )
-from lightning_ptm.update.traits import GroupTraits, Initial, OptimizerTraits, same_value
-from lightning_ptm.update.trial import Difference, Whole, holds_parameters, run_in_pieces, run_whole, strange_keys
-from lightning_ptm.update.whole_trial import keeps_others, run_by_parameter, smallest, with_own_shapes
+from lightning_ptm.update.trial.runs import Difference, Whole, holds_parameters, run_in_pieces, run_whole, strange_keys
+from lightning_ptm.update.trial.state_tensors import Lacks, Raises, group_values, own_slots_of, slots_of, told
+from lightning_ptm.update.trial.traits import GroupTraits, Initial, OptimizerTraits, same_value
+from lightning_ptm.update.trial.whole_trial import keeps_others, run_by_parameter, smallest, with_own_shapes
 
 _WORKS = (
     "what works: optimizers that treat each element on its own, as Adam, AdamW, SGD, RAdam, NAdam, RMSprop, Adagrad, "

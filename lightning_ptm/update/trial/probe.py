@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.backend import backend_of
-from lightning_ptm.update.candidate import Candidate, may_fuse, name_of
-from lightning_ptm.update.known import has_wrong_kernel, is_known, known_group, known_initial
-from lightning_ptm.update.traits import OptimizerTraits
+from lightning_ptm.update.trial.candidate import Candidate, may_fuse, name_of
+from lightning_ptm.update.trial.known import has_wrong_kernel, is_known, known_group, known_initial
+from lightning_ptm.update.trial.traits import OptimizerTraits
 
 
 def probe(

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lightning_ptm.update.traits import Shape, SlotTraits, StateShapes, same_value
-from lightning_ptm.update.trial import Whole
+from lightning_ptm.update.trial.runs import Whole
+from lightning_ptm.update.trial.traits import Shape, SlotTraits, StateShapes, same_value
 
 _NUMBERS = (torch.Tensor, int, float, complex, bool, str, type(None))
 

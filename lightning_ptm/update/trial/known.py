@@ -14,7 +14,7 @@ from torch import optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import _get_capturable_supported_devices
 
-from lightning_ptm.update.traits import GroupTraits, Initial, SlotTraits
+from lightning_ptm.update.trial.traits import GroupTraits, Initial, SlotTraits
 
 _Values = Mapping[str, Any]
 

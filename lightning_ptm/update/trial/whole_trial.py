@@ -22,11 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_ptm.update.kept import Lacks, Raises, kept_shapes, told
 from lightning_ptm.update.private import PrivateOptimizer
 from lightning_ptm.update.shadow import RunViews, ShadowOptimizer, own_values, undecorated_step
-from lightning_ptm.update.specimens import settings_of
-from lightning_ptm.update.traits import (
+from lightning_ptm.update.trial.parameters import settings_of
+from lightning_ptm.update.trial.runs import Difference, Whole, group_difference, hyper_at, run_object
+from lightning_ptm.update.trial.state_tensors import Lacks, Raises, kept_shapes, told
+from lightning_ptm.update.trial.traits import (
     GroupTraits,
     Initial,
     OptimizerTraits,
@@ -35,7 +36,6 @@ from lightning_ptm.update.traits import (
     StateShapes,
     same_value,
 )
-from lightning_ptm.update.trial import Difference, Whole, group_difference, hyper_at, run_object
 
 
 class CountedProducts(TorchDispatchMode):

@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from lightning_ptm.terms import ALIGN_NUMEL
 from lightning_ptm.update.private import PrivateOptimizer
 from lightning_ptm.update.shadow import GroupValues, RunViews, ShadowOptimizer, own_values, undecorated_step
-from lightning_ptm.update.specimens import Gradient, Specimen, Trial
-from lightning_ptm.update.traits import Initial, OptimizerTraits, ScalarState, copy_value, same_value
+from lightning_ptm.update.trial.parameters import Gradient, Specimen, Trial
+from lightning_ptm.update.trial.traits import Initial, OptimizerTraits, ScalarState, copy_value, same_value
 
 _CUTS = (0, 64, 448, 512, 960)
 _LONG_NUMEL = 20_480
