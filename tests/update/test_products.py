@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_ptm.update.trial.probe import probe
-from lightning_ptm.update.trial.whole_trial import CountedProducts
+from lightning_ptm.update.trial.state_tensors import CountedProducts
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -389,3 +389,119 @@ def _first_difference(whole: Whole, step: int, paged: _Paged) -> str | None:
         if not same_value(value, ours[key]):
             return f"scalar {key!r}"
     return None
+
+
+# -- parameter by parameter ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class _Laid:
+    """A parameter of the trial as pages hold it."""
+
+    value: torch.Tensor
+    slots: dict[str, torch.Tensor]
+    scalars: ScalarState | None = None
+
+
+@torch.no_grad()
+def run_by_parameter(optimizer: Optimizer, traits: OptimizerTraits, whole: Whole) -> Difference | None:
+    """Run a trial as whole parameters are updated in pages; what differs first from the run of all at once, or None.
+
+    Args:
+        traits: what is taken to be known about the optimizer, with the groups of the trial.
+    """
+    trial = whole.trial
+    shadow = ShadowOptimizer(optimizer, traits)
+    laid = [_lay(traits, whole, index) for index in range(len(trial.specimens))]
+    advanced: list[dict[str, Any]] = [{} for _ in trial.groups]
+    for step in range(len(trial.steps)):
+        hyper = hyper_at(trial, step, advanced)
+        for index, (specimen, each) in enumerate(zip(trial.specimens, laid, strict=True)):
+            if (step, index) in trial.absent:
+                continue
+            gradient = whole.gradients[step][index].clone()
+            run = RunViews(specimen.group, each.value, gradient, each.slots, each.scalars)
+            each.scalars = shadow.step_whole(hyper, run)
+        for index, each in enumerate(laid):
+            found = _difference(whole, step, index, each)
+            if found is not None:
+                return Difference(found, step, index)
+        if traits.group_slots:
+            advanced = [shadow.advanced_group(hyper, index, laid[0].value) for index in range(len(trial.groups))]
+        if (differs := group_difference(whole, step, advanced)) is not None:
+            return differs
+    return None
+
+
+def _lay(traits: OptimizerTraits, whole: Whole, index: int) -> _Laid:
+    specimen, start = whole.trial.specimens[index], whole.starts[index]
+    group = traits.groups[specimen.group]
+    dtypes = {slot.name: slot.dtype for slot in group.slots}
+    # Pages of states hold anything before their first step.
+    slots = {
+        name: torch.full(
+            shape, torch.nan if dtypes[name].is_floating_point else 77, dtype=dtypes[name], device=start.device
+        )
+        for name, shape in group.kept[specimen.shape].items()
+    }
+    return _Laid(start.reshape(specimen.shape).clone(), slots)
+
+
+def _difference(whole: Whole, step: int, index: int, laid: _Laid) -> str | None:
+    if not same_value(whole.values[step][index], laid.value):
+        return "value"
+    expected = {**whole.slots[step][index], **whole.scalars[step][index]}
+    ours = {**laid.slots, **laid.scalars.values} if laid.scalars is not None else {}
+    if expected.keys() != ours.keys():
+        return f"set of states {sorted(expected)} (to {sorted(ours)})"
+    return next((f"state {key!r}" for key, value in expected.items() if not same_value(value, ours[key])), None)
+
+
+# -- comparison -------------------------------------------------------------------------------------------------------
+
+
+def replayed(whole: Whole, places: Sequence[int]) -> Whole:
+    """Starts and gradients of some of the parameters, to be run again."""
+    starts = [whole.starts[place] for place in places]
+    gradients = [[gradients[place] for place in places] for gradients in whole.gradients]
+    return Whole(whole.trial, starts, gradients, slot_names=whole.slot_names)
+
+
+def same_parts(whole: Whole, places: Sequence[int], part: Whole) -> bool:
+    """Whether these parameters moved as they do in a run of them alone."""
+    for values, ours in zip(whole.values, part.values, strict=True):
+        if not all(same_value(values[place], mine) for place, mine in zip(places, ours, strict=True)):
+            return False
+    return True
+
+
+def same_values(first: Whole, second: Whole) -> bool:
+    """Whether two runs over the same numbers, in whatever shapes, moved parameters and states alike."""
+    for step in range(len(first.values)):
+        for one, other in zip(first.values[step], second.values[step], strict=True):
+            if not same_value(one.reshape(-1), other.reshape(-1)):
+                return False
+        for ours, theirs in zip(first.slots[step], second.slots[step], strict=True):
+            if not same_value(_flat(ours), _flat(theirs)):
+                return False
+    return True
+
+
+def _flat(slots: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value.reshape(-1) for key, value in slots.items()}
+
+
+def agree(fused: Whole, other: Whole) -> bool:
+    """Whether two runs are the same arithmetic, but for rounding; values that overflowed in `other` are not judged."""
+    pairs = [
+        pair for ours, theirs in zip(fused.values, other.values, strict=True) for pair in zip(ours, theirs, strict=True)
+    ]
+    for ours_, theirs_ in zip(fused.slots, other.slots, strict=True):
+        for mine, yours in zip(ours_, theirs_, strict=True):
+            pairs.extend((value, yours[key]) for key, value in mine.items() if key in yours)
+    for ours__, theirs__ in pairs:
+        known = theirs__.isfinite()
+        a, b = ours__[known].double(), theirs__[known].double()
+        if b.numel() and not torch.allclose(a, b, rtol=0.1, atol=0.02 * float(b.abs().max())):
+            return False
+    return True
