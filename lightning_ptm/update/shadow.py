@@ -1,6 +1,6 @@
 """The shadow: an instance of the user's own optimizer class that is run over views of pages.
 
-Owns one private copy of the user's optimizer (private.py). Knows views and scalars; never pages, flats, chunks or threads.
+Owns one clone of the user's optimizer (clone.py). Knows views and scalars; never pages, flats, chunks or threads.
 I1: the user's optimizer, its groups, its class and the class's module are only read, and its `state` stays empty; what
     changes is in the views and in ScalarState.
 I2: hyper-parameters are a snapshot: a scheduler that writes `param_groups` after the snapshot changes nothing here.
@@ -29,8 +29,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
+from lightning_ptm.update.clone import clone_of, constructed_clone, copy_plain
 from lightning_ptm.update.default_dtype import DefaultDtype
-from lightning_ptm.update.private import PrivateOptimizer
 from lightning_ptm.update.trial.traits import Initial, OptimizerTraits, ScalarState, Shape, copy_value, frozen_scalars
 
 _MOST_TRIED_NUMEL = 1 << 20
@@ -149,12 +149,11 @@ class ShadowOptimizer:
     ) -> None:
         self.traits = traits
         self._default_dtype = default_dtype
-        self._private = PrivateOptimizer(optimizer)
-        self._clone = self._private.object
-        self._step = undecorated_step(self._private.cls)
+        self._clone = clone_of(optimizer)
+        self._step = undecorated_step(type(optimizer))
         self._closure = {"closure": _no_loss} if traits.closure else {}
         # I4: what `step` changes on the object, as it was before the first.
-        self._records = {name: copy.deepcopy(vars(self._clone).get(name)) for name in traits.records}
+        self._records = copy_plain({name: vars(self._clone).get(name) for name in traits.records})
         self._advanced: list[_Advanced] = []
         """Of one step."""
 
@@ -284,7 +283,7 @@ class ShadowOptimizer:
 
     def _take_step(self) -> None:
         if self._records:
-            vars(self._clone).update(copy.deepcopy(self._records))
+            vars(self._clone).update(copy_plain(self._records))
         with nullcontext() if self._default_dtype is None else DefaultDtype(self._default_dtype):
             self._take_step_outside_modes()
 
@@ -330,7 +329,7 @@ class ShadowOptimizer:
             return state
         if self.traits.initial is Initial.LAZY:
             return {}
-        fresh = self._private.construct([{"params": [run.parameter], **self._values(hyper, run.group)}])
+        fresh = constructed_clone(self._clone, [{"params": [run.parameter], **self._values(hyper, run.group)}])
         return dict(fresh.state[run.parameter])
 
     def _collect(self, run: RunViews) -> None:

@@ -19,7 +19,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.backend import CpuBackend, backend_of
-from lightning_ptm.update.private import PrivateOptimizer, held_by
+from lightning_ptm.update.clone import constructed_clone
 from lightning_ptm.update.shadow import NOT_HYPER, own_values, undecorated_step
 from lightning_ptm.update.trial.known import has_wrong_kernel, is_known, known_group, known_initial
 from lightning_ptm.update.trial.parameters import (
@@ -46,6 +46,7 @@ from lightning_ptm.update.trial.runs import (
     same_values,
     strange_keys,
 )
+from lightning_ptm.update.trial.side_effects import SharedData, reached_parameters
 from lightning_ptm.update.trial.state_tensors import (
     Lacks,
     Raises,
@@ -88,24 +89,26 @@ def probe(
             f"{name_of(optimizer)} with fused=True and momentum keeps wrong momentum of {str(dtype).removeprefix('torch.')}: "
             f"torch's kernel does; use fused=False, or a mixed precision, with masters in fp32"
         )
-    with _generators_as_they_are(device):
-        return try_out(optimizer, dtype=dtype, device=device)
+    return try_out(optimizer, dtype=dtype, device=device)
 
 
 def try_out(optimizer: Optimizer, *, dtype: torch.dtype, device: torch.device) -> OptimizerTraits:
     """As `probe`, by trial whatever the class is."""
-    return Candidate(optimizer, dtype, device).traits()
+    with _nothing_changed(optimizer, device):
+        return Candidate(optimizer, dtype, device).traits()
 
 
 @contextlib.contextmanager
-def _generators_as_they_are(device: torch.device) -> Iterator[None]:
-    """A class that draws random numbers must not change those of the training."""
+def _nothing_changed(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
+    """Puts back what a class may change outside of its object: random generators, and data on the class or in its module."""
+    shared = SharedData(optimizer)
     python, here = random.getstate(), torch.get_rng_state()
     backend = backend_of(device)
     there = backend.random_state()
     try:
         yield
     finally:
+        shared.restore()
         random.setstate(python)
         torch.set_rng_state(here)
         if there is not None:
@@ -157,6 +160,7 @@ class Candidate:
             kinds = kinds_of(self._optimizer.param_groups)
             chosen = chosen_groups(kinds)
             trial = trial_of([self._optimizer.param_groups[index] for index in chosen], self._all_values(chosen))
+            self._check_shared_data(with_few(trial))
             traits = self._by_element_or_parameter(trial)
             tried = {kinds[index]: traits.groups[place] for place, index in enumerate(chosen)}
             groups = [tried[kind] for kind in kinds]
@@ -182,24 +186,36 @@ class Candidate:
                 f"{self._name} moves parameters in its train() and eval(), between steps, when they lie in pages. Use "
                 f"{self._instead()} with a learning rate scheduler in its place; {_WORKS}"
             )
-        held = held_by(self._optimizer)
-        if held is None:
+        reached = reached_parameters(self._optimizer)
+        if reached is None:
             return
+        place, value = reached
+        what = type(value).__name__
         if _insists_on_closure(self._optimizer):
             raise ConfigError(
                 f"{self._name}.step needs a closure that evaluates the model again, several times a step; pages are updated "
                 f"long after the forward pass; {_WORKS}"
             )
-        if isinstance(held.value, Optimizer):
+        if isinstance(value, Optimizer):
             raise ConfigError(
-                f"{self._name} wraps another optimizer, {type(held.value).__name__} (its {held.place}), and moves that one's "
-                f"parameters itself, which lie in pages; return the {type(held.value).__name__} from configure_optimizers "
-                f"without it; {_WORKS}"
+                f"{self._name} wraps another optimizer, {what} (its {place}), and moves that one's parameters itself, which "
+                f"lie in pages; return the {what} from configure_optimizers without it; {_WORKS}"
             )
         raise ConfigError(
-            f"{self._name} reaches parameters by its {held.place} ({held.what}) and not only by its param_groups; they lie "
-            f"in pages, and its update cannot be run page by page. Use {self._instead()} in its place; {_WORKS}"
+            f"{self._name} reaches parameters by its {place} ({what}) and not only by its param_groups; they lie in pages, "
+            f"and its update cannot be run page by page. Use {self._instead()} in its place; {_WORKS}"
         )
+
+    def _check_shared_data(self, trial: Trial) -> None:
+        self._run(trial)  # what a class makes once is a cache
+        shared = SharedData(self._optimizer)
+        self._run(trial)
+        if changed := shared.changed():
+            raise ConfigError(
+                f"{self._name}.step changes {', '.join(sorted(changed))}, outside of the optimizer object; pages are updated "
+                f"by many calls of step, all of which would change it. Keep what the update depends on in its param_groups "
+                f"or state, and other data (counters, logs) in attributes of the object; {_WORKS}"
+            )
 
     def _find_initial(self) -> Initial:
         """Whether the class fills state in its constructor; then it has to do so for each page, too."""
@@ -212,7 +228,7 @@ class Candidate:
         like = torch.nn.Parameter(torch.zeros(8, dtype=self._dtype, device=self._device))
         group = own_values(self._optimizer.param_groups[0])
         try:
-            fresh = PrivateOptimizer(self._optimizer).construct([{"params": [like], **group}])
+            fresh = constructed_clone(self._optimizer, [{"params": [like], **group}])
         except Exception as error:
             raise Lacks(
                 f"its constructor makes states, and called again with its defaults it raises {told(error)}"
@@ -325,13 +341,13 @@ class Candidate:
             raise Lacks(f"it keeps {', '.join(whole.strange_keys)} in its state, for no parameter")
         if whole.draws_random_numbers:
             raise Lacks("it draws random numbers, and pages would draw others")
-        if whole.records or whole.outside:
+        if whole.records:
             forgetful = self._run(whole.trial, replay=whole, forgetful=True)
             if not same_values(whole, forgetful):
-                places = [*(f"self.{name}" for name in whole.records), *whole.outside]
+                places = ", ".join(f"self.{name}" for name in whole.records)
                 raise Lacks(
-                    f"its update depends on {', '.join(places)}, which each step changes, and which is neither in its state "
-                    f"nor in a parameter group"
+                    f"its update depends on {places}, which each step changes, and which is neither in its state nor in a "
+                    f"parameter group"
                 )
         for step, groups in enumerate(whole.groups):
             for index, group in enumerate(groups):

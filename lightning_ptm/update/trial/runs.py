@@ -24,7 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ptm.terms import ALIGN_NUMEL
-from lightning_ptm.update.private import PrivateOptimizer
+from lightning_ptm.update.clone import attributes_of, clone_of, constructed_clone, copy_plain, same_plain
 from lightning_ptm.update.shadow import GroupValues, RunViews, ShadowOptimizer, own_values, undecorated_step
 from lightning_ptm.update.trial.parameters import Gradient, Specimen, Trial
 from lightning_ptm.update.trial.traits import Initial, OptimizerTraits, ScalarState, copy_value, same_value
@@ -55,8 +55,7 @@ class Whole:
     slot_names: frozenset[str] = frozenset()
     """Of states with one number for each element, as parameters of several elements show."""
     records: tuple[str, ...] = ()
-    """Attributes of the object that changed, and places outside of it that did so in more than the first step."""
-    outside: tuple[str, ...] = ()
+    """Attributes of the object that changed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,26 +83,24 @@ def run_whole(
     Args:
         replay: takes starts and gradients from there, in the shapes of this trial's specimens.
         loss: what the closure returns.
-        forgetful: the object's own attributes, and all that its code keeps elsewhere, are put back before every step.
+        forgetful: the object's own attributes are put back before every step.
     """
-    private = PrivateOptimizer(optimizer)
     found = Whole(trial)
     if replay is not None:
         found.slot_names = replay.slot_names
     for index, specimen in enumerate(trial.specimens):
         found.starts.append(_start(specimen, index, dtype, device) if replay is None else replay.starts[index])
     parameters = _parameters(found)
-    used = run_object(private, initial, _groups(trial, parameters, 0))
+    used = clone_with(optimizer, initial, _groups(trial, parameters, 0))
     generator = torch.Generator().manual_seed(2023)
     state = _random_state()
-    attributes, outside = PrivateOptimizer.attributes_of(used), private.outside()
+    attributes = copy_plain(attributes_of(used))
     changed: set[str] = set()
-    changed_outside: set[str] = set()
     for step, kind in enumerate(trial.steps):
         if forgetful and step:
-            private = PrivateOptimizer(optimizer)
-            private.object.state, private.object.param_groups = used.state, used.param_groups
-            used = private.object
+            again = clone_of(optimizer)
+            again.state, again.param_groups = used.state, used.param_groups
+            used = again
         gradients = []
         for index, parameter in enumerate(parameters):
             gradient = (
@@ -114,26 +111,23 @@ def run_whole(
             gradients.append(gradient)
         for group_index, group in enumerate(used.param_groups):
             group.update(trial.at_step(group_index, step))
-        _take_step(private, used, parameters, gradients, trial, step, loss, found)
+        _take_step(used, parameters, gradients, trial, step, loss, found)
         _record(found, used, parameters, gradients)
         if not forgetful and step < 4:
-            now, now_outside = PrivateOptimizer.attributes_of(used), private.outside()
-            changed |= {key for key in now if not same_value(now[key], attributes.get(key))}
-            if step:  # what is made once, in the first step, is a cache
-                changed_outside |= {key for key in now_outside if not same_value(now_outside[key], outside.get(key))}
-            attributes, outside = now, now_outside
+            now = attributes_of(used)
+            changed |= {key for key in now if not same_plain(now[key], attributes.get(key))}
+            attributes = copy_plain(now)
     found.draws_random_numbers = not same_value(state, _random_state())
     found.strange_keys = strange_keys(used)
-    found.records, found.outside = tuple(sorted(changed)), tuple(sorted(changed_outside))
+    found.records = tuple(sorted(changed - {"defaults"}))
     return found
 
 
 def holds_parameters(optimizer: Optimizer, whole: Whole, initial: Initial) -> bool:
     """Whether `step` goes on with parameters that its groups held before its closure: groups that are emptied in there come
     too late for it."""
-    private = PrivateOptimizer(optimizer)
     parameters = _parameters(whole)
-    used = run_object(private, initial, _groups(whole.trial, parameters, 0))
+    used = clone_with(optimizer, initial, _groups(whole.trial, parameters, 0))
     for group in used.param_groups:
         group.update(whole.trial.at_step(0, 1))
 
@@ -145,7 +139,7 @@ def holds_parameters(optimizer: Optimizer, whole: Whole, initial: Initial) -> bo
         return torch.tensor(_LOSS)
 
     with contextlib.suppress(Exception):  # with nothing to update it may raise, behind the update
-        undecorated_step(private.cls)(used, closure=closure)
+        undecorated_step(type(used))(used, closure=closure)
     pairs = zip(parameters, whole.starts, strict=True)
     return not all(same_value(parameter.detach().flatten(), start.flatten()) for parameter, start in pairs)
 
@@ -160,16 +154,16 @@ def _parameters(whole: Whole) -> list[torch.nn.Parameter]:
     return parameters
 
 
-def run_object(private: PrivateOptimizer, initial: Initial, groups: list[dict[str, Any]]) -> Optimizer:
-    """A private copy's object with these groups."""
+def clone_with(optimizer: Optimizer, initial: Initial, groups: list[dict[str, Any]]) -> Optimizer:
+    """A clone of an optimizer with these groups, and with the states that its constructor makes for them."""
     if initial is Initial.CONSTRUCTED:
-        return private.construct(groups)
-    private.object.param_groups = groups
-    return private.object
+        return constructed_clone(optimizer, groups)
+    clone = clone_of(optimizer)
+    clone.param_groups = groups
+    return clone
 
 
 def _take_step(
-    private: PrivateOptimizer,
     used: Optimizer,
     parameters: Sequence[torch.nn.Parameter],
     gradients: Sequence[torch.Tensor],
@@ -194,7 +188,7 @@ def _take_step(
         return torch.tensor(loss * (1 + step % 3), device=gradients[0].device)
 
     give_gradients()  # a class may never call its closure
-    undecorated_step(private.cls)(used, closure=closure)
+    undecorated_step(type(used))(used, closure=closure)
     found.calls.append(calls)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if parameter.grad is not None and not same_value(parameter.grad, gradient):

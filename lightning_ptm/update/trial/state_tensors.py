@@ -17,10 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_ptm.update.private import PrivateOptimizer
 from lightning_ptm.update.shadow import own_values, undecorated_step
 from lightning_ptm.update.trial.parameters import settings_of
-from lightning_ptm.update.trial.runs import Whole, run_object
+from lightning_ptm.update.trial.runs import Whole, clone_with
 from lightning_ptm.update.trial.traits import (
     GroupTraits,
     Initial,
@@ -238,12 +237,11 @@ def _first_step(
     optimizer: Optimizer, initial: Initial, group: Mapping[str, Any], value: torch.Tensor, found: dict[str, Any]
 ) -> None:
     """Takes a first step and puts the states that it makes into `found`, also where it raises."""
-    private = PrivateOptimizer(optimizer)
     parameter = torch.nn.Parameter(value)
     parameter.grad = torch.ones_like(parameter)  # some classes make nothing of zeros
-    used = run_object(private, initial, [{"params": [parameter], **own_values(group)}])
+    used = clone_with(optimizer, initial, [{"params": [parameter], **own_values(group)}])
     try:
-        undecorated_step(private.cls)(used, closure=lambda: torch.zeros(()))
+        undecorated_step(type(used))(used, closure=lambda: torch.zeros(()))
     finally:
         found.update(used.state.get(parameter, {}))
 
