@@ -106,7 +106,7 @@ def snapshot(optimizer: Optimizer, traits: OptimizerTraits, number: int = 0) -> 
     groups = []
     for group, known in zip(optimizer.param_groups, traits.groups, strict=True):
         values = own_values(group)
-        for key, reason in known.fixed.items():
+        for key, reason in known.must_stay_zero.items():
             if values.get(key):
                 raise UsageError(
                     f"{key} of {traits.name} was 0 when training began and is {values[key]} now. With it, {reason}; so its "
@@ -153,7 +153,7 @@ class ShadowOptimizer:
         self._step = undecorated_step(type(optimizer))
         self._closure = {"closure": _no_loss} if traits.closure else {}
         # I4: what `step` changes on the object, as it was before the first.
-        self._records = copy_plain({name: vars(self._clone).get(name) for name in traits.records})
+        self._records = copy_plain({name: vars(self._clone).get(name) for name in traits.changed_attributes})
         self._advanced: list[_Advanced] = []
         """Of one step."""
 
@@ -228,9 +228,9 @@ class ShadowOptimizer:
         Raises:
             UsageError: as `step`; and whatever the class raises.
         """
-        shape = self.traits.groups[group].small
+        shape = self.traits.groups[group].example_shape
         if self.traits.whole:
-            shapes = [each for each in self.traits.groups[group].kept if math.prod(each) <= _MOST_TRIED_NUMEL]
+            shapes = [each for each in self.traits.groups[group].state_shapes if math.prod(each) <= _MOST_TRIED_NUMEL]
             if not shapes:
                 return
             shape = min(shapes, key=math.prod)
@@ -248,7 +248,7 @@ class ShadowOptimizer:
         *,
         check: bool = False,
     ) -> dict[str, Any]:
-        shape = self.traits.groups[group].small if shape is None else shape
+        shape = self.traits.groups[group].example_shape if shape is None else shape
         zeros = torch.zeros(shape, dtype=like.dtype, device=like.device)
         clone = self._clone
         run = RunViews(group, zeros, torch.zeros_like(zeros), self._dummy_slots(group, like, shape), scalars)
@@ -269,8 +269,12 @@ class ShadowOptimizer:
 
     def _dummy_slots(self, group: int, like: torch.Tensor, shape: Shape | None = None) -> dict[str, torch.Tensor]:
         traits = self.traits.groups[group]
-        small = traits.small if shape is None else shape
-        shapes = traits.kept[small] if self.traits.whole else {slot.name: small for slot in traits.slots}
+        example_shape = traits.example_shape if shape is None else shape
+        shapes = (
+            traits.state_shapes[example_shape]
+            if self.traits.whole
+            else {slot.name: example_shape for slot in traits.slots}
+        )
         dtypes = {slot.name: slot.dtype for slot in traits.slots}
         return {name: torch.zeros(shape, dtype=dtypes[name], device=like.device) for name, shape in shapes.items()}
 

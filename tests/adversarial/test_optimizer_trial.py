@@ -105,7 +105,7 @@ REFUSED: list[tuple[Callable[[], Optimizer], str]] = [
     ),
     (lambda: own.LogsOnClass(parameters()), r"changes LogsOnClass\.log, outside"),
     (lambda: own.logs_in_a_closure(parameters()), r"changes count \(around logs_in_a_closure.*\.step\), outside"),
-    (lambda: own.WithFunction(parameters()), r"attribute 'rule' \(function\)"),
+    (lambda: own.WithFunction(parameters()), r"function in its attribute 'rule' .* Make it a method"),
     (lambda: own.Noisy(parameters()), "draws random numbers"),
     (lambda: own.NoisyInPython(parameters()), "draws random numbers"),
     (lambda: own.WithLoss(parameters()), "depends on the loss"),

@@ -1,4 +1,4 @@
-"""What is tried of an optimizer: a few small parameters of the kinds that its groups have, and gradients of several kinds."""
+"""The parameters, hyper-parameters and gradients of a trial: small parameters like those of the user's groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 
 def settings_of(group: Mapping[str, Any], names: Collection[str] = ()) -> tuple[tuple[str, str], ...]:
-    """A parameter group's, but for learning rate and names: what is under the keys `names`."""
+    """Hyper-parameters of a parameter group, but for its learning rate and what is under the keys `names`."""
     return tuple(
         (key, repr(value))
         for key, value in sorted(group.items(), key=lambda item: item[0])
@@ -22,23 +22,23 @@ def settings_of(group: Mapping[str, Any], names: Collection[str] = ()) -> tuple[
     )
 
 
-_LOUD_LR = 0.05
-"""So that a rounding to 16 bit does not swallow what is looked for."""
+_HIGH_LR = 0.05
+"""A learning rate with which a difference is not lost in rounding to 16 bits."""
 
 
 class Gradient(enum.Enum):
-    """What the gradient of a step is like."""
+    """The kind of gradient of a step."""
 
     MIXED = "many magnitudes, a few zeros"
     ORTHOGONAL = "orthogonal to the parameter, and to each of its rows"
     PARALLEL = "parallel to the parameter"
     LARGE = "a large norm"
     TINY = "a tiny norm"
-    HOLES = "a page's part is all zeros"
+    HOLES = "all zeros in one piece"
     BROKEN = "one inf, one NaN"
 
 
-USUAL = (
+USUAL_STEPS = (
     Gradient.MIXED,
     Gradient.ORTHOGONAL,
     Gradient.PARALLEL,
@@ -47,13 +47,13 @@ USUAL = (
     Gradient.TINY,
     Gradient.MIXED,
 )
-LONG = (Gradient.MIXED,) * 24
-"""Long enough for what happens every few steps."""
+MANY_STEPS = (Gradient.MIXED,) * 24
+"""Enough steps to see what an optimizer does every few of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Specimen:
-    """A parameter of the trial: its group, its shape, and what the user has set on parameters of this kind."""
+class TrialParameter:
+    """A parameter of the trial: its group, its shape, and the attributes that the user has set on parameters of this kind."""
 
     group: int
     shape: tuple[int, ...]
@@ -66,62 +66,61 @@ class Specimen:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """What is tried: parameters, hyper-parameters by group, and the kind of gradient of each step.
+    """The parameters of a trial, their hyper-parameters by group, and the kind of gradient of each step.
 
-    `absent` holds pairs (step, parameter) without a gradient.
+    `without_gradient` holds pairs (step, parameter).
     """
 
-    specimens: tuple[Specimen, ...]
+    parameters: tuple[TrialParameter, ...]
     groups: tuple[Mapping[str, Any], ...]
-    steps: tuple[Gradient, ...] = USUAL
-    absent: frozenset[tuple[int, int]] = frozenset()
+    steps: tuple[Gradient, ...] = USUAL_STEPS
+    without_gradient: frozenset[tuple[int, int]] = frozenset()
 
     def at_step(self, group: int, step: int) -> dict[str, Any]:
-        """A group's own hyper-parameters at a step: a schedule that is loud once and halves the learning rate later."""
+        """Hyper-parameters of a group that differ at a step: the learning rate is high in two steps, and halved later."""
         lr = self.groups[group].get("lr")
         if not isinstance(lr, float | int | torch.Tensor) or isinstance(lr, bool):
             return {}
         factor = 0.5 if step >= len(self.steps) // 2 else 1.0
         value = float(lr) or 1e-3  # a warm-up begins with 0, which would hide everything
         if step in (1, 4):
-            value = max(value, _LOUD_LR)
+            value = max(value, _HIGH_LR)
         value *= factor
         return {"lr": torch.full_like(lr, value) if isinstance(lr, torch.Tensor) else value}
 
 
-_MOST_KINDS = 6
-"""Of shapes that are tried for a group, the most frequent first."""
-_MOST_GROUPS = 6
-"""Of different settings that are tried with all kinds of shapes."""
-_MOST_NUMEL = 160_000
+_MAX_KINDS = 6
+"""Kinds of shapes that are tried for a group, the most frequent first."""
+_MAX_GROUPS = 6
+"""Groups that are tried with all kinds of shapes; others with small parameters alone."""
+_MAX_NUMEL = 160_000
 
 
-def kinds_of(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    """By group: those of one kind differ in learning rate and names alone."""
+def kinds_of_groups(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """The kind of each group; groups of one kind differ in learning rate and names alone."""
     names = _names_in(groups)
     return [
-        (*settings_of(group, names), *sorted({specimen.shape for specimen in specimens_of(0, members)}))
+        (*settings_of(group, names), *sorted({spec.shape for spec in parameters_like(0, members)}))
         for group, members in zip(groups, _members(groups), strict=True)
     ]
 
 
 def _members(groups: Sequence[Mapping[str, Any]]) -> list[Sequence[torch.Tensor]]:
-    """By group, parameters like those that it may have: where there are none now, all others', since the class may know what
-    to do with no other kinds (Muon)."""
-    everybody = [parameter for group in groups for parameter in group["params"]]
-    return [group["params"] or everybody for group in groups]
+    """Parameters of each group; those of all groups for one that has none, since the class may take no other kinds (Muon)."""
+    all_parameters = [parameter for group in groups for parameter in group["params"]]
+    return [group["params"] or all_parameters for group in groups]
 
 
 def _names_in(groups: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Keys under which groups have names: text that is another one in each of many. Other text may choose an algorithm."""
-    if len(groups) <= _MOST_GROUPS:
+    """Keys of the names of groups: text that differs in each of many groups. Other text may choose an algorithm."""
+    if len(groups) <= _MAX_GROUPS:
         return frozenset()
     texts = {key for key in groups[0] if all(isinstance(group.get(key), str) for group in groups)}
     return frozenset(key for key in texts if len({group[key] for group in groups}) == len(groups))
 
 
-def chosen_groups(kinds: Sequence[tuple[Any, ...]]) -> list[int]:
-    """A group of each kind; two where there are several groups at all, so that they could influence each other."""
+def groups_to_try(kinds: Sequence[tuple[Any, ...]]) -> list[int]:
+    """One group of each kind, and two in all where there are several, so that one can influence the other."""
     first = list({kind: index for index, kind in reversed(list(enumerate(kinds)))}.values())
     first = sorted(first)
     if len(first) == 1 and len(kinds) > 1:
@@ -129,49 +128,49 @@ def chosen_groups(kinds: Sequence[tuple[Any, ...]]) -> list[int]:
     return first
 
 
-def trial_of(groups: Sequence[Mapping[str, Any]], values: Sequence[dict[str, Any]]) -> Trial:
-    """Of the kinds of parameters that these groups have, with these values; of many groups, the later ones
-    have small ones alone."""
-    found: list[Specimen] = []
+def trial_with(groups: Sequence[Mapping[str, Any]], values: Sequence[dict[str, Any]]) -> Trial:
+    """A trial of parameters like those of the groups, with these values; after many groups, of small parameters alone."""
+    found: list[TrialParameter] = []
     for index, members in enumerate(_members(groups)):
-        specimens = specimens_of(index, members)
-        found.extend(specimens if index < _MOST_GROUPS else _few_of(specimens))
+        specs = parameters_like(index, members)
+        found.extend(specs if index < _MAX_GROUPS else _few_of(specs))
     return Trial(tuple(found), tuple(values))
 
 
-def with_few(trial: Trial) -> Trial:
-    """The same groups with at most two small parameters each."""
-    found: list[Specimen] = []
+def with_few_parameters(trial: Trial) -> Trial:
+    """A trial of the same groups with at most two small parameters each."""
+    found: list[TrialParameter] = []
     for index in range(len(trial.groups)):
-        found.extend(_few_of([each for each in trial.specimens if each.group == index]))
-    return dataclasses.replace(trial, specimens=tuple(found))
+        found.extend(_few_of([each for each in trial.parameters if each.group == index]))
+    return dataclasses.replace(trial, parameters=tuple(found))
 
 
-def _few_of(specimens: Sequence[Specimen]) -> list[Specimen]:
-    members = sorted(specimens, key=lambda each: each.numel)
+def _few_of(specs: Sequence[TrialParameter]) -> list[TrialParameter]:
+    members = sorted(specs, key=lambda each: each.numel)
     return ([each for each in members if each.numel >= 32] or members)[:2]
 
 
-def specimens_of(group: int, parameters: Sequence[torch.Tensor]) -> list[Specimen]:
+def parameters_like(group: int, parameters: Sequence[torch.Tensor]) -> list[TrialParameter]:
     """Small parameters of the kinds that a group has: as many dimensions, each of them 1, small, medium or large.
 
     Each kind twice: once of ragged length, where the last vector of a kernel is not full, and once of full vectors, after
-    which the next parameter may be updated in the same stretch. A single parameter comes once.
+    which the next parameter may be updated in the same piece. A single parameter comes once.
     """
-    kinds = Counter((_sizes(parameter.shape), _noted(parameter)) for parameter in parameters)
-    found: list[Specimen] = []
-    for (sizes, noted), count in kinds.most_common(_MOST_KINDS):
-        attributes = MappingProxyType(dict(noted))
-        found.append(Specimen(group, _shape(sizes, ragged=True), attributes))
+    kinds = Counter((_sizes(parameter.shape), _attributes_set_on(parameter)) for parameter in parameters)
+    found: list[TrialParameter] = []
+    for (sizes, attributes_set), count in kinds.most_common(_MAX_KINDS):
+        attributes = MappingProxyType(dict(attributes_set))
+        found.append(TrialParameter(group, _shape(sizes, ragged=True), attributes))
         if count > 1 or len(kinds) == 1:
-            found.append(Specimen(group, _shape(sizes, ragged=False), attributes))
-    if all(specimen.numel == 1 for specimen in found):
-        found.append(Specimen(group, (8,)))  # to tell states with one number an element from numbers such as `step`
+            found.append(TrialParameter(group, _shape(sizes, ragged=False), attributes))
+    if all(spec.numel == 1 for spec in found):
+        # To tell states with one number for each element from numbers such as `step`.
+        found.append(TrialParameter(group, (8,)))
     return found
 
 
-def _noted(parameter: torch.Tensor) -> tuple[tuple[str, Any], ...]:
-    """What somebody has set on a parameter, as far as it is plain."""
+def _attributes_set_on(parameter: torch.Tensor) -> tuple[tuple[str, Any], ...]:
+    """Numbers and texts that the user has set as attributes of a parameter."""
     found = getattr(parameter, "__dict__", {})
     return tuple(sorted((key, value) for key, value in found.items() if isinstance(value, bool | int | float | str)))
 
@@ -189,14 +188,14 @@ def _shape(sizes: tuple[int, ...], *, ragged: bool) -> tuple[int, ...]:
     else:
         table = (1, 3, 35, 131) if ragged else (1, 4, 32, 32)
     shape = [table[size] for size in sizes]
-    while torch.Size(shape).numel() > _MOST_NUMEL:
+    while torch.Size(shape).numel() > _MAX_NUMEL:
         largest = shape.index(max(shape))
         shape[largest] = shape[largest] // 4 + 1
     return tuple(shape)
 
 
-def part_of(trial: Trial, places: Sequence[int]) -> Trial:
-    """Some parameters of one group, as the only group."""
-    group = trial.specimens[places[0]].group
-    specimens = tuple(dataclasses.replace(trial.specimens[place], group=0) for place in places)
-    return dataclasses.replace(trial, specimens=specimens, groups=(trial.groups[group],), absent=frozenset())
+def trial_of_some(trial: Trial, places: Sequence[int]) -> Trial:
+    """A trial of some parameters of one group, which is then the only group."""
+    group = trial.parameters[places[0]].group
+    specs = tuple(dataclasses.replace(trial.parameters[place], group=0) for place in places)
+    return dataclasses.replace(trial, parameters=specs, groups=(trial.groups[group],), without_gradient=frozenset())

@@ -1,7 +1,8 @@
-"""What an optimizer keeps, and whether its update may be run page by page.
+"""Finds out what an optimizer keeps, and whether its update can be run page by page or parameter by parameter.
 
-torch's own classes are known (known.py). Of every other class it is found out by trial (candidate.py), so third-party ones
-pass or fail by what they do; one that fails is refused with the property that it lacks. The user's optimizer is only read.
+torch's own classes are known (known.py). Every other class is tried on small parameters, so third-party ones pass or fail by
+what they do; one that fails is refused with the property that it lacks, found by trials in which only that property matters.
+The user's optimizer is only read.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import dataclasses
 import inspect
 import random
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,40 +25,40 @@ from lightning_ptm.update.clone import constructed_clone
 from lightning_ptm.update.shadow import NOT_HYPER, own_values, undecorated_step
 from lightning_ptm.update.trial.known import has_wrong_kernel, is_known, known_group, known_initial
 from lightning_ptm.update.trial.parameters import (
-    LONG,
+    MANY_STEPS,
     Gradient,
-    Specimen,
     Trial,
-    chosen_groups,
-    kinds_of,
-    part_of,
-    trial_of,
-    with_few,
+    TrialParameter,
+    groups_to_try,
+    kinds_of_groups,
+    trial_of_some,
+    trial_with,
+    with_few_parameters,
 )
 from lightning_ptm.update.trial.runs import (
     Difference,
-    Whole,
-    agree,
+    ReferenceRun,
+    agree_within_rounding,
     holds_parameters,
-    replayed,
+    non_parameter_keys,
+    replay_of,
     run_by_parameter,
     run_in_pieces,
-    run_whole,
-    same_parts,
+    run_reference,
     same_values,
-    strange_keys,
+    same_values_at,
 )
 from lightning_ptm.update.trial.side_effects import SharedData, reached_parameters
 from lightning_ptm.update.trial.state_tensors import (
-    Lacks,
-    Raises,
-    group_values,
-    keeps_others,
-    own_slots_of,
-    slots_of,
-    smallest,
-    told,
-    with_own_shapes,
+    MissingProperty,
+    RaisesInTrial,
+    elementwise_slots,
+    error_text,
+    group_changes,
+    has_other_states,
+    smallest_shape,
+    whole_parameter_slots,
+    with_state_shapes,
 )
 from lightning_ptm.update.trial.traits import GroupTraits, Initial, OptimizerTraits, same_value
 
@@ -93,9 +95,9 @@ def probe(
 
 
 def try_out(optimizer: Optimizer, *, dtype: torch.dtype, device: torch.device) -> OptimizerTraits:
-    """As `probe`, by trial whatever the class is."""
+    """Learn an optimizer's traits as `probe`, by a trial whatever the class is."""
     with _nothing_changed(optimizer, device):
-        return Candidate(optimizer, dtype, device).traits()
+        return OptimizerUnderTest(optimizer, dtype, device).traits()
 
 
 @contextlib.contextmanager
@@ -124,7 +126,7 @@ _WORKS = (
 
 
 def name_of(optimizer: Optimizer) -> str:
-    """As users are told it."""
+    """The name of an optimizer's class in messages."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
@@ -135,8 +137,8 @@ def may_fuse(values: Mapping[str, Any], dtype: torch.dtype, device: torch.device
     return dtype.is_floating_point and device.type in _get_fused_kernels_supported_devices()
 
 
-class Candidate:
-    """An optimizer on trial.
+class OptimizerUnderTest:
+    """A user's optimizer, on which trials are run to find its traits.
 
     Args:
         optimizer: the user's, only read.
@@ -149,42 +151,43 @@ class Candidate:
         self._device = device
         self._name = name_of(optimizer)
         self._initial = Initial.LAZY
-        self._whole = ""
-        """Why it is not element-wise; then it is tried whether it updates each parameter on its own."""
-        self._slots: list[str] = []
+        self._whole_reason = ""
+        """Why it is not element-wise; empty while that is tried. Then it is tried parameter by parameter."""
+        self._state_names: list[str] = []
 
     def traits(self) -> OptimizerTraits:
         try:
-            self._check_holdings()
+            self._check_structure()
             self._initial = self._find_initial()
-            kinds = kinds_of(self._optimizer.param_groups)
-            chosen = chosen_groups(kinds)
-            trial = trial_of([self._optimizer.param_groups[index] for index in chosen], self._all_values(chosen))
-            self._check_shared_data(with_few(trial))
+            kinds = kinds_of_groups(self._optimizer.param_groups)
+            chosen = groups_to_try(kinds)
+            trial = trial_with([self._optimizer.param_groups[index] for index in chosen], self._settings_of(chosen))
+            self._check_shared_data(with_few_parameters(trial))
             traits = self._by_element_or_parameter(trial)
             tried = {kinds[index]: traits.groups[place] for place, index in enumerate(chosen)}
             groups = [tried[kind] for kind in kinds]
             if traits.whole:
-                groups = with_own_shapes(self._optimizer, traits, groups, self._dtype)
-        except Raises as lack:
+                groups = with_state_shapes(self._optimizer, traits, groups, self._dtype)
+        except RaisesInTrial as missing:
             raise ConfigError(
-                f"{self._name} cannot be tried, and so not be run page by page: {lack}. Use {self._instead()} in its place; "
+                f"{self._name} cannot be tried, and so not be run page by page: {missing}. Use {self._replacement()} in its "
+                f"place; {_WORKS}"
+            ) from missing.__cause__
+        except MissingProperty as missing:
+            raise ConfigError(
+                f"{self._name} updates neither each element nor each parameter on its own: {missing}; so its update cannot "
+                f"be run page by page; training with it would change its meaning. Use {self._replacement()} in its place; "
                 f"{_WORKS}"
-            ) from lack.__cause__
-        except Lacks as lack:
-            raise ConfigError(
-                f"{self._name} updates neither each element nor each parameter on its own: {lack}; so its update cannot be "
-                f"run page by page; training with it would change its meaning. Use {self._instead()} in its place; {_WORKS}"
-            ) from lack.__cause__
+            ) from missing.__cause__
         return dataclasses.replace(traits, groups=tuple(groups))
 
-    # -- what it is ---------------------------------------------------------------------------------------------------
+    # -- how the class is built ---------------------------------------------------------------------------------------
 
-    def _check_holdings(self) -> None:
+    def _check_structure(self) -> None:
         if all(callable(getattr(type(self._optimizer), name, None)) for name in ("train", "eval")):
             raise ConfigError(
                 f"{self._name} moves parameters in its train() and eval(), between steps, when they lie in pages. Use "
-                f"{self._instead()} with a learning rate scheduler in its place; {_WORKS}"
+                f"{self._replacement()} with a learning rate scheduler in its place; {_WORKS}"
             )
         reached = reached_parameters(self._optimizer)
         if reached is None:
@@ -201,12 +204,19 @@ class Candidate:
                 f"{self._name} wraps another optimizer, {what} (its {place}), and moves that one's parameters itself, which "
                 f"lie in pages; return the {what} from configure_optimizers without it; {_WORKS}"
             )
+        if isinstance(value, types.FunctionType):
+            raise ConfigError(
+                f"{self._name} keeps a function in its {place} that closes over the optimizer, a module or a parameter; "
+                f"pages are updated by other objects of its class, and the function would act on this one. Make it a method; "
+                f"{_WORKS}"
+            )
         raise ConfigError(
             f"{self._name} reaches parameters by its {place} ({what}) and not only by its param_groups; they lie in pages, "
-            f"and its update cannot be run page by page. Use {self._instead()} in its place; {_WORKS}"
+            f"and its update cannot be run page by page. Use {self._replacement()} in its place; {_WORKS}"
         )
 
     def _check_shared_data(self, trial: Trial) -> None:
+        """Refuses a class whose steps change data on the class, in its module or in a closure."""
         self._run(trial)  # what a class makes once is a cache
         shared = SharedData(self._optimizer)
         self._run(trial)
@@ -219,9 +229,9 @@ class Candidate:
 
     def _find_initial(self) -> Initial:
         """Whether the class fills state in its constructor; then it has to do so for each page, too."""
-        others = strange_keys(self._optimizer)
+        others = non_parameter_keys(self._optimizer)
         if others:
-            raise Lacks(f"it keeps {', '.join(others)} in its state, for no parameter")
+            raise MissingProperty(f"it keeps {', '.join(others)} in its state, for no parameter")
         made = [state for state in self._optimizer.state.values() if state]
         if not made:
             return Initial.LAZY
@@ -230,254 +240,267 @@ class Candidate:
         try:
             fresh = constructed_clone(self._optimizer, [{"params": [like], **group}])
         except Exception as error:
-            raise Lacks(
-                f"its constructor makes states, and called again with its defaults it raises {told(error)}"
+            raise MissingProperty(
+                f"its constructor makes states, and called again with its defaults it raises {error_text(error)}"
             ) from error
         return Initial.CONSTRUCTED if fresh.state.get(like) else Initial.LAZY
 
-    def _where(self) -> str:
+    def _on_device(self) -> str:
         return "" if self._device.type == CpuBackend.name else f" on {self._device}"
 
-    def _instead(self) -> str:
-        names = " ".join(self._slots) or type(self._optimizer).__name__.lower()
-        adaptive = len(self._slots) > 1 or any(word in names for word in ("sq", "var", "ada", "sum"))
-        return "torch.optim.AdamW" if adaptive or not self._slots else "torch.optim.SGD with momentum"
+    def _replacement(self) -> str:
+        names = " ".join(self._state_names) or type(self._optimizer).__name__.lower()
+        adaptive = len(self._state_names) > 1 or any(word in names for word in ("sq", "var", "ada", "sum"))
+        return "torch.optim.AdamW" if adaptive or not self._state_names else "torch.optim.SGD with momentum"
 
     # -- what is tried ------------------------------------------------------------------------------------------------
 
-    def _all_values(self, chosen: Sequence[int]) -> list[dict[str, Any]]:
-        """The user's very values, to be copied together: groups may share a list."""
+    def _settings_of(self, chosen: Sequence[int]) -> list[dict[str, Any]]:
+        """Hyper-parameters of groups, not copied: groups may share a list, and copies of all of them then do."""
         groups = [self._optimizer.param_groups[index] for index in chosen]
         return [{key: value for key, value in group.items() if key not in NOT_HYPER} for group in groups]
 
     def _by_element_or_parameter(self, trial: Trial) -> OptimizerTraits:
         try:
             return self._fused_or_not(trial)
-        except Raises:
+        except RaisesInTrial:
             raise
-        except Lacks as lack:
-            self._whole = str(lack)
-        return self._tried(trial, [False] * len(trial.groups))
+        except MissingProperty as missing:
+            self._whole_reason = str(missing)
+        return self._traits_with(trial, [False] * len(trial.groups))
 
     def _fused_or_not(self, trial: Trial) -> OptimizerTraits:
         fused = [may_fuse(values, self._dtype, self._device) for values in trial.groups]
         if any(fused):
             # A fused kernel that does not work for this dtype is no reason to refuse: the class works without it.
-            with contextlib.suppress(Lacks):
-                return self._tried(trial, fused)
-        return self._tried(trial, [False] * len(fused))
+            with contextlib.suppress(MissingProperty):
+                return self._traits_with(trial, fused)
+        return self._traits_with(trial, [False] * len(fused))
 
-    def _tried(self, trial: Trial, fused: Sequence[bool]) -> OptimizerTraits:
+    def _traits_with(self, trial: Trial, fused: Sequence[bool]) -> OptimizerTraits:
         def with_fused(value: bool) -> Trial:
             pairs = zip(trial.groups, fused, strict=True)
             groups = tuple({**group, "fused": value} if choose else group for group, choose in pairs)
             return dataclasses.replace(trial, groups=groups)
 
         chosen = with_fused(True)
-        whole = self._run(chosen)
-        if any(fused) and not agree(whole, self._run(with_fused(False))):
+        reference = self._run(chosen)
+        if any(fused) and not agree_within_rounding(reference, self._run(with_fused(False))):
             # torch 2.13's fused SGD on the CPU stores wrong 16-bit momentum.
-            raise Lacks("its fused kernel does not do what its other code does")
-        traits = self._described(whole, fused)
-        self._check_pieces(traits, whole)
-        every_gradient = self._check_apart(traits, chosen)
+            raise MissingProperty("its fused kernel does not do what its other code does")
+        traits = self._traits_shown_by(reference, fused)
+        self._check_pieces(traits, reference)
+        every_gradient = self._check_rare_steps(traits, chosen)
         groups = [
-            dataclasses.replace(group, fixed=self._fixed(traits, chosen, index))
+            dataclasses.replace(group, must_stay_zero=self._zero_settings(traits, chosen, index))
             for index, group in enumerate(traits.groups)
         ]
         return dataclasses.replace(traits, groups=tuple(groups), every_gradient=every_gradient)
 
-    def _run(self, trial: Trial, **options: Any) -> Whole:
+    def _run(self, trial: Trial, **options: Any) -> ReferenceRun:
         try:
-            return run_whole(self._optimizer, trial, self._initial, self._dtype, self._device, **options)
+            return run_reference(self._optimizer, trial, self._initial, self._dtype, self._device, **options)
         except Exception as error:
-            raise Raises(f"on small {self._dtype} parameters{self._where()} it raises {told(error)}") from error
+            raise RaisesInTrial(
+                f"on small {self._dtype} parameters{self._on_device()} it raises {error_text(error)}"
+            ) from error
 
-    # -- what it keeps ------------------------------------------------------------------------------------------------
+    # -- what a reference run shows -----------------------------------------------------------------------------------
 
-    def _described(self, whole: Whole, fused: Sequence[bool]) -> OptimizerTraits:
-        """Traits as the run with whole parameters shows them."""
-        self._slots = sorted({key for slots in whole.slots[-1] for key in slots})
-        self._check_behaviour(whole)
+    def _traits_shown_by(self, reference: ReferenceRun, fused: Sequence[bool]) -> OptimizerTraits:
+        """Traits as a reference run shows them."""
+        self._state_names = sorted({key for slots in reference.slots[-1] for key in slots})
+        self._check_behaviour(reference)
         groups = []
         for index, choose in enumerate(fused):
-            members = [place for place, specimen in enumerate(whole.trial.specimens) if specimen.group == index]
-            scalars = dict.fromkeys(key for place in members for key in whole.scalars[-1][place])
-            if self._whole:
-                slots, kept = own_slots_of(whole, members)
-                groups.append(GroupTraits(slots, tuple(scalars), choose, kept=kept, small=smallest(kept)))
+            members = [place for place, spec in enumerate(reference.trial.parameters) if spec.group == index]
+            scalars = dict.fromkeys(key for place in members for key in reference.scalars[-1][place])
+            if self._whole_reason:
+                slots, state_shapes = whole_parameter_slots(reference, members)
+                example = smallest_shape(state_shapes)
+                groups.append(
+                    GroupTraits(slots, tuple(scalars), choose, state_shapes=state_shapes, example_shape=example)
+                )
             else:
-                groups.append(GroupTraits(slots_of(whole, members), tuple(scalars), choose))
-        advanced, created, containers = group_values(whole)
+                groups.append(GroupTraits(elementwise_slots(reference, members), tuple(scalars), choose))
+        changes = group_changes(reference)
         return OptimizerTraits(
             self._name,
             tuple(groups),
             self._initial,
             self._device,
-            group_slots=advanced,
-            created=created,
-            group_containers=containers,
-            records=whole.records,
+            group_slots=changes.advanced,
+            created=changes.created,
+            group_containers=changes.containers,
+            changed_attributes=reference.changed_attributes,
             closure=_insists_on_closure(self._optimizer),
-            ignores_closure=max(whole.calls) == 0,
-            holds_parameters=holds_parameters(self._optimizer, whole, self._initial),
-            writes_gradient=whole.writes_gradient,
-            whole=self._whole,
+            ignores_closure=max(reference.closure_calls) == 0,
+            holds_parameters=holds_parameters(self._optimizer, reference, self._initial),
+            writes_gradient=reference.writes_gradient,
+            whole=self._whole_reason,
         )
 
-    def _check_behaviour(self, whole: Whole) -> None:
-        if max(whole.calls) > 1 or whole.moved_before_closure:
+    def _check_behaviour(self, reference: ReferenceRun) -> None:
+        if max(reference.closure_calls) > 1 or reference.moved_before_closure:
+            how = "at other weights" if reference.moved_before_closure else f"{max(reference.closure_calls)} times"
             raise ConfigError(
-                f"{self._name}.step needs a closure that evaluates the model again, "
-                f"{'at other weights' if whole.moved_before_closure else f'{max(whole.calls)} times'} a step; pages are "
-                f"updated long after the forward pass; {_WORKS}"
+                f"{self._name}.step needs a closure that evaluates the model again, {how} a step; pages are updated long "
+                f"after the forward pass; {_WORKS}"
             )
-        if min(whole.calls) < max(whole.calls):
+        if min(reference.closure_calls) < max(reference.closure_calls):
             raise ConfigError(
-                f"{self._name}.step calls its closure in some steps only, and pages are updated behind it; call it once in "
+                f"{self._name}.step calls its closure in some steps only, and pages are updated in it; call it once in "
                 f"every step; {_WORKS}"
             )
-        if whole.strange_keys:
-            raise Lacks(f"it keeps {', '.join(whole.strange_keys)} in its state, for no parameter")
-        if whole.draws_random_numbers:
-            raise Lacks("it draws random numbers, and pages would draw others")
-        if whole.records:
-            forgetful = self._run(whole.trial, replay=whole, forgetful=True)
-            if not same_values(whole, forgetful):
-                places = ", ".join(f"self.{name}" for name in whole.records)
-                raise Lacks(
+        if reference.non_parameter_keys:
+            raise MissingProperty(f"it keeps {', '.join(reference.non_parameter_keys)} in its state, for no parameter")
+        if reference.draws_random_numbers:
+            raise MissingProperty("it draws random numbers, and pages would draw others")
+        if reference.changed_attributes:
+            reset = self._run(reference.trial, replay=reference, reset_attributes=True)
+            if not same_values(reference, reset):
+                places = ", ".join(f"self.{name}" for name in reference.changed_attributes)
+                raise MissingProperty(
                     f"its update depends on {places}, which each step changes, and which is neither in its state nor in a "
                     f"parameter group"
                 )
-        for step, groups in enumerate(whole.groups):
+        for step, groups in enumerate(reference.groups):
             for index, group in enumerate(groups):
-                wanted = whole.trial.at_step(index, step).get("lr")
+                wanted = reference.trial.at_step(index, step).get("lr")
                 if wanted is not None and not same_value(wanted, group["lr"]):
-                    raise Lacks("it changes its own learning rate in its step")
+                    raise MissingProperty("it changes its own learning rate in its step")
 
-    # -- what it does in pieces ---------------------------------------------------------------------------------------
+    # -- comparison with updates of pages -----------------------------------------------------------------------------
 
-    def _check_pieces(self, traits: OptimizerTraits, whole: Whole) -> None:
-        found = self._in_pieces(traits, whole)
+    def _check_pieces(self, traits: OptimizerTraits, reference: ReferenceRun) -> None:
+        found = self._difference_in_pages(traits, reference)
         if found is not None:
-            raise self._explained(whole, found)
+            raise self._reason_for(reference, found)
 
-    def _in_pieces(self, traits: OptimizerTraits, whole: Whole) -> Difference | Exception | None:
+    def _difference_in_pages(self, traits: OptimizerTraits, reference: ReferenceRun) -> Difference | Exception | None:
         run = run_by_parameter if traits.whole else run_in_pieces
         try:
-            return run(self._optimizer, traits, whole)
-        except Exception as error:  # whatever a foreign class raises on a piece is the reason to refuse it
+            return run(self._optimizer, traits, reference)
+        except Exception as error:  # whatever the class raises on a piece is the reason to refuse it
             return error
 
-    def _check_apart(self, traits: OptimizerTraits, trial: Trial) -> str:
-        """What happens now and then: every few steps, or when a gradient is missing or broken.
+    def _check_rare_steps(self, traits: OptimizerTraits, trial: Trial) -> str:
+        """Check what an optimizer may do in some steps only: every few, or when a gradient is missing or not finite.
 
         Returns:
             Why every parameter needs a gradient in every step; empty: it does not.
         """
-        few = with_few(trial)
-        self._check_now_and_then(traits, dataclasses.replace(few, steps=LONG))
-        last = len(few.specimens) - 1
-        absent = {(1, 0), (3, last), *((2, place) for place in range(last + 1) if not few.specimens[place].group)}
+        few = with_few_parameters(trial)
+        self._check_steps(traits, dataclasses.replace(few, steps=MANY_STEPS))
+        last = len(few.parameters) - 1
+        without_gradient = {
+            (1, 0),
+            (3, last),
+            *((2, place) for place in range(last + 1) if not few.parameters[place].group),
+        }
         broken = (Gradient.MIXED, Gradient.BROKEN, Gradient.MIXED)
         try:
-            self._check_now_and_then(traits, dataclasses.replace(few, steps=broken))
-        except Lacks as lack:
-            raise Lacks(
-                f"an inf or NaN in one element of a gradient changes what becomes of the others ({lack})"
+            self._check_steps(traits, dataclasses.replace(few, steps=broken))
+        except MissingProperty as missing:
+            raise MissingProperty(
+                f"an inf or NaN in one element of a gradient changes what becomes of the others ({missing})"
             ) from None
         try:
             steps = (Gradient.MIXED,) * 5
-            self._check_now_and_then(traits, dataclasses.replace(few, steps=steps, absent=frozenset(absent)))
-        except Lacks:
+            self._check_steps(
+                traits, dataclasses.replace(few, steps=steps, without_gradient=frozenset(without_gradient))
+            )
+        except MissingProperty:
             return "it treats parameters otherwise when one of them has no gradient in a step"
         return ""
 
-    def _check_now_and_then(self, traits: OptimizerTraits, trial: Trial) -> None:
-        """Where the class itself raises, it does so with whole parameters, too."""
-        with contextlib.suppress(Raises):
+    def _check_steps(self, traits: OptimizerTraits, trial: Trial) -> None:
+        """Check a trial; a class that raises in the reference run, too, is not refused for that."""
+        with contextlib.suppress(RaisesInTrial):
             self._check_pieces(traits, self._run(trial))
 
-    def _fixed(self, traits: OptimizerTraits, trial: Trial, index: int) -> Mapping[str, str]:
-        """Settings that are 0 and without which the update would not be element-wise."""
+    def _zero_settings(self, traits: OptimizerTraits, trial: Trial, index: int) -> Mapping[str, str]:
+        """Settings that are 0, each with what is wrong with the update in pages where it is 0.1."""
         found: dict[str, str] = {}
         for key, value in trial.groups[index].items():
             if type(value) not in (float, int) or value or key == "lr" or key in traits.group_slots:
                 continue
             groups = tuple({**group, key: 0.1} if place == index else group for place, group in enumerate(trial.groups))
             try:
-                whole = self._run(dataclasses.replace(with_few(trial), groups=groups))
-                if any(keeps_others(traits, whole, place) for place in range(len(whole.trial.specimens))):
-                    continue  # it keeps more then: the shadow refuses that by itself
-                self._check_pieces(traits, whole)
-            except Lacks as lack:
-                found[key] = str(lack)
+                reference = self._run(dataclasses.replace(with_few_parameters(trial), groups=groups))
+                if any(has_other_states(traits, reference, place) for place in range(len(reference.trial.parameters))):
+                    continue  # it has more states then, which the shadow refuses by itself
+                self._check_pieces(traits, reference)
+            except MissingProperty as missing:
+                found[key] = str(missing)
         return found
 
-    # -- why ----------------------------------------------------------------------------------------------------------
+    # -- the reason for a difference ----------------------------------------------------------------------------------
 
-    def _explained(self, whole: Whole, found: Difference | Exception) -> Lacks:
-        """Which property is missing, by trials in which only that one matters."""
+    def _reason_for(self, reference: ReferenceRun, found: Difference | Exception) -> MissingProperty:
+        """Find the property that is missing, by trials in which only that one matters."""
         if isinstance(found, Difference) and found.parameter is None:
-            return Lacks(f"its step sets {found.what} by what is in its parameters, at step {found.step + 1}")
-        with contextlib.suppress(Lacks):
-            if not same_values(whole, self._run(whole.trial, replay=whole, loss=1.9)):
-                return Lacks("its update depends on the loss that the closure returns")
+            return MissingProperty(f"its step sets {found.what} by what is in its parameters, at step {found.step + 1}")
+        with contextlib.suppress(MissingProperty):
+            if not same_values(reference, self._run(reference.trial, replay=reference, loss=1.9)):
+                return MissingProperty("its update depends on the loss that the closure returns")
         first = found.parameter if isinstance(found, Difference) and found.parameter is not None else 0
-        specimens = whole.trial.specimens
-        for place in (first, *(other for other in range(len(specimens)) if other != first)):
-            lack = self._of_one(whole, place)
-            if lack is not None:
-                return lack
+        specs = reference.trial.parameters
+        for place in (first, *(other for other in range(len(specs)) if other != first)):
+            missing = self._reason_at(reference, place)
+            if missing is not None:
+                return missing
         if isinstance(found, Exception):
-            if self._whole:
-                return Lacks(f"on a parameter alone it raises {told(found)}")
-            return Lacks(f"on a piece of a parameter, made 1-D, it raises {told(found)}")
-        if self._whole:
-            return Lacks(f"updating a parameter of shape {specimens[first].shape} alone changes its {found.what}")
-        return Lacks(
-            f"updating a parameter of shape {specimens[first].shape} in pieces changes its {found.what} at step "
+            if self._whole_reason:
+                return MissingProperty(f"on a parameter alone it raises {error_text(found)}")
+            return MissingProperty(f"on a piece of a parameter, made 1-D, it raises {error_text(found)}")
+        if self._whole_reason:
+            return MissingProperty(f"updating a parameter of shape {specs[first].shape} alone changes its {found.what}")
+        return MissingProperty(
+            f"updating a parameter of shape {specs[first].shape} in pieces changes its {found.what} at step "
             f"{found.step + 1}: its elements have more in common than the number of steps"
         )
 
-    def _of_one(self, whole: Whole, place: int) -> Lacks | None:
-        specimen = whole.trial.specimens[place]
-        group = [index for index, each in enumerate(whole.trial.specimens) if each.group == specimen.group]
+    def _reason_at(self, reference: ReferenceRun, place: int) -> MissingProperty | None:
+        spec = reference.trial.parameters[place]
+        group = [index for index, each in enumerate(reference.trial.parameters) if each.group == spec.group]
         try:
-            alone = self._run(part_of(whole.trial, [place]), replay=replayed(whole, [place]))
-            if not same_parts(whole, [place], alone):
-                together = self._run(part_of(whole.trial, group), replay=replayed(whole, group))
-                what = "its parameters" if same_parts(whole, group, together) else "its parameter groups"
-                return Lacks(f"the update of one of {what} depends on the others (a norm over all of them, for one)")
-        except Lacks:
+            alone = self._run(trial_of_some(reference.trial, [place]), replay=replay_of(reference, [place]))
+            if not same_values_at(reference, [place], alone):
+                together = self._run(trial_of_some(reference.trial, group), replay=replay_of(reference, group))
+                what = "its parameters" if same_values_at(reference, group, together) else "its parameter groups"
+                return MissingProperty(
+                    f"the update of one of {what} depends on the others (a norm over all of them, for one)"
+                )
+        except MissingProperty:
             return None
-        if specimen.attributes:
-            bare = dataclasses.replace(alone.trial, specimens=(Specimen(0, specimen.shape),))
+        if spec.attributes:
+            bare = dataclasses.replace(alone.trial, parameters=(TrialParameter(0, spec.shape),))
             try:
                 same = same_values(alone, self._run(bare, replay=alone))
-            except Lacks:
+            except MissingProperty:
                 same = False
             if not same:
-                return Lacks(
-                    f"it looks at attributes of a parameter ({', '.join(specimen.attributes)}), which pages do not have"
+                return MissingProperty(
+                    f"it looks at attributes of a parameter ({', '.join(spec.attributes)}), which pages do not have"
                 )
-        if self._whole:
+        if self._whole_reason:
             return None
-        if len(specimen.shape) != 1:
-            flat = dataclasses.replace(alone.trial, specimens=(Specimen(0, (specimen.numel,), specimen.attributes),))
+        if len(spec.shape) != 1:
+            flat = dataclasses.replace(alone.trial, parameters=(TrialParameter(0, (spec.numel,), spec.attributes),))
             try:
                 if not same_values(alone, self._run(flat, replay=alone)):
-                    return Lacks(
-                        f"it treats a {len(specimen.shape)}-D parameter (here {specimen.shape}) otherwise than the same "
+                    return MissingProperty(
+                        f"it treats a {len(spec.shape)}-D parameter (here {spec.shape}) otherwise than the same "
                         f"numbers in a row: by its rows, filters or matrices, or by the number of its dimensions"
                     )
-            except Lacks as lack:
-                return Lacks(f"it takes whole {len(specimen.shape)}-D parameters only ({lack})")
+            except MissingProperty as missing:
+                return MissingProperty(f"it takes whole {len(spec.shape)}-D parameters only ({missing})")
         traits = OptimizerTraits(self._name, (), self._initial, self._device)
-        with contextlib.suppress(Lacks):
-            traits = self._described(alone, [False])
-            if self._in_pieces(traits, alone) is not None:
-                return Lacks(
+        with contextlib.suppress(MissingProperty):
+            traits = self._traits_shown_by(alone, [False])
+            if self._difference_in_pages(traits, alone) is not None:
+                return MissingProperty(
                     "the update of one element depends on others of its parameter (a norm, a mean or a maximum over it, its "
                     "size)"
                 )

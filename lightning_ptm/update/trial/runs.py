@@ -1,12 +1,10 @@
-"""The trial of an optimizer: is its update the same page by page?
+"""The runs of a trial, and their comparison.
 
-A private copy of the user's optimizer is run on a few numbers the way the user would run it (`run_whole`: parameters of the
-user's kinds of shapes, all groups, one object, a closure) and the way pages are updated (`run_in_pieces`: 1-D stretches of
-them, shorter and longer, several to a call, by a Shadow), and every bit is compared. Nothing is taken from a list of names.
-What is tried is in specimens.py; candidate.py finds out which property an optimizer lacks, by trials in which only that
-property matters.
+A clone of the user's optimizer is run on a few small parameters as the user would run it (`run_reference`: all groups, one
+object, a closure), and as pages are updated: `run_in_pieces` (1-D pieces of parameters, of several lengths, several to a
+call) or `run_by_parameter` (whole parameters, one to a call). Both of these use a Shadow, and every bit is compared.
 
-Knows the user's optimizer as something to copy; writes into nothing of it (private.py). Draws from generators of its own.
+Reads the user's optimizer and writes nothing of it. Random numbers come from generators of its own.
 """
 
 from __future__ import annotations
@@ -26,18 +24,18 @@ from torch.optim import Optimizer
 from lightning_ptm.terms import ALIGN_NUMEL
 from lightning_ptm.update.clone import attributes_of, clone_of, constructed_clone, copy_plain, same_plain
 from lightning_ptm.update.shadow import GroupValues, RunViews, ShadowOptimizer, own_values, undecorated_step
-from lightning_ptm.update.trial.parameters import Gradient, Specimen, Trial
+from lightning_ptm.update.trial.parameters import Gradient, Trial, TrialParameter
 from lightning_ptm.update.trial.traits import Initial, OptimizerTraits, ScalarState, copy_value, same_value
 
 _CUTS = (0, 64, 448, 512, 960)
 _LONG_NUMEL = 20_480
-"""Of a stretch that stands for several parameters in a row: some classes keep other states from 4096 elements on."""
+"""Length of a piece that stands for several parameters in a row; some classes keep other states from 4096 elements on."""
 _LOSS = 0.75
 
 
 @dataclasses.dataclass(slots=True)
-class Whole:
-    """What a trial came to with whole parameters: by step, then by parameter or group."""
+class ReferenceRun:
+    """What a run of all parameters in one object did: by step, then by parameter or group."""
 
     trial: Trial
     starts: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -46,50 +44,50 @@ class Whole:
     slots: list[list[dict[str, torch.Tensor]]] = dataclasses.field(default_factory=list)
     scalars: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
     groups: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
-    calls: list[int] = dataclasses.field(default_factory=list)
+    closure_calls: list[int] = dataclasses.field(default_factory=list)
     """Calls of the closure, by step."""
     moved_before_closure: bool = False
     draws_random_numbers: bool = False
     writes_gradient: bool = False
-    strange_keys: tuple[str, ...] = ()
+    non_parameter_keys: tuple[str, ...] = ()
     slot_names: frozenset[str] = frozenset()
-    """Of states with one number for each element, as parameters of several elements show."""
-    records: tuple[str, ...] = ()
-    """Attributes of the object that changed."""
+    """Names of states with one number for each element, as parameters of several elements show."""
+    changed_attributes: tuple[str, ...] = ()
+    """Attributes of the object that a step changed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a trial in pieces first differs from the whole one. `parameter` is None for a group's value."""
+    """Where a run as pages are updated first differs from the reference run. `parameter` is None for a group's value."""
 
     what: str
     step: int
     parameter: int | None
 
 
-def run_whole(
+def run_reference(
     optimizer: Optimizer,
     trial: Trial,
     initial: Initial,
     dtype: torch.dtype,
     device: torch.device,
     *,
-    replay: Whole | None = None,
+    replay: ReferenceRun | None = None,
     loss: float = _LOSS,
-    forgetful: bool = False,
-) -> Whole:
+    reset_attributes: bool = False,
+) -> ReferenceRun:
     """Run a trial as the user would run the optimizer.
 
     Args:
-        replay: takes starts and gradients from there, in the shapes of this trial's specimens.
+        replay: takes starts and gradients from there, in the shapes of this trial's parameters.
         loss: what the closure returns.
-        forgetful: the object's own attributes are put back before every step.
+        reset_attributes: the object's own attributes are put back before every step.
     """
-    found = Whole(trial)
+    found = ReferenceRun(trial)
     if replay is not None:
         found.slot_names = replay.slot_names
-    for index, specimen in enumerate(trial.specimens):
-        found.starts.append(_start(specimen, index, dtype, device) if replay is None else replay.starts[index])
+    for index, spec in enumerate(trial.parameters):
+        found.starts.append(_start(spec, index, dtype, device) if replay is None else replay.starts[index])
     parameters = _parameters(found)
     used = clone_with(optimizer, initial, _groups(trial, parameters, 0))
     generator = torch.Generator().manual_seed(2023)
@@ -97,7 +95,7 @@ def run_whole(
     attributes = copy_plain(attributes_of(used))
     changed: set[str] = set()
     for step, kind in enumerate(trial.steps):
-        if forgetful and step:
+        if reset_attributes and step:
             again = clone_of(optimizer)
             again.state, again.param_groups = used.state, used.param_groups
             used = again
@@ -106,33 +104,33 @@ def run_whole(
             gradient = (
                 _gradient(kind, parameter, index, generator)
                 if replay is None
-                else replay.gradients[step][index].reshape(trial.specimens[index].shape)
+                else replay.gradients[step][index].reshape(trial.parameters[index].shape)
             )
             gradients.append(gradient)
         for group_index, group in enumerate(used.param_groups):
             group.update(trial.at_step(group_index, step))
         _take_step(used, parameters, gradients, trial, step, loss, found)
         _record(found, used, parameters, gradients)
-        if not forgetful and step < 4:
+        if not reset_attributes and step < 4:
             now = attributes_of(used)
             changed |= {key for key in now if not same_plain(now[key], attributes.get(key))}
             attributes = copy_plain(now)
     found.draws_random_numbers = not same_value(state, _random_state())
-    found.strange_keys = strange_keys(used)
-    found.records = tuple(sorted(changed - {"defaults"}))
+    found.non_parameter_keys = non_parameter_keys(used)
+    found.changed_attributes = tuple(sorted(changed - {"defaults"}))
     return found
 
 
-def holds_parameters(optimizer: Optimizer, whole: Whole, initial: Initial) -> bool:
+def holds_parameters(optimizer: Optimizer, reference: ReferenceRun, initial: Initial) -> bool:
     """Whether `step` goes on with parameters that its groups held before its closure: groups that are emptied in there come
     too late for it."""
-    parameters = _parameters(whole)
-    used = clone_with(optimizer, initial, _groups(whole.trial, parameters, 0))
+    parameters = _parameters(reference)
+    used = clone_with(optimizer, initial, _groups(reference.trial, parameters, 0))
     for group in used.param_groups:
-        group.update(whole.trial.at_step(0, 1))
+        group.update(reference.trial.at_step(0, 1))
 
     def closure() -> torch.Tensor:
-        for parameter, gradient in zip(parameters, whole.gradients[0], strict=True):
+        for parameter, gradient in zip(parameters, reference.gradients[0], strict=True):
             parameter.grad = gradient.clone()
         for group in used.param_groups:
             group["params"] = []
@@ -140,16 +138,16 @@ def holds_parameters(optimizer: Optimizer, whole: Whole, initial: Initial) -> bo
 
     with contextlib.suppress(Exception):  # with nothing to update it may raise, behind the update
         undecorated_step(type(used))(used, closure=closure)
-    pairs = zip(parameters, whole.starts, strict=True)
+    pairs = zip(parameters, reference.starts, strict=True)
     return not all(same_value(parameter.detach().flatten(), start.flatten()) for parameter, start in pairs)
 
 
-def _parameters(whole: Whole) -> list[torch.nn.Parameter]:
-    """A trial's, as they are at its start."""
+def _parameters(reference: ReferenceRun) -> list[torch.nn.Parameter]:
+    """The parameters of a trial, as they are at its start."""
     parameters = []
-    for specimen, start in zip(whole.trial.specimens, whole.starts, strict=True):
-        parameter = torch.nn.Parameter(start.reshape(specimen.shape).clone())
-        parameter.__dict__.update(specimen.attributes)
+    for spec, start in zip(reference.trial.parameters, reference.starts, strict=True):
+        parameter = torch.nn.Parameter(start.reshape(spec.shape).clone())
+        parameter.__dict__.update(spec.attributes)
         parameters.append(parameter)
     return parameters
 
@@ -170,18 +168,18 @@ def _take_step(
     trial: Trial,
     step: int,
     loss: float,
-    found: Whole,
+    found: ReferenceRun,
 ) -> None:
     before = [parameter.detach().clone() for parameter in parameters]
-    calls = 0
+    closure_calls = 0
 
     def give_gradients() -> None:
         for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-            parameter.grad = None if (step, index) in trial.absent else gradient.clone()
+            parameter.grad = None if (step, index) in trial.without_gradient else gradient.clone()
 
     def closure() -> torch.Tensor:
-        nonlocal calls
-        calls += 1
+        nonlocal closure_calls
+        closure_calls += 1
         if not all(map(same_value, before, parameters)):
             found.moved_before_closure = True
         give_gradients()
@@ -189,14 +187,14 @@ def _take_step(
 
     give_gradients()  # a class may never call its closure
     undecorated_step(type(used))(used, closure=closure)
-    found.calls.append(calls)
+    found.closure_calls.append(closure_calls)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if parameter.grad is not None and not same_value(parameter.grad, gradient):
             found.writes_gradient = True
 
 
 def _record(
-    found: Whole, used: Optimizer, parameters: Sequence[torch.nn.Parameter], gradients: list[torch.Tensor]
+    found: ReferenceRun, used: Optimizer, parameters: Sequence[torch.nn.Parameter], gradients: list[torch.Tensor]
 ) -> None:
     slots, scalars = [], []
     states = [used.state.get(parameter, {}) for parameter in parameters]
@@ -225,13 +223,13 @@ def _is_slot(key: str, value: Any, parameter: torch.Tensor, names: frozenset[str
 def _groups(trial: Trial, parameters: Sequence[torch.Tensor], step: int) -> list[dict[str, Any]]:
     groups = []
     for index, values in enumerate(copy.deepcopy([dict(values) for values in trial.groups])):
-        members = [p for p, specimen in zip(parameters, trial.specimens, strict=True) if specimen.group == index]
+        members = [p for p, spec in zip(parameters, trial.parameters, strict=True) if spec.group == index]
         groups.append({"params": members, **values, **trial.at_step(index, step)})
     return groups
 
 
-def strange_keys(used: Optimizer) -> tuple[str, ...]:
-    """What an optimizer's state is filed under besides parameters."""
+def non_parameter_keys(used: Optimizer) -> tuple[str, ...]:
+    """Keys of an optimizer's state that are no parameters."""
     return tuple(repr(key) for key in used.state if not isinstance(key, torch.Tensor))
 
 
@@ -240,10 +238,10 @@ def _random_state() -> list[Any]:
     return [torch.random.get_rng_state(), hash(random.getstate())]
 
 
-def _start(specimen: Specimen, index: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _start(spec: TrialParameter, index: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1706 + index)
-    value = torch.randn(specimen.shape, generator=generator)
-    return (value * 10.0 ** torch.empty(specimen.shape).uniform_(-3, 0.3, generator=generator)).to(device, dtype)
+    value = torch.randn(spec.shape, generator=generator)
+    return (value * 10.0 ** torch.empty(spec.shape).uniform_(-3, 0.3, generator=generator)).to(device, dtype)
 
 
 def _gradient(kind: Gradient, parameter: torch.Tensor, index: int, generator: torch.Generator) -> torch.Tensor:
@@ -275,7 +273,7 @@ def _gradient(kind: Gradient, parameter: torch.Tensor, index: int, generator: to
 
 
 @dataclasses.dataclass(slots=True)
-class _Paged:
+class _PagedParameter:
     """A parameter of the trial as pages hold it: `times` copies of it in a row, cut at `cuts`."""
 
     index: int
@@ -293,22 +291,23 @@ class _Paged:
 
 
 @torch.no_grad()
-def run_in_pieces(optimizer: Optimizer, traits: OptimizerTraits, whole: Whole) -> Difference | None:
-    """Run a trial as pages are updated; what differs first from the run with whole parameters, or None.
+def run_in_pieces(optimizer: Optimizer, traits: OptimizerTraits, reference: ReferenceRun) -> Difference | None:
+    """Run a trial as pages are updated; the first difference from the reference run, or None.
 
     Args:
         traits: what is taken to be known about the optimizer, with the groups of the trial.
     """
-    trial = whole.trial
+    trial = reference.trial
     shadow = ShadowOptimizer(optimizer, traits)
-    paged = list(_laid_out(traits, whole))
+    paged = list(_paged_parameters(traits, reference))
     advanced: list[dict[str, Any]] = [{} for _ in trial.groups]
     for step in range(len(trial.steps)):
-        hyper = hyper_at(trial, step, advanced)
-        present = [each for each in paged if (step, each.index) not in trial.absent]
-        after = [shadow.advance(hyper, trial.specimens[each.index].group, each.scalars, each.flat) for each in present]
+        hyper = hyperparameters_at(trial, step, advanced)
+        present = [each for each in paged if (step, each.index) not in trial.without_gradient]
+        after = [shadow.advance(hyper, trial.parameters[each.index].group, each.scalars, each.flat) for each in present]
         pieces = [
-            list(each.runs(trial.specimens[each.index].group, whole.gradients[step][each.index])) for each in present
+            list(each.runs(trial.parameters[each.index].group, reference.gradients[step][each.index]))
+            for each in present
         ]
         for runs in itertools.zip_longest(*pieces):  # several parameters to a call, several calls to a parameter
             shadow.step(hyper, [run for run in runs if run is not None])
@@ -318,19 +317,19 @@ def run_in_pieces(optimizer: Optimizer, traits: OptimizerTraits, whole: Whole) -
             like = paged[0].flat
             advanced = [shadow.advanced_group(hyper, index, like) for index in range(len(trial.groups))]
         for each in paged:
-            found = _first_difference(whole, step, each)
+            found = _first_difference(reference, step, each)
             if found is not None:
                 return Difference(found, step, each.index)
-        if (differs := group_difference(whole, step, advanced)) is not None:
+        if (differs := group_difference(reference, step, advanced)) is not None:
             return differs
     return None
 
 
-def hyper_at(trial: Trial, step: int, advanced: Sequence[Mapping[str, Any]]) -> GroupValues:
-    """Of a step of a trial.
+def hyperparameters_at(trial: Trial, step: int, advanced: Sequence[Mapping[str, Any]]) -> GroupValues:
+    """Hyper-parameters of all groups at a step of a trial.
 
     Args:
-        advanced: by group, values that steps before have moved on.
+        advanced: by group, values that earlier steps have changed.
     """
     return GroupValues(
         tuple(
@@ -340,42 +339,42 @@ def hyper_at(trial: Trial, step: int, advanced: Sequence[Mapping[str, Any]]) -> 
     )
 
 
-def group_difference(whole: Whole, step: int, advanced: Sequence[Mapping[str, Any]]) -> Difference | None:
-    """The first value of a group that a step has moved on to another one than it was with whole parameters."""
+def group_difference(reference: ReferenceRun, step: int, advanced: Sequence[Mapping[str, Any]]) -> Difference | None:
+    """The first value of a group that a step has changed to another one than in the reference run."""
     for index, values in enumerate(advanced):
         for key, value in values.items():
-            if not same_value(whole.groups[step][index].get(key), value):
+            if not same_value(reference.groups[step][index].get(key), value):
                 return Difference(f"group value {key!r}", step, None)
     return None
 
 
-def _laid_out(traits: OptimizerTraits, whole: Whole) -> Iterator[_Paged]:
+def _paged_parameters(traits: OptimizerTraits, reference: ReferenceRun) -> Iterator[_PagedParameter]:
     long_in: set[int] = set()
-    for index, (specimen, start) in enumerate(zip(whole.trial.specimens, whole.starts, strict=True)):
+    for index, (spec, start) in enumerate(zip(reference.trial.parameters, reference.starts, strict=True)):
         ways = [1]
-        if specimen.numel % ALIGN_NUMEL == 0 and specimen.group not in long_in:
-            long_in.add(specimen.group)
-            ways.append(-(-_LONG_NUMEL // specimen.numel))
+        if spec.numel % ALIGN_NUMEL == 0 and spec.group not in long_in:
+            long_in.add(spec.group)
+            ways.append(-(-_LONG_NUMEL // spec.numel))
         for times in ways:
-            numel = specimen.numel * times
+            numel = spec.numel * times
             cuts = (*(cut for cut in _CUTS if cut < numel), numel) if times == 1 else (0, numel)
             # Pages of states hold anything before their first step.
             slots = {
                 slot.name: torch.full(
                     (numel,), torch.nan if slot.dtype.is_floating_point else 77, dtype=slot.dtype, device=start.device
                 )
-                for slot in traits.groups[specimen.group].slots
+                for slot in traits.groups[spec.group].slots
             }
-            yield _Paged(index, times, cuts, start.reshape(-1).repeat(times), slots)
+            yield _PagedParameter(index, times, cuts, start.reshape(-1).repeat(times), slots)
 
 
-def _first_difference(whole: Whole, step: int, paged: _Paged) -> str | None:
-    if not same_value(whole.values[step][paged.index].reshape(-1).repeat(paged.times), paged.flat):
+def _first_difference(reference: ReferenceRun, step: int, paged: _PagedParameter) -> str | None:
+    if not same_value(reference.values[step][paged.index].reshape(-1).repeat(paged.times), paged.flat):
         return "value"
-    for key, value in whole.slots[step][paged.index].items():
+    for key, value in reference.slots[step][paged.index].items():
         if key not in paged.slots or not same_value(value.reshape(-1).repeat(paged.times), paged.slots[key]):
             return f"state {key!r}"
-    expected = whole.scalars[step][paged.index]
+    expected = reference.scalars[step][paged.index]
     ours = paged.scalars.values if paged.scalars is not None else {}
     if expected.keys() != ours.keys():
         return f"set of scalars {sorted(expected)} (to {sorted(ours)})"
@@ -389,8 +388,8 @@ def _first_difference(whole: Whole, step: int, paged: _Paged) -> str | None:
 
 
 @dataclasses.dataclass(slots=True)
-class _Laid:
-    """A parameter of the trial as pages hold it."""
+class _WholeParameter:
+    """A parameter of the trial as pages hold it where it is updated whole."""
 
     value: torch.Tensor
     slots: dict[str, torch.Tensor]
@@ -398,54 +397,54 @@ class _Laid:
 
 
 @torch.no_grad()
-def run_by_parameter(optimizer: Optimizer, traits: OptimizerTraits, whole: Whole) -> Difference | None:
-    """Run a trial as whole parameters are updated in pages; what differs first from the run of all at once, or None.
+def run_by_parameter(optimizer: Optimizer, traits: OptimizerTraits, reference: ReferenceRun) -> Difference | None:
+    """Run a trial as whole parameters are updated in pages; the first difference from the reference run, or None.
 
     Args:
         traits: what is taken to be known about the optimizer, with the groups of the trial.
     """
-    trial = whole.trial
+    trial = reference.trial
     shadow = ShadowOptimizer(optimizer, traits)
-    laid = [_lay(traits, whole, index) for index in range(len(trial.specimens))]
+    parameters = [_whole_parameter(traits, reference, index) for index in range(len(trial.parameters))]
     advanced: list[dict[str, Any]] = [{} for _ in trial.groups]
     for step in range(len(trial.steps)):
-        hyper = hyper_at(trial, step, advanced)
-        for index, (specimen, each) in enumerate(zip(trial.specimens, laid, strict=True)):
-            if (step, index) in trial.absent:
+        hyper = hyperparameters_at(trial, step, advanced)
+        for index, (spec, each) in enumerate(zip(trial.parameters, parameters, strict=True)):
+            if (step, index) in trial.without_gradient:
                 continue
-            gradient = whole.gradients[step][index].clone()
-            run = RunViews(specimen.group, each.value, gradient, each.slots, each.scalars)
+            gradient = reference.gradients[step][index].clone()
+            run = RunViews(spec.group, each.value, gradient, each.slots, each.scalars)
             each.scalars = shadow.step_whole(hyper, run)
-        for index, each in enumerate(laid):
-            found = _difference(whole, step, index, each)
+        for index, each in enumerate(parameters):
+            found = _difference(reference, step, index, each)
             if found is not None:
                 return Difference(found, step, index)
         if traits.group_slots:
-            advanced = [shadow.advanced_group(hyper, index, laid[0].value) for index in range(len(trial.groups))]
-        if (differs := group_difference(whole, step, advanced)) is not None:
+            advanced = [shadow.advanced_group(hyper, index, parameters[0].value) for index in range(len(trial.groups))]
+        if (differs := group_difference(reference, step, advanced)) is not None:
             return differs
     return None
 
 
-def _lay(traits: OptimizerTraits, whole: Whole, index: int) -> _Laid:
-    specimen, start = whole.trial.specimens[index], whole.starts[index]
-    group = traits.groups[specimen.group]
+def _whole_parameter(traits: OptimizerTraits, reference: ReferenceRun, index: int) -> _WholeParameter:
+    spec, start = reference.trial.parameters[index], reference.starts[index]
+    group = traits.groups[spec.group]
     dtypes = {slot.name: slot.dtype for slot in group.slots}
     # Pages of states hold anything before their first step.
     slots = {
         name: torch.full(
             shape, torch.nan if dtypes[name].is_floating_point else 77, dtype=dtypes[name], device=start.device
         )
-        for name, shape in group.kept[specimen.shape].items()
+        for name, shape in group.state_shapes[spec.shape].items()
     }
-    return _Laid(start.reshape(specimen.shape).clone(), slots)
+    return _WholeParameter(start.reshape(spec.shape).clone(), slots)
 
 
-def _difference(whole: Whole, step: int, index: int, laid: _Laid) -> str | None:
-    if not same_value(whole.values[step][index], laid.value):
+def _difference(reference: ReferenceRun, step: int, index: int, parameter: _WholeParameter) -> str | None:
+    if not same_value(reference.values[step][index], parameter.value):
         return "value"
-    expected = {**whole.slots[step][index], **whole.scalars[step][index]}
-    ours = {**laid.slots, **laid.scalars.values} if laid.scalars is not None else {}
+    expected = {**reference.slots[step][index], **reference.scalars[step][index]}
+    ours = {**parameter.slots, **parameter.scalars.values} if parameter.scalars is not None else {}
     if expected.keys() != ours.keys():
         return f"set of states {sorted(expected)} (to {sorted(ours)})"
     return next((f"state {key!r}" for key, value in expected.items() if not same_value(value, ours[key])), None)
@@ -454,22 +453,22 @@ def _difference(whole: Whole, step: int, index: int, laid: _Laid) -> str | None:
 # -- comparison -------------------------------------------------------------------------------------------------------
 
 
-def replayed(whole: Whole, places: Sequence[int]) -> Whole:
-    """Starts and gradients of some of the parameters, to be run again."""
-    starts = [whole.starts[place] for place in places]
-    gradients = [[gradients[place] for place in places] for gradients in whole.gradients]
-    return Whole(whole.trial, starts, gradients, slot_names=whole.slot_names)
+def replay_of(reference: ReferenceRun, places: Sequence[int]) -> ReferenceRun:
+    """Starts and gradients of some of the parameters, for a run of these alone."""
+    starts = [reference.starts[place] for place in places]
+    gradients = [[gradients[place] for place in places] for gradients in reference.gradients]
+    return ReferenceRun(reference.trial, starts, gradients, slot_names=reference.slot_names)
 
 
-def same_parts(whole: Whole, places: Sequence[int], part: Whole) -> bool:
-    """Whether these parameters moved as they do in a run of them alone."""
-    for values, ours in zip(whole.values, part.values, strict=True):
+def same_values_at(reference: ReferenceRun, places: Sequence[int], part: ReferenceRun) -> bool:
+    """Whether parameters moved as in a run of them alone."""
+    for values, ours in zip(reference.values, part.values, strict=True):
         if not all(same_value(values[place], mine) for place, mine in zip(places, ours, strict=True)):
             return False
     return True
 
 
-def same_values(first: Whole, second: Whole) -> bool:
+def same_values(first: ReferenceRun, second: ReferenceRun) -> bool:
     """Whether two runs over the same numbers, in whatever shapes, moved parameters and states alike."""
     for step in range(len(first.values)):
         for one, other in zip(first.values[step], second.values[step], strict=True):
@@ -485,8 +484,8 @@ def _flat(slots: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: value.reshape(-1) for key, value in slots.items()}
 
 
-def agree(fused: Whole, other: Whole) -> bool:
-    """Whether two runs are the same arithmetic, but for rounding; values that overflowed in `other` are not judged."""
+def agree_within_rounding(fused: ReferenceRun, other: ReferenceRun) -> bool:
+    """Whether two runs agree but for rounding; values that overflowed in `other` are not compared."""
     pairs = [
         pair for ours, theirs in zip(fused.values, other.values, strict=True) for pair in zip(ours, theirs, strict=True)
     ]
