@@ -22,7 +22,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.backend import CpuBackend, backend_of
 from lightning_ptm.update.clone import constructed_clone
-from lightning_ptm.update.shadow import NOT_HYPER, own_values, undecorated_step
+from lightning_ptm.update.shadow import NOT_HYPERPARAMETERS, hyperparameters_of, undecorated_step
 from lightning_ptm.update.trial.known import has_wrong_kernel, is_known, known_group, known_initial
 from lightning_ptm.update.trial.parameters import (
     MANY_STEPS,
@@ -236,7 +236,7 @@ class OptimizerUnderTest:
         if not made:
             return Initial.LAZY
         like = torch.nn.Parameter(torch.zeros(8, dtype=self._dtype, device=self._device))
-        group = own_values(self._optimizer.param_groups[0])
+        group = hyperparameters_of(self._optimizer.param_groups[0])
         try:
             fresh = constructed_clone(self._optimizer, [{"params": [like], **group}])
         except Exception as error:
@@ -258,7 +258,7 @@ class OptimizerUnderTest:
     def _settings_of(self, chosen: Sequence[int]) -> list[dict[str, Any]]:
         """Hyper-parameters of groups, not copied: groups may share a list, and copies of all of them then do."""
         groups = [self._optimizer.param_groups[index] for index in chosen]
-        return [{key: value for key, value in group.items() if key not in NOT_HYPER} for group in groups]
+        return [{key: value for key, value in group.items() if key not in NOT_HYPERPARAMETERS} for group in groups]
 
     def _by_element_or_parameter(self, trial: Trial) -> OptimizerTraits:
         try:

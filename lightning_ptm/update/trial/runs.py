@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.terms import ALIGN_NUMEL
 from lightning_ptm.update.clone import attributes_of, clone_of, constructed_clone, copy_plain, same_plain
-from lightning_ptm.update.shadow import GroupValues, RunViews, ShadowOptimizer, own_values, undecorated_step
+from lightning_ptm.update.shadow import GroupValues, RunViews, ShadowOptimizer, hyperparameters_of, undecorated_step
 from lightning_ptm.update.trial.parameters import Gradient, Trial, TrialParameter
 from lightning_ptm.update.trial.traits import Initial, OptimizerTraits, ScalarState, copy_value, same_value
 
@@ -212,7 +212,7 @@ def _record(
     found.values.append([parameter.detach().clone() for parameter in parameters])
     found.slots.append(slots)
     found.scalars.append(scalars)
-    found.groups.append([own_values(group) for group in used.param_groups])
+    found.groups.append([hyperparameters_of(group) for group in used.param_groups])
 
 
 def _is_slot(key: str, value: Any, parameter: torch.Tensor, names: frozenset[str]) -> bool:
@@ -333,7 +333,7 @@ def hyperparameters_at(trial: Trial, step: int, advanced: Sequence[Mapping[str, 
     """
     return GroupValues(
         tuple(
-            MappingProxyType({**own_values(values), **trial.at_step(index, step), **advanced[index]})
+            MappingProxyType({**hyperparameters_of(values), **trial.at_step(index, step), **advanced[index]})
             for index, values in enumerate(trial.groups)
         )
     )

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_ptm.update.shadow import own_values, undecorated_step
+from lightning_ptm.update.shadow import hyperparameters_of, undecorated_step
 from lightning_ptm.update.trial.parameters import settings_of
 from lightning_ptm.update.trial.runs import ReferenceRun, clone_with
 from lightning_ptm.update.trial.traits import (
@@ -256,7 +256,7 @@ def _first_step(
     """Take a first step and put the states that it makes into `found`, also where it raises."""
     parameter = torch.nn.Parameter(value)
     parameter.grad = torch.ones_like(parameter)  # some classes make nothing of zeros
-    used = clone_with(optimizer, initial, [{"params": [parameter], **own_values(group)}])
+    used = clone_with(optimizer, initial, [{"params": [parameter], **hyperparameters_of(group)}])
     try:
         undecorated_step(type(used))(used, closure=lambda: torch.zeros(()))
     finally:
