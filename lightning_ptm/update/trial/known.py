@@ -1,7 +1,7 @@
-"""What torch's own optimizers keep: they need no trial.
+"""States that torch's own optimizers keep; these classes need no trial.
 
-Knows their classes and settings; runs nothing, so whatever counts or replaces their `step` sees the steps of the training
-alone. `tests/update/test_known_optimizers.py` holds each entry against a trial.
+Knows their classes and settings, and runs nothing: whatever counts or replaces their `step` sees the steps of training alone.
+`tests/update/test_known_optimizers.py` compares each entry with a trial.
 """
 
 from __future__ import annotations
