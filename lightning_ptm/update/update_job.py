@@ -33,7 +33,7 @@ from lightning_ptm.update.gradient_source import (
 from lightning_ptm.update.merged_steps import MergedSteps, merge
 from lightning_ptm.update.shadow import GroupValues, ShadowOptimizer
 from lightning_ptm.update.state_layout import StateLayout
-from lightning_ptm.update.traits import ScalarState
+from lightning_ptm.update.trial.traits import ScalarState
 from lightning_ptm.update.weight_prediction import WeightPrediction
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from lightning_ptm.update.flat_states import FlatStates, StateRun
 from lightning_ptm.update.gradient_source import GradientSource, ParameterGradients, Transform
 from lightning_ptm.update.merged_steps import FIRST_MOMENT
 from lightning_ptm.update.shadow import GroupValues
-from lightning_ptm.update.traits import OptimizerTraits
+from lightning_ptm.update.trial.traits import OptimizerTraits
 
 _REUSE = 16
 """Curvature is taken over from an earlier forecast until there have been a 16th more steps: until then the mean over those

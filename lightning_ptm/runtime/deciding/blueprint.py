@@ -28,7 +28,7 @@ from lightning_ptm.runtime.tensors.parts import Boxes
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.divided_experts import DividedExperts
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.traits import OptimizerTraits
+from lightning_ptm.update.trial.traits import OptimizerTraits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ from lightning_ptm.runtime.units.discovery import Unit, discover, with_vectors_a
 from lightning_ptm.runtime.units.divided_experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.units.shared_storage import overlap
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.traits import GroupTraits, OptimizerTraits
+from lightning_ptm.update.trial.traits import GroupTraits, OptimizerTraits
 
 
 def decide_here(
@@ -302,7 +302,7 @@ def _tried_where_updated(request: Request, asked: _Asked, model: _Model, placeme
 def _keep_the_same(one: GroupTraits, other: GroupTraits) -> bool:
     """Whether two groups keep the same states, whatever these are in pages."""
     pairs = itertools.zip_longest(one.slots, other.slots)
-    return one.kept == other.kept and all(
+    return one.state_shapes == other.state_shapes and all(
         a is not None and b is not None and (a.name, a.dtype) == (b.name, b.dtype) for a, b in pairs
     )
 

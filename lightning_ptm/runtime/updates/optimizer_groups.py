@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.update.shadow import GroupValues
-from lightning_ptm.update.traits import same_value
+from lightning_ptm.update.trial.traits import same_value
 
 if TYPE_CHECKING:
     from lightning_ptm.runtime.updates.updates import FlatUpdate

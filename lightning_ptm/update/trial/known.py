@@ -1,7 +1,7 @@
-"""What torch's own optimizers keep: they need no trial.
+"""States that torch's own optimizers keep; these classes need no trial.
 
-Knows their classes and settings; runs nothing, so whatever counts or replaces their `step` sees the steps of the training
-alone. `tests/update/test_known_optimizers.py` holds each entry against a trial.
+Knows their classes and settings, and runs nothing: whatever counts or replaces their `step` sees the steps of training alone.
+`tests/update/test_known_optimizers.py` compares each entry with a trial.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import _get_capturable_supported_devices
 
-from lightning_ptm.update.traits import GroupTraits, Initial, SlotTraits
+from lightning_ptm.update.trial.traits import GroupTraits, Initial, SlotTraits
 
 _Values = Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""What the probe learns about an optimizer class: plain facts, no behaviour.
+"""What the probe learns about an optimizer: plain facts, no behaviour.
 
 Knows torch dtypes and nothing of pages, flats or threads.
 I1: a slot of an element-wise optimizer has the shape of its parameter, and element i depends on element i alone.
@@ -46,7 +46,7 @@ class SlotTraits:
 
 Shape = tuple[int, ...]
 StateShapes = Mapping[str, Shape]
-"""By name of a state, its shape."""
+"""The shape of each state, by its name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ class GroupTraits:
     scalars: tuple[str, ...]
     fused: bool
     """The class offers `fused`, the user left it open, and it works here: run it fused."""
-    fixed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Hyper-parameters that are 0 and have to stay so, each with what the update does otherwise."""
-    kept: Mapping[Shape, StateShapes] = dataclasses.field(default_factory=dict)
-    """By shape of a parameter, the states that it has where it is updated whole; those of one element are scalars."""
-    products: Mapping[Shape, Mapping[torch.dtype, int]] = dataclasses.field(default_factory=dict)
+    must_stay_zero: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Hyper-parameters that are 0 and must stay 0, each with what the update would do otherwise."""
+    state_shapes: Mapping[Shape, StateShapes] = dataclasses.field(default_factory=dict)
+    """By shape of a parameter that is updated whole, the shapes of its states; states of one element are scalars."""
+    matmul_flops: Mapping[Shape, Mapping[torch.dtype, int]] = dataclasses.field(default_factory=dict)
     """By shape of a parameter that is updated whole, operations of its update's matrix products, by their dtype."""
-    small: Shape = (64,)
-    """Shape of a small parameter that can be in the group."""
+    example_shape: Shape = (64,)
+    """The shape of a small parameter that the group can have, for trial steps."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class OptimizerTraits:
         group_slots: keys of a parameter group that `step` itself advances (Apex FusedAdam's `step`).
         created: those of them that are not there before the first step.
         group_containers: keys of parameter groups that hold lists or dictionaries.
-        records: attributes of the object that `step` changes; the update does not depend on them.
+        changed_attributes: attributes of the object that `step` changes; the update does not depend on them.
         closure: `step` insists on one.
         ignores_closure: `step` never calls the one that it is given.
         holds_parameters: `step` has looked up what to update before it calls its closure.
@@ -98,7 +98,7 @@ class OptimizerTraits:
     group_slots: tuple[str, ...] = ()
     created: frozenset[str] = frozenset()
     group_containers: tuple[str, ...] = ()
-    records: tuple[str, ...] = ()
+    changed_attributes: tuple[str, ...] = ()
     closure: bool = False
     ignores_closure: bool = False
     holds_parameters: bool = False
@@ -132,8 +132,8 @@ class OptimizerTraits:
     def own_bytes(self, group: int, shape: Shape) -> int:
         """Bytes of the states of own shapes of a parameter of this shape."""
         dtypes = {slot.name: slot.dtype for slot in self.slots}
-        kept = self.groups[group].kept[shape] if self.whole else {}
-        return sum(math.prod(own) * dtypes[name].itemsize for name, own in kept.items())
+        state_shapes = self.groups[group].state_shapes[shape] if self.whole else {}
+        return sum(math.prod(own) * dtypes[name].itemsize for name, own in state_shapes.items())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
