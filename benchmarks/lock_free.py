@@ -3,7 +3,6 @@
 Sides, in turns, on the same GPT, with so few tokens a step that the disk dominates:
   ours         AngelPTMStrategy(lock_free=True, max_staleness=16)
   synchronous  the same without lock_free: updates behind the backward pass and the next forward
-  at_step      the same with update_in_backward=False: updates between the backward pass and the next forward
   compute      forward and backward of the bf16 model alone, no optimizer, freed memory kept as by ours (sides/plain.py)
   stream       the updater alone, with nothing computing (sides/stream.py)
   disk         O_DIRECT alone, as many bytes read as written, as this disk likes best (sides/disk.py)
@@ -13,8 +12,7 @@ race of their own before. Printed beside: how far from balance a setting is (syn
 largest staleness (benchmarks/lock_free_loss.py tells what it costs; sides take different numbers of steps here).
 A turn of a side that trains begins with steps that do not count, so that updates are in full course when the clock starts.
 Ratios: tokens/s of ours over synchronous (bar: 2.96, the paper's, or 0.9 of what compute alone would give, if that is
-less); step time of ours over compute; bytes a second of stream over the disk's; speed of synchronous over
-at_step (what overlap gains).
+less); step time of ours over compute; bytes a second of stream over the disk's.
 """
 
 from __future__ import annotations
@@ -65,7 +63,6 @@ def sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> list[Side]
     return [
         ours(options, args, settings | lock_free),
         replace(ours(options, args, settings), name="synchronous"),
-        replace(ours(options, args, settings | {"update_in_backward": False}), name="at_step"),
         replace(compute_side(options, args), environment=side_environment(args) | KEEP_FREED_MEMORY),
     ]
 
@@ -85,10 +82,6 @@ def bars(size: str, scores: Mapping[str, Score], cores: str) -> list[Bar]:
     made: list[Bar] = []
     if "ours" in scores:
         made += _of_lock_free(scores, f"{size} lock-free, cores {cores}", COMPUTE_LIMIT[cores])
-    if "synchronous" in scores and "at_step" in scores:
-        behind_s, after_s = scores["synchronous"].step_s, scores["at_step"].step_s
-        name = f"{size} synchronous, cores {cores}: updates behind the passes over updates between them, speed"
-        made.append(Bar(name, 1 / behind_s, 1 / after_s, "steps/s", after_s / behind_s, 1.0, at_least=True))
     return made
 
 

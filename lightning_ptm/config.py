@@ -93,8 +93,6 @@ class Settings:
             With `recompute`, what goes there is what units are recomputed from. Needs a device with memory of its own.
         units: Class names of the modules that are fetched and released together; `auto` takes the elements of
             `ModuleList` and `Sequential`, that is, a transformer's blocks.
-        update_in_backward: Start a unit's update as soon as its gradients are complete, behind the rest of the
-            backward pass, where nothing needs to see all gradients first. The numbers are the same either way.
         reduce_gradients: With several ranks and accumulation: `each_backward` reduces (and so shards) gradients after every
             micro-batch; `each_step` lets them add up, whole, on each rank first, and reduces once: less traffic for
             2 bytes a parameter of memory beside the pages. The sums differ by their rounding.
@@ -171,7 +169,6 @@ class Settings:
     recompute: str = "none"
     activations: Literal["keep", "host"] = "keep"
     units: Literal["auto"] | Sequence[str] = "auto"
-    update_in_backward: bool = True
     reduce_gradients: Literal["each_backward", "each_step"] = "each_backward"
     expert_parallel_size: int = 1
     tensor_parallel_size: int = 1
