@@ -104,8 +104,8 @@ class OptimizerGroups:
         if changed:
             raise UsageError(
                 f"{', '.join(sorted(changed))} in the optimizer's param_groups changed between the backward pass and "
-                f"the step, when units had been updated behind the backward already; change it before the backward pass, in "
-                f"on_before_optimizer_step, or use update_in_backward=False"
+                f"the step, when units had been updated behind the backward already; change it before the backward pass, or "
+                f"in on_before_optimizer_step: where the module or a callback has this hook, units are updated behind it"
             )
 
 
