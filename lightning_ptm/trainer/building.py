@@ -110,6 +110,7 @@ class Builder:
         restored: DeferredState | None = None,
         given: Given | None = None,
         handed: PreviousState | None = None,
+        before_edits: Callable[[], None] | None = None,
     ) -> Engine:
         """The engine and its pages. Collective.
 
@@ -118,6 +119,7 @@ class Builder:
             restored: what was loaded before.
             given: the parameters' values, where the module has none.
             handed: the same, where they are in pages.
+            before_edits: called before weights are edited by hand.
         """
         place, fitting = self.place, self.fits
         boxes = self.boxes_with(cut)
@@ -151,6 +153,9 @@ class Builder:
             ranks_here=place.ranks_here,
             handed=handed,
             root=root_folder(self.trainer),
+            before_edits=before_edits,
+            # A run that goes on from a checkpoint rounds as it would have done.
+            number_of_step=lambda: self.trainer.global_step,
         )
 
     def decided(self, request: Request, communicator: Communicator, handed: PreviousState | None) -> Blueprint:

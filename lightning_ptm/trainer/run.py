@@ -214,12 +214,10 @@ class Run:
             restored=None if set_up is None else set_up.restored,
             given=given,
             handed=handed,
+            # A checkpoint in progress is of the weights before the edit.
+            before_edits=self.saves.finish,
         )
         _in_progress.add(engine)
-        # A checkpoint in progress is of the weights before the edit.
-        engine.summon.before_edits = self.saves.finish
-        # A run that goes on from a checkpoint rounds as it would have done.
-        engine.updates.number_of_step = lambda: self.trainer.global_step
         if exchanging is not None:
             self._connect_tensor_group(exchanging, engine)
         self.interruption = Interruption(engine, self.module, self.saves)

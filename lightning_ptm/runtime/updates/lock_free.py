@@ -14,7 +14,7 @@ I3: where updates are held back (planning/pace.py), a gradient waits at compute 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -73,8 +73,9 @@ class LockFreeUpdates(UpdateScheduler):
         paced: bool,
         adds: bool,
         default_dtype: torch.dtype | None = None,
+        number_of_step: Callable[[], int] | None = None,
     ) -> None:
-        super().__init__(flats, optimizers, default_dtype)
+        super().__init__(flats, optimizers, default_dtype, number_of_step)
         self._max_staleness = max_staleness
         self._warmup = warmup
         self._batch_began = 0
@@ -160,7 +161,7 @@ class LockFreeUpdates(UpdateScheduler):
         self.versions.begin_iteration(training=training)
         self._graph_open = training
         if self._warmup and training:
-            self._warm_up(self.number_of_step())
+            self._warm_up(self._number_of_step())
         if not training and not self._drained:
             self.finish_all()  # what is evaluated is what was trained
         else:
