@@ -83,6 +83,14 @@ class RankGroups:
     data: ProcessGroup | None = None
     same_batches: SameBatches | None = None
 
+    def counted(self, group: Any) -> Any:
+        """The ranks with different batches in place of all ranks, which is what Lightning names where a user names none."""
+        return self.data if group is None or group is torch.distributed.group.WORLD else group
+
+    def has_one_batch(self, group: ProcessGroup | None) -> bool:
+        """Whether all ranks compute the same batch, so that what one has is what all have, as on one rank."""
+        return bool(group is not None and group is self.data and group.size() == 1)
+
 
 class SetUp:
     """A run that is being set up, from Lightning's `setup_environment` to the end of its `setup`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ def follow_rearranging(run: Run, checkpoints: Checkpoints) -> None:
         _refuse(run)
         with engine.changes.at_rest_as_trained():
             lay_out_anew(run)
+    run.follow_loads(partial(follow_loaded_state, run, checkpoints))
     run.counts_from(counted)
     run.tell_where_states_are()
 

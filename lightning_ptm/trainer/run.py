@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,16 @@ class Run:
         with self._engine.summon.gathered(modules or (self.module,), write=write):
             yield
 
+    @contextmanager
+    def iteration(self, mode: Mode) -> Iterator[None]:
+        """Around a step of the Trainer's."""
+        tensor = self.builder.groups.tensor
+        with (
+            self.engine.iteration(mode, manual=not self.module.automatic_optimization),
+            nullcontext() if tensor is None else tensor.of_step(),
+        ):
+            yield
+
     def without_reduction(self) -> AbstractContextManager[None]:
         """Around backward passes whose gradients are reduced with those of a later one."""
         return self.engine.stepping.without_reduction()
@@ -288,18 +298,18 @@ class Run:
             warn_of_gradients_in_pages(self.module, engine, precision)
             warn_of_recomputing_uncompiled(self.module, engine, builder.settings)
 
-    def take_states(self, follow: Callable[[Optimizer, Mapping[str, Any]], None]) -> None:
-        """States that optimizers have already, or load later in the run, are its states.
-
-        Args:
-            follow: called when the `load_state_dict` of one was.
-        """
-        assert self._lightning_hooks is not None
+    def take_states(self) -> None:
+        """States that optimizers have already are the run's."""
         for optimizer in self.paged_optimizers():
             forget = optimizer_states.take_over_optimizer_state(self.engine, optimizer)
             if forget is not None:
                 self._shown_states[optimizer] = forget
                 renew(optimizer)
+
+    def follow_loads(self, follow: Callable[[Optimizer, Mapping[str, Any]], None]) -> None:
+        """From now on `follow` is called when the `load_state_dict` of an optimizer was."""
+        assert self._lightning_hooks is not None
+        for optimizer in self.paged_optimizers():
             self._lightning_hooks.loads_of(optimizer, follow)
 
     def follow_loaded_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

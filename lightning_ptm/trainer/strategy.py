@@ -41,7 +41,6 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -384,8 +383,8 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        group = self._counted(group)
-        if not isinstance(tensor, Tensor) or self._is_alone() or self._has_one_batch(group):
+        group = self._groups.counted(group)
+        if not isinstance(tensor, Tensor) or self._is_alone() or self._groups.has_one_batch(group):
             return tensor
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
@@ -399,18 +398,10 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        group = self._counted(group)
-        if self._is_alone() or self._has_one_batch(group):
+        group = self._groups.counted(group)
+        if self._is_alone() or self._groups.has_one_batch(group):
             return tensor
         return super().all_gather(tensor, group, sync_grads)
-
-    def _counted(self, group: Any) -> Any:
-        """The ranks with different batches in place of all ranks, which is what Lightning names where a user names none."""
-        return self._groups.data if group is None or group is torch.distributed.group.WORLD else group
-
-    def _has_one_batch(self, group: ProcessGroup | None) -> bool:
-        """Whether all ranks compute the same batch, so that what one has is what all have, as on one rank."""
-        return bool(group is not None and group is self._groups.data and group.size() == 1)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -455,7 +446,8 @@ class AngelPTMStrategy(ParallelStrategy):
         if set_up.restored is not None:
             set_up.restored.fill(run.engine)
             run.go_on_drawing(set_up.random_states)
-        run.take_states(partial(rearranging.follow_loaded_state, run, self._checkpoints))
+        run.take_states()
+        run.follow_loads(partial(rearranging.follow_loaded_state, run, self._checkpoints))
         run.tell_where_states_are()
         self.barrier()
 
@@ -481,7 +473,7 @@ class AngelPTMStrategy(ParallelStrategy):
         layer_sync.apply(module)
         norms = [each for each in module.modules() if isinstance(each, nn.SyncBatchNorm)]
         for norm in norms:
-            norm.process_group = self._counted(norm.process_group)
+            norm.process_group = self._groups.counted(norm.process_group)
         if norms and not self._backend.apart:
             raise ConfigError(
                 "sync_batchnorm=True: torch's SyncBatchNorm works on GPUs only, and this run computes on the CPU; leave it "
@@ -576,13 +568,11 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def _iteration(self, mode: Mode) -> AbstractContextManager[None]:
         """Around a step; nothing is, where somebody calls Lightning's loops after a run, with ordinary parameters."""
-        tensor = self._groups.tensor
-        if tensor is not None:
-            tensor.forget()
+        if self._groups.tensor is not None:
+            self._groups.tensor.forget()
         if self._run is None and self.precision_plugin.over:
             return nullcontext()
-        iteration = self.engine.iteration(mode, manual=not self._module.automatic_optimization)
-        return iteration if tensor is None else _both(iteration, tensor.of_step())
+        return self._in_progress().iteration(mode)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -618,7 +608,7 @@ class AngelPTMStrategy(ParallelStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning calls it around the micro-batches of a step but the last; so may a manual optimization. See
         `Settings.reduce_gradients`."""
-        with self.engine.stepping.without_reduction():
+        with self._in_progress().without_reduction():
             yield
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -850,9 +840,3 @@ class AngelPTMStrategy(ParallelStrategy):
         kept = {name: value for name, value in state.items() if name != "_spent"}
         super().__setstate__(kept)
         self._checkpoints = Checkpoints(self, self.settings, self._between, self._current_save_ops)
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
-    with outer, inner:
-        yield

@@ -63,6 +63,20 @@ class Adding(Unfreezing):
     added = True
 
 
+class Loading(Adding):
+    """Loads what its optimizer has, in a hook, when the run was laid out anew."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.current_epoch == 2:
+            optimizer = self.optimizers().optimizer
+            optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("home", ["ram", "masters_on_disk"])
+def test_what_an_optimizer_loads_afterwards_is_followed(strategy_at: MakeStrategy, home: str) -> None:
+    judge(Loading, strategy_at(home), max_epochs=4)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("build", [Unfreezing, Adding])
 @pytest.mark.parametrize("home", PAGED)
