@@ -85,11 +85,11 @@ class _Job(TimedJob["_Flat"]):
 
 
 class _Flat(Flat):
-    def __init__(self, flat: SharedCoreFlat, chunk_numel: int) -> None:
+    def __init__(self, flat: SharedCoreFlat, chunk_numel: int, reach: int | None) -> None:
         self.cuts = flat.cuts or even_chunk_bounds(flat.numel, chunk_numel)
         super().__init__(flat.kind, len(self.cuts.starts), foreseeable=flat.foreseeable)
         self.is_ = flat
-        self.have = Reading()
+        self.have = Reading() if reach is None else Reading(reach=reach)
         self.published = False
         """Whether there is a version that compute has not seen."""
         self.read = False
@@ -140,11 +140,9 @@ class SharedCores:
         self._rates = rates
         self._max_staleness = max_staleness
         # State.
-        self._flats = [_Flat(flat, chunk_numel) for flat in flats]
+        self._flats = [_Flat(flat, chunk_numel, reach) for flat in flats]
         kinds = [kind for kind, count in spares.items() for _ in range(count)]
         self.waiting = VersionPolicy(self._flats, kinds, room=staging, reach=reach)
-        for each in self._flats:
-            each.have.reach = self.waiting.reach
         self._pace = Pace(max_staleness, [flat.numel for flat in flats]) if paced else None
         self._of_unit: dict[int, list[_Flat]] = {}
         for flat in self._flats:
@@ -230,8 +228,8 @@ class SharedCores:
             if flat.have.foresees(self._max_staleness, published=flat.published):
                 held = self._pace is not None and bool(self._pace.waiting(flat.place))
                 self._at.longer_s += self._forecast_s(flat, together=held)
-                flat.have.seen += 1
-            flat.have.received += 1
+                flat.have.see(1)
+            flat.have.receive()
             begin = None if self._pace is None else self._pace.came(flat.place, flat.applied)
             self._offer(flat, step, begin=begin is None)
             for place in begin or ():
@@ -290,19 +288,19 @@ class SharedCores:
                 return
             if not self.chunks.advance():
                 awaited = self.chunks.awaited(None)
-                at.thread.s = until_s if awaited is None else comes_s(awaited)
+                at.thread.go_to(until_s if awaited is None else comes_s(awaited))
 
     def _work_for_news(self) -> bool:
         """Compute waits until a job has ended; whether there is one."""
         at = self._at
         longer_s = at.longer_s
         while not at.ended:
-            at.thread.s = max(at.thread.s, at.now_s)
+            at.thread.go_to(max(at.thread.s, at.now_s))
             if not self.chunks.advance():
                 awaited = self.chunks.awaited(None)
                 if awaited is None:
                     return False
-                at.thread.s = comes_s(awaited)
+                at.thread.go_to(comes_s(awaited))
         ends_s, job = at.ended.popleft()
         at.stall_s += max(0.0, ends_s - at.now_s)
         at.now_s = max(at.now_s, ends_s)
@@ -316,8 +314,8 @@ class SharedCores:
 
     def read(self, job: _Job | None, chunk: TimedChunk[_Flat]) -> bool:
         """Read its master states."""
-        chunk.ready_s = self._transfer(chunk)
-        chunk.whole = True
+        chunk.read_until(self._transfer(chunk))
+        chunk.note_reads(whole=True)
         return True
 
     def update(self, job: _Job, chunk: TimedChunk[_Flat]) -> bool:
@@ -330,10 +328,10 @@ class SharedCores:
         seconds = size / rates.update_bytes_per_s + extra.cpu_s * share
         if begun.ahead and rates.learn_numel_per_s is not None:
             seconds += chunk.numel / rates.learn_numel_per_s
-        self._at.thread.s += seconds
+        self._at.thread.pass_by(seconds)
         self._at.longer_s += rates.loss * seconds
         if flat.on_disk:
-            chunk.written_s = self._transfer(chunk)
+            chunk.write_until(self._transfer(chunk))
         return flat.on_disk
 
     def free(self, chunk: TimedChunk[_Flat]) -> None:

@@ -193,6 +193,10 @@ class VersionPolicy(Generic[F]):
         flat.sums.append(_Sum(which, step, steps))
         return self._tell(GradientAct(GradientEvent.WAITS, flat.place, steps, foreseen))
 
+    def learn(self, step: int) -> None:
+        """Jobs of this step's gradients, and of later ones, learn forecasts."""
+        self.learns_from = step
+
     def begin(self, flat: F) -> None:
         """What has come for a flat is held back no longer."""
         flat.due = flat.received
@@ -297,6 +301,14 @@ class Reading:
     seen: int = 0
     learned: bool = False
     reach: int = field(default_factory=lambda: REACH)
+
+    def receive(self) -> None:
+        """A contribution has come."""
+        self.received += 1
+
+    def see(self, contributions: int) -> None:
+        """The version that is read is brought to where so many more will take it."""
+        self.seen += contributions
 
     def adopt(self, applied: int, seen: int, *, learned: bool) -> None:
         """Another version is read from now on."""

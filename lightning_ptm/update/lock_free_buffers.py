@@ -281,7 +281,7 @@ class LockFreeBuffers:
 
     def learn(self, step: int) -> None:
         """Jobs of this step's gradients, and of later ones, learn forecasts."""
-        self.policy.learns_from = step
+        self.policy.learn(step)
 
     def begin(self, flat: FlatBuffer) -> None:
         """What has come for a flat is held back no longer."""

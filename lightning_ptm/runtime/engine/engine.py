@@ -155,7 +155,7 @@ class Engine:
         self._loss: Tensor | None = None
         """Of the last backward pass, where a tensor group compares it."""
         self.save_stall_s = 0.0
-        """Seconds that compute was held up by checkpoints; written by those who write them."""
+        """Seconds that compute was held up by checkpoints."""
         self.expert_groups: ExpertGroups | None = None
         self._known = KnownParameters(module, optimizers)
         self._taken_over = False
@@ -179,6 +179,10 @@ class Engine:
                 if self._taken_over and self.communicator.alone:
                     self.lent_parameters.restore()
             raise
+
+    def add_save_stall(self, seconds: float) -> None:
+        """Compute was held up by a checkpoint."""
+        self.save_stall_s += seconds
 
     def _build(self, recompute: int, given: Given, poison: bool, file_ops: FileOps | None) -> None:
         frozen = [item for unit in self.blueprint.units for item in unit.parameters if not item.parameter.requires_grad]

@@ -52,6 +52,22 @@ class FlatCounters(Reading):
         """Contributions that the buffering thread knows of, or soon will."""
         return self.received - self.held_steps
 
+    def skip(self) -> None:
+        """A step was not taken that had a gradient."""
+        self.skipped += 1
+
+    def hold(self, contribution: Contribution | None) -> None:
+        """One waits to be handed over; None: none does any more."""
+        self.held = contribution
+
+    def hurry(self, contributions: int) -> None:
+        """The buffering thread was asked for so many."""
+        self.hurried = contributions
+
+    def need(self, contributions: int) -> None:
+        """The version that is read next must include so many of what has come."""
+        self.needed = max(self.needed, min(self.received, contributions))
+
     def offer(self, contribution: Contribution) -> None:
         """One is handed over."""
         self.offers += 1
@@ -80,5 +96,5 @@ class FlatCounters(Reading):
         store.binding.values_will_change()
         predict_weights(self.forecast, store.home.tensor(), contribution, earlier)
         store.binding.values_have_changed()
-        self.seen += len(contribution.origins)
+        self.see(len(contribution.origins))
         self.exact = False

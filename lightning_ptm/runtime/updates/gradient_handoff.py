@@ -93,14 +93,15 @@ class GradientHandoff:
             return
         if held is not None:
             self._offer(place, held, begin=False)
-        clock.held = contribution
+        clock.hold(contribution)
         # A flat's gradients wait in one place, or they would take twice the memory.
         if not self._adds or not clock.flat.gradient.in_place or self._buffering.waiting(place):
             self._hand_on(place, begin=False)
 
     def _hand_on(self, place: int, *, begin: bool) -> None:
         clock = self._clocks[place]
-        held, clock.held = clock.held, None
+        held = clock.held
+        clock.hold(None)
         if held is not None:
             self._offer(place, held, begin=begin)
         elif begin:

@@ -125,7 +125,7 @@ class LockFreeUpdates(UpdateScheduler):
             self.versions.catch_up([place])
         contribution = Contribution(source, (Origin(self._steps, hyper),), transform, after, discard)
         self.versions.predict_weights(unit, place, contribution)
-        self._clocks[place].received += 1
+        self._clocks[place].receive()
         self._drained = False
         self._given.add(place)
         self._handing.came(place, contribution, at_once=bool(self._warmup))
@@ -143,8 +143,7 @@ class LockFreeUpdates(UpdateScheduler):
     def skip(self, optimizer: int) -> None:
         for _, flat in self.groups.flats_of(optimizer):
             if flat.gradient.any:
-                clock = self._clocks[self._place_of[id(flat)]]
-                clock.skipped += 1
+                self._clocks[self._place_of[id(flat)]].skip()
         self._graph_open = False
         self._given.clear()
         super().skip(optimizer)

@@ -77,7 +77,7 @@ class Versions:
         In manual optimization the iteration goes on: what it reads of these flats from now on may be newer. Graphs over
         those of other optimizers may still be alive.
         """
-        self.stats.steps += 1
+        self.stats.add_step()
         self._read -= {place for place, clock in enumerate(self._clocks) if clock.flat.optimizer == optimizer}
 
     def no_graph_needs(self, places: Iterable[int]) -> None:
@@ -155,7 +155,7 @@ class Versions:
         needed = {place: self._clocks[place].must_include(self.bound) for place in places}
         self._handing.begin(place for place in places if self._buffering.applied(place) < needed[place])
         for place in places:
-            self._clocks[place].hurried = needed[place]
+            self._clocks[place].hurry(needed[place])
             self._buffering.hurry(place, needed[place])
 
     def _has_news(self, late: Sequence[int]) -> bool:
@@ -186,8 +186,7 @@ class Versions:
 
     def _need_one_more(self, place: int) -> None:
         """What waits longest of a flat has to be in the version that is read next (I3)."""
-        clock = self._clocks[place]
-        clock.needed = max(clock.needed, min(clock.received, self._buffering.applied(place) + 1))
+        self._clocks[place].need(self._buffering.applied(place) + 1)
 
     def _renew(self, unit: int, places: Sequence[int]) -> None:
         """The micro-batch reads these flats of a unit for the first time (I1)."""
@@ -195,9 +194,7 @@ class Versions:
         self._read.update(places)
         if self._training:
             staleness = max(self._clocks[place].received - self._clocks[place].adopted for place in places)
-            self.stats.reads += 1
-            self.stats.total += staleness
-            self.stats.maximum = max(self.stats.maximum, staleness)
+            self.stats.add_read(staleness)
 
     # -- versions come ------------------------------------------------------------------------------------------------
 
