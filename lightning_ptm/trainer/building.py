@@ -43,7 +43,7 @@ from lightning_ptm.trainer.between_runs import BetweenRuns
 from lightning_ptm.trainer.lightning_hooks import rearrangers
 from lightning_ptm.trainer.matmul_precision import chosen_wide_matmuls
 from lightning_ptm.trainer.precision import AngelPTMPrecision
-from lightning_ptm.trainer.ranks import Place, RankGroups
+from lightning_ptm.trainer.ranks import RankGroups, RankPlace
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +66,7 @@ class Builder:
     fits: bool
     settings: Settings
     precision: AngelPTMPrecision
-    place: Place
+    place: RankPlace
     groups: RankGroups
     boxes: Callable[[], Mapping[str, TensorSlice]]
     further: Mapping[Tier, int]

@@ -258,7 +258,7 @@ class Checkpoints:
         """
         self.saves.finish()  # it may be the one in progress: Lightning's tuner saves, and goes back a few steps later
         # From the first look at the path: one rank alone may be refused it, or have none of that name.
-        with nullcontext() if set_up is None else set_up.together():
+        with nullcontext() if set_up is None else set_up.on_all_ranks():
             path = Path(checkpoint_path)
             if self.is_sharded(path):
                 checkpoint = self._load_sharded(run, set_up, module, path, weights_only is not False, progress)

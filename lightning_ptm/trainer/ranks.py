@@ -41,7 +41,7 @@ from lightning_ptm.trainer.same_settings import decisive, refuse_other_settings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Which rank this process is, of how many, and on which device.
 
     Args:
@@ -95,7 +95,7 @@ class RankGroups:
 class SetUp:
     """A run that is being set up, from Lightning's `setup_environment` to the end of its `setup`."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankPlace) -> None:
         self._place = place
         # State.
         self._setup_barrier: SetupBarrier | None = None
@@ -152,7 +152,7 @@ class SetUp:
             self._setup_barrier.wait()
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def on_all_ranks(self) -> Iterator[None]:
         """What the block raises on one rank raises on all of them, before the run has a communicator. Collective."""
         self.wait()
         communicator = self._place.communicator(Events())

@@ -88,7 +88,7 @@ from lightning_ptm.trainer.ending import end, having_states
 from lightning_ptm.trainer.other_front_ends import asked_elsewhere, check_front_end, refuse_fabric
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.pruning import refuse_pruning
-from lightning_ptm.trainer.ranks import Place, RankGroups, SetUp
+from lightning_ptm.trainer.ranks import RankGroups, RankPlace, SetUp
 from lightning_ptm.trainer.run import Run, no_pages, refuse_in_another_run
 from lightning_ptm.trainer.stale_optimizers import StaleInCopies, refuse_spent
 from lightning_ptm.trainer.weight_averaging import refuse_parts, refuse_sharded
@@ -308,9 +308,9 @@ class AngelPTMStrategy(ParallelStrategy):
         self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @property
-    def _place(self) -> Place:
+    def _place(self) -> RankPlace:
         data = self.distributed_sampler_kwargs
-        return Place(
+        return RankPlace(
             backend=self._backend,
             rank=self.global_rank,
             world_size=self.world_size,
@@ -341,7 +341,7 @@ class AngelPTMStrategy(ParallelStrategy):
         trainer = self._module.trainer
         if self.settings.resume == "auto" and AutoResume.concerns(trainer):
             assert self._set_up is not None
-            self._resuming = AutoResume(trainer, self._set_up.together, self.broadcast)
+            self._resuming = AutoResume(trainer, self._set_up.on_all_ranks, self.broadcast)
 
     def _connect_ranks(self) -> None:
         reset_seed()  # as DDP
