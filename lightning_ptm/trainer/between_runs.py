@@ -12,7 +12,7 @@ from lightning_ptm.checkpoints.after_run import EndedRun
 
 
 class BetweenRuns:
-    """The only object of a strategy's that outlives its runs."""
+    """Made with the strategy; each of its runs reads and changes it."""
 
     def __init__(self) -> None:
         self.ended = EndedRun()
