@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from lightning.pytorch import Trainer
+
 from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.comm import Communicator
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
+from lightning_ptm.trainer.building import Builder
 
 LEAST = "least"
 """The value of `device_memory` that `strategy_with` understands beside the strategy's own."""
@@ -24,27 +28,39 @@ class LeastMemoryStrategy(AngelPTMStrategy):
     pages = 0
     spare_pages = 0
 
-    def _decided(self, request: Request, handed: PreviousState | None) -> Blueprint:
+    def builder(self, trainer: Trainer) -> Builder:
+        made = super().builder(trainer)
+        return _LeastMemory(**{field.name: getattr(made, field.name) for field in dataclasses.fields(made)}, least=self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _LeastMemory(Builder):
+    least: LeastMemoryStrategy
+
+    def decided(self, request: Request, communicator: Communicator, handed: PreviousState | None) -> Blueprint:
         refused, accepted = 0, 4
-        while (made := self._accepted(accepted, request, handed)) is None:
+        while (made := self._accepted(accepted, request, communicator, handed)) is None:
             refused, accepted = accepted, 2 * accepted
         while accepted - refused > 1:
             pages = (refused + accepted) // 2
-            fewer = self._accepted(pages, request, handed)
+            fewer = self._accepted(pages, request, communicator, handed)
             if fewer is None:
                 refused = pages
             else:
                 accepted, made = pages, fewer
-        if self.spare_pages:
-            made = self._accepted(accepted + self.spare_pages, request, handed)
+        spare_pages = self.least.spare_pages
+        if spare_pages:
+            made = self._accepted(accepted + spare_pages, request, communicator, handed)
             assert made is not None
-        self.pages = accepted + self.spare_pages
+        self.least.pages = accepted + spare_pages
         return made
 
-    def _accepted(self, pages: int, request: Request, handed: PreviousState | None) -> Blueprint | None:
+    def _accepted(
+        self, pages: int, request: Request, communicator: Communicator, handed: PreviousState | None
+    ) -> Blueprint | None:
         settings = dataclasses.replace(request.settings, device_memory=pages * request.settings.page_bytes)
         try:
-            return super()._decided(dataclasses.replace(request, settings=settings), handed)
+            return Builder.decided(self, dataclasses.replace(request, settings=settings), communicator, handed)
         except CapacityError:
             if pages >= _MOST_PAGES:
                 raise

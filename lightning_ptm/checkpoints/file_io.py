@@ -31,7 +31,11 @@ class FileCheckpointIO(TorchCheckpointIO):
 
     def __init__(self) -> None:
         self.progress = Progress(shown=False)
-        """Of what takes long; the strategy sets it."""
+        """Of what takes long."""
+
+    def show(self, progress: Progress) -> None:
+        """Where what takes long is shown from now on."""
+        self.progress = progress
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:

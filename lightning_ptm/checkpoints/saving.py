@@ -124,7 +124,7 @@ class Saving:
         if behind:
             self._thread = threading.Thread(target=self._write_behind, name="lightning_ptm save", daemon=True)
             self._thread.start()
-            engine.save_stall_s += perf_counter() - started
+            engine.add_save_stall(perf_counter() - started)
         else:
             self._write_now()
 
@@ -173,7 +173,7 @@ class Saving:
             # OpenMP's other threads would wait for the next copy on the cores of those that write.
             with one_core(), self._engine.bars.bar(f"saving {self.path.name}", self._total_bytes) as self._watch:
                 self._write()
-            self._engine.save_stall_s += perf_counter() - self._started_s
+            self._engine.add_save_stall(perf_counter() - self._started_s)
             self.finish()
         except BaseException:  # Ctrl-C, too: nobody else knows of it yet
             self._clean_up()
@@ -227,7 +227,7 @@ class Saving:
     def _end(self, started: float) -> None:
         self._clean_up()
         self._engine.snapshots.end()
-        self._engine.save_stall_s += perf_counter() - started
+        self._engine.add_save_stall(perf_counter() - started)
 
     def farewell(self) -> None:
         """The run has failed and no rank can be asked: finish what this rank can; never raises."""

@@ -256,7 +256,15 @@ class Agreement:
         self.done: Callable[[], int] = lambda: 0
         """A word of 32 bits for what this rank has done."""
         self.number: float = 0.0
-        """That ranks which have to have done the same have to have, too, but for rounding. Written by others."""
+        """That ranks which have to have done the same have to have, too, but for rounding."""
+
+    def compare(self, alike: Sequence[Sequence[int]], done: Callable[[], int]) -> None:
+        """From now on these ranks have to have done the same, which is what `done` says."""
+        self.alike, self.done = alike, done
+
+    def compare_number(self, number: float) -> None:
+        """Ranks that have to have done the same have to have this one at their next boundary, but for rounding."""
+        self.number = number
 
     def request(self, request: NeededCollective) -> Decision:
         """Returns when all ranks have agreed to issue `request` now; the caller issues it."""

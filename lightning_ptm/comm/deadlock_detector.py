@@ -44,10 +44,14 @@ class DeadlockDetector:
         self._board = board
         self._key = f"{key}/waits"
         self._rank = rank
-        self.exchanged: Callable[[], Exchanged] = lambda: NOTHING
-        """Set by who knows; asked here, and where ranks explain why they give up."""
         # state
+        self.exchanged: Callable[[], Exchanged] = lambda: NOTHING
+        """What this rank has exchanged; called here, and where ranks explain why they give up."""
         self._rounds = self._exchanges = 0
+
+    def ask(self, exchanged: Callable[[], Exchanged]) -> None:
+        """From now on, what this rank has exchanged is what this says."""
+        self.exchanged = exchanged
 
     def in_round(self, work: Any) -> None:
         """Waits for a round of all ranks."""

@@ -76,15 +76,16 @@ class PlannedRun:
         try:
             strategy._lightning_module = self.model
             strategy.setup_optimizers(here)
+            builder, cut = strategy.builder(here), None
             if strategy.settings.tensor_parallel_size > 1:
                 self.group = CountedTensorGroup(strategy.settings.tensor_parallel_size)
-                strategy._cut_module(self.group, proven=False)
+                cut = builder.cut(self.group, proven=False)
             wanted = strategy.settings
             if wanted.page_size == "auto":
                 wanted = dataclasses.replace(wanted, page_size=_page_bytes(node, wanted))
             if wanted.disk_path is None and "disk" in (wanted.offload_parameters, wanted.wanted_offload_optimizer):
                 wanted = dataclasses.replace(wanted, disk_path=here.default_root_dir)  # as a run does
-            return strategy.request(here, wanted)
+            return builder.request(wanted, cut)
         finally:
             self.model._trainer = None
 

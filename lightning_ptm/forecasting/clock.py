@@ -169,7 +169,7 @@ class Clock:
         if self._record is not None:
             self._record.append(Activity(None, Operation.COMPUTE, tick.unit, self._now.s, tick.seconds, 0))
         self._compute_s += tick.seconds
-        self._now.s += tick.seconds + self._queues.taken_by_transfers_s(self._now.s, tick.seconds)
+        self._now.pass_by(tick.seconds + self._queues.taken_by_transfers_s(self._now.s, tick.seconds))
 
     def step(
         self,
@@ -222,12 +222,12 @@ class Clock:
     def _agree(self, rounds: int) -> None:
         """Ranks agree on what comes next, and nothing computes meanwhile."""
         self._rounds += rounds
-        self._now.s += rounds * self._hardware.round_s
+        self._now.pass_by(rounds * self._hardware.round_s)
 
     def _wait(self, arrival: _Arrival) -> None:
         if arrival.at_s > self._now.s:
             self._stalls[arrival.cause] = self._stalls.get(arrival.cause, 0.0) + arrival.at_s - self._now.s
-            self._now.s = arrival.at_s
+            self._now.go_to(arrival.at_s)
 
     def _owe(self, task: Task) -> None:
         """An update is issued: the cores will do it chunk by chunk."""
@@ -282,12 +282,12 @@ class Clock:
     def read(self, update: TimedJob[FlatLayout] | None, chunk: TimedChunk[FlatLayout]) -> bool:
         """Begin the reads that the chunk lacks; its gradient's, where that is elsewhere, once it is there."""
         loads = self._chunk_loads(chunk)
-        missing = [] if chunk.begun else loads.states
-        chunk.begun = True
-        chunk.whole = update is not None and (not loads.gradient or update.has_gradient())
+        missing = loads.states if chunk.begin() else []
+        chunk.note_reads(whole=update is not None and (not loads.gradient or update.has_gradient()))
         if chunk.whole:
             missing = [*missing, *loads.gradient]
-        chunk.ready_s = max(chunk.ready_s, self._queues.carry(Operation.UPDATE, chunk.flat.unit, missing, self._now.s))
+        ends_s = self._queues.carry(Operation.UPDATE, chunk.flat.unit, missing, self._now.s)
+        chunk.read_until(max(chunk.ready_s, ends_s))
         return bool(missing)
 
     def update(self, update: TimedJob[FlatLayout], chunk: TimedChunk[FlatLayout]) -> bool:
@@ -297,7 +297,7 @@ class Clock:
         begin_s = self._now.s if update.streams else carry(loads.reads, self._now.s)
         end_s = carry([loads.arithmetic], begin_s)
         self._wait(_Arrival(end_s + (self._hardware.chunk_s if update.streams else 0.0), Operation.UPDATE))
-        chunk.written_s = carry(loads.writes, self._now.s)
+        chunk.write_until(carry(loads.writes, self._now.s))
         return update.streams
 
     def free(self, chunk: TimedChunk[FlatLayout]) -> None:

@@ -217,8 +217,8 @@ class SharedCores:
         for flat in self._of_unit.get(unit, ()):
             if flat.have.foresees(self._max_staleness, published=flat.published):
                 self._at.longer_s += self._forecast_s(flat)
-                flat.have.seen += 1
-            flat.have.received += 1
+                flat.have.see(1)
+            flat.have.receive()
             self._offer(flat, step)
 
     # -- what waits ----------------------------------------------------------------------------------------------------
@@ -268,19 +268,19 @@ class SharedCores:
                 return
             if not self.chunks.advance():
                 awaited = self.chunks.awaited(None)
-                at.thread.s = until_s if awaited is None else comes_s(awaited)
+                at.thread.go_to(until_s if awaited is None else comes_s(awaited))
 
     def _work_for_news(self) -> bool:
         """Compute waits until a job has ended; whether there is one."""
         at = self._at
         longer_s = at.longer_s
         while not at.ended:
-            at.thread.s = max(at.thread.s, at.now_s)
+            at.thread.go_to(max(at.thread.s, at.now_s))
             if not self.chunks.advance():
                 awaited = self.chunks.awaited(None)
                 if awaited is None:
                     return False
-                at.thread.s = comes_s(awaited)
+                at.thread.go_to(comes_s(awaited))
         ends_s, job = at.ended.popleft()
         at.stall_s += max(0.0, ends_s - at.now_s)
         at.now_s = max(at.now_s, ends_s)
@@ -294,8 +294,8 @@ class SharedCores:
 
     def read(self, job: _Job | None, chunk: TimedChunk[_Flat]) -> bool:
         """Read its master states."""
-        chunk.ready_s = self._transfer(chunk)
-        chunk.whole = True
+        chunk.read_until(self._transfer(chunk))
+        chunk.note_reads(whole=True)
         return True
 
     def update(self, job: _Job, chunk: TimedChunk[_Flat]) -> bool:
@@ -308,10 +308,10 @@ class SharedCores:
         seconds = size / rates.update_bytes_per_s + extra.cpu_s * share
         if begun.ahead and rates.learn_numel_per_s is not None:
             seconds += chunk.numel / rates.learn_numel_per_s
-        self._at.thread.s += seconds
+        self._at.thread.pass_by(seconds)
         self._at.longer_s += rates.loss * seconds
         if flat.on_disk:
-            chunk.written_s = self._transfer(chunk)
+            chunk.write_until(self._transfer(chunk))
         return flat.on_disk
 
     def free(self, chunk: TimedChunk[_Flat]) -> None:

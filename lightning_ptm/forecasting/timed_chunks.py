@@ -17,6 +17,14 @@ class Moment:
 
     s: float = 0.0
 
+    def go_to(self, s: float) -> None:
+        """It is then."""
+        self.s = s
+
+    def pass_by(self, seconds: float) -> None:
+        """It is so much later."""
+        self.s += seconds
+
 
 @dataclass(slots=True, eq=False)
 class TimedChunk(Chunk[F]):
@@ -31,6 +39,19 @@ class TimedChunk(Chunk[F]):
     begun: bool = False
     ready_s: float = 0.0
     written_s: float = 0.0
+
+    def begin(self) -> bool:
+        """Its reads begin; returns whether none has begun before."""
+        first, self.begun = not self.begun, True
+        return first
+
+    def read_until(self, ready_s: float) -> None:
+        """The reads that have begun end then."""
+        self.ready_s = ready_s
+
+    def write_until(self, written_s: float) -> None:
+        """So do its writes."""
+        self.written_s = written_s
 
     def readable(self) -> bool:
         return self.ready_s <= self.now.s

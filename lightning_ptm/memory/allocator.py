@@ -406,7 +406,7 @@ class Allocator:
         self._place(arriving, contiguous=contiguous)
 
         def settle(error: BaseException | None) -> None:
-            tensor.moving = False
+            tensor.move(under_way=False)
             if error is not None:
                 self._vacate(arriving)
                 return
@@ -419,7 +419,7 @@ class Allocator:
         except InternalError:
             self._vacate(arriving)
             raise
-        tensor.moving = True
+        tensor.move(under_way=True)
         return started
 
     def _check_open(self) -> None:

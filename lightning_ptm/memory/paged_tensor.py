@@ -71,6 +71,10 @@ class PagedTensor:
             raise UsageError(f"{self.name} is on disk and has no address; copy it to the device or host tier first")
         raise UsageError(f"{self.name} is scattered over {len(self.pages)} pages; merge it first")
 
+    def move(self, *, under_way: bool) -> None:
+        """The Allocator has begun to move the tensor, or has ended it."""
+        self.moving = under_way
+
     def place(self, tier: Tier, pages: tuple[PageSpan, ...], view: torch.Tensor | None) -> None:
         """The Allocator puts the tensor on pages; `view` is None when they have no single address."""
         self.tier, self.pages, self._view = tier, pages, view

@@ -38,6 +38,10 @@ class Again:
     whole: Tensor | None = None
     counted: bool = False
 
+    def count(self) -> None:
+        """The bytes are counted."""
+        self.counted = True
+
     def of(self, part: Tensor) -> Tensor:
         """The whole value, without a graph."""
         if self.whole is None or self.whole.dtype is not part.dtype:  # autocast may be off for some of the layers

@@ -215,7 +215,7 @@ class SequenceParts:
     def product(self, gathered: _Gathered, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A linear layer's outputs of a whole value, of which the part is kept."""
         if weight.requires_grad and not gathered.again.counted:
-            gathered.again.counted = True
+            gathered.again.count()
             self.group.sends_back(gathered.part.nbytes * (self.group.size - 1))
         out: Tensor = Product.apply(gathered.whole, gathered.part.detach(), weight, bias, gathered.again)
         return out

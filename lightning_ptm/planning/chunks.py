@@ -32,13 +32,17 @@ class Chunk(abc.ABC, Generic[F]):
     """A stretch of a flat's shard on its way, in elements.
 
     Attributes:
-        whole: its reads of all that its job needs have begun; written by the hands.
+        whole: its reads of all that its job needs have begun.
     """
 
     flat: F
     start: int
     numel: int
     whole: bool = False
+
+    def note_reads(self, *, whole: bool) -> None:
+        """Reads have begun, of all that its job needs or not."""
+        self.whole = whole
 
     @abc.abstractmethod
     def readable(self) -> bool:

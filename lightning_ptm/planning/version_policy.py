@@ -176,6 +176,10 @@ class VersionPolicy(Generic[F]):
         flat.sums.append(_Sum(which, step, 1))
         return self._tell(GradientAct(GradientEvent.WAITS, flat.place, 1, foreseen))
 
+    def learn(self, step: int) -> None:
+        """Jobs of this step's gradients, and of later ones, learn forecasts."""
+        self.learns_from = step
+
     def hurry(self, flat: F, needed: int) -> None:
         """Compute waits until a version of this flat includes `needed` contributions.
 
@@ -265,6 +269,14 @@ class Reading:
     adopted: int = 0
     seen: int = 0
     learned: bool = False
+
+    def receive(self) -> None:
+        """A contribution has come."""
+        self.received += 1
+
+    def see(self, contributions: int) -> None:
+        """The version that is read is brought to where so many more will take it."""
+        self.seen += contributions
 
     def adopt(self, applied: int, seen: int, *, learned: bool) -> None:
         """Another version is read from now on."""

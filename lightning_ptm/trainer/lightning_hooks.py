@@ -210,11 +210,6 @@ class LightningHooks:
         """
         self._foreign = UserCollectives(gather, communicator.group_names)
 
-        def any_of(asked: int) -> int:
-            flags = torch.tensor([asked >> bit & 1 for bit in range(2)], dtype=torch.int64)
-            return sum(int(flag) << bit for bit, flag in enumerate(communicator.all_reduce(flags, maximum=True)))
-
-        signals.agree = any_of
         self._replace(trainer._signal_connector, "_sigterm_notifier_fn", signals.end)
         self._replace(trainer._signal_connector, "_slurm_sigusr_handler_fn", signals.put_back)
 

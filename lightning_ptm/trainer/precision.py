@@ -113,6 +113,14 @@ class AngelPTMPrecision(Precision):
         self._engine = engine
         self._device_type = device_type
 
+    def end_run(self, *, ordinary: bool) -> None:
+        """A run has ended.
+
+        Args:
+            ordinary: parameters and optimizers are what they are outside of runs.
+        """
+        self.over = ordinary and self.loss_scale is None
+
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         # All becomes what Lightning's plugins make of it: `module.to(dtype)` in 16 bits, which takes complex tensors and

@@ -24,17 +24,17 @@ class Signals:
 
     Args:
         trainer: whose own handler saves and asks SLURM to run the job again.
+        agree: what any rank was asked for (flags), from what this one was. Collective.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, agree: Callable[[int], int]) -> None:
         self._connector = trainer._signal_connector
         self._trainer = trainer
+        self._agree = agree
         self._requeue: Callable[..., None] = self._connector._slurm_sigusr_handler_fn
         self._asked = 0
         self._passed_on = False
         self._number: Any = None
-        self.agree: Callable[[int], int] = lambda asked: asked
-        """What any rank was asked for (flags), from what this one was. Collective."""
 
     def end(self, number: Any, frame: Any) -> None:
         """Handles SIGTERM."""
@@ -56,7 +56,7 @@ class Signals:
             SIGTERMException: on all ranks, as Lightning raises it.
         """
         asked, self._asked = self._asked, 0
-        asked = self.agree(asked)
+        asked = self._agree(asked)
         if asked & _REQUEUE:
             self._requeue(self._number, None)
         if asked & _END:

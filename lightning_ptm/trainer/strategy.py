@@ -1,11 +1,12 @@
 """`Trainer(strategy="angel_ptm")`: Lightning's side of the engine.
 
-Has the steps of a run, its set-up and its end. The classes below it, each in a file, know only those below themselves:
-connected.py (ranks and plug-ins), running.py (the run in progress), checkpointing.py, building.py, ending.py, rearranging.py.
-All of them know Lightning; pages are the engine's.
+What Lightning asks of any strategy, and the few questions of users that no other strategy is asked. What is done about it,
+others do: ranks.py (process groups), building.py (what a run is made of), run.py (the run in progress), checkpointing.py,
+ending.py, rearranging.py; between_runs.py is what outlives a run. All of them know Lightning; pages are the engine's.
 
 I1: the user's optimizers are created before anything is laid out, since their parameter groups decide the layout, and before
-anything is cut: `configure_optimizers` may go by shapes.
+anything is cut: `configure_optimizers` may go by shapes. I2: there is a run from `setup` to `teardown`, and outside of
+these none.
 """
 
 from __future__ import annotations
@@ -15,44 +16,102 @@ import datetime
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch import Trainer
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ptm.checkpoints import optimizer_states
+from lightning_ptm.checkpoints import after_run
+from lightning_ptm.checkpoints.file_io import FileCheckpointIO
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.config import Settings, listing_settings
-from lightning_ptm.errors import in_a_line
+from lightning_ptm.errors import ConfigError, UsageError, in_a_line
+from lightning_ptm.events import Listener
+from lightning_ptm.memory.backend import Backend, backend_of
+from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.parallel.distributed import distributed_by_others, refuse_distributed
+from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.planning.trace import Trace
+from lightning_ptm.progress import Progress
+from lightning_ptm.runtime.deciding.blueprint import Request
+from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.runtime.engine.inspection import (
+    OptimizerBytes,
+    PageUse,
+    PlannedBytes,
+    StateBytes,
+    TierRoom,
+    flat_names,
+    inventory,
+    optimizers_in_pages,
+    planned_bytes,
+    rooms,
+    states_at_home,
+)
+from lightning_ptm.runtime.engine.statistics import Statistics, audit
 from lightning_ptm.runtime.tensors.device_moves import move_beside_parameters
-from lightning_ptm.terms import Mode
+from lightning_ptm.runtime.tensors.parts import declared
+from lightning_ptm.runtime.updates.audits import UpdateAudit
+from lightning_ptm.storage.writer import SaveOps
+from lightning_ptm.terms import Mode, Tier
+from lightning_ptm.trainer import rearranging
 from lightning_ptm.trainer.auto_resume import AutoResume
-from lightning_ptm.trainer.device_mesh import forget_mesh
-from lightning_ptm.trainer.other_front_ends import asked_elsewhere
+from lightning_ptm.trainer.between_runs import BetweenRuns
+from lightning_ptm.trainer.building import Builder
+from lightning_ptm.trainer.checkpointing import Checkpoints
+from lightning_ptm.trainer.device_mesh import MeshOfOne, forget_mesh
+from lightning_ptm.trainer.ending import end, having_states
+from lightning_ptm.trainer.other_front_ends import asked_elsewhere, check_front_end, refuse_fabric
+from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.pruning import refuse_pruning
-from lightning_ptm.trainer.rearranging import RearrangingStrategy
-from lightning_ptm.trainer.stale_optimizers import refuse_spent, renew
+from lightning_ptm.trainer.ranks import RankGroups, RankPlace, SetUp
+from lightning_ptm.trainer.run import Run, no_pages, refuse_in_another_run
+from lightning_ptm.trainer.stale_optimizers import StaleInCopies, refuse_spent
 from lightning_ptm.trainer.weight_averaging import refuse_parts, refuse_sharded
+
+_LONGEST = datetime.timedelta(days=3650)
+"""torch counts nanoseconds in 64 bits."""
+_UNUSED = "this strategy is no Trainer's yet, so it has neither devices nor a module; give it to one, and call fit"
 
 
 @asked_elsewhere
 @listing_settings
-class AngelPTMStrategy(RearrangingStrategy):
+class AngelPTMStrategy(ParallelStrategy):
     """Trains models whose states are larger than the device and larger than RAM: pages over device, host and disk.
+
+    Of several ranks it is what DDP is, of one what a single device is.
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for any strategy.
         timeout: how long a collective waits for the other ranks.
         settings: see `lightning_ptm.config.Settings`.
     """
+
+    strategy_name = "angel_ptm"
 
     def __init__(
         self,
@@ -64,104 +123,404 @@ class AngelPTMStrategy(RearrangingStrategy):
         timeout: datetime.timedelta = datetime.timedelta(minutes=30),
         **settings: Any,
     ) -> None:
+        self.settings = Settings.of(settings)
+        if not isinstance(timeout, datetime.timedelta) or not datetime.timedelta(0) < timeout <= _LONGEST:
+            raise ConfigError(
+                f"timeout={timeout!r} is no time that ranks could wait for each other; write datetime.timedelta(minutes=30), "
+                f"or whatever is above zero and at most {_LONGEST.days} days"
+            )
+        self._connected: LightningModule | None = None
         super().__init__(
-            settings=Settings.of(settings),
-            timeout=timeout,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        self.num_nodes = 1
+        self._timeout = timeout
+        self.file_ops: FileOps | None = None
+        """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
+        self.save_ops: SaveOps | None = None
+        """The same of sharded checkpoints."""
+        self.progress = Progress()
+        """When bars of long work appear, if they do."""
+        self._between = BetweenRuns()
+        self._checkpoints = Checkpoints(self, self.settings, self._between, self._current_save_ops)
+        # State.
+        self._groups = RankGroups()
+        """Of the last run that was set up."""
+        self._set_up: SetUp | None = None
+        """The set-up in progress."""
         self._resuming: AutoResume | None = None
+        """From a set-up to `teardown`, where `resume` is "auto"."""
+        self._run: Run | None = None
+
+    def _current_save_ops(self) -> SaveOps | None:
+        return self.save_ops
+
+    # -- ranks and plug-ins -------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if self.parallel_devices is None:
+            raise UsageError(_UNUSED)
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def _backend(self) -> Backend:
+        """Of this rank's device. Whatever a run is made of is handed it; two of one device are equal."""
+        return backend_of(self.root_device)
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def _has_ranks(self) -> bool:
+        return self.num_nodes * self.num_processes > 1
+
+    @property
+    def is_distributed(self) -> bool:
+        """Tells Lightning's connector to give each rank its own part of the data. Where all compute the same batches, as one
+        rank, the user's own sampler stays: Lightning would put one that shuffles in its place, whatever the loader says."""
+        return bool(self.distributed_sampler_kwargs["num_replicas"] > 1)
+
+    # One rank is rank 0 whatever the cluster says of this process, as with one device.
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return super().global_rank if self._has_ranks else 0
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return super().local_rank if self._has_ranks else 0
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return super().node_rank if self._has_ranks else 0
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return super().world_size if self._has_ranks else 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        size = self.settings.tensor_parallel_size
+        return {"num_replicas": self.num_nodes * self.num_processes // size, "rank": self.global_rank // size}
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Of all ranks, by the names "data_parallel" and "tensor_parallel", as Lightning's ModelParallelStrategy has it;
+        `LightningModule.device_mesh` is the same, from `configure_model` on.
+
+        Raises:
+            UsageError: there is none, of one rank or before any run was set up.
+        """
+        if self._groups.mesh is None:
+            raise UsageError("there is a device mesh in runs of several ranks, from their set-up on")
+        return self._groups.mesh
+
+    @property
+    @override
+    def precision_plugin(self) -> AngelPTMPrecision:
+        if not isinstance(self._precision_plugin, AngelPTMPrecision):
+            self._precision_plugin = AngelPTMPrecision()
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # Lightning's connector assigns the plugin that it made from the precision string: ours takes its place here.
+        # None must stay None: the connector takes any other for the user's choice and ignores the string.
+        self._precision_plugin = None if precision_plugin is None else AngelPTMPrecision.replacing(precision_plugin)
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:  # type: ignore[override, unused-ignore]
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        check_front_end(accelerator, self.strategy_name)  # the first thing that a Trainer gives
+        self._accelerator = accelerator
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        # Made when it is asked for: one that is there from the start is taken for the user's, and plugins=[...] refused.
+        if self._checkpoint_io is None:
+            self._checkpoint_io = FileCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = FileCheckpointIO()  # which one that has its own ignores
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def _precision(self) -> Any:
+        refuse_fabric(self.strategy_name)  # which alone has such an attribute in its strategies
+
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._connected
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        # Lightning assigns it before it refuses a compiled module for every strategy but three, without a remedy.
+        if module is not None and module._compiler_ctx is not None:
+            raise ConfigError(
+                f"the {type(module).__name__} was compiled as a whole with torch.compile, so its training_step would be, "
+                f"too, and weights are fetched in the middle of it; give the Trainer the module as it is, and compile its "
+                f"parts in configure_model: `for block in self.blocks: block.compile()`, or "
+                f"`self.model = torch.compile(self.model)`"
+            )
+        self._connected = module
+
+    @property
+    def _module(self) -> LightningModule:
+        """What the Trainer trains, or evaluates."""
+        if self.lightning_module is None:
+            raise UsageError(_UNUSED)
+        return self.lightning_module
+
+    @override
+    def _configure_launcher(self) -> None:
+        ranks = self.num_processes * self.num_nodes
+        # One rank is this process: as with one device, nothing is launched, and so a notebook will do.
+        if not self._has_ranks:
+            return
+        assert self.cluster_environment is not None
+        if self.cluster_environment.creates_processes_externally:
+            return
+        if _IS_INTERACTIVE:
+            raise ConfigError(
+                f"{ranks} ranks cannot be started from a notebook or an interactive Python: each is a process that runs the "
+                f"same script again, and there is no script; use devices=1 here, or put the run into a script"
+            )
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @property
+    def _place(self) -> RankPlace:
+        data = self.distributed_sampler_kwargs
+        return RankPlace(
+            backend=self._backend,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            alone=not self._has_ranks,
+            ranks_here=max(1, self.num_processes),
+            nodes=self.num_nodes,
+            data_rank=data["rank"],
+            data_ranks=data["num_replicas"],
+            timeout=self._timeout,
+        )
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._setting_up = True
+        size = self.settings.tensor_parallel_size
+        ranks = self.num_nodes * self.num_processes
+        if ranks % size:
+            raise ConfigError(
+                f"tensor_parallel_size={size} and {ranks} ranks (devices x num_nodes), which make no groups of {size}; use a "
+                f"multiple of {size} ranks"
+            )
+        if self._has_ranks:
+            self._connect_ranks()
+        else:  # a single device leaves the random numbers and the cluster as they are
+            self._set_up = SetUp(self._place)
+            if self.lightning_module is not None:
+                self.lightning_module._device_mesh = MeshOfOne()  # type: ignore[assignment]
         trainer = self._module.trainer
         if self.settings.resume == "auto" and AutoResume.concerns(trainer):
-            self._resuming = AutoResume(trainer, self._setting_up_together, self.broadcast)
+            assert self._set_up is not None
+            self._resuming = AutoResume(trainer, self._set_up.on_all_ranks, self.broadcast)
+
+    def _connect_ranks(self) -> None:
+        reset_seed()  # as DDP
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.cluster_environment.global_rank()  # type: ignore[attr-defined]
+        if not _distributed_is_initialized():
+            _init_dist_connection(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
+        set_up = self._set_up = SetUp(self._place)
+        self._groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.mesh)
+        self._module._device_mesh = self._groups.mesh
+
+    def _is_alone(self) -> bool:
+        """Whether there is no other rank, or none that could be waited for."""
+        if self._run is not None and self._run.hangs_up():
+            return True
+        # One rank is alone even where somebody else in its process is connected to others (`lightning-ptm probe`).
+        return not self._has_ranks or not _distributed_is_initialized()
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._is_alone():
+            return
+        if self._set_up is not None:
+            self._set_up.wait()
+        if torch.distributed.get_backend() == "nccl":
+            torch.distributed.barrier(device_ids=[self.root_device.index])
+        else:
+            torch.distributed.barrier()
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self._is_alone():
+            return obj
+        box = [obj]
+        torch.distributed.broadcast_object_list(box, src)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        group = self._groups.counted(group)
+        if not isinstance(tensor, Tensor) or self._is_alone() or self._groups.has_one_batch(group):
+            return tensor
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        # Of all ranks: those of a tensor group, too, have to do the same.
+        votes = torch.tensor(int(decision), device=self.root_device)
+        if not self._is_alone():
+            votes = _sync_ddp_if_available(votes, reduce_op="sum")
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        group = self._groups.counted(group)
+        if self._is_alone() or self._groups.has_one_batch(group):
+            return tensor
+        return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        # Before Lightning does it with this rank's number, by which workers would draw other numbers in a tensor group.
+        _auto_add_worker_init_fn(dataloader, self.distributed_sampler_kwargs["rank"])
+        return dataloader
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        with nullcontext() if self._resuming is None else self._resuming.loading_weights():
-            super().load_model_state_dict(checkpoint, strict)
-
-    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
+        assert self._set_up is not None
         self.accelerator.setup(trainer)
         refuse_distributed(self._module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._resuming is not None:
             self._resuming.keep_name_of_last()
-        self._close_engine()
-        self._refuse_in_another_run()
-        self._signals = None
+        self._end_run()
+        refuse_in_another_run(self._module)
         if fitting:  # as Lightning: an evaluation leaves those of the last fit, which may still be saved
             self._reset_optimizers_and_schedulers()
-        if fitting and self.settings.state_dict_type == "sharded":
-            refuse_sharded(trainer.callbacks)  # type: ignore[attr-defined]
-        if fitting and (self._boxes() or self._tensor_group is not None):
-            refuse_parts(trainer.callbacks, cut_here=self._tensor_group is not None)  # type: ignore[attr-defined]
-        if fitting:
-            divided = bool(self._boxes()) or self._tensor_group is not None or self.settings.expert_parallel_size > 1
-            sharded = self.settings.state_dict_type == "sharded"
-            refuse_pruning(trainer.callbacks, sharded=sharded, divided=divided)  # type: ignore[attr-defined]
-        if fitting and self._layer_sync is not None and self._has_ranks:
-            self._synchronize_batch_norms(self._module, self._layer_sync)
+            self._refuse_callbacks(trainer)
+            if self._layer_sync is not None and self._has_ranks:
+                self._synchronize_batch_norms(self._module, self._layer_sync)
         self.model = self.precision_plugin.convert_module(self._module)
         if fitting:
             self.setup_optimizers(trainer)  # I1
-        self._await_others()
-        self._cut_module(self._tensor_group)
-        self._trains = fitting
-        known = self._began_with() if self._began_with is not None else None
-        if self._restored is not None:
-            self._restored.refuse_written(self._module)
-            self._restored = self._restored.untouched(self._module, self._boxes())
-        if self._restored is not None or known is not self._module:
-            self._ended = dataclasses.replace(self._ended, torn=False)
-        self._build(trainer)
-        self._setting_up, self._setup_barrier = False, None
-        restored, self._restored = self._restored, None
-        if restored is not None:
-            restored.fill(self.engine)
-            self._go_on_drawing(self._random_states)
-        assert self._lightning_hooks is not None
-        for optimizer in self._paged_optimizers():
-            forget = optimizer_states.take_over_optimizer_state(self.engine, optimizer)
-            if forget is not None:
-                self._shown_states[optimizer] = forget
-                renew(optimizer)
-            self._lightning_hooks.loads_of(optimizer, self._follow_loaded_state)
-        self._tell_where_states_are()
+        builder = self.builder(trainer)
+        if isinstance(self.checkpoint_io, FileCheckpointIO):
+            self.checkpoint_io.show(builder.progress)
+        run = self._run = Run(builder, self._checkpoints.saves)
+        self._set_up.wait()
+        run.cut_module()
+        self._set_up.check_restored(self._module, run.boxes())
+        if self._set_up.restored is not None or not self._between.had(self._module):
+            self._between.note(torn=False)
+        run.lay_out(self._set_up)
+        self.setup_precision_plugin()  # which makes Lightning's wrappers of the optimizers
+        run.watch()
+        set_up, self._set_up = self._set_up, None
+        if set_up.restored is not None:
+            set_up.restored.fill(run.engine)
+            run.go_on_drawing(set_up.random_states)
+        run.take_states()
+        run.follow_loads(partial(rearranging.follow_loaded_state, run, self._checkpoints))
+        run.tell_where_states_are()
         self.barrier()
 
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        if self._resuming is not None:
-            self._resuming.let_go()
+    def _refuse_callbacks(self, trainer: Trainer) -> None:
+        """Raises:
+        ConfigError: a callback cannot do its work here.
+        """
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        sharded, cut_here = self.settings.state_dict_type == "sharded", self._groups.tensor is not None
+        in_parts = bool(declared(self._module, self.boxes())) or cut_here
+        if sharded:
+            refuse_sharded(callbacks)
+        if in_parts:
+            refuse_parts(callbacks, cut_here=cut_here)
+        refuse_pruning(callbacks, sharded=sharded, divided=in_parts or self.settings.expert_parallel_size > 1)
 
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._follow_rearranging()
-        self._compare(batch, batch_idx)
+    def _synchronize_batch_norms(self, module: LightningModule, layer_sync: LayerSync) -> None:
+        """As DDP: before anybody knows the modules. Over the ranks with different batches, so that each counts once.
 
-    def _compare(self, batch: Any, index: int = 0, loader: int = 0) -> None:
-        """With the other ranks of a tensor group, which have to have the same batch."""
-        stage = self._module.trainer.state.stage
-        if self._same_batches is not None and self._engine is not None and stage is not None:
-            self._same_batches.check(batch, stage.value, loader=loader, index=index)
+        Raises:
+            ConfigError: there are some, on a CPU.
+        """
+        layer_sync.apply(module)
+        norms = [each for each in module.modules() if isinstance(each, nn.SyncBatchNorm)]
+        for norm in norms:
+            norm.process_group = self._groups.counted(norm.process_group)
+        if norms and not self._backend.apart:
+            raise ConfigError(
+                "sync_batchnorm=True: torch's SyncBatchNorm works on GPUs only, and this run computes on the CPU; leave it "
+                "out, or use norms that do not depend on the batch, such as GroupNorm or LayerNorm"
+            )
 
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        move = partial(super().batch_to_device, batch, device, dataloader_idx)
-        return move() if self._same_batches is None else self._same_batches.move(batch, move)
+    def builder(self, trainer: Trainer) -> Builder:
+        """What builds a run of `trainer`, or says what it would ask for."""
+        return Builder(
+            name=self.strategy_name,
+            trainer=trainer,
+            module=self._module,
+            fits=trainer.state.fn == TrainerFn.FITTING,
+            settings=self.settings,
+            precision=self.precision_plugin,
+            place=self._place,
+            groups=self._groups,
+            boxes=self.boxes,
+            further=self.further_tiers(),
+            between=self._between,
+            progress=self._progress_for(trainer),
+            file_ops=self.file_ops,
+            save_ops=self._current_save_ops,
+        )
+
+    def _progress_for(self, trainer: Trainer) -> Progress:
+        """Rank 0 shows long work, where the Trainer shows its own."""
+        bar = trainer.progress_bar_callback
+        wanted = bar is not None and not getattr(bar, "is_disabled", False)  # a user's own bar need not have it
+        return dataclasses.replace(self.progress, shown=self.progress.shown and wanted and self.is_global_zero)
+
+    def request(self, trainer: Trainer, settings: Settings) -> Request:
+        """What a run of `trainer` asks for, once its optimizers are there; allocates nothing."""
+        return self.builder(trainer).request(settings, None if self._run is None else self._run.cut)
+
+    def further_tiers(self) -> Mapping[Tier, int]:
+        """Tiers beside device, host and disk, with the bytes of each that pages of this rank may take: none. For subclasses
+        on machines that have other memory; homes are found in it as in all tiers, nearest first (see `terms.Tier`)."""
+        return {}
+
+    def boxes(self) -> Mapping[str, TensorSlice]:
+        """Of parameters of this rank's module that are parts of larger ones, which part: by name, none. For subclasses that
+        cut a model over ranks (tensor parallelism): the module has the parts and computes with them, exchanging what that
+        takes; pages, norms, checkpoints and weights from files do the rest. Ranks r of equal r // parts are a group, each
+        with the part r % parts; they need the same batches (`distributed_sampler_kwargs`). Where `tensor_parallel_size` cuts
+        the model, they are those of its plan."""
+        return {} if self._run is None or self._run.cut is None else self._run.cut.boxes()
 
     @override
     def model_to_device(self) -> None:
@@ -178,19 +537,53 @@ class AngelPTMStrategy(RearrangingStrategy):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._resuming is not None:
+            self._resuming.let_go()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._follow_rearranging()
+        self._compare(batch, batch_idx)
+
+    def _follow_rearranging(self) -> None:
+        if self._run is not None:
+            rearranging.follow_rearranging(self._run, self._checkpoints)
+
+    def _follow_other_parameters(self) -> None:
+        if self._run is not None:
+            rearranging.follow_other_parameters(self._run, self._checkpoints)
+
+    def _compare(self, batch: Any, index: int = 0, loader: int = 0) -> None:
+        """With the other ranks of a tensor group, which have to have the same batch."""
+        stage, same_batches = self._module.trainer.state.stage, self._groups.same_batches
+        if same_batches is not None and self._run is not None and self._run.has_pages and stage is not None:
+            same_batches.check(batch, stage.value, loader=loader, index=index)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        move = partial(super().batch_to_device, batch, device, dataloader_idx)
+        return move() if self._groups.same_batches is None else self._groups.same_batches.move(batch, move)
+
+    def _iteration(self, mode: Mode) -> AbstractContextManager[None]:
+        """Around a step; nothing is, where somebody calls Lightning's loops after a run, with ordinary parameters."""
+        if self._groups.tensor is not None:
+            self._groups.tensor.forget()
+        if self._run is None and self.precision_plugin.over:
+            return nullcontext()
+        return self._in_progress().iteration(mode)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         refuse_spent(map(plain_optimizer, self.optimizers))
         with self._iteration(Mode.TRAIN):
             return super().training_step(*args, **kwargs)
 
-    def _iteration(self, mode: Mode) -> AbstractContextManager[None]:
-        """Around a step; nothing is, where somebody calls Lightning's loops after a run, with ordinary parameters."""
-        if self._tensor_group is not None:
-            self._tensor_group.forget()
-        if self._engine is None and self.precision_plugin.over:
-            return nullcontext()
-        iteration = self.engine.iteration(mode, manual=not self._module.automatic_optimization)
-        return iteration if self._tensor_group is None else _both(iteration, self._tensor_group.of_step())
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._follow_other_parameters()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +608,7 @@ class AngelPTMStrategy(RearrangingStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning calls it around the micro-batches of a step but the last; so may a manual optimization. See
         `Settings.reduce_gradients`."""
-        with self.engine.stepping.without_reduction():
+        with self._in_progress().without_reduction():
             yield
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -225,47 +618,182 @@ class AngelPTMStrategy(RearrangingStrategy):
         `accumulate_grad_batches` does all of it."""
         return self.block_backward_sync()
 
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        self._device_mesh = None
-        forget_mesh()
-        for step in self._steps:
-            step.settle()
-        if self._engine is not None:
-            self._engine.fail(exception)
-        elif self._communicator is not None:  # during set-up
-            self._communicator.fail(in_a_line(exception))
-        elif self._setup_barrier is not None:  # before there are lines
-            self._setup_barrier.fail(in_a_line(exception))
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._follow_other_parameters()
+        return self._checkpoints.module_state(self._run, self._module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._checkpoints.optimizer_state(self._run, optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        self._checkpoints.save(self._run, self._module, checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        progress = partial(self._progress_for, self._module.trainer)
+        return self._checkpoints.load(self._run, self._set_up, self._module, checkpoint_path, weights_only, progress)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with nullcontext() if self._resuming is None else self._resuming.loading_weights():
+            if self._set_up is None:
+                self._checkpoints.load_module_state(self._run, self._module, checkpoint, strict=strict)
+                return
+            # As Lightning: hooks and configure_optimizers may see and change weights. Pages take theirs from the module.
+            boxes = declared(self._module, self.boxes())
+            progress = self._progress_for(self._module.trainer)
+            self._set_up.load(self._module, checkpoint, boxes, progress, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        # A callback has put the groups back that it had made in the run of the checkpoint.
+        self._follow_rearranging()
+        self._checkpoints.load_optimizer_states(self._run, checkpoint)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        self._checkpoints.remove(self._run, filepath)
+
+    def wait_for_checkpoint(self) -> None:
+        """Blocks until the checkpoint that is written behind training is in place (`async_save`). Collective.
+
+        Raises:
+            CheckpointError: it could not be written, and `failed_save` is "stop".
+        """
+        self._checkpoints.saves.finish()
+
+    # -- questions about the run in progress --------------------------------------------------------------------------
+
+    def _in_progress(self) -> Run:
+        if self._run is None:
+            raise no_pages()
+        return self._run
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the run in progress."""
+        return self._in_progress().engine
+
+    def gathered(self, *modules: nn.Module, write: bool = True) -> AbstractContextManager[None]:
+        """Inside the block the parameters of `modules` (default: the whole model) are whole, real and precise (fp32
+        under mixed precision), to be read or edited by hand. Call it on all ranks; rank 0's edits count.
+
+        Args:
+            write: keep edits. False saves the way back when you only read.
+        """
+        # Outside a run the parameters are whole anyway.
+        return nullcontext() if self._run is None else self._run.gathered(*modules, write=write)
+
+    def statistics(self) -> Statistics:
+        """What this rank has moved, waited for and updated since the run began. Cheap; see also `callbacks.PageMonitor`."""
+        return self._in_progress().statistics()
+
+    def plan_text(self) -> str:
+        """The plan that is followed, as a table: what is issued before each tick. See `callbacks.PlanPrinter`."""
+        return self.engine.plan_text(self._in_progress().mode)
+
+    @property
+    def plans_made(self) -> int:
+        """How often the run has made its plan anew from a traced iteration."""
+        return self.engine.executor.plans.remade
+
+    def states_at_home(self) -> tuple[StateBytes, ...]:
+        """What kind of model states lives in which tier between steps, in bytes of this rank."""
+        return states_at_home(self.engine)
+
+    def optimizers_in_pages(self) -> tuple[OptimizerBytes, ...]:
+        """For each optimizer whose states are in pages, what it updates at once, and bytes of these states on this rank."""
+        return optimizers_in_pages(self.engine.blueprint)
+
+    def tier_rooms(self) -> tuple[TierRoom, ...]:
+        """Bytes of each tier of this rank, and of its pages in use now. Cheap."""
+        return rooms(self.engine)
+
+    def tier_names(self) -> tuple[str, ...]:
+        """The tiers of this run, nearest first, also those without pages: as `Event.tier_bytes` has them."""
+        return tuple(tier.name.lower() for tier in self.engine.blueprint.budget)
+
+    def inventory(self) -> tuple[PageUse, ...]:
+        """What all pages of this rank are for; they add up to what each tier has (`tier_rooms`)."""
+        return inventory(self.engine)
+
+    def planned_bytes(self) -> tuple[PlannedBytes, ...]:
+        """Bytes of pages in each tier at each tick of the plan; see `callbacks.MemoryTimeline`. Replays the plan."""
+        return planned_bytes(self.engine, self._in_progress().mode)
+
+    def last_trace(self) -> Trace | None:
+        """The last iteration that was traced: its ticks, and the paper's table of tensors; None before there is one. An
+        iteration is traced to its end when the next one begins. See `callbacks.PageTracer`."""
+        return self.engine.executor.plans.trace(self._in_progress().mode)
+
+    def flat_names(self) -> dict[int, str]:
+        """Names of units by the numbers of their flats, which events of copies and updates tell: `flat 4 ...`, `4/4/master`
+        (unit, flat, state)."""
+        return flat_names(self.engine)
+
+    def trace_events(self, listener: Listener) -> AbstractContextManager[None]:
+        """Inside the block, `listener` is called with an `Event` whenever a tick, a copy between tiers, a collective, the
+        arithmetic of an update or a stall of compute has ended on this rank. Begin it in a run; the run's end ends it.
+
+        It is called in any thread, also in those that move pages: it must be quick and not raise; `list.append` is a good
+        one. Nothing is measured outside such blocks. See `callbacks.PerfettoTrace`.
+        """
+        return self._in_progress().trace_events(listener)
+
+    def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
+        """The global norm of an optimizer's gradients over all ranks, wherever they are kept: complete, not yet clipped,
+        and without the loss scale. Between backward and step only (`on_before_optimizer_step`), on all ranks.
+
+        On one rank it is what `torch.nn.utils.clip_grad_norm_` returns, to the last bit. See `callbacks.GradNormMonitor`.
+        """
+        return self.engine.stepping.gradient_norm(optimizer, norm_type, self.precision_plugin.loss_scale)
+
+    def update_audit(self) -> tuple[UpdateAudit, ...]:
+        """With `lock_free=True`: for each flat of this rank, how many gradients were produced, applied, skipped, and are
+        pending. Checked by itself at each drain; empty for synchronous updates. After a run: as at the last drain, which is
+        the end of training if that did not fail; before the first one: empty."""
+        if self._run is None or not self._run.has_pages:
+            return self._between.ended.audits
+        return audit(self._run.engine)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._groups = dataclasses.replace(self._groups, mesh=None)
+        forget_mesh()
+        told = self._run is not None and self._run.fail(exception)
+        if not told and self._set_up is not None:
+            self._set_up.fail(in_a_line(exception))
+
+    def _end_run(self) -> None:
+        run = self._run
+        try:
+            if run is not None:
+                end(run, self._checkpoints)
+        finally:
+            self._run = None
+
+    @override
     def teardown(self) -> None:
-        self._setting_up, self._setup_barrier, self._restored = False, None, None
+        self._set_up = None
         if self._resuming is not None:
             self._resuming.undo()
             self._resuming = None
-        self._close_engine()
+        run = self._run
+        self._end_run()
         if self.lightning_module is not None:
-            self.lightning_module._device_mesh = None
-            trainer = self.lightning_module._trainer
-            fitted = trainer is not None and trainer.state.fn is TrainerFn.FITTING
-            if fitted and trainer is not None and trainer.state.status is TrainerStatus.INTERRUPTED:
-                # Lightning ends the workers of the loop that failed: of an evaluation, not of the fit around it.
-                trainer.fit_loop.teardown()
-            if fitted and self._layer_sync is not None and self._has_ranks:
-                self._layer_sync.revert(self.lightning_module)
-            # What others have distributed was refused before anything was moved, and moves in ways of its own.
-            if distributed_by_others(self.lightning_module) is None:
-                move_beside_parameters(self.lightning_module, torch.device("cpu"))
-            _update_properties(self.lightning_module, device=torch.device("cpu"))
+            self._give_back_module(self.lightning_module)
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         assert self.accelerator is not None
-        if self._signals is not None:
-            self._signals.leave()
-            self._signals = None
+        if run is not None:
+            run.signals.leave()
         if self._has_ranks:
             assert self.cluster_environment is not None
             self.cluster_environment.teardown()
@@ -273,8 +801,42 @@ class AngelPTMStrategy(RearrangingStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
+    def _give_back_module(self, module: LightningModule) -> None:
+        module._device_mesh = None
+        trainer = module._trainer
+        fitted = trainer is not None and trainer.state.fn is TrainerFn.FITTING
+        if fitted and trainer is not None and trainer.state.status is TrainerStatus.INTERRUPTED:
+            # Lightning ends the workers of the loop that failed: of an evaluation, not of the fit around it.
+            trainer.fit_loop.teardown()
+        if fitted and self._layer_sync is not None and self._has_ranks:
+            self._layer_sync.revert(module)
+        # What others have distributed was refused before anything was moved, and moves in ways of its own.
+        if distributed_by_others(module) is None:
+            move_beside_parameters(module, torch.device("cpu"))
+        _update_properties(module, device=torch.device("cpu"))
 
-@contextmanager
-def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
-    with outer, inner:
-        yield
+    # torch.save(trainer) and copy.deepcopy(trainer) come here. Process groups cannot be copied, and who listens to this run
+    # listens to no copy.
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**super().__getstate__(), "_groups": RankGroups(), "_set_up": None, "_resuming": None, "_run": None}
+        del state["_checkpoints"]
+        run = self._run
+        if run is None or not run.has_pages:
+            return state
+        # A copy is in no run. What its optimizers have learnt is in pages, which are not copied. Where pages have their
+        # parameters, too, it is without them: each fit makes its own.
+        learnt = having_states(run.engine)
+        without: dict[str, Any] = (
+            {} if run.engine.summon.always_readable(self._module) else {"_optimizers": [], "lr_scheduler_configs": []}
+        )
+        ended = after_run.EndedRun(weights=True, optimizer_states=not learnt)
+        spent = StaleInCopies(() if without else learnt)
+        return {**state, **without, "_between": self._between.copy(ended), "_spent": spent}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        kept = {name: value for name, value in state.items() if name != "_spent"}
+        super().__setstate__(kept)
+        self._checkpoints = Checkpoints(self, self.settings, self._between, self._current_save_ops)

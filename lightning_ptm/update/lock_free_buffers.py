@@ -255,7 +255,7 @@ class LockFreeBuffers:
 
     def learn(self, step: int) -> None:
         """Jobs of this step's gradients, and of later ones, learn forecasts."""
-        self.policy.learns_from = step
+        self.policy.learn(step)
 
     def hurry(self, flat: FlatBuffer, needed: int) -> bool:
         """Compute waits until a version of this flat includes `needed` contributions; returns whether a job is in hand."""

@@ -100,6 +100,10 @@ class Pipeline:
 
     # Commands: they decide what comes next and start nothing.
 
+    def watch(self, before_write: BeforeWrite | None) -> None:
+        """See `Updater.watch`."""
+        self.before_write = before_write
+
     def want(self, order: Sequence[FlatStates]) -> None:
         """Read these flats ahead, in this order; replaces the order given before."""
         cuts = [(states, chunk_bounds_of(states.flat, self.chunk_numel)) for states in order if self._staged(states)]
@@ -212,9 +216,9 @@ class Pipeline:
             is_slot = column.role in chunk.flat.slots
             if column.reads and (not is_slot or chunk.flat.started(chunk.start, chunk.numel)):
                 chunk.reads[column.role] = self._allocator.copy(column.home, buffer, source_start=start, numel=numel)
-                self.stats.bytes_read += numel * column.home.dtype.itemsize
+                self.stats.add_read(numel * column.home.dtype.itemsize)
         # What was read ahead may be more than the job needs: one without any gradient only copies the master parameter.
-        chunk.whole = progress is not None and all(column.role in chunk.buffers for column in columns)
+        chunk.note_reads(whole=progress is not None and all(column.role in chunk.buffers for column in columns))
         return bool(missing)
 
     def free(self, chunk: JobChunk) -> None:
@@ -257,12 +261,11 @@ class Pipeline:
         with self._scratch(progress, chunk) as scratch, self._decoded(progress, chunk, windows | scratch) as windows:
             self._arithmetic.update(progress, chunk.start, chunk.numel, windows, whole_target=whole_target)
         ended = perf_counter()
-        self.stats.arithmetic_s += ended - started
+        self.stats.add_chunk(ended - started)
         if self._events.heard:
             flat = chunk.flat.flat
             name = f"flat {flat.index} [{chunk.start}:{chunk.start + chunk.numel}]"
             self._events.tell(Event(EventKind.UPDATE, progress.tier.name.lower(), name, started, ended))
-        self.stats.chunks += 1
         truth = TARGET if progress.job.states.master is not None else PARAMETER
         for column in self._of(chunk, progress.staged):
             if column.writes:
@@ -270,7 +273,7 @@ class Pipeline:
                 transfer = chunk.writes[column.role] = self._allocator.copy(
                     chunk.buffers[column.role], column.home, target_start=start, numel=numel
                 )
-                self.stats.bytes_written += numel * column.home.dtype.itemsize
+                self.stats.add_written(numel * column.home.dtype.itemsize)
                 if column.role == truth:
                     progress.landing.append(transfer)
         return bool(chunk.writes)
@@ -342,7 +345,7 @@ class Pipeline:
         )
         progress.advance_scalars(like)
         progress.forget_gradient(self._backend)
-        progress.handle.end = self._backend.mark()
+        progress.handle.computed(self._backend.mark())
         if progress.landing:
             self._landing.append(progress)
         else:

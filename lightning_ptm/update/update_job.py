@@ -112,6 +112,10 @@ class JobHandle:
         # What the arithmetic's stream had queued when the job ended; another stream waits for it.
         self.end: Mark | None = None
 
+    def computed(self, end: Mark) -> None:
+        """Its arithmetic is queued before this mark."""
+        self.end = end
+
     def done(self) -> bool:
         """True once updated and readable. Never blocks, never raises."""
         return self._event.is_set()
@@ -253,6 +257,10 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
         """Of parameters that have been updated whole, by index: what the job has made of their scalars."""
         self.merged: Mapping[int, MergedSteps] = self._merge() if job.merge else {}
         """By parameter group, the one call that takes all steps; empty: they are taken one by one."""
+
+    def submit(self, queued: Mark) -> None:
+        """Behind what the submitting stream has queued."""
+        self.submitted = queued
 
     def has_gradient(self) -> bool:
         return all(pending.done() for pending in self.job.after)

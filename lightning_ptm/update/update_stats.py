@@ -28,6 +28,19 @@ class UpdateStats:
     gradient_stall_s: float = 0.0
     save_stall_s: float = 0.0
 
+    def add_read(self, size: int) -> None:
+        """Count bytes of master states read."""
+        self.bytes_read += size
+
+    def add_written(self, size: int) -> None:
+        """Count bytes of master states written."""
+        self.bytes_written += size
+
+    def add_chunk(self, arithmetic_s: float) -> None:
+        """Count a chunk that was computed."""
+        self.arithmetic_s += arithmetic_s
+        self.chunks += 1
+
     def add_stall(self, cause: Wait, seconds: float) -> None:
         """Count time waited."""
         name = f"{cause.value}_stall_s"

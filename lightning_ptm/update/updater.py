@@ -134,7 +134,7 @@ class Updater:
         flat = job.states.flat
         handle = JobHandle(f"update of flat {flat.unit}/{flat.index}", job.on_done)
         progress = JobUnderWay(job, handle, chunk_numel=self.chunk_numel, staging_tier=self._pipeline.staging_tier)
-        progress.submitted = self._backend.mark()
+        progress.submit(self._backend.mark())
         self._command(lambda: self._pipeline.policy.enqueue(progress))
         return handle
 
@@ -148,10 +148,7 @@ class Updater:
         """From the next job on, `before_write` is called in the working thread before any stretch of a paged tensor changes.
         Call after `drain`; None ends it."""
 
-        def take() -> None:
-            self._pipeline.before_write = before_write
-
-        self._command(take)
+        self._command(lambda: self._pipeline.watch(before_write))
 
     @property
     def in_thread(self) -> bool:

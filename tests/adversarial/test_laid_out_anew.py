@@ -12,6 +12,7 @@ from contextlib import ExitStack, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,10 +21,13 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheck
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.checkpoints.carried import Carried
 from lightning_ptm.checkpoints.carried_in_files import CarriedInFiles
 from lightning_ptm.errors import CapacityError, PageIOError, UsageError
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.sharded import ShardedCheckpointIO
+from lightning_ptm.trainer import rearranging
+from lightning_ptm.trainer.run import Run
 
 PAGED = ["masters_on_disk", "all_on_disk", "three_tiers", "lock_free"]
 ON_DISK = ["masters_on_disk", "all_on_disk"]
@@ -57,6 +61,20 @@ class Unfreezing(Judged):
 
 class Adding(Unfreezing):
     added = True
+
+
+class Loading(Adding):
+    """Loads what its optimizer has, in a hook, when the run was laid out anew."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.current_epoch == 2:
+            optimizer = self.optimizers().optimizer
+            optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("home", ["ram", "masters_on_disk"])
+def test_what_an_optimizer_loads_afterwards_is_followed(strategy_at: MakeStrategy, home: str) -> None:
+    judge(Loading, strategy_at(home), max_epochs=4)
 
 
 @pytest.mark.covering(1)
@@ -551,25 +569,32 @@ class Counting(FileOps):
         return super().pwritev(fd, buffers, offset)
 
 
+def carried_in_files(run: Run, optimizers: Any) -> Carried:
+    """As on devices, where old pages cannot stay while there are new ones."""
+    return CarriedInFiles(run.engine, run.module, optimizers, run.room)
+
+
 def moved(build: type[Judged], strategy: AngelPTMStrategy, **options: Any) -> tuple[int, int, int]:
     """Bytes that are read and written on disk when a run is laid out anew, and those that are read of old pages."""
     files = strategy.file_ops = Counting()
     found: list[int] = []
 
-    class Watched(type(strategy)):  # type: ignore[misc]
-        def _carried(self, optimizers: Any) -> Any:
-            self.carried = super()._carried(optimizers)  # when all updates have ended
-            found.extend((-files.read_bytes, -files.written_bytes))
-            return self.carried
+    carried: list[Any] = []
 
-        def _lay_out_anew(self) -> None:
-            super()._lay_out_anew()
-            found[0] += files.read_bytes
-            found[1] += files.written_bytes
-            found.append(self.carried.handed.relay.moved_bytes)
+    def carried_by(run: Run, optimizers: Any) -> Carried:
+        carried.append(carry(run, optimizers))  # when all updates have ended
+        found.extend((-files.read_bytes, -files.written_bytes))
+        return carried[0]  # type: ignore[no-any-return]
 
-    strategy.__class__ = Watched
-    run(build, strategy, max_epochs=2, **options)
+    def lay_out_anew(run: Run) -> None:
+        lay_out(run)
+        found[0] += files.read_bytes
+        found[1] += files.written_bytes
+        found.append(carried[0].handed.relay.moved_bytes)
+
+    carry, lay_out = rearranging.carried_by, rearranging.lay_out_anew
+    with patch.multiple(rearranging, carried_by=carried_by, lay_out_anew=lay_out_anew):
+        run(build, strategy, max_epochs=2, **options)
     read, written, of_pages = found
     return read, written, of_pages
 
@@ -620,20 +645,10 @@ def test_encoded_states_go_on_as_codes_or_as_what_they_stand_for(
     assert_alike(ours, run(build, strategy_at("ram", optimizer_state_dtype=dtype), max_epochs=3))
 
 
-def through_files(strategy: AngelPTMStrategy) -> AngelPTMStrategy:
-    """As on devices, where old pages cannot stay while there are new ones."""
-
-    class Files(type(strategy)):  # type: ignore[misc]
-        def _carried(self, optimizers: Any) -> Any:
-            return CarriedInFiles(self.engine, self._module, optimizers, self._room(self._module.trainer))
-
-    strategy.__class__ = Files
-    return strategy
-
-
 @pytest.mark.parametrize("build", [Momentum, Factored, Two, Running, Refreezing, Cut])
 def test_through_files_it_is_the_same(strategy_at: MakeStrategy, build: type[Judged]) -> None:
-    judge(build, through_files(strategy_at("masters_on_disk")), max_epochs=4)
+    with patch.object(rearranging, "carried_by", carried_in_files):
+        judge(build, strategy_at("masters_on_disk"), max_epochs=4)
 
 
 def test_what_is_unfrozen_and_has_no_room_is_said(strategy_at: MakeStrategy, disk: Path) -> None:
@@ -676,18 +691,18 @@ class Peak(threading.Thread):
 def test_memory_holds_no_state_twice(strategy_at: MakeStrategy) -> None:
     strategy, more_bytes = strategy_at("ram", page_size="1MiB", poison=False), []
 
-    class Watched(type(strategy)):  # type: ignore[misc]
-        def _lay_out_anew(self) -> None:
-            gc.collect()
-            began_bytes, peak = Peak.now(), Peak()
-            peak.start()
-            super()._lay_out_anew()
-            peak.ends = True
-            peak.join()
-            more_bytes.append(peak.most_bytes - began_bytes)
+    def lay_out_anew(run: Run) -> None:
+        gc.collect()
+        began_bytes, peak = Peak.now(), Peak()
+        peak.start()
+        lay_out(run)
+        peak.ends = True
+        peak.join()
+        more_bytes.append(peak.most_bytes - began_bytes)
 
-    strategy.__class__ = Watched
-    module = run(Large, strategy, max_epochs=2, precision="bf16-mixed")
+    lay_out = rearranging.lay_out_anew
+    with patch.object(rearranging, "lay_out_anew", lay_out_anew):
+        module = run(Large, strategy, max_epochs=2, precision="bf16-mixed")
     assert 14 * sum(each.numel() for each in module.large.parameters()) > 200 << 20
     assert max(more_bytes) < 64 << 20
 

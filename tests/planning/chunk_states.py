@@ -235,7 +235,7 @@ class Model:
         missing = wanted & ~chunk.buffers
         chunk.buffers |= missing
         chunk.reading = chunk.reading or bool(missing & (STATES | GRADIENT))
-        chunk.whole = job is not None and chunk.buffers & columns == columns
+        chunk.note_reads(whole=job is not None and chunk.buffers & columns == columns)
         return bool(missing)
 
     def update(self, job: ModelJob, chunk: ModelChunk) -> bool:

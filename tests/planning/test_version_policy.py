@@ -71,7 +71,7 @@ def test_what_is_of_steps_before_the_first_forecast_learns_none() -> None:
     flats = [Flat("a kind", foreseeable=True) for _ in range(2)]
     waiting = VersionPolicy(flats, ["a kind"] * 4, room=2, learns=False)
     waiting.offer(flats[0], 6)
-    waiting.learns_from = 7
+    waiting.learn(7)
     waiting.offer(flats[1], 7)
     assert [job.ahead for job in waiting.next_jobs()] == [0, 1]
 

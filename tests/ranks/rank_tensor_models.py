@@ -325,7 +325,7 @@ def _train(how: Run, disk: Path, *callbacks: L.Callback) -> Outcome:
     )
     trainer.fit(module, batches(how))
     weights = {name: each.detach().clone() for name, each in module.named_parameters()}
-    group = strategy._tensor_group
+    group = strategy._groups.tensor
     exchanges = 0 if group is None else group.exchanges
     return Outcome(vars(module)["losses"], weights, watch.norms, exchanges, watch.state_bytes, watch.mesh)
 

@@ -360,7 +360,7 @@ def differ() -> str:
     communicator = connect()
     part = communicator.part([(0, 1)], exchanging=True)
     assert part._direct.exchanges is not None
-    part.deadlock_detector.exchanged = lambda: (0, ["a", f"b{part.rank}"])
+    part.deadlock_detector.ask(lambda: (0, ["a", f"b{part.rank}"]))
 
     def exchange() -> None:
         part.issue(refuse, torch.ones(3), lambda near, word: near.sum(torch.ones(3), word), part.rank)

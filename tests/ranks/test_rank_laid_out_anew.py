@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -19,10 +21,12 @@ from tensor_blocks import loader as rows_of_blocks
 from test_expert_parallel import MomentumMoE
 from torch import Tensor, nn
 
-from lightning_ptm import AngelPTMStrategy
+from lightning_ptm.checkpoints.carried import Carried
 from lightning_ptm.checkpoints.carried_in_files import CarriedInFiles
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.storage.writer import SaveOps
+from lightning_ptm.trainer import rearranging
+from lightning_ptm.trainer.run import Run
 
 WIDTH = 64
 
@@ -81,7 +85,7 @@ def weights(
     *,
     ops: SaveOps | None = None,
     files: FileOps | None = None,
-    kind: type[AngelPTMStrategy] = AngelPTMStrategy,
+    carrying: Callable[[Run, Any], Carried] = rearranging.carried_by,
     module: Net | None = None,
     epochs: int = 3,
     precision: Any = "64-true",
@@ -104,9 +108,9 @@ def weights(
         use_distributed_sampler=False,
     )
     if home is not None:
-        trainer.strategy.__class__ = kind
         trainer.strategy.save_ops, trainer.strategy.file_ops = ops, files
-    trainer.fit(module, loader(rows, ranks, 8 // ranks))
+    with patch.object(rearranging, "carried_by", carrying):
+        trainer.fit(module, loader(rows, ranks, 8 // ranks))
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
@@ -173,16 +177,13 @@ class KilledInFiles(SaveOps):
         return 0
 
 
-class InFiles(AngelPTMStrategy):
+def in_files(run: Run, optimizers: Any) -> Carried:
     """As on devices."""
-
-    def _carried(self, optimizers: Any) -> Any:
-        room = self._room(self._module.trainer)
-        return CarriedInFiles(self.engine, self._module, optimizers, room, ranks_here=2, ops=self.save_ops)
+    return CarriedInFiles(run.engine, run.module, optimizers, run.room, ranks_here=2, ops=run.builder.save_ops())
 
 
 def is_killed_in_files(folder: Path) -> None:
-    weights("masters_on_disk", folder, ops=KilledInFiles(), kind=InFiles)
+    weights("masters_on_disk", folder, ops=KilledInFiles(), carrying=in_files)
 
 
 def test_what_a_killed_run_leaves_is_gone_with_the_next_one(disk: Path) -> None:
@@ -197,26 +198,22 @@ def test_what_a_killed_run_leaves_is_gone_with_the_next_one(disk: Path) -> None:
 @pytest.mark.parametrize("whole", [False, True])
 def test_through_files_it_is_the_same(disk: Path, whole: bool) -> None:
     expected = weights(None, disk, whole=whole)
-    for found in run_ranks(partial(weights_here, whole=whole, kind=InFiles), 2, "masters_on_disk", disk):
+    for found in run_ranks(partial(weights_here, whole=whole, carrying=in_files), 2, "masters_on_disk", disk):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
-class Counted(AngelPTMStrategy):
-    """Tells how much has gone from rank to rank."""
+def weights_and_bytes(home: str, folder: Path, ranks: int = 2, **options: Any) -> tuple[dict[str, Tensor], int]:
+    """Also how much has gone from rank to rank."""
+    made: list[Any] = []
 
-    sent_bytes = 0
+    def carrying(run: Run, optimizers: Any) -> Carried:
+        made.append(carry(run, optimizers))
+        return made[-1]  # type: ignore[no-any-return]
 
-    def _lay_out_anew(self) -> None:
-        made: list[Any] = []
-        build, self._carried = self._carried, lambda *args: made.append(build(*args)) or made[0]  # type: ignore[assignment]
-        super()._lay_out_anew()
-        del self._carried
-        Counted.sent_bytes += made[0].handed.relay.sent_bytes
-
-
-def weights_and_bytes(home: str, folder: Path, **options: Any) -> tuple[dict[str, Tensor], int]:
-    return weights(home, folder, 2, kind=Counted, cut=True, **options), Counted.sent_bytes
+    carry = rearranging.carried_by
+    found = weights(home, folder, ranks, carrying=carrying, cut=True, **options)
+    return found, sum(each.handed.relay.sent_bytes for each in made)
 
 
 @pytest.mark.one_in(3)
@@ -233,8 +230,7 @@ def test_what_another_rank_is_to_have_goes_to_it(home: str, whole: bool, disk: P
 
 def mixed(home: str, folder: Path, ranks: int) -> tuple[dict[str, Tensor], int]:
     """A rank of two has what one has: masters of what trains by turns keep all their bits."""
-    found = weights(home, folder, ranks, kind=Counted, cut=True, precision="bf16-mixed", rate=0.0)
-    return found, Counted.sent_bytes
+    return weights_and_bytes(home, folder, ranks, precision="bf16-mixed", rate=0.0)
 
 
 @pytest.mark.one_in(2)

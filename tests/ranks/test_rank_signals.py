@@ -60,15 +60,15 @@ def test_sigterm_in_the_last_step_is_not_swallowed(disk: Path) -> None:
 
 
 def test_what_comes_while_ranks_agree_is_for_the_next_time() -> None:
-    signals = Signals(L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False))
+    comes = [True, False, False]
 
-    def interrupted(asked: int) -> int:
-        signals.end(signal.SIGTERM, None)
+    def agree(asked: int) -> int:
+        if comes.pop(0):
+            signals.end(signal.SIGTERM, None)
         return asked
 
-    signals.agree = interrupted
+    signals = Signals(L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), agree)
     signals.settle()
-    signals.agree = lambda asked: asked
     with pytest.raises(SIGTERMException):
         signals.settle()
     signals.settle()

@@ -105,10 +105,10 @@ class Exchanges(L.Callback):
         self._before = 0
 
     def on_train_batch_start(self, trainer: L.Trainer, *rest: Any) -> None:
-        self._before = trainer.strategy._tensor_group.exchanges  # type: ignore[attr-defined]
+        self._before = trainer.strategy._groups.tensor.exchanges  # type: ignore[attr-defined]
 
     def on_train_batch_end(self, trainer: L.Trainer, *rest: Any) -> None:
-        self.of_steps.append(trainer.strategy._tensor_group.exchanges - self._before)  # type: ignore[attr-defined]
+        self.of_steps.append(trainer.strategy._groups.tensor.exchanges - self._before)  # type: ignore[attr-defined]
 
 
 class Kept(L.Callback):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_ptm.comm.deadlock_detector import DeadlockDetector
 from lightning_ptm.errors import RankError
 from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
 
@@ -28,7 +28,7 @@ class World:
         self.met: list[str] = []
         self.words: list[int] = []
         self.absent = False
-        self.deadlock_detector = SimpleNamespace()
+        self.deadlock_detector = DeadlockDetector(None, "", 0)
 
     def meet_group(self, group: int, size: int, exchange: str) -> None:
         assert (group, size) == (GROUP, SIZE)

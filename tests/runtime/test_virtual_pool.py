@@ -36,6 +36,6 @@ def test_only_what_no_plan_tells_is_written_down_at_its_trigger() -> None:
     done = DoneByNeed((2, 3))
     done.add(Operation.FETCH, 1, Kind.FULL)
     done.add(Operation.FETCH, 2, Kind.FULL)
-    done.trigger = 4
+    done.at(4)
     done.add(Operation.UPDATE, 3, Kind.MASTER)
     assert done.tasks == [Task(Operation.FETCH, 2, Kind.FULL, 0), Task(Operation.UPDATE, 3, Kind.MASTER, 4)]

@@ -66,8 +66,12 @@ class DoneByNeed:
         self._by_need = frozenset(by_need)
         # state
         self.trigger = 0
-        """The tick at which what is done from here on is issued. The iteration writes it."""
+        """The tick at which what is done from here on is issued."""
         self.tasks: list[Task] = []
+
+    def at(self, trigger: int) -> None:
+        """What is done from here on is issued at this tick."""
+        self.trigger = trigger
 
     def add(self, operation: Operation, unit: int, kind: Kind) -> None:
         """Something was done for a unit; nothing is written down where a plan tells it."""

@@ -83,7 +83,7 @@ class VirtualRun:
             self._begin(at)
             for place in self._entered(at):
                 self._enter(place)
-            self._done.trigger = at + 1
+            self._done.at(at + 1)
             for unit in complete.get(at, ()):
                 self.fetching.refcounts.let_go(unit)
                 if not self._blueprint.reduced_at_step:
@@ -102,7 +102,7 @@ class VirtualRun:
         return found
 
     def _begin(self, at: int) -> None:
-        self._done.trigger = at
+        self._done.at(at)
         self._gradients.reclaim(False)
         self._pool.begin_tick()
 

@@ -10,7 +10,7 @@ the rows of the inventory and for nothing else, in every tier.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -104,6 +104,8 @@ class Engine:
         ranks_here: ranks that share this machine's RAM.
         handed: model states of the engine before this one, instead of first values.
         root: a folder for what RAM cannot hold, where there is no disk tier.
+        before_edits: called before weights are edited by hand.
+        number_of_step: of the one under way, or the next, where there were steps before this run.
     """
 
     def __init__(
@@ -124,6 +126,8 @@ class Engine:
         ranks_here: int = 1,
         handed: PreviousState | None = None,
         root: Path | None = None,
+        before_edits: Callable[[], None] | None = None,
+        number_of_step: Callable[[], int] | None = None,
     ) -> None:
         self.module = module
         self._handed = handed
@@ -140,6 +144,8 @@ class Engine:
         """Where files may be whose bytes RAM has no room for."""
         self.bars = progress or Progress(shown=False)
         self._optimizers = tuple(optimizers)
+        self._before_edits = before_edits
+        self._number_of_step = number_of_step
         teams = blueprint.experts.teams if blueprint.experts is not None else RankTeams()
         self.barriers = Barriers(self.communicator, self._take_part, teams)
         self._closed = False
@@ -149,7 +155,7 @@ class Engine:
         self._loss: Tensor | None = None
         """Of the last backward pass, where a tensor group compares it."""
         self.save_stall_s = 0.0
-        """Seconds that compute was held up by checkpoints; written by those who write them."""
+        """Seconds that compute was held up by checkpoints."""
         self.expert_groups: ExpertGroups | None = None
         self._known = KnownParameters(module, optimizers)
         self._taken_over = False
@@ -173,6 +179,10 @@ class Engine:
                 if self._taken_over and self.communicator.alone:
                     self.lent_parameters.restore()
             raise
+
+    def add_save_stall(self, seconds: float) -> None:
+        """Compute was held up by a checkpoint."""
+        self.save_stall_s += seconds
 
     def _build(self, recompute: int, given: Given, poison: bool, file_ops: FileOps | None) -> None:
         frozen = [item for unit in self.blueprint.units for item in unit.parameters if not item.parameter.requires_grad]
@@ -219,6 +229,7 @@ class Engine:
             self._known,
             self._settle,
             ranks_here=self._ranks_here,
+            before_edits=self._before_edits,
         )
         divided = blueprint.holders.in_parts or blueprint.experts is not None
         self.state_dicts: StateDicts = StateDicts(
@@ -317,7 +328,14 @@ class Engine:
         save_buffers = pages.buffers_for_saves() if blueprint.saves_behind else None
         self.snapshots = Snapshots(self.allocator, self.updater, save_buffers, save_sizes, self._settle)
         self.updates: UpdateScheduler = update_scheduler(
-            blueprint, self.backend, pages, self.stores, self.flats, self._optimizers, self.updater
+            blueprint,
+            self.backend,
+            pages,
+            self.stores,
+            self.flats,
+            self._optimizers,
+            self.updater,
+            self._number_of_step,
         )
         self._undo.callback(self.updates.close)
         check_taken(blueprint, self.allocator, self._pages_between)

@@ -5,7 +5,7 @@ Owns nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -104,6 +104,7 @@ def update_scheduler(
     flats: Sequence[Sequence[FlatUpdate]],
     optimizers: Sequence[Optimizer],
     updater: Updater,
+    number_of_step: Callable[[], int] | None = None,
 ) -> UpdateScheduler:
     """As the settings say: synchronous or lock-free."""
     default_dtype = torch.get_default_dtype() if blueprint.changes_default_dtype else None
@@ -119,6 +120,7 @@ def update_scheduler(
             # From the disk, what is read ahead comes in the order of gradients.
             in_turn=in_thread and all(home.master.updates for home in blueprint.placement.homes),
             default_dtype=default_dtype,
+            number_of_step=number_of_step,
         )
     return LockFreeUpdates(
         stores,
@@ -132,6 +134,7 @@ def update_scheduler(
         cores=blueprint.lock_free.cores,
         forecast=blueprint.lock_free.forecast,
         default_dtype=default_dtype,
+        number_of_step=number_of_step,
     )
 
 

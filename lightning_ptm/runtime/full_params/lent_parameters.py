@@ -65,12 +65,12 @@ class LentParameters:
     def absent(self, left_out: Collection[FlatBinding], why: str) -> Iterator[None]:
         """Inside the block nobody has values of these flats; `why` says what has become of them, and what to do."""
         for binding in left_out:
-            binding.absent = why
+            binding.lose(why)
         try:
             yield
         finally:
             for binding in left_out:
-                binding.absent = ""
+                binding.lose("")
 
     def bytes_to_lend(self, wanted: Collection[int], left_out: Collection[FlatBinding] = ()) -> int:
         """RAM that `gathered` takes for these units, at most."""

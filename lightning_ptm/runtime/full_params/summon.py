@@ -46,6 +46,7 @@ class SummonFullParams:
         settle: Callable[[str], None],
         *,
         ranks_here: int,
+        before_edits: Callable[[], None] | None = None,
     ) -> None:
         self._module = module
         self._blueprint = blueprint
@@ -56,8 +57,7 @@ class SummonFullParams:
         self._known = known
         self._settle = settle
         self._ranks_here = ranks_here
-        self.before_edits: Callable[[], None] = _nothing
-        """Called before weights are edited. The strategy sets it."""
+        self._before_edits = before_edits
 
     @contextmanager
     def gathered(self, modules: Sequence[nn.Module], *, write: bool = True, untrained: bool = True) -> Iterator[None]:
@@ -69,8 +69,8 @@ class SummonFullParams:
         Raises:
             CapacityError: some rank's RAM has no room for them.
         """
-        if write:
-            self.before_edits()
+        if write and self._before_edits is not None:
+            self._before_edits()
         wanted = self._units_in(modules)
         self._values.check_known()
         self._settle(f"gathered {sorted(wanted)} {write}")
@@ -152,7 +152,3 @@ class SummonFullParams:
             for unit in self._blueprint.units
             if any(id(item.parameter) in inside for item in unit.parameters)
         }
-
-
-def _nothing() -> None:
-    """Nobody reads what is edited."""

@@ -66,7 +66,7 @@ class ActivationExchange:
         """The occasions behind which the group has met."""
         self._since: list[str] = []
         """The exchanges since then, in words; the last one may be one that the group is to meet for."""
-        communicator.deadlock_detector.exchanged = self.since_met
+        communicator.deadlock_detector.ask(self.since_met)
 
     def meet_again(self) -> None:
         """The group meets before its next exchange: a rank may ask for that, or for another one, alone. Called at the same

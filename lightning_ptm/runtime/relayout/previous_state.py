@@ -182,7 +182,7 @@ class PreviousState:
         """Pages have these now, and nobody else."""
         for key in keys:
             if self._originals.pop(key, None) is not None:
-                self.relay.given_up = True
+                self.relay.give_up()
 
     def precise(self, key: int, communicator: Communicator) -> Tensor:
         """A parameter's precise value, of this rank's part, in memory of its own. Collective for the ranks that share it."""

@@ -127,6 +127,10 @@ class Resharder:
                     if letting_go:
                         self._let_go(tensor, place, part.numel())
 
+    def give_up(self) -> None:
+        """Nobody can go back to the old pages."""
+        self.given_up = True
+
     def _let_go(self, tensor: page_io.Elements, start: int, numel: int) -> None:
         """Of what is encoded, chunks that are read in parts keep their RAM to the end."""
         if not tensor.tier.addressable:

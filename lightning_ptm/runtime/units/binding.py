@@ -158,6 +158,10 @@ class FlatBinding:
         if self._fingerprint is not None and self._base is not None and not self.lent:
             self._bound_as = self._fingerprint.of(self._base)
 
+    def lose(self, why: str) -> None:
+        """Nobody has its values from now on; empty: they are there again."""
+        self.absent = why
+
     def unbind(self, *, absent: str = "") -> None:
         """Lets go of the flat; the parameters cannot be read until they are bound again.
 

@@ -44,3 +44,13 @@ class StalenessStats:
     @property
     def mean(self) -> float:
         return self.total / self.reads if self.reads else 0.0
+
+    def add_read(self, staleness: int) -> None:
+        """Count a unit that was read."""
+        self.reads += 1
+        self.total += staleness
+        self.maximum = max(self.maximum, staleness)
+
+    def add_step(self) -> None:
+        """Count a step."""
+        self.steps += 1

@@ -36,6 +36,18 @@ class FlatCounters(Reading):
         """Gradients of steps, those that were not taken included."""
         return self.received + self.skipped
 
+    def skip(self) -> None:
+        """A step was not taken that had a gradient."""
+        self.skipped += 1
+
+    def hurry(self, contributions: int) -> None:
+        """The buffering thread was asked for so many."""
+        self.hurried = contributions
+
+    def need(self, contributions: int) -> None:
+        """The version that is read next must include so many of what has come."""
+        self.needed = max(self.needed, min(self.received, contributions))
+
     def hand_over(self, contribution: Contribution) -> None:
         """One is handed over."""
         self.received += 1
@@ -60,5 +72,5 @@ class FlatCounters(Reading):
         store.binding.values_will_change()
         predict_weights(self.forecast, store.home.tensor(), contribution)
         store.binding.values_have_changed()
-        self.seen += len(contribution.origins)
+        self.see(len(contribution.origins))
         self.exact = False

@@ -12,7 +12,7 @@ I2: at a drain, produced == applied + skipped for every flat.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -64,8 +64,9 @@ class LockFreeUpdates(UpdateScheduler):
         cores: int,
         forecast: bool,
         default_dtype: torch.dtype | None = None,
+        number_of_step: Callable[[], int] | None = None,
     ) -> None:
-        super().__init__(flats, optimizers, default_dtype)
+        super().__init__(flats, optimizers, default_dtype, number_of_step)
         self._max_staleness = max_staleness
         self._warmup = warmup
         self._batch_began = 0
@@ -129,8 +130,7 @@ class LockFreeUpdates(UpdateScheduler):
     def skip(self, optimizer: int) -> None:
         for _, flat in self.groups.flats_of(optimizer):
             if flat.gradient.any:
-                clock = self._clocks[self._place_of[id(flat)]]
-                clock.skipped += 1
+                self._clocks[self._place_of[id(flat)]].skip()
         self._graph_open = False
         self._given.clear()
         super().skip(optimizer)
@@ -147,7 +147,7 @@ class LockFreeUpdates(UpdateScheduler):
         self.versions.begin_iteration(training=training)
         self._graph_open = training
         if self._warmup and training:
-            self._warm_up(self.number_of_step())
+            self._warm_up(self._number_of_step())
         if not training and not self._drained:
             self.finish_all()  # what is evaluated is what was trained
         else:

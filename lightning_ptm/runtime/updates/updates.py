@@ -63,6 +63,7 @@ class UpdateScheduler(abc.ABC):
         flats: all trainable flats, by unit.
         optimizers: the user's own.
         default_dtype: torch's behind a forward, where forwards have another; else None.
+        number_of_step: of the one under way, or the next, with those of earlier runs; None: without.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class UpdateScheduler(abc.ABC):
         flats: Sequence[Sequence[FlatUpdate]],
         optimizers: Sequence[Optimizer],
         default_dtype: torch.dtype | None = None,
+        number_of_step: Callable[[], int] | None = None,
     ) -> None:
         self._flats = flats
         self._default_dtype = default_dtype
@@ -87,8 +89,7 @@ class UpdateScheduler(abc.ABC):
         self._in_step = False
         self.steps_taken = 0
         """Optimizer steps whose updates are all under way or done."""
-        self.number_of_step: Callable[[], int] = lambda: self.steps_taken
-        """Of the one under way, or the next; set by who knows of steps before this run."""
+        self._number_of_step = number_of_step or (lambda: self.steps_taken)
 
     # -- update in backward -------------------------------------------------------------------------------------------
 
@@ -159,7 +160,7 @@ class UpdateScheduler(abc.ABC):
         Args:
             flat: one of those that are updated.
         """
-        hyper = snapshot(self.groups.optimizers[optimizer], flat.states.traits, self.number_of_step())
+        hyper = snapshot(self.groups.optimizers[optimizer], flat.states.traits, self._number_of_step())
         known = self._tried.get(optimizer)
         if known is None or _differ(known, hyper):
             for shadow, states, group, scalars in self._kinds_of(optimizer):
@@ -353,8 +354,9 @@ class SynchronousUpdates(UpdateScheduler):
         in_thread: bool,
         in_turn: bool = False,
         default_dtype: torch.dtype | None = None,
+        number_of_step: Callable[[], int] | None = None,
     ) -> None:
-        super().__init__(flats, optimizers, default_dtype)
+        super().__init__(flats, optimizers, default_dtype, number_of_step)
         self._units = units
         self._turns = range(len(units)) if in_turn else [0] * len(units)
         self._updater = updater

@@ -73,7 +73,7 @@ class Versions:
         In manual optimization the iteration goes on: what it reads of these flats from now on may be newer. Graphs over
         those of other optimizers may still be alive.
         """
-        self.stats.steps += 1
+        self.stats.add_step()
         self._read -= {place for place, clock in enumerate(self._clocks) if clock.flat.optimizer == optimizer}
 
     def no_graph_needs(self, places: Iterable[int]) -> None:
@@ -149,7 +149,7 @@ class Versions:
     def _hurry(self, places: Sequence[int]) -> None:
         for place in places:
             clock = self._clocks[place]
-            clock.hurried = clock.must_include(self.bound)
+            clock.hurry(clock.must_include(self.bound))
             self._buffering.hurry(place, clock.hurried)
 
     def _has_news(self, late: Sequence[int]) -> bool:
@@ -180,8 +180,7 @@ class Versions:
 
     def _need_one_more(self, place: int) -> None:
         """What waits longest of a flat has to be in the version that is read next (I3)."""
-        clock = self._clocks[place]
-        clock.needed = max(clock.needed, min(clock.received, self._buffering.applied(place) + 1))
+        self._clocks[place].need(self._buffering.applied(place) + 1)
 
     def _renew(self, unit: int, places: Sequence[int]) -> None:
         """The micro-batch reads these flats of a unit for the first time (I1)."""
@@ -189,9 +188,7 @@ class Versions:
         self._read.update(places)
         if self._training:
             staleness = max(self._clocks[place].received - self._clocks[place].adopted for place in places)
-            self.stats.reads += 1
-            self.stats.total += staleness
-            self.stats.maximum = max(self.stats.maximum, staleness)
+            self.stats.add_read(staleness)
 
     # -- versions come ------------------------------------------------------------------------------------------------
 

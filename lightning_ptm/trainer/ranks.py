@@ -1,0 +1,209 @@
+"""Which rank this process is, and the process groups of its ranks: what is known before a run has pages.
+
+`SetUp` is the set-up in progress: it owns its barrier, and the checkpoint that Lightning loads before there are pages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_ptm.checkpoints import deferred_loading
+from lightning_ptm.comm import (
+    Communicator,
+    ProcessGroupCommunicator,
+    SetupBarrier,
+    SoloCommunicator,
+    raise_on_all_ranks,
+)
+from lightning_ptm.config import Settings
+from lightning_ptm.errors import RankError
+from lightning_ptm.events import Events
+from lightning_ptm.memory.backend import Backend
+from lightning_ptm.parallel.exchange import RankGroup
+from lightning_ptm.progress import Progress, Seen
+from lightning_ptm.runtime.tensors.parts import Boxes
+from lightning_ptm.trainer import randomness
+from lightning_ptm.trainer.device_mesh import last_mesh, mesh_of
+from lightning_ptm.trainer.same_batches import SameBatches
+from lightning_ptm.trainer.same_settings import decisive, refuse_other_settings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Which rank this process is, of how many, and on which device.
+
+    Args:
+        backend: of this rank's device.
+        alone: this is the only rank, whatever process groups there are in the process.
+        ranks_here: ranks that share this machine.
+        data_rank, data_ranks: the same of ranks that compute different batches.
+        timeout: how long a collective waits for the other ranks.
+    """
+
+    backend: Backend
+    rank: int
+    world_size: int
+    alone: bool
+    ranks_here: int
+    nodes: int
+    data_rank: int
+    data_ranks: int
+    timeout: datetime.timedelta
+
+    def communicator(self, events: Events) -> Communicator:
+        """A new one, of all ranks. Collective."""
+        return SoloCommunicator() if self.alone else ProcessGroupCommunicator(self.backend, self.timeout, events)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class RankGroups:
+    """Process groups of the ranks that differ along one axis; of one rank, none.
+
+    Args:
+        mesh: of all ranks; None once a run with it has failed, so that the next one makes another.
+        tensor: the ranks that compute the same batches with parts of parameters; None where they are whole.
+        data: the ranks that compute other batches with the same parts as this one: what is logged is theirs; None: all ranks.
+        same_batches: compares the batches of the tensor group.
+    """
+
+    mesh: DeviceMesh | None = None
+    tensor: RankGroup | None = None
+    data: ProcessGroup | None = None
+    same_batches: SameBatches | None = None
+
+    def counted(self, group: Any) -> Any:
+        """The ranks with different batches in place of all ranks, which is what Lightning names where a user names none."""
+        return self.data if group is None or group is torch.distributed.group.WORLD else group
+
+    def has_one_batch(self, group: ProcessGroup | None) -> bool:
+        """Whether all ranks compute the same batch, so that what one has is what all have, as on one rank."""
+        return bool(group is not None and group is self.data and group.size() == 1)
+
+
+class SetUp:
+    """A run that is being set up, from Lightning's `setup_environment` to the end of its `setup`."""
+
+    def __init__(self, place: RankPlace) -> None:
+        self._place = place
+        # State.
+        self._setup_barrier: SetupBarrier | None = None
+        self.restored: deferred_loading.DeferredState | None = None
+        """Of a checkpoint that Lightning has given before there were pages for it; so are `random_states`."""
+        self.random_states: Sequence[Any] = ()
+
+    def connect(self, settings: Settings, precision: str, known: DeviceMesh | None) -> RankGroups:
+        """The process groups of several ranks. Collective.
+
+        Args:
+            known: the mesh of an earlier run of the same strategy.
+
+        Raises:
+            RankError: ranks have settings by which they would wait for each other, or one is gone.
+        """
+        place, size = self._place, settings.tensor_parallel_size
+        made_of = (place.world_size, size, place.backend.device.type)
+        mesh = known or last_mesh(*made_of)
+        told: list[Any] = [None] * place.world_size
+        ours = decisive(settings, precision)
+        try:
+            torch.distributed.all_gather_object(told, (ours, mesh is not None, uuid.uuid4().hex))
+        except RuntimeError as error:
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise RankError(
+                f"rank {place.rank} begins a run, and another rank is gone, or does not come ({first_line}); at Ctrl-C "
+                f"Lightning ends all processes that it has started: start the script again"
+            ) from error
+        self._setup_barrier = SetupBarrier(told[0][2], place.rank, place.world_size)
+        refuse_other_settings([words for words, _, _ in told])
+        # Groups are not made anew for each run, unless one has failed on some rank.
+        if mesh is None or not all(has for _, has, _ in told):
+            mesh = mesh_of(*made_of)
+        return RankGroups(mesh) if size == 1 else self._with_tensor_group(mesh)
+
+    def _with_tensor_group(self, mesh: DeviceMesh) -> RankGroups:
+        group, backend = mesh["tensor_parallel"].get_group(), self._place.backend
+        tensor = RankGroup(group, backend)
+        # Without a seed each process draws other numbers; of the ranks of a group, dropout needs the same.
+        box = [randomness.sent(randomness.states(backend))]
+        torch.distributed.broadcast_object_list(box, group=group, group_src=0)
+        randomness.restore(randomness.received(box[0]), backend)
+        same_batches = SameBatches(group, backend, tensor.computes)
+        return RankGroups(mesh, tensor, mesh["data_parallel"].get_group(), same_batches)
+
+    def wait(self) -> None:
+        """In front of a collective of set-up.
+
+        Raises:
+            RankError: another rank has failed on its way to it.
+        """
+        if self._setup_barrier is not None:
+            self._setup_barrier.wait()
+
+    @contextmanager
+    def on_all_ranks(self) -> Iterator[None]:
+        """What the block raises on one rank raises on all of them, before the run has a communicator. Collective."""
+        self.wait()
+        communicator = self._place.communicator(Events())
+        try:
+            with raise_on_all_ranks(communicator):
+                yield
+        finally:
+            communicator.close()
+
+    def load(
+        self,
+        module: LightningModule,
+        checkpoint: Mapping[str, Any],
+        boxes: Boxes,
+        progress: Progress,
+        *,
+        strict: bool,
+    ) -> None:
+        """Loads into what the module has; pages get the rest from `restored`."""
+        total_bytes = sum(each.nbytes for each in checkpoint["state_dict"].values() if isinstance(each, Tensor))
+        with progress.bar("loading weights", total_bytes) as seen, CopiesSeen(seen):
+            self.restored = deferred_loading.load_before_pages(module, checkpoint["state_dict"], boxes, strict=strict)
+        self.random_states = randomness.found(checkpoint)
+
+    def check_restored(self, module: LightningModule, boxes: Boxes) -> None:
+        """Before pages take over what was loaded.
+
+        Raises:
+            UsageError: parameters without storage were written to since.
+        """
+        if self.restored is not None:
+            self.restored.refuse_written(module)
+            self.restored = self.restored.untouched(module, boxes)
+
+    def fail(self, reason: str) -> None:
+        """Tells the others, who come to the barrier."""
+        if self._setup_barrier is not None:
+            self._setup_barrier.fail(reason)
+
+
+class CopiesSeen(TorchDispatchMode):
+    """Inside, `seen` is told of each `copy_` how many bytes it has written."""
+
+    supports_higher_order_operators = True  # they are torch's own inside: what these copy is not seen
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            self._seen(args[0].nbytes)
+        return result

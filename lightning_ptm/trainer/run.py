@@ -1,0 +1,475 @@
+"""The run in progress: its engine, its ranks' communicator, and all that was put in place of what is Lightning's and users'.
+
+Born in the strategy's `setup` and dead in its `teardown`. It has pages from `lay_out` to `leave`; where parameters are
+rearranged in mid-run (rearranging.py), it leaves its pages and is laid out once more. How it ends, ending.py knows.
+I1: what it has put into objects of others, `leave` takes out of all of them, whatever fails on the way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ptm.checkpoints import optimizer_states, restore
+from lightning_ptm.checkpoints.interruption import Interruption
+from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
+from lightning_ptm.checkpoints.save_queue import SaveQueue
+from lightning_ptm.comm import Communicator, Gathering, ProcessGroupCommunicator
+from lightning_ptm.errors import UsageError, in_a_line, some
+from lightning_ptm.events import Events, Listener
+from lightning_ptm.parallel.cutting import CutModule
+from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.runtime.engine.inspection import states_in_words
+from lightning_ptm.runtime.engine.statistics import Statistics, collect, together
+from lightning_ptm.runtime.full_params.first_values import Given
+from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
+from lightning_ptm.runtime.ranks.barriers import Together
+from lightning_ptm.runtime.relayout.previous_state import PreviousState
+from lightning_ptm.storage import folder as folders
+from lightning_ptm.terms import Mode
+from lightning_ptm.trainer import randomness
+from lightning_ptm.trainer.building import Builder
+from lightning_ptm.trainer.lightning_hooks import (
+    LightningHooks,
+    warn_of_gradients_in_pages,
+    warn_of_recomputing_uncompiled,
+    warn_of_threads,
+    warn_of_wide_products_uncompiled,
+)
+from lightning_ptm.trainer.optimizer_steps import OptimizerStep
+from lightning_ptm.trainer.paged_optimizer_state import guard, unguard
+from lightning_ptm.trainer.ranks import SetUp
+from lightning_ptm.trainer.same_batches import take_first_rank_s_values
+from lightning_ptm.trainer.signals import Signals
+from lightning_ptm.trainer.stale_optimizers import renew
+
+_in_progress: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""Of all strategies of this process."""
+
+
+def refuse_in_another_run(module: nn.Module) -> None:
+    """Before a run begins.
+
+    Raises:
+        UsageError: another one, in whose hook this one begins, has weights of the module in pages.
+    """
+    for engine in tuple(_in_progress):
+        names = [] if engine.closed else engine.lent_parameters.names_of_copies(module.parameters())
+        if names:
+            raise UsageError(
+                f"{some(names, 3)}: in the pages of a run that is in progress, so another run cannot have them; run "
+                f"copy.deepcopy(module) in its place, which has the values of now and is in no run, and load what it "
+                f"has learnt (module.load_state_dict), or wait for the end of the first run"
+            )
+
+
+def no_pages() -> UsageError:
+    """What is raised where somebody asks for pages."""
+    return UsageError("no run is in progress: pages exist between the start and the end of fit/validate/test/predict")
+
+
+class Run:
+    """A run of one Trainer.
+
+    Args:
+        builder: makes its engines.
+        saves: its checkpoints.
+    """
+
+    def __init__(self, builder: Builder, saves: SaveQueue) -> None:
+        self.builder = builder
+        self.module = builder.module
+        self.saves = saves
+        self.signals = Signals(builder.trainer, self._of_any_rank)
+        # State.
+        self.cut: CutModule | None = None
+        """The module's parameters are cut over ranks (`tensor_parallel_size`)."""
+        self.communicator: Communicator | None = None
+        self.interruption: Interruption | None = None
+        self._engine: Engine | None = None
+        self._lightning_hooks: LightningHooks | None = None
+        self._steps: tuple[OptimizerStep, ...] = ()
+        self._events = Events()
+        """Who listens hears of what follows when the run is laid out anew, too."""
+        self._counted: Statistics | None = None
+        """Of the time before the run was laid out anew."""
+        self._cut_off = ""
+        """Why the run has no states any more of which a checkpoint could be made; empty while it has."""
+        self._shown_states: dict[Optimizer, Callable[[], None]] = {}
+        """Take from optimizers' `state` what was there when the run began or loaded since, where no step has."""
+
+    # -- what it has --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_pages(self) -> bool:
+        """False before they are there, when the run has left them, and where it could not be laid out anew."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, while there are pages."""
+        if self._engine is None:
+            raise no_pages()
+        return self._engine
+
+    @property
+    def trainer(self) -> Trainer:
+        return self.builder.trainer
+
+    @property
+    def fits(self) -> bool:
+        """Whether it trains."""
+        return self.builder.fits
+
+    @property
+    def mode(self) -> Mode:
+        """Of the iterations that the Trainer asks for now."""
+        return Mode.TRAIN if self.trainer.state.fn is TrainerFn.FITTING else Mode.FORWARD
+
+    def paged_optimizers(self) -> list[Optimizer]:
+        """Of the run's own, whatever the Trainer has been given since."""
+        engine = self.engine
+        return [each for each in engine.updates.groups.optimizers if not engine.stepping.steps_itself(each)]
+
+    def boxes(self) -> Mapping[int, TensorSlice]:
+        """Of parameters that are parts of larger ones, which part, by id."""
+        return self.builder.boxes_with(self.cut)
+
+    @property
+    def room(self) -> Path:
+        """The folder in which states are carried over; all ranks see it."""
+        disks = self.builder.settings_here.disk_paths
+        return disks[0] if disks and self.builder.place.nodes == 1 else Path(self.trainer.default_root_dir)
+
+    def statistics(self) -> Statistics:
+        """What this rank has moved, waited for and updated since the run began."""
+        return together(self._counted, collect(self.engine))
+
+    @contextmanager
+    def gathered(self, *modules: nn.Module, write: bool = True) -> Iterator[None]:
+        """See `AngelPTMStrategy.gathered`."""
+        if self._engine is None:
+            yield  # the parameters are whole anyway
+            return
+        with self._engine.summon.gathered(modules or (self.module,), write=write):
+            yield
+
+    @contextmanager
+    def iteration(self, mode: Mode) -> Iterator[None]:
+        """Around a step of the Trainer's."""
+        tensor = self.builder.groups.tensor
+        with (
+            self.engine.iteration(mode, manual=not self.module.automatic_optimization),
+            nullcontext() if tensor is None else tensor.of_step(),
+        ):
+            yield
+
+    def without_reduction(self) -> AbstractContextManager[None]:
+        """Around backward passes whose gradients are reduced with those of a later one."""
+        return self.engine.stepping.without_reduction()
+
+    @contextmanager
+    def trace_events(self, listener: Listener) -> Iterator[None]:
+        """See `AngelPTMStrategy.trace_events`."""
+        engine = self.engine
+        with engine.events.heard_by(listener):
+            try:
+                yield
+            finally:
+                collect(engine)  # copies on a CUDA stream are told when somebody looks
+
+    # -- set-up -------------------------------------------------------------------------------------------------------
+
+    def cut_module(self) -> None:
+        """The module's parameters become this rank's parts, where `tensor_parallel_size` divides them."""
+        groups = self.builder.groups
+        if groups.tensor is not None and groups.mesh is not None:
+            group = groups.mesh["tensor_parallel"].get_group()
+            take_first_rank_s_values(self.module, group, self.builder.place.backend)
+            self.cut = self.builder.cut(groups.tensor)
+
+    def lay_out(
+        self, set_up: SetUp | None = None, *, given: Given | None = None, handed: PreviousState | None = None
+    ) -> None:
+        """The engine and its pages.
+
+        Args:
+            set_up: the one that ends with it; None: in mid-run, parameters have been rearranged.
+            given: their values, where the module has none.
+            handed: the same, where they are in pages.
+        """
+        builder, place = self.builder, self.builder.place
+        folders.remove_stale(self.room)  # what a run that was killed meanwhile has left
+        if set_up is not None:
+            set_up.wait()
+        communicator = self.communicator = place.communicator(self._events)
+        exchanging = self._exchanging(communicator)  # before anything can fail on one rank alone, as what follows
+        engine = self._engine = builder.engine(
+            communicator,
+            self._events,
+            self.cut,
+            anew=set_up is None,
+            restored=None if set_up is None else set_up.restored,
+            given=given,
+            handed=handed,
+            # A checkpoint in progress is of the weights before the edit.
+            before_edits=self.saves.finish,
+        )
+        _in_progress.add(engine)
+        if exchanging is not None:
+            self._connect_tensor_group(exchanging, engine)
+        self.interruption = Interruption(engine, self.module, self.saves)
+        builder.between.begin(self.module)
+        builder.precision.attach(engine, place.backend.name, wide_matmuls=bool(builder.between.wide_matmuls))
+        for optimizer in self.paged_optimizers():
+            index = engine.updates.groups.index_of(optimizer)
+            guard(optimizer, engine.updates.groups.parameters_of(index), partial(engine.stepping.forget_states, index))
+
+    def _exchanging(self, communicator: Communicator) -> ProcessGroupCommunicator | None:
+        """For a tensor group's exchanges alone; None without one. Collective."""
+        if self.builder.groups.tensor is None or not isinstance(communicator, ProcessGroupCommunicator):
+            return None
+        return communicator.part(self._tensor_groups(), exchanging=True)
+
+    def _connect_tensor_group(self, exchanging: ProcessGroupCommunicator, engine: Engine) -> None:
+        """Its layers exchange in the engine's rounds."""
+        tensor = self.builder.groups.tensor
+        assert tensor is not None
+        group = engine.communicator.rank // exchanging.world_size
+        exchanges = ActivationExchange(exchanging, group, engine.barriers, engine.executor)
+        engine.barriers.compare(self._tensor_groups(), exchanges.done)
+        tensor.connect(exchanges)
+
+    def _tensor_groups(self) -> list[range]:
+        """The ranks of each."""
+        tensor = self.builder.groups.tensor
+        size = 1 if tensor is None else tensor.size
+        return [range(at, at + size) for at in range(0, self.builder.place.world_size, size)]
+
+    def watch(self, *, anew: bool = False) -> None:
+        """What the run has to hear of is watched, and what users should know beforehand is told them. Call it when Lightning
+        has made its wrappers of the optimizers."""
+        builder, engine, trainer = self.builder, self.engine, self.trainer
+        precision, fitting = builder.precision, self.fits
+        scaled = precision.loss_scale is not None
+        arm = partial(precision.arm, model=self.module)
+        self._steps = tuple(
+            OptimizerStep(engine, optimizer, scaled=scaled, arm=arm) for optimizer in self.paged_optimizers()
+        )
+        lightning_hooks = self._lightning_hooks = LightningHooks(engine)
+        lightning_hooks.steps_of_others([plain_optimizer(each) for each in builder.optimizers])
+        wrappers = trainer.strategy._lightning_optimizers if fitting else []
+        for optimizer, wrapper in zip(builder.optimizers, wrappers, strict=True):
+            lightning_hooks.zero_grad_of(optimizer, wrapper)
+            lightning_hooks.state_dict_of(
+                plain_optimizer(optimizer),
+                wrapper,
+                partial(optimizer_states.optimizer_state, engine, keep=True),
+            )
+        if isinstance(self.communicator, ProcessGroupCommunicator):
+            lightning_hooks.ranks(trainer, self.signals, self.communicator, self._meet, self._gather_for)
+        else:
+            lightning_hooks.one_rank(trainer, self.signals)
+        if builder.groups.data is not None:
+            lightning_hooks.metrics(self.module, builder.groups.data)
+        warn_of_threads(builder.place.ranks_here)
+        if builder.between.wide_matmuls:
+            warn_of_wide_products_uncompiled(self.module)
+        if fitting:
+            lightning_hooks.no_sync(self.module, self.without_reduction)
+            lightning_hooks.averaging(trainer, self.gathered)
+            lightning_hooks.pruning(trainer, self.gathered)
+            lightning_hooks.links(trainer, self._link_checkpoint)
+            if self.cut is not None:
+                lightning_hooks.summaries(trainer, self.cut.boxes())
+            lightning_hooks.finetuning(trainer)
+            warn_of_gradients_in_pages(self.module, engine, precision)
+            warn_of_recomputing_uncompiled(self.module, engine, builder.settings)
+
+    def take_states(self) -> None:
+        """States that optimizers have already are the run's."""
+        for optimizer in self.paged_optimizers():
+            forget = optimizer_states.take_over_optimizer_state(self.engine, optimizer)
+            if forget is not None:
+                self._shown_states[optimizer] = forget
+                renew(optimizer)
+
+    def follow_loads(self, follow: Callable[[Optimizer, Mapping[str, Any]], None]) -> None:
+        """From now on `follow` is called when the `load_state_dict` of an optimizer was."""
+        assert self._lightning_hooks is not None
+        for optimizer in self.paged_optimizers():
+            self._lightning_hooks.loads_of(optimizer, follow)
+
+    def follow_loaded_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """A hook of the user's has called its `load_state_dict`."""
+        forget_earlier = self._shown_states.pop(optimizer, None)
+        if forget_earlier is not None:
+            forget_earlier()
+        self._shown_states[optimizer] = optimizer_states.follow_loaded_state(self.engine, optimizer, state)
+        renew(optimizer)
+
+    def load_states(self, states: Iterable[Any]) -> None:
+        """Of a checkpoint, by optimizer; there may be fewer, or none."""
+        self.forget_shown_states()
+        for optimizer, state in zip(self.builder.optimizers, states, strict=False):
+            forget = optimizer_states.load_optimizer_state(self.engine, optimizer, state)
+            self._shown_states[plain_optimizer(optimizer)] = forget
+
+    def forget_shown_states(self) -> None:
+        """Nothing is shown any more in optimizers' `state` that pages have."""
+        while self._shown_states:
+            self._shown_states.popitem()[1]()
+
+    def go_on_drawing(self, random_states: Any) -> None:
+        """Random numbers, where the run is one that is resumed."""
+        # A run that goes back to its own checkpoint (Lightning's tuners do, after their trials) is none that is resumed.
+        resumed = self.trainer.state.fn is TrainerFn.FITTING and not self.engine.iterations
+        place = self.builder.place
+        if resumed and len(random_states) == place.data_ranks:  # of another number nobody could go on alike
+            randomness.restore(random_states[place.data_rank], place.backend)
+
+    def tell_where_states_are(self) -> None:
+        """At the beginning, and when it has changed."""
+        name, engine = self.builder.name, self.engine
+        if engine.blueprint.outside:
+            rank_zero_info(f"{name} leaves model states in RAM as they are: parameters are rearranged")
+            return
+        rank_zero_info(f"{name} keeps {states_in_words(engine)}")
+        if self.fits and self.builder.settings.restore_weights:
+            ranks_here = self.builder.place.ranks_here
+            warning = restore.foretold(engine, ranks_here=ranks_here, whole=self.cut is not None)
+            if warning:
+                rank_zero_warn(warning)
+        paged = self.paged_optimizers()
+        plain = map(plain_optimizer, self.builder.optimizers)
+        themselves = sorted({type(optimizer).__name__ for optimizer in plain if optimizer not in paged})
+        if themselves:
+            rank_zero_info(f"{', '.join(themselves)}: steps by itself, with states of its own outside of pages")
+
+    # -- other ranks --------------------------------------------------------------------------------------------------
+
+    @property
+    def unsaved(self) -> str:
+        """Why the run writes no checkpoint any more; empty while it does."""
+        return self._cut_off or ("" if self.interruption is None else self.interruption.unsaved)
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether its states are lost."""
+        return bool(self._cut_off)
+
+    def lose_states(self, reason: str) -> None:
+        """There are none any more of which a checkpoint could be made."""
+        self._cut_off = reason
+
+    def settle(self) -> None:
+        """Where the run was cut short, finds out whether there is a state that all ranks have."""
+        if self.interruption is not None:
+            self.interruption.settle()
+
+    def hangs_up(self) -> bool:
+        """Whether no rank can be waited for any more."""
+        # Callbacks ask for collectives, too, when the run was cut short on this rank.
+        self.settle()
+        failed = self._engine is not None and self._engine.barriers.failed
+        return failed or bool(self.unsaved)
+
+    def _meet(self, what: Together) -> None:
+        if not self.hangs_up():
+            self.engine.barriers.meet(what)
+
+    def _gather_for(self, gathering: Gathering) -> None:
+        self.settle()
+        self.engine.barriers.gather_for(gathering)
+
+    def _of_any_rank(self, flags: int) -> int:
+        """The flags (two) that any rank has. Collective."""
+        communicator = self.communicator
+        if communicator is None or communicator.alone:
+            return flags
+        bits = torch.tensor([flags >> bit & 1 for bit in range(2)], dtype=torch.int64)
+        return sum(int(flag) << bit for bit, flag in enumerate(communicator.all_reduce(bits, maximum=True)))
+
+    def _link_checkpoint(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
+        """In place of ModelCheckpoint's own: `save_last="link"` links as soon as a save has begun, but a link must name what
+        is in place."""
+        if not self.builder.place.rank and not self.unsaved and Path(filepath).absolute() != Path(linkpath).absolute():
+            self.saves.link(Path(filepath), Path(linkpath), folders.link)
+
+    def fail(self, exception: BaseException) -> bool:
+        """The run has raised; returns whether it has told the other ranks, which it can from its communicator on."""
+        for step in self._steps:
+            step.settle()
+        if self._engine is not None:
+            self._engine.fail(exception)
+        elif self.communicator is not None:
+            self.communicator.fail(in_a_line(exception))
+        return self.communicator is not None
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def leave(self, replaced: list[Optimizer]) -> None:
+        """What the run has put into objects of others is taken out of all of them (I1). Whoever calls it closes its engine
+        and its communicator.
+
+        Args:
+            replaced: gets the optimizers whose `state` the user has replaced.
+        """
+
+        def give_back_state(optimizer: Optimizer) -> None:
+            if not unguard(optimizer):
+                replaced.append(optimizer)
+
+        paged, lightning_hooks, before_steps = self.paged_optimizers(), self._lightning_hooks, self._steps
+        self._engine = self.communicator = self._lightning_hooks = self.interruption = None
+        self._steps = ()
+        with ExitStack() as steps:  # the last one first
+            steps.callback(self.builder.precision.attach, None)
+            for each in before_steps:
+                steps.callback(each.close)
+            if lightning_hooks is not None:
+                steps.callback(lightning_hooks.undo)
+            for optimizer in reversed(paged):
+                steps.callback(give_back_state, optimizer)
+            steps.callback(self.forget_shown_states)
+
+    def disconnect_tensor_group(self) -> None:
+        """What its layers exchange from here on is of no run."""
+        if self.builder.groups.tensor is not None:
+            self.builder.groups.tensor.connect(None)
+
+    def uncut(self, whole: Callable[[Tensor, TensorSlice], Tensor] | None = None) -> None:
+        """The module's parameters are whole again, if it was cut here.
+
+        Args:
+            whole: puts parts together, collectively; None: they have no values.
+        """
+        if self.cut is not None:
+            self.cut.undo(whole)
+            self.cut = None
+
+    def close_without_pages(self) -> None:
+        """The end of a run that has none: its set-up has failed, or the way from old pages to new ones."""
+        self.disconnect_tensor_group()
+        communicator, self.communicator = self.communicator, None
+        with ExitStack() as steps:
+            steps.callback(self.uncut)
+            if communicator is not None:
+                steps.callback(communicator.close)
+            self.forget_shown_states()
+
+    def counts_from(self, counted: Statistics) -> None:
+        """The run was laid out anew, and has this behind it."""
+        self._counted = counted
