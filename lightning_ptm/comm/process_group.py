@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_ptm.comm.agreement import Row
 from lightning_ptm.comm.background_group import BackgroundGroup
@@ -35,6 +34,7 @@ from lightning_ptm.comm.work import Work
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import Backend, in_ram
 from lightning_ptm.planning.layout import FlatLayout
+from lightning_ptm.torch_internals import AllgatherOptions, backend_of_group, gather_by_backend
 
 Exchange = Callable[[dist.ProcessGroup, bool], tuple[Tensor, Any]]
 NearExchange = Callable[[ShmCollectives, int], Tensor]
@@ -283,8 +283,8 @@ class ProcessGroupCommunicator:
 
         # Of the backend itself: on the way there torch spends as long in Python as on the exchange.
         def exchange() -> None:
-            gloo: Any = self._lines.control._get_backend(self._rows_in.device)
-            self.deadlock_detector.in_round(gloo._allgather_base(self._rows_out, self._rows_in, self._rows_options))
+            gloo = backend_of_group(self._lines.control, self._rows_in.device)
+            self.deadlock_detector.in_round(gather_by_backend(gloo, self._rows_out, self._rows_in, self._rows_options))
 
         self._lines.issue(exchange)
         values = self._rows_out.tolist()

@@ -28,6 +28,7 @@ from lightning_ptm.comm.shm_collectives import ShmCollectives
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.runtime.autograd.recompute import once
 from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
+from lightning_ptm.torch_internals import version_of
 
 
 class TensorGroup:
@@ -56,11 +57,11 @@ class TensorGroup:
             return value
         if self._entered is not None:
             known, version, entered = self._entered
-            if known() is value and value._version == version:
+            if known() is value and version_of(value) == version:
                 return entered
         self.sends_back(self._summed(value))
         out: Tensor = _Enter.apply(value, self)
-        self._entered = (weakref.ref(value), value._version, out)
+        self._entered = (weakref.ref(value), version_of(value), out)
         return out
 
     def leave_entered(self) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.storage.ranges import read_fully
 from lightning_ptm.storage.user_errors import unread
+from lightning_ptm.torch_internals import offset_in_checkpoint
 
 PIECE_BYTES = 4 << 20
 """Of a tensor that are in memory at once; a multiple of every dtype's size."""
@@ -131,7 +132,7 @@ class Archive:
                 f"it one before it is saved"
             )
         storage = tensor.untyped_storage()
-        record = self._by_start.get(getattr(storage, "_checkpoint_offset", -1)) if storage.nbytes() else _NOTHING
+        record = self._by_start.get(offset_in_checkpoint(storage)) if storage.nbytes() else _NOTHING
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
         if record is None or (tensor.numel() and (last + 1) * tensor.itemsize > record.stop - record.start):

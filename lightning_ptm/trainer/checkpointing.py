@@ -18,7 +18,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_ptm import sharded
@@ -38,6 +37,7 @@ from lightning_ptm.storage import folder as folders
 from lightning_ptm.storage.index import PARAMETERS, Index, StateFile, is_sharded
 from lightning_ptm.storage.user_errors import is_folder
 from lightning_ptm.storage.writer import SaveOps
+from lightning_ptm.torch_internals import TorchDispatchMode
 from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.running import RunningStrategy
 from lightning_ptm.trainer.stale_optimizers import renew

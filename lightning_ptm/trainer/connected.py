@@ -6,25 +6,17 @@ Knows no pages: what a run in progress changes in the answers is running.py's.
 from __future__ import annotations
 
 import datetime
+import sys
 import uuid
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -40,6 +32,15 @@ from lightning_ptm.memory.backend import Backend, backend_of
 from lightning_ptm.parallel.exchange import RankGroup
 from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.device_mesh import MeshOfOne, last_mesh, mesh_of
+from lightning_ptm.trainer.internals import (
+    ScriptLauncher,
+    WrappingCheckpointIO,
+    compiled_as,
+    connect_ranks,
+    put_device_mesh,
+    reduced_over_ranks,
+    seed_workers,
+)
 from lightning_ptm.trainer.other_front_ends import check_front_end, refuse_fabric
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.same_batches import SameBatches
@@ -170,7 +171,7 @@ class ConnectedStrategy(ParallelStrategy):
         # Made when it is asked for: one that is there from the start is taken for the user's, and plugins=[...] refused.
         if self._checkpoint_io is None:
             self._checkpoint_io = FileCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+        elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
             self._checkpoint_io.checkpoint_io = FileCheckpointIO()  # which one that has its own ignores
         return self._checkpoint_io
 
@@ -189,7 +190,7 @@ class ConnectedStrategy(ParallelStrategy):
     @_lightning_module.setter
     def _lightning_module(self, module: LightningModule | None) -> None:
         # Lightning assigns it before it refuses a compiled module for every strategy but three, without a remedy.
-        if module is not None and module._compiler_ctx is not None:
+        if module is not None and compiled_as(module) is not None:
             raise ConfigError(
                 f"the {type(module).__name__} was compiled as a whole with torch.compile, so its training_step would be, "
                 f"too, and weights are fetched in the middle of it; give the Trainer the module as it is, and compile its "
@@ -214,12 +215,12 @@ class ConnectedStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         if self.cluster_environment.creates_processes_externally:
             return
-        if _IS_INTERACTIVE:
+        if hasattr(sys, "ps1") or sys.flags.interactive:
             raise ConfigError(
                 f"{ranks} ranks cannot be started from a notebook or an interactive Python: each is a process that runs the "
                 f"same script again, and there is no script; use devices=1 here, or put the run into a script"
             )
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
@@ -233,15 +234,15 @@ class ConnectedStrategy(ParallelStrategy):
             )
         if not self._has_ranks:
             if self.lightning_module is not None:
-                self.lightning_module._device_mesh = MeshOfOne()  # type: ignore[assignment]
+                put_device_mesh(self.lightning_module, MeshOfOne())
             return  # a single device leaves the random numbers and the cluster as they are
         reset_seed()  # as DDP
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.cluster_environment.global_rank()  # type: ignore[attr-defined]
-        if not _distributed_is_initialized():
-            _init_dist_connection(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
+        if not torch.distributed.is_initialized():
+            connect_ranks(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
         self._make_mesh()
 
     def _make_mesh(self) -> None:
@@ -269,7 +270,7 @@ class ConnectedStrategy(ParallelStrategy):
         if mesh is None or not all(has for _, has, _ in told):
             mesh = mesh_of(*made_of)
         self._device_mesh = mesh
-        self._module._device_mesh = mesh
+        put_device_mesh(self._module, mesh)
         if size == 1:
             return
         group = mesh["tensor_parallel"].get_group()
@@ -283,7 +284,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups cannot be copied; a copy makes its own.
-        groups = ("_arrivals", "_device_mesh", "_tensor_group", "_data_group", "_same_batches")
+        groups = ("_setup_barrier", "_device_mesh", "_tensor_group", "_data_group", "_same_batches")
         return {**super().__getstate__(), **dict.fromkeys(groups)}
 
     def _make_communicator(self, events: Events) -> Communicator:
@@ -304,7 +305,7 @@ class ConnectedStrategy(ParallelStrategy):
     def _is_alone(self) -> bool:
         """Whether there is no other rank, or none that could be waited for."""
         # One rank is alone even where somebody else in its process is connected to others (`lightning-ptm probe`).
-        return not self._has_ranks or not _distributed_is_initialized()
+        return not self._has_ranks or not torch.distributed.is_initialized()
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -329,14 +330,14 @@ class ConnectedStrategy(ParallelStrategy):
         group = self._counted(group)
         if not isinstance(tensor, Tensor) or self._is_alone() or self._has_one_batch(group):
             return tensor
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return reduced_over_ranks(tensor, group, reduce_op=reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         # Of all ranks: those of a tensor group, too, have to do the same.
         votes = torch.tensor(int(decision), device=self.root_device)
         if not self._is_alone():
-            votes = _sync_ddp_if_available(votes, reduce_op="sum")
+            votes = reduced_over_ranks(votes, reduce_op="sum")
         return bool(votes == self.world_size) if all else bool(votes)
 
     @override
@@ -357,5 +358,5 @@ class ConnectedStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         # Before Lightning does it with this rank's number, by which workers would draw other numbers in a tensor group.
-        _auto_add_worker_init_fn(dataloader, self.distributed_sampler_kwargs["rank"])
+        seed_workers(dataloader, self.distributed_sampler_kwargs["rank"])
         return dataloader

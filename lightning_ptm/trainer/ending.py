@@ -32,6 +32,7 @@ from lightning_ptm.runtime.tensors.parts import put_together
 from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
 from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.trainer.building import BuildingStrategy, root_folder
+from lightning_ptm.trainer.internals import checkpoints_of
 from lightning_ptm.trainer.paged_optimizer_state import unguard
 from lightning_ptm.trainer.stale_optimizers import StaleInCopies, spend
 
@@ -165,7 +166,7 @@ class EndingStrategy(BuildingStrategy):
         strided = any(slot.spec.stride for flat in engine.blueprint.layout.everywhere() for slot in flat.slots)
         self.settings = dataclasses.replace(own, state_dict_type="full" if strided else "sharded")
         try:
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=True)
+            checkpoint = checkpoints_of(trainer).dump_checkpoint(weights_only=True)
             for place in places:
                 path = Path(engine.barriers.told(str(_unused(place, trainer.global_step))))
                 try:
@@ -262,7 +263,15 @@ class EndingStrategy(BuildingStrategy):
         without: dict[str, Any] = (
             {} if engine.summon.always_readable(self._module) else {"_optimizers": [], "lr_scheduler_configs": []}
         )
-        of_the_run = ("_signals", "_engine", "_communicator", "_interruption", "_watches", "_restored", "_resuming")
+        of_the_run = (
+            "_signals",
+            "_engine",
+            "_communicator",
+            "_interruption",
+            "_lightning_hooks",
+            "_restored",
+            "_resuming",
+        )
         return {
             **state,
             **without,

@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -36,6 +34,7 @@ from lightning_ptm.runtime.tensors.device_moves import move_beside_parameters
 from lightning_ptm.terms import Mode
 from lightning_ptm.trainer.auto_resume import AutoResume
 from lightning_ptm.trainer.device_mesh import forget_mesh
+from lightning_ptm.trainer.internals import move_optimizers, note_device_and_dtype, put_device_mesh, trainer_of
 from lightning_ptm.trainer.other_front_ends import asked_elsewhere
 from lightning_ptm.trainer.pruning import refuse_pruning
 from lightning_ptm.trainer.rearranging import RearrangingStrategy
@@ -249,8 +248,8 @@ class AngelPTMStrategy(RearrangingStrategy):
             self._resuming = None
         self._close_engine()
         if self.lightning_module is not None:
-            self.lightning_module._device_mesh = None
-            trainer = self.lightning_module._trainer
+            put_device_mesh(self.lightning_module, None)
+            trainer = trainer_of(self.lightning_module)
             fitted = trainer is not None and trainer.state.fn is TrainerFn.FITTING
             if fitted and trainer is not None and trainer.state.status is TrainerStatus.INTERRUPTED:
                 # Lightning ends the workers of the loop that failed: of an evaluation, not of the fit around it.
@@ -260,8 +259,8 @@ class AngelPTMStrategy(RearrangingStrategy):
             # What others have distributed was refused before anything was moved, and moves in ways of its own.
             if distributed_by_others(self.lightning_module) is None:
                 move_beside_parameters(self.lightning_module, torch.device("cpu"))
-            _update_properties(self.lightning_module, device=torch.device("cpu"))
-        _optimizers_to_device(self.optimizers, torch.device("cpu"))
+            note_device_and_dtype(self.lightning_module, device=torch.device("cpu"))
+        move_optimizers(self.optimizers, torch.device("cpu"))
         assert self.accelerator is not None
         if self._signals is not None:
             self._signals.leave()

@@ -26,17 +26,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
+from lightning_ptm.torch_internals import OPTIMIZER_HOOKS, marks_of_schedulers
+
 # Schedulers and Lightning wrap these on the instance; the wrappers point back at the user's object.
 _OF_THE_RUN = frozenset(
-    (*_HOOKS, "state", "param_groups", "step", "zero_grad", "state_dict", "_step_count", "_opt_called")
+    (*OPTIMIZER_HOOKS, "state", "param_groups", "step", "zero_grad", "state_dict", marks_of_schedulers()[1])
 )
 _NOT_OF_A_NAMESPACE = frozenset(("__dict__", "__weakref__", "_abc_impl", "__abstractmethods__", "__init_subclass__"))
 _MOST_ITEMS = 4096
@@ -86,7 +80,7 @@ class PrivateOptimizer:
 
     @staticmethod
     def _bare(target: Optimizer) -> None:
-        for name in _HOOKS:
+        for name in OPTIMIZER_HOOKS:
             target.__dict__[name] = OrderedDict()
         target.__dict__["state"] = defaultdict(dict)
         target.__dict__["param_groups"] = []

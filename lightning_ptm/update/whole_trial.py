@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lightning_ptm.torch_internals import TorchDispatchMode, packet_of, tree_leaves
 from lightning_ptm.update.kept import Lacks, Raises, kept_shapes, told
 from lightning_ptm.update.private import PrivateOptimizer
 from lightning_ptm.update.shadow import RunViews, ShadowOptimizer, own_values, undecorated_step
@@ -51,7 +50,7 @@ class CountedProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
+        packet = packet_of(func)
         # Torch has formulas for `addmm`, and none for `addmm_`.
         formula = flop_registry.get(packet) or flop_registry.get(
             getattr(torch.ops.aten, packet.__name__.rstrip("_"), None)
