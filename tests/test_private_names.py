@@ -79,7 +79,7 @@ def _own() -> frozenset[str]:
 def _foreign(tree: ast.AST) -> list[tuple[int, str]]:
     """(line, name) of what is private to others in a file of ours: imports, attributes of objects, and attributes by name."""
     found: list[tuple[int, str]] = []
-    here = _defined(tree)
+    here = _defined(tree) - _fetched()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] not in OURS:
             names = [f"{node.module}.{each.name}" for each in node.names]
@@ -89,12 +89,12 @@ def _foreign(tree: ast.AST) -> list[tuple[int, str]]:
         elif isinstance(node, ast.Attribute) and _is_private(node.attr):
             # By `self` a class means its own, or its base's, of which `test_subclasses` knows; of another object it means its
             # own where the same file defines it and torch and Lightning have no such name.
-            own = node.attr in (_own() | _fetched()) if _is_self(node.value) else node.attr in here - _fetched()
+            own = node.attr in _own() or node.attr in _fetched() if _is_self(node.value) else node.attr in here
             if not own and not _is_of_ours(node):
                 found.append((node.lineno, node.attr))
         else:
             found += [(node.lineno, repr(name)) for name in _by_text(node)]
-    return [(line, name) for line, name in found if name.strip("'") not in OF_PYTHON | OF_FILES]
+    return [(line, name) for line, name in found if name.strip("'") not in (*OF_PYTHON, *OF_FILES)]
 
 
 def _by_text(node: ast.AST) -> list[str]:
@@ -103,8 +103,8 @@ def _by_text(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Call) and len(node.args) > 1:
         return [name for name in _private_texts(node.args[1]) if name not in _own()]
     if isinstance(node, ast.Subscript):
-        return [name for name in _private_texts(node.slice) if name not in _own() - _fetched()]
-    return [name for name in _private_texts(node) if name in _fetched() - _own()]
+        return [name for name in _private_texts(node.slice) if name in _fetched() or name not in _own()]
+    return [name for name in _private_texts(node) if name in _fetched() and name not in _own()]
 
 
 def _private_texts(node: ast.AST) -> list[str]:
@@ -114,7 +114,7 @@ def _private_texts(node: ast.AST) -> list[str]:
 
 def _is_of_ours(node: ast.Attribute) -> bool:
     """What one class of ours asks of another, in another file."""
-    return node.attr in _own() - _fetched()
+    return node.attr in _own() and node.attr not in _fetched()
 
 
 def test_private_names_are_in_two_files() -> None:
