@@ -72,9 +72,6 @@ class ProcessGroupCommunicator:
         self._ranks = self._lines.ranks
         self.rank, self.world_size = self._lines.rank, len(self._ranks)
         self.deadlock_detector = self._lines.deadlock_detector
-        # torch 2.13 renamed the flat collectives and warns for the old names.
-        self._all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._rows_in = torch.zeros(3, dtype=torch.int64)
         self._rows_out = torch.zeros(3 * self.world_size, dtype=torch.int64)
         self._rows_options = AllgatherOptions()
@@ -113,7 +110,7 @@ class ProcessGroupCommunicator:
 
         def start() -> list[Any]:
             return [
-                self._all_gather_flat(stripe, piece, group=self._lines.data, async_op=True)
+                dist.all_gather_single(stripe, piece, group=self._lines.data, async_op=True)
                 for stripe, piece in _stripes(flat, full, shard)
             ]
 
@@ -143,7 +140,7 @@ class ProcessGroupCommunicator:
 
             def start() -> list[Any]:
                 return [
-                    self._reduce_scatter_flat(
+                    dist.reduce_scatter_single(
                         piece, stripe, op=dist.ReduceOp.AVG, group=self._lines.data, async_op=True
                     )
                     for stripe, piece in _stripes(flat, full, shard)

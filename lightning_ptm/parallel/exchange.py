@@ -175,8 +175,6 @@ class RankGroup(TensorGroup):
         self.exchanges = 0
         """Collectives so far."""
         self._backend = backend
-        # torch 2.13 renamed it and warns for the old name.
-        self._reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._draws = [torch.device("cpu"), *([] if backend.random_state() is None else [backend.device])]
         """Devices with random numbers of their own."""
         self._outside: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
@@ -234,7 +232,7 @@ class RankGroup(TensorGroup):
 
         def reduce_scatter(group: dist.ProcessGroup, later: bool) -> tuple[Tensor, Any]:
             out = torch.empty_like(pieces[0])
-            return out, self._reduce_scatter_flat(out, pieces.flatten(0, 1), group=group, async_op=later)
+            return out, dist.reduce_scatter_single(out, pieces.flatten(0, 1), group=group, async_op=later)
 
         return self._exchange("sum of pieces", pieces, reduce_scatter)
 
