@@ -37,6 +37,13 @@ from lightning_ptm.runtime.full_params.first_values import Given
 from lightning_ptm.runtime.tensors.parts import Boxes
 from lightning_ptm.storage.index import PARAMETERS, Index, StateFile, is_sharded
 from lightning_ptm.storage.pretrained import FileTensor, find
+from lightning_ptm.torch_internals import (
+    MAY_BE_MISSING,
+    MAY_BE_UNEXPECTED,
+    buffers_in,
+    parameters_in,
+    unsaved_buffers_in,
+)
 
 WRAPPERS = re.compile(
     r"\.(base_layer|original_module|modules_to_save\.[^.]+|_orig_mod|_checkpoint_wrapped_module)(?=\.)"
@@ -141,9 +148,9 @@ def names_of(module: nn.Module, boxes: Boxes = MappingProxyType({})) -> Names:
     places: dict[str, StateDictPlace] = {}
     computed: set[str] = set()
     for prefix, owner in module.named_modules(remove_duplicate=False):
-        for attribute, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+        for attribute, tensor in (*parameters_in(owner).items(), *buffers_in(owner).items()):
             name = f"{prefix}.{attribute}" if prefix else attribute
-            if attribute in owner._non_persistent_buffers_set:
+            if attribute in unsaved_buffers_in(owner):
                 computed.add(WRAPPERS.sub("", name))
             elif tensor is not None:
                 box = boxes.get(id(tensor))
@@ -265,8 +272,8 @@ def _check(
     warn: bool,
 ) -> None:
     covered = {id(names.places[target].tensor) for targets in chosen.values() for target in targets}
-    may_lack = (*_patterns(module, "_keys_to_ignore_on_load_missing"),)
-    may_have = (*_patterns(module, "_keys_to_ignore_on_load_unexpected"),)
+    may_lack = (*_patterns(module, MAY_BE_MISSING),)
+    may_have = (*_patterns(module, MAY_BE_UNEXPECTED),)
     missing = [
         place.name
         for place in names.places.values()

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_ptm.comm.agreement import Row
 from lightning_ptm.comm.background_group import BackgroundGroup
@@ -35,6 +34,7 @@ from lightning_ptm.comm.work import Work
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import Backend, in_ram
 from lightning_ptm.planning.layout import FlatLayout
+from lightning_ptm.torch_internals import AllgatherOptions, backend_of_group, gather_by_backend
 
 Exchange = Callable[[dist.ProcessGroup, bool], tuple[Tensor, Any]]
 NearExchange = Callable[[ShmCollectives, int], Tensor]
@@ -72,9 +72,6 @@ class ProcessGroupCommunicator:
         self._ranks = self._lines.ranks
         self.rank, self.world_size = self._lines.rank, len(self._ranks)
         self.deadlock_detector = self._lines.deadlock_detector
-        # torch 2.13 renamed the flat collectives and warns for the old names.
-        self._all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._rows_in = torch.zeros(3, dtype=torch.int64)
         self._rows_out = torch.zeros(3 * self.world_size, dtype=torch.int64)
         self._rows_options = AllgatherOptions()
@@ -113,7 +110,7 @@ class ProcessGroupCommunicator:
 
         def start() -> list[Any]:
             return [
-                self._all_gather_flat(stripe, piece, group=self._lines.data, async_op=True)
+                dist.all_gather_single(stripe, piece, group=self._lines.data, async_op=True)
                 for stripe, piece in _stripes(flat, full, shard)
             ]
 
@@ -143,7 +140,7 @@ class ProcessGroupCommunicator:
 
             def start() -> list[Any]:
                 return [
-                    self._reduce_scatter_flat(
+                    dist.reduce_scatter_single(
                         piece, stripe, op=dist.ReduceOp.AVG, group=self._lines.data, async_op=True
                     )
                     for stripe, piece in _stripes(flat, full, shard)
@@ -283,8 +280,8 @@ class ProcessGroupCommunicator:
 
         # Of the backend itself: on the way there torch spends as long in Python as on the exchange.
         def exchange() -> None:
-            gloo: Any = self._lines.control._get_backend(self._rows_in.device)
-            self.deadlock_detector.in_round(gloo._allgather_base(self._rows_out, self._rows_in, self._rows_options))
+            gloo = backend_of_group(self._lines.control, self._rows_in.device)
+            self.deadlock_detector.in_round(gather_by_backend(gloo, self._rows_out, self._rows_in, self._rows_options))
 
         self._lines.issue(exchange)
         values = self._rows_out.tolist()

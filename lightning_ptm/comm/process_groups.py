@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from lightning_ptm.comm.deadlock_detector import DeadlockDetector
 from lightning_ptm.errors import RankError, UsageError
+from lightning_ptm.torch_internals import default_store
 
 GLOO = "gloo"
 _LOOK_S = 0.05
@@ -58,7 +59,7 @@ class ProcessGroups:
         self.ranks = next(tuple(ranks) for ranks in partition if dist.get_rank() in ranks)
         """Of all, by their numbers among these."""
         self.rank = self.ranks.index(dist.get_rank())
-        self._board = dist.distributed_c10d._get_default_store()
+        self._board = default_store()
         self._failure_key: str = "" if within is None else within._failure_key
         self._parts: list[ProcessGroups] = []
 

@@ -16,9 +16,8 @@ import contextlib
 import time
 from typing import Any
 
-import torch.distributed as dist
-
 from lightning_ptm.errors import RankError
+from lightning_ptm.torch_internals import default_store
 
 _FIRST_LOOK_S = 0.001
 _LOOK_S = 0.05
@@ -34,7 +33,7 @@ class SetupBarrier:
     """
 
     def __init__(self, word: str, rank: int, size: int, board: Any | None = None, long_s: float = 10.0) -> None:
-        self._board = board or dist.distributed_c10d._get_default_store()
+        self._board = board or default_store()
         self._long_s = long_s
         self._key = f"lightning_ptm/set_up/{word}"
         self._rank = rank

@@ -24,10 +24,11 @@ from torch import DispatchKey
 from torch.library import Library
 
 from lightning_ptm.comm.agreement import Gathering
+from lightning_ptm.torch_internals import GATHER_NAME, SCATTER_NAME, close_library, keys_behind, schema_of
 
 _NAMES = {
-    "_allgather_base_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
+    GATHER_NAME: "all_gather",
+    SCATTER_NAME: "reduce_scatter",
     "allgather_": "all_gather",
     "allgather_coalesced_": "all_gather",
     "allgather_into_tensor_coalesced_": "all_gather",
@@ -62,17 +63,17 @@ class UserCollectives:
         self._gatherings: dict[tuple[str, str], Gathering | None] = {}
         # Every call of an operator looks here first, also in inference mode; torch has nothing of its own here.
         here = DispatchKey.BackendSelect
-        self._below = torch._C._dispatch_keyset_full_after(here)
+        self._below = keys_behind(here)
         self._library = Library("c10d", "IMPL")
         for name in _NAMES:
             operator = getattr(torch.ops.c10d, name).default
-            place = [argument.name for argument in operator._schema.arguments].index("process_group")
+            place = [argument.name for argument in schema_of(operator).arguments].index("process_group")
             kernel = partial(self._kernel, name, operator, place)
             self._library.impl(name, kernel, here.name, with_keyset=True)
 
     def close(self) -> None:
         """Idempotent."""
-        self._library._destroy()
+        close_library(self._library)
 
     def _kernel(self, name: str, operator: Any, place: int, keys: Any, *args: Any, **kwargs: Any) -> Any:
         group = dist.ProcessGroup.unbox(args[place])

@@ -32,6 +32,7 @@ from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.streams import CopyStreams, Pair
 from lightning_ptm.memory.transfer import Completion
 from lightning_ptm.terms import BLOCK_BYTES
+from lightning_ptm.torch_internals import version_of
 
 _SIZE_CLASSES = 8
 """Sizes of buffers between a power of two and the next: a buffer is at most an eighth larger than it was asked for."""
@@ -157,7 +158,7 @@ class OffloadedStorage:
         self.name = name
         """In events."""
         self.size_bytes = source.untyped_storage().nbytes()
-        self.version = source._version
+        self.version = version_of(source)
         self.changed = False
         """The source was written to after it had been saved."""
         self.where = Where.LEAVING
@@ -169,7 +170,11 @@ class OffloadedStorage:
     def still_holds(self, tensor: Tensor) -> bool:
         """Whether a view of the source's storage has the elements that are on their way."""
         source = self.device
-        return self.where is Where.LEAVING and source is not None and self.version == source._version == tensor._version
+        return (
+            self.where is Where.LEAVING
+            and source is not None
+            and self.version == version_of(source) == version_of(tensor)
+        )
 
     def to(self, where: Where) -> None:
         if (self.where, where) not in _NEXT:
@@ -237,7 +242,7 @@ class ActivationMover:
         assert away.completion is not None and away.device is not None
         away.completion.order()
         self._backend.used_here(away.device)  # the block may be one of another stream, which is not behind the copy
-        away.changed = away.device._version != away.version
+        away.changed = version_of(away.device) != away.version
         away.to(Where.AWAY)
         away.completion = away.device = None
 
@@ -268,7 +273,7 @@ class ActivationMover:
             self._buffers.give(away.region)
             away.completion = away.region = None
         assert away.device is not None
-        if away.changed or (away.where is Where.LEAVING and away.device._version != away.version):
+        if away.changed or (away.where is Where.LEAVING and version_of(away.device) != away.version):
             raise UsageError(
                 "a tensor that the backward pass needs was changed in place after the forward pass had saved it, so its "
                 "gradients would be wrong; take the in-place operation out of the forward"

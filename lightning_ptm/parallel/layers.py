@@ -34,6 +34,7 @@ from lightning_ptm.parallel.rules import (
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.autograd.forward_wrappers import Forward, ForwardWrapper
 from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.torch_internals import parameters_in
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def _layer(place: Place, between: BetweenLayers) -> Layer:
     if place.parameter is not None:
         return _parameter(place, group)
     if isinstance(rule, Partial):
-        return Layer(partial=tuple(name for name, it in module._parameters.items() if it is not None))
+        return Layer(partial=tuple(name for name, it in parameters_in(module).items() if it is not None))
     if isinstance(rule, Summed):
         return Layer(forward=_summed(place, between))
     if isinstance(rule, Part):
@@ -106,7 +107,7 @@ def _unknown(place: Place) -> ConfigError:
 
 def _outputs_first(module: nn.Module) -> bool | None:
     """Of a linear layer, whether the first dimension of its weight is that of the outputs; None: it is no linear layer."""
-    weight = module._parameters.get("weight")
+    weight = parameters_in(module).get("weight")
     # Quantized weights are packed integers, or tensors of a kind of their own; one that a run left without values is plain.
     kind_of = type(weight).opens_to if isinstance(weight, GuardedParameter) else type(weight)
     if "forward" in vars(module) or kind_of is not nn.Parameter or weight is None or not weight.is_floating_point():
@@ -142,7 +143,7 @@ def divides(place: Place, size: int, *, strict: bool) -> bool:
     )
     if free and not strict and is_copied(module):
         return False
-    weight = module._parameters.get("weight")
+    weight = parameters_in(module).get("weight")
     if not free or weight is None or weight.dim() != 2:
         return True
     first = isinstance(rule, VocabParallel) if isinstance(module, nn.Embedding) else isinstance(rule, ColwiseParallel)
@@ -367,7 +368,7 @@ def _summed(place: Place, between: BetweenLayers) -> Forward:
 def _parameter(place: Place, group: TensorGroup) -> Layer:
     rule, name = place.rule, place.parameter
     assert name is not None
-    parameter = place.module._parameters[name]
+    parameter = parameters_in(place.module)[name]
     assert parameter is not None
     if isinstance(rule, Partial):
         return Layer(partial=(name,))

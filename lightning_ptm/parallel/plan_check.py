@@ -34,6 +34,7 @@ from lightning_ptm.parallel.rules import Rule
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.autograd.recompute import none_kept
 from lightning_ptm.runtime.tensors.parts import cut
+from lightning_ptm.torch_internals import CALL, buffers_in, parameters_in, put_compiled_call
 
 _TOLERANCE = 1e-3
 """Of the largest element: fp32 rounds to 1e-6 of it, wrong plans are off by 1e-2 and more."""
@@ -363,8 +364,8 @@ def _without_weights(block: CheckedBlock) -> nn.Module:
         for name, value in list(vars(module).items()):
             if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
                 setattr(module, name, type(value)())
-        module._compiled_call_impl = None
-        module.__dict__.pop("_call_impl", None)
+        put_compiled_call(module, None)
+        module.__dict__.pop(CALL, None)
     return made.eval()
 
 
@@ -374,7 +375,7 @@ def _with_weights(skeleton: nn.Module, device: torch.device, seed: int) -> nn.Mo
     made = copy.deepcopy(skeleton)
     known: dict[int, nn.Parameter] = {}
     for path, module in made.named_modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_in(module).items():
             if parameter is None:
                 continue
             if id(parameter) not in known:
@@ -382,10 +383,10 @@ def _with_weights(skeleton: nn.Module, device: torch.device, seed: int) -> nn.Mo
                 values = torch.randn(parameter.shape, generator=generator)
                 values = values / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 1 + values / 4
                 known[id(parameter)] = nn.Parameter(values.to(device))
-            module._parameters[name] = known[id(parameter)]
-        for name, buffer in module._buffers.items():
+            parameters_in(module)[name] = known[id(parameter)]
+        for name, buffer in buffers_in(module).items():
             if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = (
+                buffers_in(module)[name] = (
                     buffer.to(device, torch.float32) if buffer.is_floating_point() else buffer.to(device)
                 )
     return made

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.torch_internals import parameters_in
 
 ATTRIBUTE = "tensor_parallel_plan"
 """Of a class whose modules bring a plan; names in it are those inside of the module."""
@@ -204,7 +205,9 @@ def places(root: nn.Module, plan: Mapping[str, Rule], *, strict: bool) -> Iterat
     used: set[str] = set()
     for name, module in root.named_modules():
         around = root.get_submodule(name.rpartition(".")[0]) if name else root
-        own = [(f"{name}.{inside}".lstrip("."), inside) for inside, it in module._parameters.items() if it is not None]
+        own = [
+            (f"{name}.{inside}".lstrip("."), inside) for inside, it in parameters_in(module).items() if it is not None
+        ]
         for full, parameter in [(name, None), *own]:
             matching = [key for key, pattern in patterns.items() if pattern.fullmatch(full)]
             used.update(matching)

@@ -27,6 +27,7 @@ from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
 from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.trainer.building import root_folder
 from lightning_ptm.trainer.checkpointing import Checkpoints
+from lightning_ptm.trainer.internals import checkpoints_of
 from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.stale_optimizers import spend
 
@@ -139,7 +140,7 @@ class _Ending:
         # Sharded ones hold parameters as they lie in pages: strided ones in another order than that of their shape.
         strided = any(slot.spec.stride for flat in engine.blueprint.layout.everywhere() for slot in flat.slots)
         with self._checkpoints.of_type("full" if strided else "sharded"):
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=True)
+            checkpoint = checkpoints_of(trainer).dump_checkpoint(weights_only=True)
             for place in places:
                 path = Path(engine.barriers.told(str(_unused(place, trainer.global_step))))
                 try:

@@ -41,6 +41,7 @@ from lightning_ptm.storage import folder as folders
 from lightning_ptm.terms import Mode
 from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.building import Builder
+from lightning_ptm.trainer.internals import wrapped_optimizers
 from lightning_ptm.trainer.lightning_hooks import (
     LightningHooks,
     warn_of_gradients_in_pages,
@@ -270,7 +271,7 @@ class Run:
         )
         lightning_hooks = self._lightning_hooks = LightningHooks(engine)
         lightning_hooks.steps_of_others([plain_optimizer(each) for each in builder.optimizers])
-        wrappers = trainer.strategy._lightning_optimizers if fitting else []
+        wrappers = wrapped_optimizers(trainer.strategy) if fitting else []
         for optimizer, wrapper in zip(builder.optimizers, wrappers, strict=True):
             lightning_hooks.zero_grad_of(optimizer, wrapper)
             lightning_hooks.state_dict_of(

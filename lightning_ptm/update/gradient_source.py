@@ -17,7 +17,8 @@ import torch
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.memory.backend import in_ram
-from lightning_ptm.update.flat_states import Segment, StateRun
+from lightning_ptm.torch_internals import version_of
+from lightning_ptm.update.flat_states import Run, Segment
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.backend import Backend
@@ -91,10 +92,10 @@ def _value(factor: torch.Tensor | None) -> float:
 class GradientReader(Protocol):
     """A shard's gradient, readable where the arithmetic runs."""
 
-    def view(self, run: StateRun) -> torch.Tensor | None:
+    def view(self, run: Run) -> torch.Tensor | None:
         """The run's elements without a copy, 1-D; None when they do not lie in one piece."""
 
-    def read_into(self, target: torch.Tensor, run: StateRun) -> None:
+    def read_into(self, target: torch.Tensor, run: Run) -> None:
         """Copy and cast the run's elements into `target`, shape (run.numel,). Alignment gaps become finite or zero."""
 
 
@@ -105,10 +106,10 @@ class TensorGradient:
         self._tensor = tensor
         self._start = start
 
-    def view(self, run: StateRun) -> torch.Tensor | None:
+    def view(self, run: Run) -> torch.Tensor | None:
         return self._tensor.narrow(0, run.start - self._start, run.numel)
 
-    def read_into(self, target: torch.Tensor, run: StateRun) -> None:
+    def read_into(self, target: torch.Tensor, run: Run) -> None:
         target.copy_(self._tensor.narrow(0, run.start - self._start, run.numel))
         _zero_gaps(target, run)
 
@@ -155,7 +156,7 @@ class ParameterGradients:
 
     def watch(self) -> None:
         """Somebody else has these tensors, too, and may change them before they are used: they are refused then."""
-        self._versions = [0 if gradient is None else gradient._version for gradient in self._flat]
+        self._versions = [0 if gradient is None else version_of(gradient) for gradient in self._flat]
 
     def watch_on(self) -> None:
         """The optimizer itself has changed some of them, as its class does, and nobody else."""
@@ -188,10 +189,10 @@ class ParameterGradients:
         """The gradients that there are, where they lie."""
         return [gradient for gradient in self._flat if gradient is not None]
 
-    def view(self, run: StateRun) -> torch.Tensor | None:
+    def view(self, run: Run) -> torch.Tensor | None:
         return self.piece(run.segments[0]) if len(run.segments) == 1 else None
 
-    def read_into(self, target: torch.Tensor, run: StateRun) -> None:
+    def read_into(self, target: torch.Tensor, run: Run) -> None:
         for segment in run.segments:
             target.narrow(0, segment.start - run.start, segment.numel).copy_(self.piece(segment))
         _zero_gaps(target, run)
@@ -212,7 +213,7 @@ class ParameterGradients:
         gradient = self._flat[segment.parameter]
         if gradient is None:
             raise UsageError(f"parameter {segment.parameter} of the flat has no gradient")
-        if self._versions is not None and gradient._version != self._versions[segment.parameter]:
+        if self._versions is not None and version_of(gradient) != self._versions[segment.parameter]:
             raise UsageError(
                 f"the gradient of parameter {segment.parameter} of a flat was changed in place after the optimizer's step, "
                 f"when the update was still to read it; change it before the step, or set it to None; between steps of two "
@@ -262,7 +263,7 @@ def _clamp_scaled_(gradient: torch.Tensor, how: Transform) -> None:
             gradient.clamp_(min=-each.clamp / factor, max=each.clamp / factor)
 
 
-def _zero_gaps(target: torch.Tensor, run: StateRun) -> None:
+def _zero_gaps(target: torch.Tensor, run: Run) -> None:
     for before, after in zip(run.segments, run.segments[1:], strict=False):
         if after.start > before.stop:
             target.narrow(0, before.stop - run.start, after.start - before.stop).zero_()

@@ -17,11 +17,12 @@ from lightning_ptm.runtime.deciding.blueprint import Request
 from lightning_ptm.runtime.deciding.unpaged_optimizers import Traits, in_two
 from lightning_ptm.runtime.units.discovery import Unit, UnitParameter
 from lightning_ptm.terms import CODES, Code
+from lightning_ptm.torch_internals import BatchNorm, parameters_in
 from lightning_ptm.update.trial.probe import probe
 from lightning_ptm.update.trial.traits import OptimizerTraits
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_FP32_MODULES = (nn.modules.batchnorm._BatchNorm,)
+_FP32_MODULES = (BatchNorm,)
 """Their kernels want fp32 parameters beside fp32 running statistics."""
 
 
@@ -56,7 +57,7 @@ def unit_specs(units: Sequence[Unit], request: Request, unpaged: Collection[int]
         id(parameter)
         for module in request.module.modules()
         if keeps_fp32(module)
-        for parameter in module._parameters.values()
+        for parameter in parameters_in(module).values()
         if parameter is not None
     }
     specs = []

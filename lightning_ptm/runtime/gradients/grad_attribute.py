@@ -24,6 +24,7 @@ from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
 from lightning_ptm.runtime.gradients.gradient_shard import GradientShard
 from lightning_ptm.runtime.gradients.used_gradients import UsedGradients, refuse_gradient
 from lightning_ptm.runtime.units.store import FlatStore
+from lightning_ptm.torch_internals import accumulation_hooks_of
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.backend import Backend
@@ -183,7 +184,7 @@ class GradAttribute:
         for slot, parameter in enumerate(self._binding.parameters):
             elsewhere = self.beside[slot] is not None or parameter.grad is self._shown.get(slot, self)
             elsewhere |= self.used.of_both(slot)
-            if elsewhere and len(parameter._post_accumulate_grad_hooks or ()) > 1:  # one is the run's own
+            if elsewhere and len(accumulation_hooks_of(parameter) or ()) > 1:  # one is the run's own
                 raise UsageError(
                     f"{self._names[slot]} has a hook of register_post_accumulate_grad_hook, which "
                     f"would find the gradient of this backward pass alone in .grad: what earlier ones have added up is in "

@@ -71,7 +71,7 @@ class UsedGradients:
             if left is None or left.held is not None:  # those were an earlier step's
                 left = GradPlaceholder(parameter, partial(refuse_gradient, self._names[slot], _USED))
                 self._left[slot] = left
-            with torch._C.DisableTorchFunctionSubclass():  # closed ones, too
+            with torch.DisableTorchFunctionSubclass():  # closed ones, too
                 parameter.grad = left
         self.any = True
 
@@ -109,7 +109,7 @@ class UsedGradients:
         self._shown = set(shown)
         for slot in self._added_to:
             parameter, refuse = self._binding.parameters[slot], partial(self._refuse_sum, slot)
-            with torch._C.DisableTorchFunctionSubclass():  # closed ones, too
+            with torch.DisableTorchFunctionSubclass():  # closed ones, too
                 if slot in shown:
                     shown[slot].retire(refuse)
                 elif parameter.grad is None:  # this pass has not come to it
