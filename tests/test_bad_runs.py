@@ -129,8 +129,11 @@ class BreakableFiles(FileOps):
         return super().pwritev(fd, buffers, offset)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "masters_on_disk-read_error-5-reading page (\\\\d+) in {path} failed: Input/output error \\\\(errno 5\\\\)",
+    "all_on_disk-write_error-28-writing page (\\\\d+) in {path} failed: No space left on device \\\\(errno 28\\\\)",
+    "three_tiers-short_write-None-writing page (\\\\d+) in {path} ended after 512 of \\\\d+ bytes \\\\(errno None\\\\)",
+)
 @pytest.mark.parametrize(
     ("fault", "number", "what"),
     [
@@ -335,7 +338,7 @@ def test_a_parameter_whose_data_is_replaced(strategy_at: Any) -> None:
     assert "edit parameters inside `with strategy.gathered(module):`" in str(caught.value)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("ram", "masters_on_disk-_replace", "all_on_disk-_prune", "all_on_disk-_write")
 @pytest.mark.parametrize("change", [_prune, _replace, _write])
 @pytest.mark.parametrize("tier", EVERYWHERE)
 def test_a_parameter_that_is_changed_by_hand(strategy_at: Any, tier: str, change: Callable[[Stack], None]) -> None:
@@ -386,7 +389,9 @@ class UsesAWeightDirectly(Stack):
         return self.blocks[2](self.blocks[1](outputs) + inner if self.beside else inner)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.slow_unless(
+    "all_on_disk-none-True", "all_on_disk-all-False", "three_tiers-none-False", "three_tiers-all-True"
+)
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize("tier", AWAY)

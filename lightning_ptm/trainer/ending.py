@@ -262,7 +262,15 @@ class EndingStrategy(BuildingStrategy):
         without: dict[str, Any] = (
             {} if engine.summon.always_readable(self._module) else {"_optimizers": [], "lr_scheduler_configs": []}
         )
-        of_the_run = ("_signals", "_engine", "_communicator", "_interruption", "_watches", "_restored", "_resuming")
+        of_the_run = (
+            "_signals",
+            "_engine",
+            "_communicator",
+            "_interruption",
+            "_lightning_hooks",
+            "_restored",
+            "_resuming",
+        )
         return {
             **state,
             **without,

@@ -821,7 +821,7 @@ def found_batch_size_and_learning_rate(desk: Desk) -> None:
 
 
 # Optimizer states outlive a run in RAM only.
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("tier", ["ram", "lock_free_three_tiers"])
 def test_everything_is_as_with_one_device(

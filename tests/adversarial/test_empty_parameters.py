@@ -24,7 +24,7 @@ class Program(Twin):
         return torch.optim.AdamW([*self.empty, *others], lr=1e-2, fused=True)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 @pytest.mark.parametrize("count", [1, 2, 6, 7])
 def test_they_are_clipped_with_the_others(count: int, home: str, strategy_at: MakeStrategy) -> None:

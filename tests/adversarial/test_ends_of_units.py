@@ -289,8 +289,16 @@ KINDS: list[Callable[[], LightningModule]] = [Program, Adapters, Survives, Survi
 KINDS += [Objects, Closures, Slots, Attributes, Cycles, RegionsInside, Mapped, AddedUp, AddedUpRaw, BackwardFirst]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "Program-none-masters_on_disk",
+    "Survives-none-ram",
+    "SurvivesRaw-none-all_on_disk",
+    "ThreeRegions-none-all_on_disk",
+    "Slots-none-all_on_disk",
+    "Cycles-none-ram",
+    "RegionsInside-none-ram",
+    "AddedUpRaw-none-ram",
+)
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk", "all_on_disk"])
 @pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -144,7 +144,7 @@ class Merged(Adapted):
 BUILDS = [Growing, GrowingUntied, Restarted, OnlyStatesAreReset, Another, Merged]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("home", HOMES)
 def test_a_model_that_is_changed_trains_as_with_a_plain_trainer(

@@ -153,7 +153,7 @@ def make(folder: Path, *callbacks: L.Callback, **settings: Any) -> L.Trainer:
     )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("ram", "tiers", "three tiers", "lock-free, three tiers", "lock-free, held")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_after_fit(settings: dict[str, Any], tmp_path: Path, mapped: Mapped) -> None:
     open_before = files()

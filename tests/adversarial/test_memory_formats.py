@@ -132,7 +132,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("kind", "batches"), KINDS)
 @pytest.mark.parametrize("home", HOMES)
 def test_they_keep_their_memory_format_and_bits(
@@ -141,7 +141,14 @@ def test_they_keep_their_memory_format_and_bits(
     twins(kind, strategy_at(home), batches)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.slow_unless(
+    "ram-{'accumulate_grad_batches': 2}-ImagesOfItsFormat-batches1",
+    "ram-{'gradient_clip_val': 0.01}-Transposed-batches0",
+    "ram-{'precision': '64-true'}-ImagesOfItsFormat-batches1",
+    "masters_on_disk-{'accumulate_grad_batches': 2}-Transposed-batches0",
+    "masters_on_disk-{'gradient_clip_val': 0.01}-ImagesOfItsFormat-batches1",
+    "masters_on_disk-{'precision': '64-true'}-Transposed-batches0",
+)
 @pytest.mark.parametrize(("kind", "batches"), [KINDS[0], KINDS[3]])
 @pytest.mark.parametrize(
     "options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}, {"precision": "64-true"}], ids=str

@@ -74,14 +74,14 @@ class FrozenHalfBlock(Converting):
 KINDS = [DoubleHead, HalfHead, AllBfloat16, AllDouble, ThreeDtypesInOneUnit, FrozenHalfBlock]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk", "lock_free"])
 def test_32_true_leaves_dtypes_as_they_are(kind: type[Twin], home: str, strategy_at: MakeStrategy) -> None:
     twins(kind, strategy_at(home))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "options",
@@ -210,7 +210,7 @@ class Copies(Twin):
         return super().configure_optimizers()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true", "32-true", "bf16-mixed"])
 def test_optimizers_are_made_for_converted_weights(precision: str, home: str, strategy_at: MakeStrategy) -> None:

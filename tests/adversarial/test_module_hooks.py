@@ -77,7 +77,7 @@ class TwiceAStep(OldWeightNorm):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", [OldWeightNorm, OldSpectralNorm, Parametrized, Pruned, NormInsideUnits, TwiceAStep])
 @pytest.mark.parametrize("home", HOMES)
 def test_weights_that_hooks_make_are_those_of_this_step(kind: type[Twin], home: str, strategy_at: MakeStrategy) -> None:
@@ -207,7 +207,7 @@ class PartsCalledFromOutside(Watched):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(
     "kind",
     [
@@ -260,7 +260,7 @@ class HooksThatReplace(Twin):
             self.handles.pop().remove()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", [WithALossOfWeights, HooksOfTheBackward, HooksThatReplace])
 @pytest.mark.parametrize("home", HOMES)
 def test_hooks_take_part_in_the_computation(kind: type[Twin], home: str, strategy_at: MakeStrategy) -> None:

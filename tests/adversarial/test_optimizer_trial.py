@@ -189,7 +189,7 @@ RIGHT: list[Callable[[Any], Optimizer]] = [
 ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("make", RIGHT)
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk"])
 def test_trains_as_without_the_strategy(make: Callable[[Any], Any], tier: str, strategy_at: Any) -> None:
@@ -197,7 +197,7 @@ def test_trains_as_without_the_strategy(make: Callable[[Any], Any], tier: str, s
     assert_same(trained(net(make, two_groups=True), strategy=strategy_at(tier)), plain)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("tier", ["three_tiers", "lock_free"])
 @pytest.mark.parametrize("make", [own.GroupStep, own.NewTensors, own.Named])
 def test_trains_as_without_the_strategy_in_other_homes(make: Any, tier: str, strategy_at: Any) -> None:

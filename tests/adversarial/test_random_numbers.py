@@ -150,7 +150,14 @@ def after(program: Program, strategy: Any, folder: Path) -> Drawing:
     return module
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless(
+    "fit_then_fit-ram",
+    "fits_of_two_trainers-ram",
+    "lr_find_then_fit-ram",
+    "finders_as_callbacks-ram",
+    "a_failed_fit_then_fit-ram",
+    "everything-all_on_disk",
+)
 @pytest.mark.parametrize(
     ("program", "home"),
     [

@@ -158,7 +158,7 @@ def failed(build: Callable[[], Any], strategy: Any, error: Any, match: str, **op
 HOMES = ["ram", "masters_on_disk", "all_on_disk", "three_tiers"]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("in_backward", [True, False])
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("name", CASES)

@@ -119,8 +119,7 @@ EDITS: list[tuple[type[Twin], type[Callback] | None]] = [
 READS: list[tuple[type[Twin], None]] = [(Twin, None), (Anchored, None)]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 @pytest.mark.parametrize(
     ("saved", "goes_on", "kind", "callback"),

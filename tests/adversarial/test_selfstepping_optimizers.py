@@ -50,7 +50,7 @@ def built(name: str, base: type[Judged] = Judged) -> Callable[[], Judged]:
     return Built
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize(
     "options",

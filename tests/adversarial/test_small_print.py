@@ -129,7 +129,7 @@ def hooks_of(strategy: Any, folder: Path, **options: Any) -> list[Any]:
     return calls
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}], ids=["plainly", "clipped_sums"]
@@ -209,7 +209,7 @@ def with_own_io(strategy: Any, folder: Path, folders: bool) -> Any:
     return plugin.calls, weights(module)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("folders", [False, True], ids=["files", "folders"])
 @pytest.mark.parametrize("home", HOMES)
 def test_a_users_checkpoint_io_is_asked_as_lightning_asks_it(
@@ -280,7 +280,7 @@ class Looks(Net):
         self.by_parameter = copy.deepcopy([self.trainer.optimizers[0].state[p] for p in self.parameters()])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("home", HOMES)
 def test_optimizer_state_is_visible_after_a_resume(strategy_at: Any, home: str, kind: str, tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def resumed(strategy: Callable[[], Any], folder: Path, callbacks: str) -> Any:
     return first.global_step, second.global_step, module.told, weights(module), timers, loops
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("callbacks", RESUMED)
 @pytest.mark.parametrize("home", HOMES)
 def test_runs_resume_in_mid_epoch_to_the_same_step(strategy_at: Any, home: str, callbacks: str, tmp_path: Path) -> None:

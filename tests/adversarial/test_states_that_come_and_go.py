@@ -101,7 +101,7 @@ class MomentumFromTheThirdStep(Judged):
         self.trainer.optimizers[0].param_groups[0]["momentum"] = 0.0 if self.trainer.global_step < 2 else 0.9
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("build", [UsedFromTheThirdStep, MomentumFromTheThirdStep])
 def test_states_may_come_in_a_later_step_than_the_first(

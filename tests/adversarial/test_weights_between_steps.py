@@ -179,6 +179,7 @@ def _noted_plainly() -> list[tuple[str, State]]:
     return _noted("auto")
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_a_state_dict_is_true_at_every_hook(strategy_at: Any, tier: str) -> None:
     ours, theirs = _noted(strategy_at(tier)), _noted_plainly()
     assert [hook for hook, _ in ours] == [hook for hook, _ in theirs]
@@ -187,6 +188,7 @@ def test_a_state_dict_is_true_at_every_hook(strategy_at: Any, tier: str) -> None
     assert ours[0][1]["first.weight"].dtype is torch.float32
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_a_state_dict_is_precise_under_mixed_precision(strategy_at: Any, tier: str) -> None:
     """fp32 masters, as `gathered` shows them, and what the run leaves at its end."""
     seen: list[State] = []
@@ -204,6 +206,7 @@ def test_a_state_dict_is_precise_under_mixed_precision(strategy_at: Any, tier: s
     assert not torch.equal(seen[0]["first.weight"], seen[0]["first.weight"].bfloat16().float())
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_a_state_dict_keeps_its_values_when_training_goes_on(strategy_at: Any, tier: str) -> None:
     kept: list[Any] = []
     trainer_with(strategy_at(tier)).fit(
@@ -264,6 +267,7 @@ def _halved(make: Callable[[], Any], path: Any) -> tuple[State, State, State]:
     return inside[0], cloned(torch.load(path)["state_dict"]), cloned(later.state_dict())
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_hooks_on_state_dicts_see_true_values(strategy_at: Any, tier: str, tmp_path: Any) -> None:
     ours = _halved(lambda: strategy_at(tier), tmp_path / "ours.ckpt")
     theirs = _halved(lambda: "auto", tmp_path / "plain.ckpt")
@@ -271,6 +275,7 @@ def test_hooks_on_state_dicts_see_true_values(strategy_at: Any, tier: str, tmp_p
         assert_same(mine, plain)
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_parts_of_a_module_have_state_dicts(strategy_at: Any, tier: str) -> None:
     def look(module: Net) -> None:
         block = module.blocks[1]
@@ -315,6 +320,7 @@ class Tied(Net):
         return self.last(super().forward(x))
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_tied_and_frozen_weights_in_a_state_dict(strategy_at: Any, tier: str, precision: str) -> None:
     before = cloned(Tied().state_dict())
@@ -446,6 +452,7 @@ def test_an_average_by_hand_in_ram_is_the_plain_one(strategy_at: Any) -> None:
     assert types == {nn.Parameter}
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_an_average_by_hand_of_state_dicts(strategy_at: Any, tier: str) -> None:
     assert_same(_averaged(strategy_at(tier), _by_state_dict), _averaged("auto", _by_state_dict))
 
@@ -477,6 +484,7 @@ def test_what_lock_free_updates_lack_is_in_a_state_dict(strategy_at: Any) -> Non
     assert audits == [True] * 6
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_weights_in_an_evaluation(strategy_at: Any, tier: str, precision: str) -> None:
     """A state dict has the user's own tensors' values, bit for bit."""
@@ -524,6 +532,7 @@ def _spoken(strategy: Any, *, inside: bool) -> tuple[list[Tensor], State]:
     return said, cloned(module.state_dict())
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_forward_between_steps(strategy_at: Any, tier: str, inside: bool) -> None:
     """Inside of `gathered` it computes with what is there, edits included, and the edits stay."""
@@ -548,6 +557,7 @@ def test_weights_are_closed_again_behind_a_forward(strategy_at: Any, home: str, 
     trainer_with(strategy_at(home), precision).fit(Net(on_train_batch_end=look), batches())
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_gathered_inside_of_gathered(strategy_at: Any, tier: str) -> None:
     def look(module: Net) -> None:
         strategy: Any = module.trainer.strategy
@@ -569,6 +579,7 @@ def test_gathered_inside_of_gathered(strategy_at: Any, tier: str) -> None:
     trainer_with(strategy_at(tier)).fit(Net(on_train_batch_end=look), batches())
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_a_step_inside_of_gathered_is_an_error(strategy_at: Any, tier: str) -> None:
     def look(module: Net) -> None:
         with module.trainer.strategy.gathered(write=False):  # type: ignore[attr-defined]
@@ -598,6 +609,7 @@ class ByHand(Net):
             self.seen.append(cloned(self.state_dict()))
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_a_state_dict_behind_a_step_by_hand(strategy_at: Any, tier: str) -> None:
     modules = [ByHand(), ByHand()]
     for module, strategy in zip(modules, (strategy_at(tier), "auto"), strict=True):
@@ -609,6 +621,7 @@ def test_a_state_dict_behind_a_step_by_hand(strategy_at: Any, tier: str) -> None
 # -- the end ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_weights_are_open_after_a_run_that_failed(strategy_at: Any, tier: str) -> None:
     def fail(module: Net) -> None:
         raise ValueError("of the user's")
@@ -628,7 +641,11 @@ def test_weights_are_open_after_a_run_that_failed(strategy_at: Any, tier: str) -
 # -- inference mode --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "all_on_disk-on_train_batch_end",
+    "lock_free_three_tiers-on_train_start",
+    "lock_free_three_tiers-on_before_zero_grad",
+)
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_end", "on_before_zero_grad"])
 def test_inference_mode_between_steps(strategy_at: Any, tier: str, hook: str) -> None:
     """Pages that are fetched, versions that are adopted, edits and state dicts: none of it stays an inference tensor."""
@@ -711,7 +728,9 @@ class WatchedOpaque(Watched, Opaque):
     pass
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "all_on_disk-all-Opaque", "lock_free_three_tiers-none-Watched", "lock_free_three_tiers-none-WatchedOpaque"
+)
 @pytest.mark.parametrize("build", [Watched, Opaque, WatchedOpaque])
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_operators_that_are_called_from_python_in_the_backward(

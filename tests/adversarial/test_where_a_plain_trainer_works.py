@@ -139,7 +139,9 @@ class Twice(Net):
         return self.blocks[2](self.blocks[1](x))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "masters_on_disk-Twice", "lock_free-Between", "tight_recomputed-Again", "tight_recomputed-Taught"
+)
 @pytest.mark.parametrize("build", [Again, Between, Taught, Twice])
 def test_calls_of_several_kinds(strategy_at: Any, tier: str, build: type[Net]) -> None:
     assert_same(weights_of(fitted(build, strategy_at(tier))), weights_of(fitted(build, "auto")))
@@ -195,6 +197,7 @@ class Mapped(Net):
         return torch.func.vmap(lambda x: self(x).square().mean())(batch[:, None]).mean()
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_vmap(strategy_at: Any, tier: str) -> None:
     assert_same(weights_of(fitted(Mapped, strategy_at(tier))), weights_of(fitted(Mapped, "auto")))
 
@@ -215,11 +218,13 @@ class LazyNoMore(Lazy):
                 self(torch.ones(1, 48))
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_lazy_modules(strategy_at: Any, tier: str) -> None:
     with pytest.raises(ConfigError, match=r"last.weight gets its shape in the first forward .* in configure_model"):
         fitted(Lazy, strategy_at(tier))
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_lazy_modules_that_know_their_shapes(strategy_at: Any, tier: str) -> None:
     assert_same(weights_of(fitted(LazyNoMore, strategy_at(tier))), weights_of(fitted(LazyNoMore, "auto")))
 
@@ -233,6 +238,7 @@ def _checkpoint_of_another() -> dict[str, Any]:
     return trainer._checkpoint_connector.dump_checkpoint()
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_loading_between_runs(strategy_at: Any, tier: str) -> None:
     """Weights and the optimizer's states, which a checkpoint then has."""
     given = _checkpoint_of_another()
@@ -258,6 +264,7 @@ class Stops(Net):
             raise ValueError("enough")
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("in_ram", [True, False])
 def test_a_checkpoint_after_an_exception(
@@ -359,6 +366,7 @@ COPIES: dict[str, Callable[[L.Trainer], object]] = {
 }
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_copies_in_a_run_change_nothing(strategy_at: Any, tier: str, recompute: str, tmp_path: Path) -> None:
     tried: list[str] = []
@@ -376,6 +384,7 @@ def test_copies_in_a_run_change_nothing(strategy_at: Any, tier: str, recompute: 
     assert_same(weights_of(module), weights_of(fitted(Net, "auto")))
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_a_copy_in_a_run_is_of_that_moment_and_on_its_own(strategy_at: Any, tier: str, recompute: str) -> None:
     def trained(strategy: Any, copied: bool) -> tuple[Net, dict[str, Tensor]]:
@@ -417,6 +426,7 @@ def test_a_copied_trainer_does_not_train_on_without_what_its_optimizer_has_learn
         twin.fit(module, batches())
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_copies_of_a_trainer_after_a_run(strategy_at: Any, tier: str) -> None:
     trainer = trainer_with(strategy_at(tier))
     trainer.fit(Net(), batches())
@@ -431,6 +441,7 @@ def test_copies_of_a_trainer_after_a_run(strategy_at: Any, tier: str) -> None:
 # -- behind a run, and before the next one's pages --------------------------------------------------------------------------
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 @pytest.mark.parametrize("room", [True, False])
 def test_a_loop_by_hand_does_not_begin_anew_in_silence(
     strategy_at: Any, tier: str, room: bool, monkeypatch: pytest.MonkeyPatch
@@ -488,7 +499,7 @@ class LooksAtWeights(Net):
         return super().configure_optimizers()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("all_on_disk-full", "lock_free_three_tiers-sharded")
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_configure_optimizers_sees_the_weights_of_the_checkpoint(
     strategy_at: Any, tier: str, kind: str, tmp_path: Path

@@ -19,7 +19,7 @@ from lightning_ptm.terms import Operation
 
 ROOT = Path(__file__).parents[2]
 ARGS = Namespace(page_size=4, set=[], threads=1, keep_freed_memory=False, wait_policy="")
-MARKS = {"25M": pytest.mark.slow, "in RAM": pytest.mark.in_turn}
+MARKS = {"25M": pytest.mark.slow, "in RAM": pytest.mark.slow}
 RUNS = [
     pytest.param(size, name, marks=[MARKS[each] for each in (size, name) if each in MARKS])
     for size in ("tiny", "25M")
@@ -27,7 +27,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("tiny-lock-free")
 @pytest.mark.parametrize(("size", "name"), RUNS)
 def test_decision_by_decision(size: str, name: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

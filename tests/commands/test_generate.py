@@ -124,7 +124,7 @@ def greedy(ckpt: Path, *options: str) -> list[str]:
     return [f"--ckpt={ckpt}", f"--prompt={PROMPT}", f"--max-new-tokens={COUNT}", "--temperature=0", *options]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("full-32-true-disk", "sharded-bf16-mixed-disk")
 @pytest.mark.parametrize(
     ("kind", "precision", "where"),
     [
@@ -168,7 +168,7 @@ def predicting(disk: Path, **settings: Any) -> Trainer:
     return Trainer(accelerator="cpu", devices=1, precision="bf16-mixed", strategy=strategy, **quiet)  # type: ignore[arg-type]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("full")
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_predict_continues_with_less_memory_than_the_model_takes(saved: Saved, disk: Path, kind: str) -> None:
     model = Watching(**SIZES, meta=True)

@@ -118,8 +118,9 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "t5-blocks-lock_free", "t5-recomputed-all_on_disk", "t5_moe-blocks-ram", "t5_moe_top2-experts-lock_free"
+)
 @pytest.mark.parametrize("where", ["ram", "all_on_disk", "lock_free"])
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_same_bits_as_on_a_single_device(strategy_at, tmp_path, single_device, where, name, settings) -> None:

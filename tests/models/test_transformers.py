@@ -300,7 +300,7 @@ def assert_same(ours: Wrapped, theirs: Wrapped) -> None:
     assert not differing, f"values differ: {differing}"
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(
     ("where", "settings"),
     [
@@ -325,7 +325,7 @@ def test_a_model_trains_unchanged(strategy_at, name, where, settings) -> None:
     assert_same(ours, on_a_single_device(name, False if "recompute" in settings else None))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 @pytest.mark.parametrize(
     ("where", "settings"), [("all_on_disk", {}), ("three_tiers", {**NEAR_FULL, "recompute": "all"})]
@@ -338,8 +338,9 @@ def test_the_models_own_activation_checkpointing(strategy_at, name, where, setti
     assert_same(ours, on_a_single_device(name, reentrant))
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless(
+    "gpt2-three_tiers", "gpt2_of_odd_widths-ram", "llama", "opt-three_tiers", "bert", "t5-three_tiers", "mixtral"
+)
 @pytest.mark.parametrize("where", ["ram", "three_tiers"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_model_built_on_the_meta_device(strategy_at, name, where) -> None:

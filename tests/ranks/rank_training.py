@@ -48,12 +48,9 @@ PLACES = {**TIERS, "tight": {"device_memory": LEAST, "offload_parameters": "disk
 
 
 def tiers_together(*quick: str) -> pytest.MarkDecorator:
-    """Each tier once, some in one start of ranks; those that are not named are quick in their turn alone.
-
-    With `covering`, each of them meets few values of a test's other parameters.
-    """
+    """Each tier once, some in one start of ranks; those that are not named are slow."""
     together = [["ram", "all_on_disk"], ["masters_on_disk", "lock_free"], ["three_tiers", "tight"]]
-    marks = [() if "+".join(tiers) in quick else pytest.mark.in_turn for tiers in together]
+    marks = [() if "+".join(tiers) in quick else pytest.mark.slow for tiers in together]
     cases = [pytest.param(tiers, marks=mark) for tiers, mark in zip(together, marks, strict=True)]
     return pytest.mark.parametrize("tiers", cases, ids=lambda tiers: "+".join(tiers))
 

@@ -61,12 +61,12 @@ EXPERTS = {"units": ["MixtureOfExperts", "Expert"]}
     [
         (2, 2, {}, ["three_tiers"]),
         pytest.param(2, 2, {}, ["ram", "all_on_disk"], marks=pytest.mark.slow),
-        pytest.param(2, 2, {"recompute": "all"}, ["masters_on_disk"], marks=pytest.mark.in_turn),
+        pytest.param(2, 2, {"recompute": "all"}, ["masters_on_disk"], marks=pytest.mark.slow),
         pytest.param(2, 2, {"recompute": "all"}, ["lock_free"], marks=pytest.mark.slow),
         # 4, 3 and 3 of the ten experts.
-        pytest.param(3, 3, {"units": "auto"}, ["ram"], marks=pytest.mark.in_turn),
+        pytest.param(3, 3, {"units": "auto"}, ["ram"], marks=pytest.mark.slow),
         pytest.param(3, 3, {"units": "auto"}, ["three_tiers"], marks=pytest.mark.slow),
-        pytest.param(4, 2, {"recompute": "every 2nd"}, ["lock_free"], marks=pytest.mark.in_turn),
+        pytest.param(4, 2, {"recompute": "every 2nd"}, ["lock_free"], marks=pytest.mark.slow),
         pytest.param(4, 2, {"recompute": "every 2nd"}, ["all_on_disk"], marks=pytest.mark.slow),
     ],
 )
@@ -92,12 +92,12 @@ ACCUMULATING = Training(MomentumMoE, "64-true", accumulate=2)
     [
         (2, Training(MomentumMoE, "64-true", batches=3), {}),  # updated behind the backward pass
         pytest.param(4, Training(MomentumMoE, "64-true", batches=3), {}, marks=pytest.mark.slow),
-        pytest.param(2, ACCUMULATING, {}, marks=pytest.mark.in_turn),
+        pytest.param(2, ACCUMULATING, {}, marks=pytest.mark.slow),
         pytest.param(
             2,
             dataclasses.replace(ACCUMULATING, reduce_once=True),
             {"reduce_gradients": "each_step"},
-            marks=pytest.mark.in_turn,
+            marks=pytest.mark.slow,
         ),
         (4, dataclasses.replace(ACCUMULATING, reduce_once=True), {"reduce_gradients": "each_step"}),
     ],

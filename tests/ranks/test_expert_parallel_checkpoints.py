@@ -108,10 +108,10 @@ def test_names_and_states_are_those_of_the_whole_model(first: dict[str, Path]) -
 @pytest.mark.parametrize(
     ("world_size", "size", "tier", "kind"),
     [
-        pytest.param(1, 1, "ram", "sharded", marks=pytest.mark.in_turn),
+        pytest.param(1, 1, "ram", "sharded", marks=pytest.mark.slow),
         pytest.param(2, 1, "ram", "full", marks=pytest.mark.slow),
-        pytest.param(2, 2, "all_on_disk", "full", marks=pytest.mark.in_turn),
-        pytest.param(3, 3, "lock_free", "full", marks=pytest.mark.in_turn),
+        pytest.param(2, 2, "all_on_disk", "full", marks=pytest.mark.slow),
+        pytest.param(3, 3, "lock_free", "full", marks=pytest.mark.slow),
         (4, 2, "masters_on_disk", "sharded"),
         pytest.param(4, 4, "all_on_disk", "full", marks=pytest.mark.slow),
     ],

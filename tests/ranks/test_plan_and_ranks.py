@@ -112,7 +112,7 @@ def train(folder: str, data: Mapping[str, Any], runs: Sequence[Run]) -> list[Mea
 
 
 def case(ranks: int, name: str) -> object:
-    marks = () if name in QUICK else pytest.mark.in_turn
+    marks = () if name in QUICK else pytest.mark.slow
     return pytest.param(ranks, name, marks=marks, id=f"{name} on {ranks}")
 
 

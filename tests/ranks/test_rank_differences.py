@@ -50,7 +50,7 @@ from lightning_ptm.terms import Mode, Phase
 
 
 def in_its_turn(build: Any) -> Any:
-    return pytest.param(build, marks=pytest.mark.in_turn)
+    return pytest.param(build, marks=pytest.mark.slow)
 
 
 DIFFERENT = [
@@ -75,7 +75,7 @@ def assert_plain(training: Training, settings: dict[str, Any], tiers: Sequence[s
             ours.assert_equal(expected[rank])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @TIERS_TOGETHER
 @pytest.mark.parametrize("build", DIFFERENT)
@@ -83,7 +83,7 @@ def test_two_ranks(build: Any, tiers: list[str], precision: str, disk: Path) -> 
     assert_plain(Training(build, precision, batches=5), {}, tiers, disk)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("tier", ["ram", "three_tiers"])
 @pytest.mark.parametrize(
     "settings", [{"recompute": "all"}, {"update_in_backward": False}], ids=["recompute", "no_early"]
@@ -113,7 +113,7 @@ class MomentumNothing(NothingOnOneRank, MomentumTower):
     pass
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("reduced", ["each_backward", "each_step"])
 @pytest.mark.parametrize(
     "build", [in_its_turn(MomentumSkips), MomentumEach, in_its_turn(MomentumReversed), MomentumBonus]

@@ -64,7 +64,7 @@ def test_ranks_use_different_experts_and_some_use_none() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param({}, marks=pytest.mark.in_turn), {"units": ["MixtureOfExperts", "Expert"], "recompute": "all"}],
+    [pytest.param({}, marks=pytest.mark.slow), {"units": ["MixtureOfExperts", "Expert"], "recompute": "all"}],
     ids=["layers", "experts_recomputed"],
 )
 def test_two_ranks(settings: dict[str, Any], disk: Path) -> None:

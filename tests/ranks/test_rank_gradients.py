@@ -124,7 +124,7 @@ def alike(betweens: Sequence[str], tiers: Sequence[str], folder: Path) -> list[s
     "tiers",
     [
         ("masters_on_disk",),
-        *(pytest.param(tiers, marks=pytest.mark.in_turn) for tiers in (("ram", "lock_free"), ("three_tiers",))),
+        *(pytest.param(tiers, marks=pytest.mark.slow) for tiers in (("ram", "lock_free"), ("three_tiers",))),
     ],
     ids="+".join,
 )

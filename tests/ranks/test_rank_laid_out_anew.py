@@ -114,14 +114,14 @@ def weights_here(home: str, folder: Path, **options: Any) -> dict[str, Tensor]:
     return weights(home, folder, 2, **options)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("lock_free-False")
 @pytest.mark.parametrize(
     ("home", "whole"),
     [
         ("masters_on_disk", True),
         ("lock_free", False),
-        *(pytest.param(home, False, marks=pytest.mark.in_turn) for home in ("ram", "masters_on_disk", "all_on_disk")),
-        *(pytest.param(home, True, marks=pytest.mark.in_turn) for home in ("ram", "all_on_disk", "lock_free")),
+        *(pytest.param(home, False, marks=pytest.mark.slow) for home in ("ram", "masters_on_disk", "all_on_disk")),
+        *(pytest.param(home, True, marks=pytest.mark.slow) for home in ("ram", "all_on_disk", "lock_free")),
     ],
 )
 def test_ranks_train_what_is_unfrozen(home: str, whole: bool, disk: Path) -> None:
@@ -193,7 +193,7 @@ def test_what_a_killed_run_leaves_is_gone_with_the_next_one(disk: Path) -> None:
     assert not [*disk.iterdir()]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("False")
 @pytest.mark.parametrize("whole", [False, True])
 def test_through_files_it_is_the_same(disk: Path, whole: bool) -> None:
     expected = weights(None, disk, whole=whole)
@@ -219,7 +219,7 @@ def weights_and_bytes(home: str, folder: Path, **options: Any) -> tuple[dict[str
     return weights(home, folder, 2, kind=Counted, cut=True, **options), Counted.sent_bytes
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow_unless("ram")
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk", "all_on_disk"])
 def test_what_another_rank_is_to_have_goes_to_it(home: str, whole: bool, disk: Path) -> None:
@@ -237,7 +237,7 @@ def mixed(home: str, folder: Path, ranks: int) -> tuple[dict[str, Tensor], int]:
     return found, Counted.sent_bytes
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("ram")
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 def test_under_mixed_precision_all_bits_go_along(home: str, disk: Path) -> None:
     began = {name: value.detach().clone() for name, value in Net(cut=True).state_dict().items()}
@@ -353,11 +353,11 @@ def weights_of_parts(
     return weights_of(module)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("home2-LaterInTwo-2")
 @pytest.mark.parametrize(
     ("home", "kind", "ranks"),
     [
-        pytest.param({"offload_optimizer": "disk"}, Later, 2, marks=pytest.mark.in_turn),
+        pytest.param({"offload_optimizer": "disk"}, Later, 2, marks=pytest.mark.slow),
         ({"offload_optimizer": "disk", "offload_parameters": "disk"}, Later, 2),
         ({"offload_optimizer": "disk"}, LaterInTwo, 2),
         pytest.param(
@@ -442,7 +442,7 @@ def of_experts(folder: Path, size: int, tiers: list[str], kind: type[LateExperts
     return fit_in_all_tiers(Training(kind, "64-true", batches=6), 2, folder, settings, tiers)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("LateExpertsInTwo-tiers1")
 @pytest.mark.parametrize(
     ("kind", "tiers"),
     [

@@ -150,7 +150,7 @@ def _noting(call: Callable[..., Any], threads: set[str]) -> Callable[..., Any]:
     return noting
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_gradient_is_applied_once_with_what_its_own_step_said(first: int, disk: Path) -> None:
     """Of every second case."""
     names = list(CASES)[first::2]

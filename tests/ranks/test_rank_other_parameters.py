@@ -99,14 +99,14 @@ def weights_here(home: str, folder: Path, **options: Any) -> dict[str, Tensor]:
     return weights(home, folder, 2, **options)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("lock_free-False")
 @pytest.mark.parametrize(
     ("home", "whole"),
     [
         ("masters_on_disk", True),
         ("lock_free", False),
-        *(pytest.param(home, False, marks=pytest.mark.in_turn) for home in ("ram", "masters_on_disk", "all_on_disk")),
-        *(pytest.param(home, True, marks=pytest.mark.in_turn) for home in ("ram", "all_on_disk", "lock_free")),
+        *(pytest.param(home, False, marks=pytest.mark.slow) for home in ("ram", "masters_on_disk", "all_on_disk")),
+        *(pytest.param(home, True, marks=pytest.mark.slow) for home in ("ram", "all_on_disk", "lock_free")),
     ],
 )
 def test_ranks_train_the_parameters_that_there_are(home: str, whole: bool, disk: Path) -> None:

@@ -74,7 +74,7 @@ def decide(names: list[str], folder: Path) -> list[tuple[list[Task], list[Task]]
     return found
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_decision_by_decision(first: int, disk: Path) -> None:
     """Of every second case."""
     names = list(CASES)[first::2]

@@ -199,10 +199,10 @@ def assert_parts_of(ends: Sequence[dict[str, Tensor]], whole: dict[str, Tensor],
     [
         pytest.param(2, 2, "ram", "32-true", marks=pytest.mark.slow),
         pytest.param(2, 2, "masters_on_disk", "bf16-mixed", marks=pytest.mark.slow),
-        pytest.param(2, 2, "lock_free", "bf16-mixed", marks=pytest.mark.in_turn),
+        pytest.param(2, 2, "lock_free", "bf16-mixed", marks=pytest.mark.slow),
         pytest.param(2, 2, "three_tiers", "bf16-mixed", marks=pytest.mark.slow),
         (4, 2, "all_on_disk", "32-true"),
-        pytest.param(4, 4, "ram", "bf16-mixed", marks=pytest.mark.in_turn),
+        pytest.param(4, 4, "ram", "bf16-mixed", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_saved_is_one_ranks(
@@ -216,8 +216,7 @@ def test_what_is_saved_is_one_ranks(
     assert_parts_of([weights for _, weights in ends], end, parts)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.one_in(3)
+@pytest.mark.slow_unless("2-1-all_on_disk-sharded", "4-2-ram-sharded")
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize(
     ("ranks", "parts", "tier"),
@@ -234,7 +233,7 @@ def test_any_number_of_ranks_goes_on_from_it(
     assert_same_states(read(ours["full"]), read(theirs["full"]))
 
 
-@pytest.mark.parametrize(("ranks", "parts"), [pytest.param(2, 2, marks=pytest.mark.in_turn), (4, 2)])
+@pytest.mark.parametrize(("ranks", "parts"), [pytest.param(2, 2, marks=pytest.mark.slow), (4, 2)])
 def test_a_run_begins_with_weights_of_files(
     whole: dict[str, Any], ranks: int, parts: int, disk: Path, tmp_path: Path
 ) -> None:

@@ -62,7 +62,7 @@ def pruned(home: str | None, folder: Path, ranks: int, how: str) -> dict[str, Te
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("how", ["l1_unstructured", "random_unstructured"])
 @pytest.mark.parametrize("home", ["ram", "three_tiers"])
 def test_ranks_prune_alike(home: str, how: str, disk: Path) -> None:

@@ -112,7 +112,9 @@ def rearranged(case: str, folder: Path, home: str) -> None:
     trainer.fit(module, loader(rows, 2, 4), loader(rows, 2, 4))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow_unless(
+    "masters_on_disk-behind a batch", "groups", "ram-replaces", "all_on_disk-adds", "all_on_disk-replaces"
+)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("home", ["masters_on_disk", "ram", "all_on_disk"])
 def test_all_ranks_are_told_who_has_done_what(case: str, home: str, disk: Path) -> None:

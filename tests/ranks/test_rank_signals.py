@@ -48,7 +48,7 @@ def ended(ranks: tuple[int, ...], folder: str, tier: str, batches: int) -> tuple
     return "went on", trainer.global_step
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("tier", ["ram", "three_tiers"])
 @pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)], ids=str)
 def test_sigterm_ends_all_ranks_before_the_same_batch(ranks: tuple[int, ...], tier: str, disk: Path) -> None:
@@ -146,7 +146,7 @@ def requeued(
 @pytest.mark.parametrize(
     ("world_size", "tier", "batches"),
     [
-        *(pytest.param(*case, marks=pytest.mark.in_turn) for case in ((1, "ram", BATCHES), (2, "ram", 3))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "ram", BATCHES), (2, "ram", 3))),
         (1, "three_tiers", 3),
         (2, "three_tiers", BATCHES),
     ],

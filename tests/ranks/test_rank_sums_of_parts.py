@@ -156,9 +156,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[f
 @pytest.mark.parametrize(
     ("ranks", "parts", "settings"),
     [
-        pytest.param(2, 2, {"recompute": "all"}, marks=pytest.mark.in_turn),
-        pytest.param(2, 2, TIERS["all_on_disk"], marks=pytest.mark.in_turn),
-        pytest.param(4, 2, {}, marks=pytest.mark.in_turn),
+        pytest.param(2, 2, {"recompute": "all"}, marks=pytest.mark.slow),
+        pytest.param(2, 2, TIERS["all_on_disk"], marks=pytest.mark.slow),
+        pytest.param(4, 2, {}, marks=pytest.mark.slow),
         (4, 4, TIERS["lock_free"]),
     ],
     ids=["recomputed", "on disk", "four ranks", "lock-free in four parts"],

@@ -138,7 +138,7 @@ def found_here(build: type[Net], home: str, folder: Path, **settings: Any) -> li
     return [*(each.detach().clone() for each in module.parameters()), *module.noted]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk", "all_on_disk", "three_tiers", "lock_free"])
 @pytest.mark.parametrize(
     ("build", "reduced"),

@@ -82,7 +82,7 @@ def kept() -> list[dict[tuple[str, float, str], int]]:
     return run_ranks(kept_by_a_rank, 2)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("part", PARTS)
 def test_half_is_kept_of_what_one_rank_keeps(

@@ -115,7 +115,7 @@ def go_on(folder: Path, kind: str) -> dict[tuple[bool, bool | None], dict[str, T
     return found
 
 
-@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.in_turn), "sharded"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "sharded"])
 def test_a_run_goes_on_with_it_and_without(kind: str, tmp_path: Path) -> None:
     for found in run_ranks(go_on, 2, tmp_path, kind):
         whole = found[False, None]

@@ -88,7 +88,7 @@ def of_ranks() -> list[dict[tuple[str, bool], tuple[int, int]]]:
     return run_ranks(measured, 2)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "parts of the sequence"])
 @pytest.mark.parametrize("name", MODELS)
 def test_as_much_is_sent_as_was_planned(

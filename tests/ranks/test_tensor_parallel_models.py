@@ -36,7 +36,7 @@ QUICK = ("experts",)
 
 
 def named(name: str) -> object:
-    marks = () if name in QUICK else pytest.mark.in_turn if name == "t5" else pytest.mark.slow
+    marks = () if name in QUICK else pytest.mark.slow
     return pytest.param(name, id=name, marks=marks)
 
 

@@ -106,7 +106,7 @@ def train(disk: str, data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]])
 
 
 def case(ranks: int, name: str) -> object:
-    marks = () if (ranks, name) in QUICK else pytest.mark.in_turn
+    marks = () if (ranks, name) in QUICK else pytest.mark.slow
     return pytest.param(ranks, name, marks=marks, id=f"{name} on {ranks}")
 
 

@@ -117,7 +117,7 @@ def overflow(ranks: int, culprit: int, batches: int) -> tuple[list[float], dict[
     return module.scales, weights_of(module)
 
 
-@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.in_turn), 1])
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_overflow_in_one_ranks_part_skips_the_step_on_all(culprit: int) -> None:
     before = run_ranks(overflow, 2, 2, culprit, 1)
     skipped = run_ranks(overflow, 2, 2, culprit, 2)

@@ -39,7 +39,7 @@ def check_runs(seeds: range, ranks: int, disk: Path) -> None:
         check(seed, each, ended, alone.outcome)
 
 
-@pytest.mark.parametrize("first", [40, pytest.param(45, marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("first", [40, pytest.param(45, marks=pytest.mark.slow)])
 def test_few_drawn_runs_end_right_or_with_an_error_on_all_ranks(first: int, disk: Path) -> None:
     check_runs(range(first, first + AT_ONCE // 2), 2, disk)
 

@@ -95,7 +95,7 @@ ALL = [
 ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("build", "batches", "precision"), ALL)
 def test_architecture(strategy_at, tier, build, batches: Batches, precision) -> None:
     settings: dict[str, Any] = {"device_memory": "2MiB"} if tier == "three_tiers" else {}

@@ -62,7 +62,7 @@ def in_ram(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
     }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("accumulate", "kind"), [(1, "sharded"), (2, "full")])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("cls", [WithStreamed, WithUpdated])

@@ -56,7 +56,16 @@ def norms_of(strategy: Any, batches: Batches, monitor: GradNormMonitor | None = 
     return collect.norms, outcome_of(module)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "ram-{}",
+    "masters_on_disk-{}",
+    "all_on_disk-{'gradient_clip_val': 0.5}",
+    "three_tiers-{'accumulate_grad_batches': 2}",
+    "lock_free-{'gradient_clip_val': 0.5}",
+    "lock_free_three_tiers-{}",
+    "tight-{'gradient_clip_val': 0.5}",
+    "tight_recomputed-{'accumulate_grad_batches': 2}",
+)
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.5}, {"accumulate_grad_batches": 2}], ids=str)
 def test_norms_are_those_of_a_plain_loop(strategy_at, tier, options) -> None:
     batches = tokens(4)

@@ -49,7 +49,7 @@ class NodeCount(L.Callback):
 
 @pytest.mark.parametrize(
     ("where", "recompute"),
-    [pytest.param("ram", "none", marks=pytest.mark.in_turn), ("all_on_disk", "all"), ("lock_free", "none")],
+    [pytest.param("ram", "none", marks=pytest.mark.slow), ("all_on_disk", "all"), ("lock_free", "none")],
 )
 def test_no_graph_outlives_its_step(strategy_at: Callable, where: str, recompute: str) -> None:
     count = NodeCount()

@@ -141,7 +141,7 @@ def test_a_run_ends_its_settings_and_so_does_one_that_is_not_set_up(
     def full(*_: object, **__: object) -> None:
         raise CapacityError("no room")
 
-    monkeypatch.setattr(engine, "Pages", full)
+    monkeypatch.setattr(engine, "RunPages", full)
     with pytest.raises(CapacityError):
         make_trainer(strategy_at("ram")).fit(built(), tokens(2).loader())
     assert library.since()[-2:] == ["end_settings", "trim"]

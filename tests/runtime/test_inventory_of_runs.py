@@ -109,24 +109,30 @@ CASES = [
 ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("name", "precision", "optimizer"), CASES)
 def test_one_rank(strategy_at: Any, tier: str, name: str, precision: str, optimizer: Callable[..., Any]) -> None:
     run(strategy_at(tier, **SETTINGS[name]), precision, optimizer)
 
 
-@pytest.mark.quick_tiers("all_on_disk")
+@pytest.mark.slow_unless("ram", "all_on_disk", "three_tiers")
 def test_frozen_weights_in_codes_with_buffers_of_saves(strategy_at: Any, tier: str) -> None:
     run(strategy_at(tier, frozen_dtype="nf4", **SETTINGS["saves behind"]), "bf16-mixed", sgd)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.slow_unless(
+    "all_on_disk-32-true-{'gradient_clip_val': 1.0}",
+    "all_on_disk-bf16-mixed-{'accumulate_grad_batches': 2}",
+    "lock_free_three_tiers-32-true-{'accumulate_grad_batches': 2}",
+    "lock_free_three_tiers-bf16-mixed-{'gradient_clip_val': 1.0}",
+)
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}], ids=str)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_gradients_that_are_kept(strategy_at: Any, tier: str, precision: str, options: dict[str, Any]) -> None:
     run(strategy_at(tier), precision, adam, **options)
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers", "tight")
 def test_an_evaluation(strategy_at: Any, tier: str) -> None:
     weighs = Weighs()
 

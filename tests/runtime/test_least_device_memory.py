@@ -121,7 +121,13 @@ def plainly(name: str) -> Outcome:
     return loop.run(batches)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless(
+    "accumulated",
+    "accumulated and clipped",
+    "clipped",
+    "accumulated in a wider dtype",
+    "accumulated in blocks of several sizes",
+)
 @pytest.mark.parametrize("further", [range(2), pytest.param(range(2, 5), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_every_device_memory_from_the_least_that_is_accepted(disk: Path, name: str, further: range) -> None:

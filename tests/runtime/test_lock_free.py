@@ -174,8 +174,7 @@ WHO_ADDS = [("lock_free", 1), ("lock_free", 2), ("lock_free_three_tiers", 2)]
 """Gradients that are held back are added up by compute where it has all cores, and they lie in `.grad`."""
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("2-lock_free_three_tiers-2")
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("reach", [2, 16])
 def test_updates_that_are_held_are_few(strategy_at, monkeypatch, where, cores, reach) -> None:
@@ -233,7 +232,7 @@ class HalfUnused(ScheduledStack):
         return x
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("reach", [2, 16])
 def test_gradients_that_cannot_be_added_are_applied_apart(strategy_at, monkeypatch, where, cores, reach) -> None:
@@ -267,7 +266,7 @@ UPDATES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("kind", UPDATES)
 def test_a_warm_up_is_the_synchronous_run_and_what_comes_after_is_not(
@@ -323,8 +322,7 @@ class Plain(Stack):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("settings0-lock_free_three_tiers-2")
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("settings", [{"max_staleness": 8, "hold_updates": True}, {"max_staleness": 16}])
 def test_forecasts_that_reach_far_enough_make_up_for_all_that_is_lacking(
@@ -358,7 +356,7 @@ def test_forecasts_that_reach_far_enough_make_up_for_all_that_is_lacking(
     assert far[0] < 1e-4 < 10 * far[0] + 1e-4 < far[1]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("2")
 @pytest.mark.parametrize("cores", [1, 2])
 def test_so_they_do_for_what_is_accumulated_clipped_recomputed_and_drained_meanwhile(
     strategy_at, monkeypatch, cores
@@ -543,7 +541,7 @@ class TwoOptimizers(ScheduledStack):
             optimizer.step()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("staleness", [0, 3])
 @pytest.mark.parametrize("where", WHERE)
 def test_several_optimizers_and_frozen_parameters(strategy_at, where, staleness) -> None:
@@ -555,8 +553,8 @@ def test_several_optimizers_and_frozen_parameters(strategy_at, where, staleness)
     assert all(same) if staleness == 0 else all(torch.isfinite(loss) for loss in module.losses)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("steps", [1, 7, pytest.param(8, marks=pytest.mark.in_turn)])
+@pytest.mark.slow_unless("7")
+@pytest.mark.parametrize("steps", [1, 7, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_batch_of_several_steps_in_which_a_warm_up_ends_is_synchronous_to_its_end(strategy_at, steps) -> None:
     """The first batch of a run too, of which nobody knows how many steps it will take."""
     ours = run(strategy_at("lock_free", max_staleness=3, staleness_warmup=steps), built(TwoOptimizers))
@@ -617,9 +615,9 @@ OFTEN = ("Adagrad", "NAdam", "RMSprop", "plain SGD")
 """AdamW is what others train with."""
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("NAdam", "RMSprop")
 @pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.in_turn) for name in OPTIMIZERS]
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
 )
 def test_every_optimizer(strategy_at, name) -> None:
     class WithIt(Stack):
@@ -728,8 +726,8 @@ def test_weights_cannot_be_gathered_over_a_graph_that_needs_older_ones(strategy_
     timer.join()
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("precision", ["bf16-true", pytest.param("32-true", marks=pytest.mark.in_turn), "bf16-mixed"])
+@pytest.mark.slow_unless("bf16-true")
+@pytest.mark.parametrize("precision", ["bf16-true", pytest.param("32-true", marks=pytest.mark.slow), "bf16-mixed"])
 def test_weights_come_back_in_the_dtype_of_a_synchronous_run(strategy_at, precision) -> None:
     ours = run(strategy_at("lock_free"), built(), precision=precision)
     theirs = run(strategy_at("masters_on_disk"), built(), precision=precision)
@@ -827,7 +825,7 @@ class Valley(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.9, dampening=0.9)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("forecast", [True, False])
 def test_a_forecast_makes_up_for_staleness(strategy_at, where, forecast) -> None:
@@ -867,8 +865,7 @@ class EndsPasses(Watch):
 FAR = {"max_staleness": 16, "hold_updates": True, "forecast_reach": 16, "staleness_warmup": 3}
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("False-lock_free-1")
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("follows", [True, False])
 def test_forecasts_follow_the_momentum_of_what_is_held(strategy_at, monkeypatch, where, cores, follows) -> None:
@@ -896,7 +893,7 @@ class SteadyAndSeen(Steady):
         return super().loss(batch, index)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_sums_that_are_followed_keep_parameters_near_where_they_would_be(

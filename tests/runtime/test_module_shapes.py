@@ -417,8 +417,7 @@ def plain(name: str) -> Outcome:
     return PlainLoop(CASES[name]).run(BATCHES)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(
     ("where", "recompute"),
     [

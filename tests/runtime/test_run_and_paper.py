@@ -107,7 +107,18 @@ RUNS: dict[str, tuple[type[TrainModule], dict[str, Any]]] = {
 OF_TRAINER = ("gradient_clip_val", "accumulate_grad_batches")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless(
+    "recomputed",
+    "clipped",
+    "another order",
+    "another order, narrower",
+    "frozen in codes",
+    "frozen in codes, narrower",
+    "frozen in codes on disk",
+    "masters on disk",
+    "all on disk",
+    "lock-free in RAM",
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_decision_by_decision(disk: Path, name: str) -> None:
     kind, given = RUNS[name]

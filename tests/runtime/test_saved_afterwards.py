@@ -46,8 +46,7 @@ class SavesAtTheEnd(L.Callback):
 IN_RAM = {"ram": {}, "masters_on_host": {"device_memory": "2MiB", "host_memory": "64MiB", "offload_optimizer": "host"}}
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("full-ram")
 @pytest.mark.parametrize("settings", IN_RAM.values(), ids=IN_RAM)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_it_is_what_the_run_would_have_saved(strategy_at, kind: str, settings: dict[str, Any], tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def no_more_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     yield full
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("tier", ["lock_free", "lock_free_three_tiers"])
 def test_nothing_stays_on_a_module_whose_set_up_fails_last(
     strategy_at: Any, tier: str, no_more_threads: threading.Event

@@ -274,7 +274,7 @@ LEAKS = {
 
 
 @pytest.mark.parametrize(
-    "what", [what if what == "objects" else pytest.param(what, marks=pytest.mark.in_turn) for what in LEAKS]
+    "what", [what if what == "objects" else pytest.param(what, marks=pytest.mark.slow) for what in LEAKS]
 )
 def test_what_grows_is_found(strategy_at: Any, what: str, tmp_path: Path) -> None:
     kept: list[Any] = []

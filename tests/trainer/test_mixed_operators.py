@@ -118,7 +118,16 @@ class Residual(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "ram-none-False",
+    "masters_on_disk-all-False",
+    "all_on_disk-none-False",
+    "three_tiers-all-True",
+    "lock_free-all-True",
+    "lock_free_three_tiers-none-False",
+    "tight-none-True",
+    "tight_recomputed-all-True",
+)
 @pytest.mark.parametrize("encoder", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_fp32_features(strategy_at: Any, tier: str, recompute: str, encoder: bool) -> None:

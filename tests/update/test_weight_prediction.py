@@ -82,7 +82,6 @@ def copy(twin: Twin) -> torch.Tensor:
     return torch.cat([piece.reshape(-1) for piece in twin.pieces(read(twin.allocator, twin.target))])
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("home", [Tier.DEVICE, Tier.DISK])
 @pytest.mark.parametrize("steps", [1, 2, 12])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -143,7 +142,7 @@ FOLLOWED: dict[str, tuple[Make, float]] = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", FOLLOWED)
 @pytest.mark.parametrize("alone", [False, True])
 def test_gradients_that_come_one_by_one_are_followed_by_the_momentum_of_their_sum(twin_of, name, alone) -> None:

@@ -103,7 +103,7 @@ def _rank() -> int:
 
 @pytest.mark.parametrize(
     ("tier", "accumulate"),
-    [("ram", 3), *(pytest.param(tier, 1, marks=pytest.mark.in_turn) for tier in ("ram", "all_on_disk"))],
+    [("ram", 3), *(pytest.param(tier, 1, marks=pytest.mark.slow) for tier in ("ram", "all_on_disk"))],
 )
 def test_they_are_those_of_ddp(tier: str, accumulate: int, tmp_path: Path) -> None:
     for theirs, ours in run_ranks(both, 2, tmp_path, tier, (), accumulate, limit_s=120.0):
@@ -210,7 +210,7 @@ def summon(folder: Path, behind: bool, saves_up: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("behind", "saves_up"), [pytest.param(False, False, marks=pytest.mark.in_turn), (False, True), (True, False)]
+    ("behind", "saves_up"), [pytest.param(False, False, marks=pytest.mark.slow), (False, True), (True, False)]
 )
 def test_under_manual_optimization_too_they_are_those_of_ddp(behind: bool, saves_up: bool, tmp_path: Path) -> None:
     """There each rank's are its own once training has begun, but behind a backward pass outside of steps."""

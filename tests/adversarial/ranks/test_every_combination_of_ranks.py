@@ -33,7 +33,7 @@ def on_two_ranks(cases: Sequence[Case], folder: Path, limit_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "first", [0, *(pytest.param(first, marks=pytest.mark.in_turn) for first in range(AT_ONCE, QUICK, AT_ONCE))]
+    "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(AT_ONCE, QUICK, AT_ONCE))]
 )
 def test_few(first: int, tmp_path: Path) -> None:
     on_two_ranks(FEW[first : first + AT_ONCE], tmp_path, 240)

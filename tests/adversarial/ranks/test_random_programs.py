@@ -15,7 +15,7 @@ from rank_harness import run_ranks
     [
         (2, (1,)),
         (3, (201,)),
-        *(pytest.param(*each, marks=pytest.mark.in_turn) for each in ((2, (13,)), (2, (2, 34)), (3, (207,)))),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, (13,)), (2, (2, 34)), (3, (207,)))),
     ],
 )
 def test_as_with_ddp(world_size: int, seeds: tuple[int, ...], disk: Path) -> None:
