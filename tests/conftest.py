@@ -22,9 +22,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # The tests that do ask for two threads would otherwise spin on the core that their neighbours compute on.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from kit.memory import LEAST, strategy_with
+from kit.quick_start import catch_logs_where_asked, leave_out_of_collections, look_for_callbacks_once
 from kit.slow import mark_slow
-from least_memory import LEAST, strategy_with
-from quick_start import catch_logs_where_asked, leave_out_of_collections, look_for_callbacks_once
 
 from lightning_ptm import AngelPTMStrategy
 

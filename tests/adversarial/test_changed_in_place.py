@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import WIDTH, Twin, trained, twins
 from torch import Tensor, nn
-from twins import WIDTH, Twin, trained, twins
 
 
 class Doubles(nn.Linear):

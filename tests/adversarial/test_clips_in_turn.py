@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from judged import ByHand, Judged, MakeStrategy, assert_alike, judge, run
+from kit.judged import ByHand, Judged, MakeStrategy, assert_alike, judge, run
 from torch import Tensor
 
 from lightning_ptm import AngelPTMPrecision

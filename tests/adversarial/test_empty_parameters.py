@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, judge
+from kit.judged import Judged, MakeStrategy, judge
+from kit.twins import Twin, twins
 from torch import Tensor, nn
-from twins import Twin, twins
 
 
 class Program(Twin):

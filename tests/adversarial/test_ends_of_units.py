@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import WIDTH, Twin, assert_alike, quietly, trained, trainer, twins, vectors
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from twins import WIDTH, Twin, assert_alike, quietly, trained, trainer, twins, vectors
 
 from lightning_ptm.errors import UsageError
 

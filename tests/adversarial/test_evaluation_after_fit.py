@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from judged import MakeStrategy, little_ram
+from kit.judged import MakeStrategy, little_ram
+from kit.twins import Twin, assert_alike, quietly, trainer, vectors
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
-from twins import Twin, assert_alike, quietly, trainer, vectors
 
 from lightning_ptm.errors import UsageError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, judge
+from kit.judged import Judged, MakeStrategy, judge
 from test_other_parameters import HOMES, Changing
 from torch import Tensor, nn
 

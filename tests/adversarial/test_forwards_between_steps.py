@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, assert_alike, judge, run
+from kit.judged import ByHand, Judged, MakeStrategy, assert_alike, judge, run
 from torch import Tensor, nn
 
 from lightning_ptm.errors import UsageError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, judge
+from kit.judged import ByHand, Judged, MakeStrategy, judge
 from torch import Tensor
 
 PLACES = ["ram", "masters_on_disk", "three_tiers", "lock_free", "tight", "tight_recomputed"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import WIDTH, ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from kit.judged import WIDTH, ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from policy_log import Disk
+from kit.policy_log import Disk
+from kit.twins import Twin, assert_alike, trained, vectors
 from torch import Tensor, nn
-from twins import Twin, assert_alike, trained, vectors
 
 from lightning_ptm.errors import CapacityError
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from kit.judged import Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning

@@ -10,11 +10,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import Twin, quietly, trainer, vectors
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from twins import Twin, quietly, trainer, vectors
 
 from lightning_ptm import sharded
 from lightning_ptm.checkpoints import restore

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import Twin, assert_alike, quietly, trained, trainer, twins, vectors
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
-from twins import Twin, assert_alike, quietly, trained, trainer, twins, vectors
 
 
 class Converting(Twin):

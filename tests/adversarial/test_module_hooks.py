@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import Twin, twins
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
-from twins import Twin, twins
 
 HOMES = ("ram", "all_on_disk", "three_tiers", "lock_free")
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
-import optimizers as own
 import pytest
 import torch
-from optimizers import SEEN, Spied
+from kit import optimizers as own
+from kit.optimizers import SEEN, Spied
 from torch import nn, optim
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import WIDTH, Block, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from kit.judged import WIDTH, Block, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.nn.utils import parametrize

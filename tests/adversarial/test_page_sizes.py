@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, judge
+from kit.judged import Judged, MakeStrategy, judge
 from torch import nn
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import WIDTH, Twin, assert_alike, trained, vectors
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader, TensorDataset
-from twins import WIDTH, Twin, assert_alike, trained, vectors
 
 from lightning_ptm.errors import CapacityError, UsageError
 

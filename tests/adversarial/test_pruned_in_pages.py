@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from kit.judged import Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from lightning.pytorch.callbacks import Callback, ModelPruning
 from torch.nn.utils import prune
 

@@ -14,12 +14,12 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import assert_alike, quietly, trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from twins import assert_alike, quietly, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

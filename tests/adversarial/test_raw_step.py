@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, assert_alike, judge, run
+from kit.judged import ByHand, Judged, MakeStrategy, assert_alike, judge, run
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError, UsageError

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kinds import WIDTH, Block, Odd, assert_refused, assert_same
+from kit.odd import WIDTH, Block, Odd, assert_refused, assert_same
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -9,9 +9,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import Twin, quietly, trainer, vectors
 from torch import Tensor
-from twins import Twin, quietly, trainer, vectors
 
 from lightning_ptm.errors import UsageError
 

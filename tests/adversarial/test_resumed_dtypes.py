@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import Twin, assert_alike, quietly, trainer, vectors
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from twins import Twin, assert_alike, quietly, trainer, vectors
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import UsageError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from kit.judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from torch import Tensor, optim
 
 from lightning_ptm.errors import ConfigError

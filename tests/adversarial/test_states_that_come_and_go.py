@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, assert_alike, judge, run
-from optimizers import ByParameter
+from kit.judged import Judged, MakeStrategy, assert_alike, judge, run
+from kit.optimizers import ByParameter
 from torch import Tensor, nn, optim
 
 from lightning_ptm.errors import UsageError

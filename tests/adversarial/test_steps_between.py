@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kinds import Odd, assert_same, outcome, plain_outcome
+from kit.odd import Odd, assert_same, outcome, plain_outcome
 from torch import Tensor
 
 PLACES = ["ram", "masters_on_disk", "all_on_disk", "three_tiers", "lock_free", "tight", "tight_recomputed"]

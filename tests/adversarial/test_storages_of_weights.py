@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kinds import Block, Odd, assert_same
+from kit.odd import Block, Odd, assert_same
 from torch import Tensor, nn
 
 PLACES = ["ram", "all_on_disk", "tight", "lock_free"]

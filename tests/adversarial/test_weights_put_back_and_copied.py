@@ -11,10 +11,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import WIDTH, Twin, assert_alike, quietly, trained, trainer, vectors
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from twins import WIDTH, Twin, assert_alike, quietly, trained, trainer, vectors
 
 from lightning_ptm.errors import CapacityError, UsageError
 

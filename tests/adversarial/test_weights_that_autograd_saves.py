@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kinds import WIDTH, Block, Odd, assert_refused, assert_same
+from kit.odd import WIDTH, Block, Odd, assert_refused, assert_same
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F

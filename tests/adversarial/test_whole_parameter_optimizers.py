@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_optimizer import Hybrid
-from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from kit.hybrid_optimizer import Hybrid
+from kit.judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn, optim
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from decisions import Listens, on_paper
+from kit.decisions import Listens, on_paper
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.data import TextBytes

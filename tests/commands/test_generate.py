@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from kit.products import products_of
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from products import products_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planned_runs import forecast_of
+from kit.planned_runs import forecast_of
 
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.runtime.deciding.blueprint import Blueprint

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from planned_runs import LIMITS, NEAR, make_trainer, planned
+from kit.planned_runs import LIMITS, NEAR, make_trainer, planned
 
 from lightning_ptm.data import TextBytes
 from lightning_ptm.forecasting.prediction import Prediction

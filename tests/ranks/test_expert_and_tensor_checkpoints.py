@@ -8,8 +8,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_tensor_models import Run, batches, build
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_models import Run, batches, build
 from test_expert_parallel_checkpoints import assert_same_states, read
 from test_tensor_checkpoints import KINDS, SaveIn, tensors_in
 from torch import Tensor

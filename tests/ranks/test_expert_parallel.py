@@ -1,7 +1,7 @@
 """Experts that ranks divide among them: the numbers of plain data parallelism, wherever the experts are.
 
-Against the plain loop of rank_training.py, which knows one process only. In float64, where what differs (a matrix product
-over the tokens of several ranks instead of a sum of products) is far below what any mistake would show.
+Against the plain loop of kit/ranks/training.py, which knows one process only. In float64, where what differs (a matrix
+product over the tokens of several ranks instead of a sum of products) is far below what any mistake would show.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_models import WIDTH, MomentumTower
-from rank_training import (
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import WIDTH, MomentumTower
+from kit.ranks.training import (
     BATCH,
     TIMEOUT_S,
     Outcome,

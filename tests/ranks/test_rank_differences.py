@@ -15,8 +15,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import End, run_ranks, watch_ranks
-from rank_models import (
+from kit.ranks.harness import End, run_ranks, watch_ranks
+from kit.ranks.models import (
     BonusOnOneRank,
     ByHand,
     MomentumTower,
@@ -29,7 +29,7 @@ from rank_models import (
     Tower,
     UsesOneBlockEach,
 )
-from rank_training import (
+from kit.ranks.training import (
     TIERS_TOGETHER,
     Outcome,
     Training,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_models import WIDTH, Tower
-from rank_training import Training, fit_in_all_tiers, plain
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import WIDTH, Tower
+from kit.ranks.training import Training, fit_in_all_tiers, plain
 from torch import Tensor, nn
 
 from lightning_ptm.models.moe import Expert, MixtureOfExperts

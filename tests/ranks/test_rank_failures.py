@@ -17,9 +17,9 @@ from typing import Any
 
 import lightning as L
 import pytest
-from rank_harness import End, watch_ranks
-from rank_models import Tower
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from kit.ranks.harness import End, watch_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 from torch import Tensor
 
 from lightning_ptm import AngelPTMStrategy

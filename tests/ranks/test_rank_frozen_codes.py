@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_models import SkipsABlock
-from rank_tensor_models import Run, assert_same_learning, train
-from rank_training import TIERS, Training, fit_in_all_tiers, plain
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import SkipsABlock
+from kit.ranks.tensor_models import Run, assert_same_learning, train
+from kit.ranks.training import TIERS, Training, fit_in_all_tiers, plain
 from test_rank_experts import MoETower
 from torch import nn
 

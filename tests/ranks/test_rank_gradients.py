@@ -10,9 +10,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import make_strategy
 from lightning.pytorch.strategies import DDPStrategy
-from rank_harness import run_ranks
-from rank_training import make_strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

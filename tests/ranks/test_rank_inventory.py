@@ -13,9 +13,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_models import Tower, Uneven
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower, Uneven
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 from test_rank_experts import MoETower
 
 from lightning_ptm import AngelPTMStrategy
@@ -42,7 +42,7 @@ class Case:
     """One run.
 
     Attributes:
-        tier: of rank_training.TIERS.
+        tier: of kit.ranks.training.TIERS.
     """
 
     training: Training

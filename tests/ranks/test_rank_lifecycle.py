@@ -11,11 +11,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from products import products_of
-from rank_harness import run_ranks
-from rank_models import MomentumTower, Tower
-from rank_training import (
+from kit.products import products_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import MomentumTower, Tower
+from kit.ranks.training import (
     BATCH,
     TIERS,
     Outcome,
@@ -29,6 +28,7 @@ from rank_training import (
     plain,
     tokens,
 )
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 

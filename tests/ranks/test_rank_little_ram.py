@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 from test_rank_frozen_codes import Frozen
 from torch import Tensor
 

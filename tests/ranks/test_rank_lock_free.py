@@ -15,9 +15,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch.distributed as dist
-from ledger import Adversaries, Auditor, ByTurns, Clipped, Ledger, Overflowing, pages_of_zeros
-from rank_harness import run_ranks
-from rank_training import Training, make_strategy, make_trainer
+from kit.ledger import Adversaries, Auditor, ByTurns, Clipped, Ledger, Overflowing, pages_of_zeros
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import Training, make_strategy, make_trainer
 
 from lightning_ptm import AngelPTMPrecision, UpdateAudit
 from lightning_ptm.memory.disk import FileOps

@@ -11,10 +11,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks, watch_ranks
-from rank_training import loader, make_strategy
-from tensor_blocks import Blocks, trainer_of
-from tensor_blocks import loader as rows_of_blocks
+from kit.ranks.harness import run_ranks, watch_ranks
+from kit.ranks.tensor_blocks import Blocks, trainer_of
+from kit.ranks.tensor_blocks import loader as rows_of_blocks
+from kit.ranks.training import loader, make_strategy
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_models import MomentumTower, SkipsAnother, Tower, Uneven
-from rank_training import (
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import MomentumTower, SkipsAnother, Tower, Uneven
+from kit.ranks.training import (
     PLACES,
     TIERS_TOGETHER,
     Outcome,

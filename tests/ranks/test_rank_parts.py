@@ -17,8 +17,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_training import TIERS
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import TIERS
 from test_expert_parallel_checkpoints import SaveTo, assert_same_states, read
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler

@@ -9,9 +9,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import loader, make_strategy
 from lightning.pytorch.callbacks import ModelPruning
-from rank_harness import run_ranks
-from rank_training import loader, make_strategy
 from torch import Tensor, nn
 
 WIDTH = 64

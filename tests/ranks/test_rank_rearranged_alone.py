@@ -9,8 +9,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import watch_ranks
-from rank_training import loader, make_strategy
+from kit.ranks.harness import watch_ranks
+from kit.ranks.training import loader, make_strategy
 from torch import Tensor, nn
 
 WIDTH = 64

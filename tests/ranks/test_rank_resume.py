@@ -13,10 +13,20 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import (
+    TIERS,
+    Outcome,
+    PlainRanks,
+    Training,
+    loader,
+    make_strategy,
+    make_trainer,
+    outcome_of,
+    tokens,
+)
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import TIERS, Outcome, PlainRanks, Training, loader, make_strategy, make_trainer, outcome_of, tokens
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_ptm.sharded import load

@@ -9,8 +9,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from tensor_blocks import PLAN, Blocks, loader
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import PLAN, Blocks, loader
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import RankError

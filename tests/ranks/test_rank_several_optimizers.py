@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import BATCH, Outcome, Training, fit_in_all_tiers, loader, make_strategy, make_trainer, tokens
+from kit.ranks.training import outcome_of as outcome
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import BATCH, Outcome, Training, fit_in_all_tiers, loader, make_strategy, make_trainer, tokens
-from rank_training import outcome_of as outcome
 from test_rank_experts import MoETower
 from torch import Tensor
 

@@ -12,8 +12,8 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import run_ranks
-from rank_training import TIERS
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import TIERS
 from test_expert_parallel_checkpoints import SaveTo, read
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler

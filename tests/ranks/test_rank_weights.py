@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import End, run_ranks, watch_ranks
-from rank_models import Tower
-from rank_training import TIERS, Training, fit, fit_in_all_tiers, loader, make_trainer, plain, tokens
+from kit.ranks.harness import End, run_ranks, watch_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import TIERS, Training, fit, fit_in_all_tiers, loader, make_trainer, plain, tokens
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 

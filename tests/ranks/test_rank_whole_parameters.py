@@ -9,9 +9,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_models import NobodyUsesABlock, SkipsABlock
-from rank_training import (
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import NobodyUsesABlock, SkipsABlock
+from kit.ranks.training import (
     PLACES,
     Training,
     expected,
@@ -24,7 +24,7 @@ from rank_training import (
     tiers_together,
     tokens,
 )
-from rank_whole_parameters import KINDS, Hybrid, WithAdafactor, WithHybrid
+from kit.ranks.whole_parameters import KINDS, Hybrid, WithAdafactor, WithHybrid
 from test_rank_inventory import Weighed, cases, every_third, weigh_all
 
 from lightning_ptm import AngelPTMStrategy

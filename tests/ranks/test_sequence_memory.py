@@ -11,8 +11,8 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import run_ranks
-from rank_tensor_models import Run, batches, build
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_models import Run, batches, build
 from torch import Tensor
 
 from lightning_ptm import AngelPTMStrategy

@@ -8,10 +8,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_tensor_models import GPT2_PLAN, LENGTH, TRANSFORMERS, Run, assert_same_learning, train
-from rank_training import TIERS
-from tensor_blocks import SaveAfterOneEpoch, is_whole, loader, module_of, trainer_of, weights_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import SaveAfterOneEpoch, is_whole, loader, module_of, trainer_of, weights_of
+from kit.ranks.tensor_models import GPT2_PLAN, LENGTH, TRANSFORMERS, Run, assert_same_learning, train
+from kit.ranks.training import TIERS
 from torch import Tensor
 
 from lightning_ptm.terms import Mode

@@ -11,8 +11,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import End, run_ranks, watch_ranks
-from tensor_blocks import WIDTH, Blocks, module_of, rows, trainer_of
+from kit.ranks.harness import End, run_ranks, watch_ranks
+from kit.ranks.tensor_blocks import WIDTH, Blocks, module_of, rows, trainer_of
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_compositions import PROGRAMS, Place, run
-from rank_harness import run_ranks
+from kit.ranks.compositions import PROGRAMS, Place, run
+from kit.ranks.harness import run_ranks
 
 QUICK = (
     "parameters in several optimizers",

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_tensor_models
 import torch
-from rank_harness import End, run_ranks, watch_ranks
-from rank_tensor_models import WAYS, Outcome, PreciseGPT, Run, assert_same_learning, train
+from kit.ranks import tensor_models
+from kit.ranks.harness import End, run_ranks, watch_ranks
+from kit.ranks.tensor_models import WAYS, Outcome, PreciseGPT, Run, assert_same_learning, train
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -254,7 +254,7 @@ def fail_together(
         way: of WAYS.
     """
     deadlock_detector._LONG_S = long_s  # of this rank's process
-    rank_tensor_models.MODELS["fails"] = kind
+    tensor_models.MODELS["fails"] = kind
     began_s = time.monotonic()
     try:
         train(Run("fails", 2, 2, steps=STEPS, way=way), disk)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_tensor_models import STEPS, WAYS, Outcome, Run, assert_same_learning, train
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_models import STEPS, WAYS, Outcome, Run, assert_same_learning, train
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from planned_runs import LIMITS, NEAR, Rounds, make_trainer, planned
-from rank_harness import run_ranks
+from kit.planned_runs import LIMITS, NEAR, Rounds, make_trainer, planned
+from kit.ranks.harness import run_ranks
 from torch import Tensor
 
 from lightning_ptm.data import TextBytes

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_tensor_models import MODELS, Held, Outcome, PreciseGPT, Run, train
-from tensor_blocks import Blocks, loader, trainer_of, weights_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import Blocks, loader, trainer_of, weights_of
+from kit.ranks.tensor_models import MODELS, Held, Outcome, PreciseGPT, Run, train
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMPrecision

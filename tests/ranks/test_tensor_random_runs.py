@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rank_harness import run_ranks
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_models import Outcome, assert_same_learning
 from rank_random_runs import Drawn, Ended, draw, on_one, run_all
-from rank_tensor_models import Outcome, assert_same_learning
 
 AT_ONCE = 10
 """Runs of one process."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from tensor_blocks import Blocks, Noted, SaveAfterOneEpoch, loader, module_of, trainer_of, weights_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import Blocks, Noted, SaveAfterOneEpoch, loader, module_of, trainer_of, weights_of
 from torch import Tensor
 
 STEPS = 3

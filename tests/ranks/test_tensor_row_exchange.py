@@ -17,8 +17,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import End, run_ranks, watch_ranks
-from tensor_blocks import WIDTH, rows, trainer_of
+from kit.ranks.harness import End, run_ranks, watch_ranks
+from kit.ranks.tensor_blocks import WIDTH, rows, trainer_of
 from test_communicator import connect
 from torch import Tensor, nn
 from torch.utils.data import DataLoader

@@ -11,9 +11,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import WIDTH, Blocks, loader, trainer_of, weights_of
 from safetensors.torch import load_file
-from tensor_blocks import WIDTH, Blocks, loader, trainer_of, weights_of
 from torch import Tensor, nn
 
 from lightning_ptm.errors import CapacityError

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import Batches, PlainLoop, TrainModule, fit, tokens, vectors
-from tiny_models import VOCABULARY
+from kit.plain_loop import Batches, PlainLoop, TrainModule, fit, tokens, vectors
+from kit.stacks import VOCABULARY
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -19,10 +19,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, sharded, small_files
+from kit.checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, sharded, small_files
+from kit.plain_loop import Outcome, make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.tuner import Tuner
-from plain_loop import Outcome, make_trainer
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.checkpoints import saving

@@ -10,9 +10,9 @@ from typing import Any
 import lightning as L
 import pytest
 import yaml
-from checkpoint_runs import HALF, fit
 from decided_by_hand import PAGE, WORKSTATION, asked
-from plain_loop import Outcome
+from kit.checkpoint_runs import HALF, fit
+from kit.plain_loop import Outcome
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.commands.plan import forecast

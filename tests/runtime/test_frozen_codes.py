@@ -8,11 +8,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import HALF
-from checkpoint_runs import fit as run
-from plain_loop import DTYPES, Outcome, PlainLoop, fit, make_trainer, tokens
+from kit.checkpoint_runs import HALF
+from kit.checkpoint_runs import fit as run
+from kit.plain_loop import DTYPES, Outcome, PlainLoop, fit, make_trainer, tokens
+from kit.stacks import VOCABULARY, WIDTH, Stack
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCABULARY, WIDTH, Stack
 from torch import Tensor, nn
 from torch.nn import functional
 

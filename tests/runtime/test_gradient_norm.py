@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.plain_loop import Batches, Outcome, PlainLoop, make_trainer, outcome_of, tokens
+from kit.products import products_of
+from kit.stacks import Stack
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from plain_loop import Batches, Outcome, PlainLoop, make_trainer, outcome_of, tokens
-from products import products_of
-from tiny_models import Stack
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMPrecision

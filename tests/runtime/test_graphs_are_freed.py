@@ -8,8 +8,8 @@ from collections.abc import Callable
 import lightning as L
 import pytest
 import torch
-from plain_loop import TrainModule, make_trainer, tokens
-from tiny_models import VOCABULARY, WIDTH, Block
+from kit.plain_loop import TrainModule, make_trainer, tokens
+from kit.stacks import VOCABULARY, WIDTH, Block
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from killed_run import step_of
-from real_networks import Node, two_nodes
+from kit.real_networks import Node, two_nodes
 
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
 from lightning_ptm.sharded import load

@@ -15,8 +15,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from plain_loop import PlainLoop, TrainModule, make_trainer, tokens
-from tiny_models import Block, ScheduledStack, Stack
+from kit.plain_loop import PlainLoop, TrainModule, make_trainer, tokens
+from kit.stacks import Block, ScheduledStack, Stack
 from torch import Tensor, nn
 
 from lightning_ptm import (

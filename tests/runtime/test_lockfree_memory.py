@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain_loop import PlainLoop, TrainModule, make_trainer, tokens
+from kit.plain_loop import PlainLoop, TrainModule, make_trainer, tokens
+from kit.stacks import WIDTH, Block, ScheduledStack, Stack
 from test_lock_free import WHERE, Gate, Watch, assert_all_applied, built, run
-from tiny_models import WIDTH, Block, ScheduledStack, Stack
 from torch import nn
 
 from lightning_ptm import PageIOError

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import PlainLoop, TrainModule, fit, tokens, vectors
-from tiny_models import Stack
+from kit.plain_loop import PlainLoop, TrainModule, fit, tokens, vectors
+from kit.stacks import Stack
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import PlainLoop, TrainModule, fit, make_trainer, tokens
-from tiny_models import VOCABULARY, WIDTH, Block, Stack
+from kit.plain_loop import PlainLoop, TrainModule, fit, make_trainer, tokens
+from kit.stacks import VOCABULARY, WIDTH, Block, Stack
 from torch import Tensor, nn
 
 from lightning_ptm import ConfigError

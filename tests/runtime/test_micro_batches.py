@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from plain_loop import Batches, PlainLoop, TrainModule, fit, vectors
+from kit.plain_loop import Batches, PlainLoop, TrainModule, fit, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

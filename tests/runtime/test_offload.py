@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.plain_loop import PlainLoop, fit, make_trainer, tokens
+from kit.stacks import WIDTH, Block, ScheduledStack, Stack
 from other_stream import OtherStream
-from plain_loop import PlainLoop, fit, make_trainer, tokens
-from tiny_models import WIDTH, Block, ScheduledStack, Stack
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy, ConfigError, UsageError

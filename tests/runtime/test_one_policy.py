@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from plain_loop import make_trainer, tokens
-from policy_log import INSTANT, SLOW, Disk, Entry, Log, between, planned
-from tiny_models import Stack
+from kit.plain_loop import make_trainer, tokens
+from kit.policy_log import INSTANT, SLOW, Disk, Entry, Log, between, planned
+from kit.stacks import Stack
 
 from lightning_ptm.planning.chunks import ChunkEvent, Chunks
 

@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 import torch
-from plain_loop import Batches, Outcome, PlainLoop, fit, tokens
-from tiny_models import ScheduledStack, Stack
+from kit.plain_loop import Batches, Outcome, PlainLoop, fit, tokens
+from kit.stacks import ScheduledStack, Stack
 
 BATCHES = tokens(8)
 

@@ -1,5 +1,5 @@
-"""Disks that are full, break down or are of another kind, as the system itself has them (`real_disks.py`): a run works, or
-ends with one sentence; the last checkpoint is whole, and nothing is left behind."""
+"""Disks that are full, break down or are of another kind, as the system itself has them (`kit/real_disks.py`): a run works,
+or ends with one sentence; the last checkpoint is whole, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import BATCHES, names_in, same
-from plain_loop import make_trainer
-from real_disks import break_down, fill, mounted
-from tiny_models import ScheduledStack
+from kit.checkpoint_runs import BATCHES, names_in, same
+from kit.plain_loop import make_trainer
+from kit.real_disks import break_down, fill, mounted
+from kit.stacks import ScheduledStack
 
 from lightning_ptm import AngelPTMStrategy, CheckpointError, PageIOError
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO

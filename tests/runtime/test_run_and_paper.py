@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from decisions import Listens, on_paper
-from plain_loop import TrainModule, fit, vectors
+from kit.decisions import Listens, on_paper
+from kit.plain_loop import TrainModule, fit, vectors
 from test_micro_batches import IN_FLIGHT, Staged
 from torch import Tensor, nn
 

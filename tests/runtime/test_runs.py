@@ -11,8 +11,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from plain_loop import Outcome, PlainLoop, make_trainer, outcome_of, tokens
-from tiny_models import VOCABULARY, WIDTH, Stack
+from kit.plain_loop import Outcome, PlainLoop, make_trainer, outcome_of, tokens
+from kit.stacks import VOCABULARY, WIDTH, Stack
 from torch import Tensor, nn
 
 from lightning_ptm import UsageError

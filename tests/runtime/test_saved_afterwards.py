@@ -12,8 +12,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, sharded
-from plain_loop import Outcome, make_trainer
+from kit.checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, sharded
+from kit.plain_loop import Outcome, make_trainer
 from torch import Tensor, nn
 
 from lightning_ptm.checkpoints import restore

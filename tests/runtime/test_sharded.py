@@ -19,11 +19,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, sharded
+from kit.checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, sharded
+from kit.plain_loop import Outcome, make_trainer
+from kit.stacks import Stack
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_loop import Outcome, make_trainer
 from safetensors.torch import load_file
-from tiny_models import Stack
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy

@@ -21,8 +21,8 @@ import lightning as L
 import numpy
 import pytest
 import torch
+from kit.plain_loop import TrainModule, make_trainer, vectors
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_loop import TrainModule, make_trainer, vectors
 from torch import Tensor, nn
 
 from lightning_ptm.memory.disk import FileOps

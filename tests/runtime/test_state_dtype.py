@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import HALF, Full, fit, same, sharded
-from plain_loop import Outcome, make_trainer, tokens
-from tiny_models import ScheduledStack
+from kit.checkpoint_runs import HALF, Full, fit, same, sharded
+from kit.plain_loop import Outcome, make_trainer, tokens
+from kit.stacks import ScheduledStack
 
 import lightning_ptm
 from lightning_ptm import AngelPTMStrategy

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import PlainLoop, fit, make_trainer, tokens
-from tiny_models import WIDTH, Block, Stack
+from kit.plain_loop import PlainLoop, fit, make_trainer, tokens
+from kit.stacks import WIDTH, Block, Stack
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 

@@ -12,10 +12,10 @@ import lightning as L
 import pytest
 import torch
 from jsonargparse import ArgumentParser
+from kit.plain_loop import PlainLoop, TrainModule, fit, make_trainer, outcome_of, tokens
+from kit.stacks import VOCABULARY, WIDTH, Block
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_loop import PlainLoop, TrainModule, fit, make_trainer, outcome_of, tokens
 from safetensors.torch import save_file
-from tiny_models import VOCABULARY, WIDTH, Block
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import Outcome, PlainLoop, make_trainer, outcome_of, tokens
-from tiny_models import Stack
+from kit.plain_loop import Outcome, PlainLoop, make_trainer, outcome_of, tokens
+from kit.stacks import Stack
 from torch import Tensor
 
 PRECISION = "bf16-mixed"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import PlainLoop, TrainModule, fit, make_trainer, tokens
-from tiny_models import ScheduledStack, Stack
+from kit.plain_loop import PlainLoop, TrainModule, fit, make_trainer, tokens
+from kit.stacks import ScheduledStack, Stack
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
-from ddp_judge import Case, Sees
-from rank_training import BATCH, Training, tokens
+from kit.ranks.ddp_judge import Case, Sees
+from kit.ranks.training import BATCH, Training, tokens
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 

@@ -11,9 +11,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import TIMEOUT_S, make_strategy
 from lightning.pytorch.strategies import DDPStrategy
-from rank_harness import run_ranks
-from rank_training import TIMEOUT_S, make_strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

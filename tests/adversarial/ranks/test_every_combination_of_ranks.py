@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from combinations import ALL, check
 from covering import Case, few
-from rank_harness import run_ranks
+from kit.ranks.harness import run_ranks
 
 FEW = few(ALL, seed=1)
 AT_ONCE = 3

@@ -13,10 +13,10 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_judge import Case, Sees, run_cases
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from kit.ranks.ddp_judge import Case, Sees, run_cases
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 
 HOOKS = [
     *("on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_epoch_start"),

@@ -7,8 +7,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from rank_harness import run_ranks
-from rank_training import make_strategy
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import make_strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ddp_judge import endings, run_cases
+from kit.ranks.ddp_judge import endings, run_cases
+from kit.ranks.harness import run_ranks
 from random_programs import case_of
-from rank_harness import run_ranks
 
 
 @pytest.mark.parametrize(

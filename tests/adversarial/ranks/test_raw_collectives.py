@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
-from ddp_judge import Case, Sees, run_cases
+from kit.ranks.ddp_judge import Case, Sees, run_cases
 from torch import Tensor, nn
 from torch.distributed import all_reduce as reduced_by_name
 from torchmetrics import MeanMetric

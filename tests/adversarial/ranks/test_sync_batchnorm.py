@@ -8,11 +8,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import loader, module_of, trainer_of
+from kit.ranks.training import make_strategy
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
-from rank_harness import run_ranks
-from rank_training import make_strategy
-from tensor_blocks import loader, module_of, trainer_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

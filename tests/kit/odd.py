@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twins import quietly, trainer, vectors
 
+from kit.twins import quietly, trainer, vectors
 from lightning_ptm.errors import AngelPTMError
 
 WIDTH = 64

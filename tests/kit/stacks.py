@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from plain_loop import TrainModule
 from torch import Tensor, nn
 from torch.nn import functional
+
+from kit.plain_loop import TrainModule
 
 VOCABULARY = 97
 WIDTH = 64

@@ -19,12 +19,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from least_memory import LEAST, strategy_with
-from products import products_of
-from rank_models import VOCABULARY, Tower
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from kit.memory import LEAST, strategy_with
+from kit.products import products_of
+from kit.ranks.models import VOCABULARY, Tower
 from lightning_ptm import AngelPTMStrategy
 
 BATCH = 4

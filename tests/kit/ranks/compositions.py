@@ -17,12 +17,12 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback, EarlyStopping, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
-from rank_tensor_models import BATCH, LENGTH, VOCABULARY, Held, PreciseGPT
-from rank_training import TIERS
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from kit.ranks.tensor_models import BATCH, LENGTH, VOCABULARY, Held, PreciseGPT
+from kit.ranks.training import TIERS
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.callbacks import GradNormMonitor, MemoryTimeline, PageMonitor, ThroughputMonitor
 from lightning_ptm.cli import main

@@ -17,10 +17,10 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from rank_training import TIERS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from kit.ranks.training import TIERS
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.comm import intra_node
 from lightning_ptm.models import GPT, T5, T5MoE

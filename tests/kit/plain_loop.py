@@ -16,11 +16,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from products import products_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from kit.products import products_of
 from lightning_ptm import AngelPTMStrategy
 
 DTYPES = {
