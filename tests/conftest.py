@@ -125,6 +125,10 @@ def nothing_left_behind() -> Iterator[None]:
     assert _lasting(changed) == _lasting(variables), "environment variables were changed"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seeds", type=int, help="how many seeds tests/fuzz tries")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # A worker of xdist that has been given many tests of several ranks would be the last for a minute.
     if getattr(config.option, "maxschedchunk", 0) is None:

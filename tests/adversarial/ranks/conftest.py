@@ -1,16 +1,11 @@
-"""The fixtures of tests/ranks, whose modules, and those beside them, the ranks' processes import by name."""
+"""The fixtures of tests/ranks."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-for folder in (Path(__file__).parents[2] / "ranks", Path(__file__).parents[1]):
-    sys.path.insert(0, str(folder))
 
 
 @pytest.fixture(autouse=True, scope="module")
