@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -62,18 +63,7 @@ def batches() -> DataLoader[Any]:
 
 
 def trainer_with(strategy: AngelPTMStrategy, precision: str = "32-true", **options: Any) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        precision=precision,  # type: ignore[arg-type]
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    return quiet_trainer(strategy, precision=precision, max_epochs=1, **options)
 
 
 def refused(strategy: AngelPTMStrategy, module: Stack, error: type[Exception], precision: str = "32-true") -> str:

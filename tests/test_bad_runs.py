@@ -19,6 +19,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -77,20 +78,7 @@ def batches(count: int = 5) -> DataLoader[Any]:
 
 
 def trainer_with(strategy: AngelPTMStrategy, precision: str = "bf16-mixed", **options: Any) -> L.Trainer:
-    quiet = {
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        precision=precision,  # type: ignore[arg-type]
-        **{**quiet, **options},  # type: ignore[arg-type]
-    )
+    return quiet_trainer(strategy, precision=precision, **{"max_epochs": 1, **options})
 
 
 def at(step: int, act: Callable[[Stack], object]) -> Callable[[Stack, int], object]:

@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -56,13 +57,8 @@ def batches() -> DataLoader[Any]:
 
 
 def trainer(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=AngelPTMStrategy(page_size="64KiB", poison=True, state_dict_type="sharded"),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    return quiet_trainer(
+        AngelPTMStrategy(page_size="64KiB", poison=True, state_dict_type="sharded"),
         default_root_dir=folder,
         callbacks=list(callbacks) or None,
         enable_checkpointing=bool(callbacks),

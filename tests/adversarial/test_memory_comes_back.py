@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -139,18 +140,7 @@ def make(folder: Path, *callbacks: L.Callback, **settings: Any) -> L.Trainer:
     disk = folder / "disk"
     disk.mkdir(exist_ok=True)
     strategy = AngelPTMStrategy(page_size="64KiB", disk_path=disk, **settings)
-    return L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=folder,
-        callbacks=list(callbacks) or None,
-    )
+    return quiet_trainer(strategy, max_epochs=1, default_root_dir=folder, callbacks=list(callbacks) or None)
 
 
 @pytest.mark.slow_unless("ram", "tiers", "three tiers", "lock-free, three tiers", "lock-free, held")

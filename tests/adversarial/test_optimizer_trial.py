@@ -15,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 from kit import optimizers as own
+from kit.fits import fit
 from kit.optimizers import SEEN, Spied
 from torch import nn, optim
 from torch.optim import Optimizer
@@ -69,16 +70,7 @@ def batches() -> list[Any]:
 
 
 def trained(module: Net, **trainer: Any) -> dict[str, torch.Tensor]:
-    L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **trainer,
-    ).fit(module, DataLoader(batches(), batch_size=None))
+    fit(module, DataLoader(batches(), batch_size=None), max_epochs=1, **trainer)
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 

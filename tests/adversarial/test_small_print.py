@@ -15,6 +15,7 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.plugins import TorchCheckpointIO
@@ -63,12 +64,9 @@ def trainer(strategy: Any, **options: Any) -> L.Trainer:
         "max_epochs": 2,
         "num_sanity_val_steps": 0,
         "enable_checkpointing": any(isinstance(each, cb.Checkpoint) for each in options.get("callbacks", ())),
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         **options,
     }
-    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **chosen)
+    return quiet_trainer(strategy, **chosen)
 
 
 def same(ours: Any, theirs: Any) -> None:

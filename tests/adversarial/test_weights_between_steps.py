@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -112,15 +113,7 @@ def batches(count: int = 3) -> DataLoader[Any]:
 
 
 def trainer_with(strategy: Any, precision: Any = "32-true", **options: Any) -> L.Trainer:
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "max_epochs": 1,
-    }
-    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, precision=precision, **{**quiet, **options})
+    return quiet_trainer(strategy, precision=precision, **{"num_sanity_val_steps": 0, "max_epochs": 1, **options})
 
 
 def cloned(state: Any) -> State:

@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from kit.judged import little_ram
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
@@ -63,16 +64,8 @@ def batches(count: int = 3) -> DataLoader[Any]:
 
 
 def trainer_with(strategy: Any, **options: Any) -> L.Trainer:
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "max_epochs": 1,
-        "precision": "32-true",
-    }
-    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **{**quiet, **options})
+    chosen = {"num_sanity_val_steps": 0, "max_epochs": 1, "precision": "32-true"}
+    return quiet_trainer(strategy, **{**chosen, **options})
 
 
 def weights_of(module: nn.Module) -> State:

@@ -8,9 +8,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 from kit.decisions import Listens, on_paper
+from kit.fits import quiet_trainer
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.data import TextBytes
@@ -34,17 +34,8 @@ def test_decision_by_decision(size: str, name: str, disk: Path, monkeypatch: pyt
     predictions: Any = importlib.import_module("predictions")
     options = predictions.runs(size, ARGS, disk)[f"{size} {name}"].options
     seen = Listens()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=AngelPTMStrategy(**options["settings"]),
-        precision=options["precision"],
-        max_steps=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[seen],
+    trainer = quiet_trainer(
+        AngelPTMStrategy(**options["settings"]), precision=options["precision"], max_steps=4, callbacks=[seen]
     )
     trainer.fit(GPT(**options["model"]), datamodule=TextBytes(**options["data"]))
     assert seen.issued == on_paper(seen)

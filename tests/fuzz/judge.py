@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from kit.fits import quiet_trainer
 from kit.memory import strategy_with
 from kit.products import products_of
 from kit.twins import quietly
@@ -113,18 +114,13 @@ def _trainer(program: Program, strategy: Any, epochs: int, callbacks: list[L.Cal
         options["accumulate_grad_batches"] = program.accumulate
         if program.clip is not None:
             options["gradient_clip_val"], options["gradient_clip_algorithm"] = program.clip
-    return L.Trainer(
-        accelerator="cpu",
+    return quiet_trainer(
+        strategy,
         devices=program.ranks,
-        strategy=strategy,
-        precision=program.precision,  # type: ignore[arg-type]
+        precision=program.precision,
         max_epochs=epochs,
         limit_train_batches=BATCHES,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
         callbacks=callbacks,
         **options,
     )

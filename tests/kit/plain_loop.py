@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from kit.fits import quiet_trainer
 from kit.products import products_of
 from lightning_ptm import AngelPTMStrategy
 
@@ -339,15 +340,7 @@ def _summon(module: Any, plain: list[PlainOptimizer]) -> None:
 
 def make_trainer(strategy: AngelPTMStrategy, precision: str = "bf16-mixed", **options: Any) -> L.Trainer:
     """A quiet Trainer on one CPU rank."""
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "max_epochs": 1,
-    }
-    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, precision=precision, **{**quiet, **options})  # type: ignore[arg-type]
+    return quiet_trainer(strategy, precision=precision, **{"num_sanity_val_steps": 0, "max_epochs": 1, **options})
 
 
 def outcome_of(module: TrainModule) -> Outcome:

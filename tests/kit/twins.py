@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from kit.fits import quiet_trainer
+
 WIDTH = 66
 """Of the blocks: more than 4096 elements each, so that each is a unit, and no multiple of a vector's length."""
 
@@ -81,18 +83,7 @@ def quietly() -> Iterator[None]:
 
 def trainer(strategy: Any = None, **options: Any) -> L.Trainer:
     """A quiet Trainer on one CPU; no strategy: the plain one."""
-    chosen = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "strategy": strategy or "auto",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "max_epochs": 1,
-        "precision": "32-true",
-    }
-    return L.Trainer(**{**chosen, **options})
+    return quiet_trainer(strategy or "auto", **{"max_epochs": 1, "precision": "32-true", **options})
 
 
 Build = Callable[[], Any]

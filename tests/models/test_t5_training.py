@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -66,19 +67,7 @@ def train(
     )
     watch = Watch()
     torch.manual_seed(0)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        precision=precision,
-        max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=root,
-        callbacks=[watch],
-    )
+    trainer = quiet_trainer(strategy, precision=precision, max_steps=STEPS, default_root_dir=root, callbacks=[watch])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(model, DataLoader(data, batch_size=2))

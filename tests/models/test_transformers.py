@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -267,17 +268,7 @@ def train(module: Wrapped, strategy: Any) -> Wrapped:
     generator = torch.Generator().manual_seed(1)
     batches = [MODELS[module.name].batch(generator) for _ in range(STEPS)]
     loader: Any = DataLoader(batches, batch_size=1, collate_fn=_only, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        precision="32-true",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(strategy, precision="32-true", max_epochs=1)
     trainer.fit(module, loader)
     return module
 

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from kit.ranks.harness import run_ranks
 from kit.ranks.training import make_strategy
 from lightning.pytorch.strategies import DDPStrategy
@@ -88,18 +89,8 @@ class Net(L.LightningModule):
 def trained(between: str, strategy: Any, precision: Any = "32-true") -> list[Tensor]:
     torch.manual_seed(0)
     module = Net(between)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        precision=precision,
-        max_epochs=1,
-        limit_train_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+    trainer = quiet_trainer(
+        strategy, devices=2, precision=precision, max_epochs=1, limit_train_batches=2, use_distributed_sampler=False
     )
     data = torch.randn(16, 8, generator=torch.Generator().manual_seed(1 + trainer.global_rank))
     with warnings.catch_warnings():

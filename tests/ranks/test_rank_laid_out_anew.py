@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from kit.ranks.harness import run_ranks, watch_ranks
 from kit.ranks.tensor_blocks import Blocks, trainer_of, weights_of
 from kit.ranks.tensor_blocks import loader as rows_of_blocks
@@ -90,15 +91,10 @@ def weights(
     dtype = torch.float64 if precision == "64-true" else torch.float32
     rows = torch.randn(32, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(1))
     module = Net(**options) if module is None else module
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        "auto" if home is None else make_strategy(folder, home),
         devices=ranks,
-        strategy="auto" if home is None else make_strategy(folder, home),
         precision=precision,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         max_epochs=epochs,
         gradient_clip_val=0.1,
         use_distributed_sampler=False,

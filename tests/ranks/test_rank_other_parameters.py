@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from kit.ranks.harness import run_ranks, watch_ranks
 from kit.ranks.tensor_blocks import Blocks, trainer_of
 from kit.ranks.tensor_blocks import loader as rows_of_blocks
@@ -78,15 +79,10 @@ class Net(L.LightningModule):
 def weights(home: str | None, folder: Path, ranks: int = 1, epochs: int = 3, **options: Any) -> dict[str, Tensor]:
     rows = torch.randn(32, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     module = Net(**options)
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        "auto" if home is None else make_strategy(folder, home),
         devices=ranks,
-        strategy="auto" if home is None else make_strategy(folder, home),
         precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         max_epochs=epochs,
         gradient_clip_val=0.1,
         use_distributed_sampler=False,

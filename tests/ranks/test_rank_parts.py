@@ -17,6 +17,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from kit.ranks.harness import run_ranks
 from kit.ranks.training import TIERS
 from test_expert_parallel_checkpoints import SaveTo, assert_same_states, read
@@ -138,16 +139,11 @@ def run(how: Run, disk: Path) -> tuple[list[float], dict[str, Tensor]]:
         data_ranks = how.ranks // how.parts
         rows = torch.arange(float(BATCHES * BATCH))
         sampler = DistributedSampler(rows, data_ranks, rank // how.parts, shuffle=False)  # type: ignore[arg-type]
-        trainer = L.Trainer(
-            accelerator="cpu",
+        trainer = quiet_trainer(
+            strategy,
             devices=how.ranks,
-            strategy=strategy,
-            precision=how.precision,  # type: ignore[arg-type]
+            precision=how.precision,
             max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             use_distributed_sampler=False,
             gradient_clip_val=how.clip,
             callbacks=[SaveTo(path, SAVED_AFTER if begins else 0)],
@@ -282,18 +278,7 @@ def gathered_and_ended(disk: Path, path: Path) -> tuple[bool, list[bool], str]:
 
     edits = Edits()
     strategy = InParts(page_size="64KiB", disk_path=str(disk), units=["Block"], timeout=timedelta(seconds=60))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[edits],
-    )
+    trainer = quiet_trainer(strategy, devices=2, max_steps=1, use_distributed_sampler=False, callbacks=[edits])
     trainer.fit(model, DataLoader(torch.arange(4.0), 4))
     with pytest.raises(UsageError) as refused:
         trainer.save_checkpoint(path)

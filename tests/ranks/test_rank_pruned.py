@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from kit.ranks.harness import run_ranks
 from kit.ranks.training import loader, make_strategy
 from lightning.pytorch.callbacks import ModelPruning
@@ -40,15 +41,10 @@ def _amount(epoch: int) -> float:
 def pruned(home: str | None, folder: Path, ranks: int, how: str) -> dict[str, Tensor]:
     rows = torch.randn(32, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     module = Net()
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        "auto" if home is None else make_strategy(folder, home),
         devices=ranks,
-        strategy="auto" if home is None else make_strategy(folder, home),
         precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         max_epochs=4,
         use_distributed_sampler=False,
         callbacks=[

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from kit.ranks.harness import watch_ranks
 from kit.ranks.training import loader, make_strategy
 from torch import Tensor, nn
@@ -97,17 +98,8 @@ def rearranged(case: str, folder: Path, home: str) -> None:
 
     setattr(module, hook, act)
     rows = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=make_strategy(folder, home),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        max_epochs=3,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
+    trainer = quiet_trainer(
+        make_strategy(folder, home), devices=2, max_epochs=3, num_sanity_val_steps=0, use_distributed_sampler=False
     )
     trainer.fit(module, loader(rows, 2, 4), loader(rows, 2, 4))
 

@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from kit.fits import quiet_trainer
 from kit.ranks.harness import run_ranks
 from kit.ranks.training import TIERS
 from test_expert_parallel_checkpoints import SaveTo, read
@@ -126,16 +127,11 @@ def run(ranks: int, parts: int, saved: Path, settings: dict[str, Any]) -> tuple[
     torch.manual_seed(0)
     module = Model(parts, rank)
     strategy = InParts(page_size="64KiB", poison=True, timeout=timedelta(seconds=60), **settings)
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        strategy,
         devices=ranks,
-        strategy=strategy,
         precision="64-true",
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         gradient_clip_val=0.5,
         callbacks=[SaveTo(saved, BATCHES)],

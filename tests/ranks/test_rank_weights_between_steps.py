@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from kit.ranks.harness import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -69,16 +70,9 @@ class Net(L.LightningModule):
 
 
 def fitted(strategy: Any, **options: Any) -> Notes:
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "max_epochs": 1,
-    }
     rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
     module = Net(**options)
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, precision="32-true", **quiet)
+    trainer = quiet_trainer(strategy, devices=2, precision="32-true", max_epochs=1)
     trainer.fit(module, DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
     return module.notes
 

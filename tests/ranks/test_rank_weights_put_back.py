@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from kit.ranks.harness import run_ranks, watch_ranks
 from kit.ranks.tensor_blocks import Blocks, trainer_of
 from kit.ranks.tensor_blocks import loader as rows_of_blocks
@@ -117,15 +118,10 @@ class CopiesAlone(Net):
 def trained(build: type[Net], home: str | None, folder: Path, ranks: int, **settings: Any) -> Net:
     rows = torch.randn(32, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     module = build()
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        "auto" if home is None else make_strategy(folder, home, **settings),
         devices=ranks,
-        strategy="auto" if home is None else make_strategy(folder, home, **settings),
         precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         max_epochs=1,
         use_distributed_sampler=False,
     )

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -63,19 +64,7 @@ class Weighs(L.Callback):
 def run(strategy: AngelPTMStrategy, precision: Any, optimizer: Callable[..., Any], **options: Any) -> L.Trainer:
     weighs = Weighs()
     rows = torch.randn(8, 33, generator=torch.Generator().manual_seed(0))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        precision=precision,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[weighs],
-        **options,
-    )
+    trainer = quiet_trainer(strategy, precision=precision, max_steps=1, callbacks=[weighs], **options)
     trainer.fit(Net(optimizer), DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
     assert weighs.compared == 1
     return trainer
@@ -231,17 +220,8 @@ def test_a_save_finds_a_page_for_each_dtype_on_disk(strategy_at: Any, tmp_path: 
             rows.extend(strategy.engine.blueprint.inventory.of(What.TRANSIT))
             trainer.save_checkpoint(tmp_path / "saved.ckpt")
 
-    L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        precision="bf16-mixed",
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[Saves()],
-    ).fit(ThreeDtypes(), DataLoader(torch.randn(8, 64), batch_size=4))  # type: ignore[arg-type]
+    quiet_trainer(strategy, precision="bf16-mixed", max_steps=1, callbacks=[Saves()]).fit(
+        ThreeDtypes(), DataLoader(torch.randn(8, 64), batch_size=4)
+    )  # type: ignore[arg-type]
     assert [row.count for row in rows] == [3]
     assert (tmp_path / "saved.ckpt").is_dir()

@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from kit.plain_loop import PlainLoop, TrainModule, make_trainer, tokens
 from kit.stacks import Block, ScheduledStack, Stack
 from torch import Tensor, nn
@@ -465,17 +466,8 @@ class Overflows(ScheduledStack):
 def test_steps_that_are_not_taken_are_counted_as_skipped(strategy_at) -> None:
     watch = Watch()
     plugin = AngelPTMPrecision("16-mixed", LossScale(init_scale=8.0))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy_at("lock_free", max_staleness=2),
-        plugins=[plugin],
-        callbacks=[watch],
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
+        strategy_at("lock_free", max_staleness=2), plugins=[plugin], callbacks=[watch], max_epochs=1
     )
     trainer.fit(built(Overflows), BATCHES.loader())
     audits = watch.seen[-1][1]

@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.tuner import Tuner
@@ -129,8 +130,7 @@ def trainer(strategy: Strategy | str, **options: Any) -> L.Trainer:
         "enable_checkpointing": saves,
         **options,
     }
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **chosen, **quiet)  # type: ignore[arg-type]
+    return quiet_trainer(strategy, **chosen)
 
 
 def model(kind: type[Classifier] = Classifier, **options: Any) -> Classifier:

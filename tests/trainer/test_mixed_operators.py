@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -141,17 +142,7 @@ def test_fp32_features(strategy_at: Any, tier: str, recompute: str, encoder: boo
     def losses(strategy: Any) -> list[float]:
         torch.manual_seed(0)
         module = Encoder() if encoder else Residual()
-        trainer = L.Trainer(
-            strategy=strategy,
-            precision="bf16-mixed",
-            accelerator="cpu",
-            devices=1,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = quiet_trainer(strategy, precision="bf16-mixed", max_epochs=1)
         trainer.fit(module, DataLoader(tokens(4), batch_size=None))  # type: ignore[arg-type]
         return module.losses
 

@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from kit.ranks.harness import run_ranks
 from kit.ranks.training import TIMEOUT_S, make_strategy
 from lightning.pytorch.strategies import DDPStrategy
@@ -81,10 +82,8 @@ class Normed(L.LightningModule):
 def trained(strategy: Any, module: Normed, accumulate: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What the run logged, and its weights and buffers."""
     data = torch.randn(40, 8, generator=torch.Generator().manual_seed(2)) + torch.arange(40)[:, None] % 2
-    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 2, "accumulate_grad_batches": accumulate}
-    options |= dict.fromkeys(quiet, False)
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, **options)
+    options = {"max_epochs": 2, "val_check_interval": 2, "accumulate_grad_batches": accumulate}
+    trainer = quiet_trainer(strategy, devices=2, **options)
     loader = DataLoader(TensorDataset(data), batch_size=4)
     trainer.fit(module, loader, loader)
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}

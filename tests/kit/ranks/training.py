@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from kit.fits import quiet_trainer
 from kit.memory import LEAST, strategy_with
 from kit.products import products_of
 from kit.ranks.models import VOCABULARY, Tower
@@ -126,24 +127,14 @@ def make_strategy(folder: Path | str, tier: str = "ram", **settings: Any) -> Ang
 
 def make_trainer(training: Training, strategy: AngelPTMStrategy, world_size: int, **options: Any) -> L.Trainer:
     """A quiet Trainer."""
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+    chosen: dict[str, Any] = {
         "num_sanity_val_steps": 0,
         "max_epochs": 1,
         "use_distributed_sampler": False,  # it would shuffle
         "accumulate_grad_batches": training.accumulate,
         "gradient_clip_val": training.clip,
     }
-    return L.Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=strategy,
-        precision=training.precision,  # type: ignore[arg-type]
-        **{**quiet, **options},
-    )
+    return quiet_trainer(strategy, devices=world_size, precision=training.precision, **{**chosen, **options})
 
 
 def outcome_of(module: Tower) -> Outcome:
