@@ -20,6 +20,7 @@ import lightning as L
 import pytest
 import torch
 from kit.fits import quiet_trainer
+from kit.models import Block
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -32,24 +33,12 @@ AWAY = ["all_on_disk", "three_tiers"]
 """Where units are fetched and released."""
 
 
-class Block(nn.Module):
-    """More than 4096 parameters, so that it becomes a unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(64, 256)
-        self.down = nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Stack(L.LightningModule):
     """Three blocks; `before` is called with the module and the index of each batch."""
 
     def __init__(self, before: Callable[[Stack, int], object] | None = None) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(64, 256) for _ in range(3))
         self.before = before
         self.losses: list[Tensor] = []
 

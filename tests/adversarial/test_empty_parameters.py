@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kit.judged import Judged, MakeStrategy, judge
-from kit.twins import Twin, twins
+from kit.twins import Twin, compare
 from torch import Tensor, nn
 
 
@@ -29,7 +29,7 @@ class Program(Twin):
 @pytest.mark.parametrize("count", [1, 2, 6, 7])
 def test_they_are_clipped_with_the_others(count: int, home: str, strategy_at: MakeStrategy) -> None:
     kind = type("Program", (Program,), {"count": count})
-    twins(kind, strategy_at(home), max_epochs=4, gradient_clip_val=0.05)
+    compare(kind, strategy_at(home), max_epochs=4, gradient_clip_val=0.05)
 
 
 class Leaving(Judged):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.judged import MakeStrategy
-from kit.twins import WIDTH, Twin, assert_alike, quietly, trained, trainer, twins, vectors
+from kit.twins import WIDTH, Twin, assert_alike, compare, quietly, trained, trainer, vectors
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
@@ -327,6 +327,6 @@ class Iterators(Program):
 
 def test_an_iterator_cannot_be_recomputed_from(strategy_at: MakeStrategy) -> None:
     """Lightning's loop would take the StopIteration for the end of the epoch."""
-    twins(Iterators, strategy_at("all_on_disk"))
+    compare(Iterators, strategy_at("all_on_disk"))
     with pytest.raises(UsageError, match="an iterator or a counter"):
         trained(Iterators, strategy_at("all_on_disk", recompute="all"))

@@ -15,7 +15,8 @@ import lightning as L
 import pytest
 import torch
 from kit.fits import quiet_trainer
-from torch import Tensor, nn
+from kit.models import Linears
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
@@ -36,18 +37,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Net(L.LightningModule):
+class Net(Linears):
     """Three blocks. `trouble` is called in the second training step."""
 
     def __init__(self, trouble: Callable[[], None] | None = None) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        super().__init__(WIDTH, head=0, activation=torch.relu)
         self._trouble = trouble
-
-    def forward(self, batch: Tensor) -> Tensor:
-        for block in self.blocks:
-            batch = torch.relu(block(batch)) + batch
-        return batch
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         loss = self(batch).square().mean()

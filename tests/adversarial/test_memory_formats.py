@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kit.judged import MakeStrategy
-from kit.twins import Twin, assert_alike, quietly, trained, trainer, twins, vectors
+from kit.twins import Twin, assert_alike, compare, quietly, trained, trainer, vectors
 from torch import Tensor, nn
 
 from lightning_ptm import ConfigError
@@ -138,7 +138,7 @@ KINDS = [
 def test_they_keep_their_memory_format_and_bits(
     kind: type[Twin], batches: Any, home: str, strategy_at: MakeStrategy
 ) -> None:
-    twins(kind, strategy_at(home), batches)
+    compare(kind, strategy_at(home), batches)
 
 
 @pytest.mark.slow_unless(
@@ -157,12 +157,12 @@ def test_they_keep_their_memory_format_and_bits(
 def test_they_do_with(
     options: dict[str, Any], kind: type[Twin], batches: Any, home: str, strategy_at: MakeStrategy
 ) -> None:
-    twins(kind, strategy_at(home), batches, **options)
+    compare(kind, strategy_at(home), batches, **options)
 
 
 @pytest.mark.parametrize(("kind", "batches"), [KINDS[1], KINDS[2]])
 def test_they_do_when_units_are_recomputed(kind: type[Twin], batches: Any, strategy_at: MakeStrategy) -> None:
-    twins(kind, strategy_at("all_on_disk", recompute="all"), batches)
+    compare(kind, strategy_at("all_on_disk", recompute="all"), batches)
 
 
 class Frozen(Transposed):
@@ -172,7 +172,7 @@ class Frozen(Transposed):
 
 
 def test_frozen_ones_do(strategy_at: MakeStrategy) -> None:
-    twins(Frozen, strategy_at("all_on_disk"))
+    compare(Frozen, strategy_at("all_on_disk"))
 
 
 class EditedByHand(Transposed):
@@ -195,7 +195,7 @@ class EditedByHand(Transposed):
 
 @pytest.mark.parametrize("home", ["ram", "all_on_disk", "lock_free"])
 def test_ones_that_are_edited_by_hand_do(home: str, strategy_at: MakeStrategy) -> None:
-    twins(EditedByHand, strategy_at(home))
+    compare(EditedByHand, strategy_at(home))
 
 
 def test_checkpoints_hold_them_and_go_on(strategy_at: MakeStrategy, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kit.judged import MakeStrategy
-from kit.twins import Twin, assert_alike, quietly, trained, trainer, twins, vectors
+from kit.twins import Twin, assert_alike, compare, quietly, trained, trainer, vectors
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
@@ -78,7 +78,7 @@ KINDS = [DoubleHead, HalfHead, AllBfloat16, AllDouble, ThreeDtypesInOneUnit, Fro
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk", "lock_free"])
 def test_32_true_leaves_dtypes_as_they_are(kind: type[Twin], home: str, strategy_at: MakeStrategy) -> None:
-    twins(kind, strategy_at(home))
+    compare(kind, strategy_at(home))
 
 
 @pytest.mark.diagonal
@@ -95,13 +95,13 @@ def test_32_true_leaves_dtypes_as_they_are(kind: type[Twin], home: str, strategy
 def test_it_does_with_clipping_and_accumulation(
     kind: type[Twin], options: dict[str, Any], strategy_at: MakeStrategy
 ) -> None:
-    twins(kind, strategy_at("ram"), **options)
+    compare(kind, strategy_at("ram"), **options)
 
 
 @pytest.mark.parametrize("kind", [DoubleHead, HalfHead])
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
 def test_true_precisions_convert_all_of_them(kind: type[Twin], precision: str, strategy_at: MakeStrategy) -> None:
-    twins(kind, strategy_at("ram"), precision=precision)
+    compare(kind, strategy_at("ram"), precision=precision)
 
 
 def test_a_validation_leaves_dtypes_as_they_are(strategy_at: MakeStrategy) -> None:

@@ -13,6 +13,7 @@ import lightning as L
 import pytest
 import torch
 from kit.fits import quiet_trainer
+from kit.models import Block
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -34,18 +35,6 @@ CLOSED = [
 State = dict[str, Tensor]
 
 
-class Block(nn.Module):
-    """A unit: more than 4096 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(48, 96)
-        self.down = nn.Linear(96, 48)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Net(L.LightningModule):
     """Blocks between weights of the root. `looks` are called at the hooks of their names."""
 
@@ -53,7 +42,7 @@ class Net(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(48, 48)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(48) for _ in range(3))
         self.norm = nn.BatchNorm1d(48)
         self.scale = nn.Parameter(torch.ones(48))
         self.first.weight.tag = "mine"  # type: ignore[attr-defined]
@@ -689,7 +678,7 @@ class Opaque(Net):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(_HiddenBlock() for _ in range(3))
+        self.blocks = nn.ModuleList(_HiddenBlock(48) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         state = _Hidden(self.first(x))
@@ -741,7 +730,7 @@ class Follows(Net):
 
     def __init__(self, *, last: bool = False) -> None:
         super().__init__()
-        self.target = Block().requires_grad_(False)
+        self.target = Block(48).requires_grad_(False)
         self.last = last
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from kit.fits import quiet_trainer
 from kit.judged import little_ram
+from kit.models import Block
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -26,24 +27,12 @@ from lightning_ptm.sharded import ShardedCheckpointIO, to_file
 State = dict[str, Tensor]
 
 
-class Block(nn.Module):
-    """A unit: more than 4096 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(48, 96)
-        self.down = nn.Linear(96, 48)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Net(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(48, 48)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(48) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)

@@ -10,6 +10,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
+from kit.models import Block
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -39,19 +40,6 @@ class Broken(Exception):
     """What a program raises."""
 
 
-class Block(nn.Module):
-    """Pre-norm residual MLP."""
-
-    def __init__(self, hidden: int, dropout: float) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(functional.gelu(self.up(self.norm(x)))))
-
-
 class Fuzzed(L.LightningModule):
     """Does what its program says; `notes` are what is compared beside weights and buffers."""
 
@@ -62,8 +50,11 @@ class Fuzzed(L.LightningModule):
         self.notes: list[tuple[str, Tensor]] = []
         self.automatic_optimization = not program.summon
         features = program.features
+        dropout = 0.1 if "dropout" in features else 0.0
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(hidden, 0.1 if "dropout" in features else 0.0) for hidden in HIDDEN)
+        self.blocks = nn.ModuleList(
+            Block(WIDTH, hidden, functional.gelu, norm=True, dropout=dropout) for hidden in HIDDEN
+        )
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if "tied" in features:

@@ -16,7 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from kit.plain_loop import Outcome, TrainModule, make_trainer, tokens
+from kit.outcomes import Outcome
+from kit.plain_loop import TrainModule, make_trainer, tokens
 from kit.stacks import ScheduledStack
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.storage.writer import SaveOps

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from kit.fits import quiet_trainer
+from kit.outcomes import Outcome
 from kit.products import products_of
 from lightning_ptm import AngelPTMStrategy
 
@@ -64,23 +65,6 @@ class TrainModule(L.LightningModule):
         if schedule is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a training leaves: the loss of every micro-batch, and weights and buffers by name."""
-
-    losses: list[Tensor]
-    weights: dict[str, Tensor]
-
-    def assert_equal(self, other: Outcome) -> None:
-        assert len(self.losses) == len(other.losses)
-        assert all(torch.isfinite(loss) for loss in self.losses), self.losses
-        for index, (ours, theirs) in enumerate(zip(self.losses, other.losses, strict=True)):
-            assert torch.equal(ours, theirs), f"losses differ from step {index} on: {self.losses} {other.losses}"
-        assert self.weights.keys() == other.weights.keys()
-        differing = [name for name in self.weights if not torch.equal(self.weights[name], other.weights[name])]
-        assert not differing, f"weights differ: {differing}"
 
 
 def _only(items: list[Any]) -> Any:

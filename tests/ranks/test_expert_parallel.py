@@ -16,12 +16,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.outcomes import Outcome
 from kit.ranks.harness import run_ranks
 from kit.ranks.models import WIDTH, MomentumTower
 from kit.ranks.training import (
     BATCH,
     TIMEOUT_S,
-    Outcome,
     Training,
     fit_in_all_tiers,
     loader,

@@ -11,8 +11,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.outcomes import Outcome
 from kit.ranks.harness import run_ranks
-from kit.ranks.training import Outcome, Training, loader, make_strategy, make_trainer, outcome_of, tokens
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, outcome_of, tokens
 from test_rank_experts import MoETower, idle_experts
 from torch import Tensor
 

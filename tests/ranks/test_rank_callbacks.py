@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from kit.outcomes import Outcome
 from kit.ranks.harness import run_ranks
 from kit.ranks.models import Tower
-from kit.ranks.training import Outcome, PlainRanks, Training, loader, make_strategy, make_trainer, outcome_of, tokens
+from kit.ranks.training import PlainRanks, Training, loader, make_strategy, make_trainer, outcome_of, tokens
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_ptm.callbacks import (

@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.outcomes import Outcome
 from kit.ranks.harness import End, run_ranks, watch_ranks
 from kit.ranks.models import (
     BonusOnOneRank,
@@ -31,7 +32,6 @@ from kit.ranks.models import (
 )
 from kit.ranks.training import (
     TIERS_TOGETHER,
-    Outcome,
     Training,
     fit,
     fit_in_all_tiers,

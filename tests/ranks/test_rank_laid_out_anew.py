@@ -13,10 +13,11 @@ import lightning as L
 import pytest
 import torch
 from kit.fits import quiet_trainer
+from kit.outcomes import Outcome
 from kit.ranks.harness import run_ranks, watch_ranks
 from kit.ranks.tensor_blocks import Blocks, trainer_of, weights_of
 from kit.ranks.tensor_blocks import loader as rows_of_blocks
-from kit.ranks.training import Outcome, Training, fit_in_all_tiers, loader, make_strategy
+from kit.ranks.training import Training, fit_in_all_tiers, loader, make_strategy
 from test_expert_parallel import MomentumMoE
 from torch import Tensor, nn
 

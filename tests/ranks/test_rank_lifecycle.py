@@ -11,13 +11,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.outcomes import Outcome
 from kit.products import products_of
 from kit.ranks.harness import run_ranks
 from kit.ranks.models import MomentumTower, Tower
 from kit.ranks.training import (
     BATCH,
     TIERS,
-    Outcome,
     PlainRanks,
     Training,
     fit,

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from kit.fits import quiet_trainer
+from kit.models import Linears
 from kit.ranks.harness import run_ranks, watch_ranks
 from kit.ranks.tensor_blocks import Blocks, trainer_of
 from kit.ranks.tensor_blocks import loader as rows_of_blocks
@@ -23,7 +23,7 @@ from lightning_ptm import AngelPTMStrategy
 WIDTH = 64
 
 
-class Net(L.LightningModule):
+class Net(Linears):
     """Gets a block and a wider head in its second epoch, and loses a block and states in its third.
 
     Args:
@@ -32,18 +32,10 @@ class Net(L.LightningModule):
     """
 
     def __init__(self, *, alone: bool = False, whole: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
+        super().__init__(WIDTH, 2, seed=0)
         self.alone = alone
         self.whole = whole
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 8)
         self.nothing = nn.Parameter(torch.zeros(0, 3), requires_grad=False)  # a flat without elements
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        for block in self.blocks:
-            batch = batch + torch.tanh(block(batch))
-        return self.head(batch).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.whole:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit.outcomes import Outcome
 from kit.ranks.harness import run_ranks
 from kit.ranks.models import MomentumTower, SkipsAnother, Tower, Uneven
 from kit.ranks.training import (
     PLACES,
     TIERS_TOGETHER,
-    Outcome,
     Training,
     expected,
     fit,

@@ -6,32 +6,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from kit.fits import quiet_trainer
+from kit.models import Linears
 from kit.ranks.harness import run_ranks
 from kit.ranks.training import loader, make_strategy
 from lightning.pytorch.callbacks import ModelPruning
-from torch import Tensor, nn
+from torch import Tensor
 
 WIDTH = 64
-
-
-class Net(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 8)
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        for block in self.blocks:
-            batch = batch + torch.tanh(block(batch))
-        return self.head(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
 def _amount(epoch: int) -> float:
@@ -40,7 +24,7 @@ def _amount(epoch: int) -> float:
 
 def pruned(home: str | None, folder: Path, ranks: int, how: str) -> dict[str, Tensor]:
     rows = torch.randn(32, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    module = Net()
+    module = Linears(WIDTH, 2, seed=0)
     trainer = quiet_trainer(
         "auto" if home is None else make_strategy(folder, home),
         devices=ranks,

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from kit.fits import quiet_trainer
+from kit.models import Linears
 from kit.ranks.harness import watch_ranks
 from kit.ranks.training import loader, make_strategy
 from torch import Tensor, nn
@@ -17,30 +17,18 @@ from torch import Tensor, nn
 WIDTH = 64
 
 
-class Net(L.LightningModule):
+class Net(Linears):
     """Its first layer and last block are frozen."""
 
     when = "on_train_epoch_start"
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        super().__init__(WIDTH, stem=WIDTH, seed=0)
+        self.stem.requires_grad_(False)
         self.blocks[2].requires_grad_(False)
-        self.head = nn.Linear(WIDTH, 8)
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        batch = self.stem(batch)
-        for block in self.blocks:
-            batch = batch + torch.tanh(block(batch))
-        return self.head(batch).square().mean()
 
     def validation_step(self, batch: Tensor, index: int) -> None:
         self.training_step(batch, index)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
 def unfreezes_stem(module: Net) -> None:

@@ -13,19 +13,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.outcomes import Outcome
 from kit.ranks.harness import run_ranks
 from kit.ranks.models import Tower
-from kit.ranks.training import (
-    TIERS,
-    Outcome,
-    PlainRanks,
-    Training,
-    loader,
-    make_strategy,
-    make_trainer,
-    outcome_of,
-    tokens,
-)
+from kit.ranks.training import TIERS, PlainRanks, Training, loader, make_strategy, make_trainer, outcome_of, tokens
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim.lr_scheduler import LambdaLR
 

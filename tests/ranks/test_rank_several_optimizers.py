@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from kit.outcomes import Outcome
 from kit.ranks.harness import run_ranks
 from kit.ranks.models import Tower
-from kit.ranks.training import BATCH, Outcome, Training, fit_in_all_tiers, loader, make_strategy, make_trainer, tokens
+from kit.ranks.training import BATCH, Training, fit_in_all_tiers, loader, make_strategy, make_trainer, tokens
 from kit.ranks.training import outcome_of as outcome
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_rank_experts import MoETower

@@ -9,42 +9,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from kit.fits import quiet_trainer
+from kit.models import Linears
 from kit.ranks.harness import run_ranks, watch_ranks
 from kit.ranks.tensor_blocks import Blocks, trainer_of
 from kit.ranks.tensor_blocks import loader as rows_of_blocks
 from kit.ranks.training import loader, make_strategy
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ptm.errors import UsageError
 
 WIDTH = 64
 
 
-class Net(L.LightningModule):
+class Net(Linears):
     """Three blocks; `act` is called behind each batch."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 8)
+        super().__init__(WIDTH, seed=0)
         self.kept: dict[str, Tensor] = {}
         self.noted: list[Tensor] = []
 
     def loss(self, batch: Tensor) -> Tensor:
-        for block in self.blocks:
-            batch = batch + torch.tanh(block(batch))
-        return self.head(batch).square().mean()
+        return self(batch).square().mean()
 
     def training_step(self, batch: Tensor, index: int) -> Any:
         return self.loss(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
     @property
     def alone(self) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.outcomes import Outcome
 from kit.ranks.harness import run_ranks
 from kit.ranks.models import Tower
-from kit.ranks.training import BATCH, Outcome, Training, loader, make_strategy, make_trainer, outcome_of, plain, tokens
+from kit.ranks.training import BATCH, Training, loader, make_strategy, make_trainer, outcome_of, plain, tokens
 from test_rank_experts import MoETower
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset

@@ -17,7 +17,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from kit.plain_loop import Outcome, make_trainer, outcome_of, tokens
+from kit.outcomes import Outcome
+from kit.plain_loop import make_trainer, outcome_of, tokens
 from kit.stacks import VOCABULARY, WIDTH, Block, Stack
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend

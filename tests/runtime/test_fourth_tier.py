@@ -12,7 +12,7 @@ import pytest
 import yaml
 from decided_by_hand import PAGE, WORKSTATION, asked
 from kit.checkpoint_runs import HALF, fit
-from kit.plain_loop import Outcome
+from kit.outcomes import Outcome
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.commands.plan import forecast

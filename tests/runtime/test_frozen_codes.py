@@ -10,7 +10,8 @@ import pytest
 import torch
 from kit.checkpoint_runs import HALF
 from kit.checkpoint_runs import fit as run
-from kit.plain_loop import DTYPES, Outcome, PlainLoop, fit, make_trainer, tokens
+from kit.outcomes import Outcome
+from kit.plain_loop import DTYPES, PlainLoop, fit, make_trainer, tokens
 from kit.stacks import VOCABULARY, WIDTH, Stack
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn

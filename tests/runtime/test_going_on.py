@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kit.checkpoint_runs import BATCHES, HALF, Full, fit, sharded
-from kit.plain_loop import Outcome
+from kit.outcomes import Outcome
 from torch import Tensor
 from torch.utils.data import DataLoader
 

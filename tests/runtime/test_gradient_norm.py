@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit.plain_loop import Batches, Outcome, PlainLoop, make_trainer, outcome_of, tokens
+from kit.outcomes import Outcome
+from kit.plain_loop import Batches, PlainLoop, make_trainer, outcome_of, tokens
 from kit.products import products_of
 from kit.stacks import Stack
 from lightning.pytorch import LightningModule, Trainer

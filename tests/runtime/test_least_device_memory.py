@@ -9,7 +9,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from kit.plain_loop import Batches, Outcome, PlainLoop, TrainModule, fit, vectors
+from kit.outcomes import Outcome
+from kit.plain_loop import Batches, PlainLoop, TrainModule, fit, vectors
 from test_micro_batches import ALL_FIRST, Staged
 from test_run_and_paper import Tower
 from torch import Tensor, nn

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from kit.models import Block
 from kit.plain_loop import Batches, PlainLoop, TrainModule, fit, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,16 +21,6 @@ BATCHES = vectors(5, 4, 3, 32)
 IN_TURN = "F0 B0 F1 B1 F2 B2 F3 B3"
 IN_FLIGHT = "F0 F1 B0 F2 B1 F3 B2 B3"
 ALL_FIRST = "F0 F1 F2 F3 B0 B1 B2 B3"
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, 2 * width)
-        self.outer = nn.Linear(2 * width, width)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + self.outer(self.inner(value).tanh())
 
 
 class Staged(TrainModule):

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit.plain_loop import Outcome, PlainLoop, TrainModule, fit, tokens
+from kit.outcomes import Outcome
+from kit.plain_loop import PlainLoop, TrainModule, fit, tokens
 from kit.stacks import VOCABULARY, WIDTH, Block, Stack
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

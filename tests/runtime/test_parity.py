@@ -7,7 +7,8 @@ from functools import cache
 
 import pytest
 import torch
-from kit.plain_loop import Batches, Outcome, PlainLoop, fit, tokens
+from kit.outcomes import Outcome
+from kit.plain_loop import Batches, PlainLoop, fit, tokens
 from kit.stacks import ScheduledStack, Stack
 
 BATCHES = tokens(8)

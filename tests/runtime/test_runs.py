@@ -11,7 +11,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from kit.plain_loop import Outcome, PlainLoop, make_trainer, outcome_of, tokens
+from kit.outcomes import Outcome
+from kit.plain_loop import PlainLoop, make_trainer, outcome_of, tokens
 from kit.stacks import VOCABULARY, WIDTH, Stack
 from torch import Tensor, nn
 

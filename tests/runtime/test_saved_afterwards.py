@@ -13,7 +13,8 @@ import lightning as L
 import pytest
 import torch
 from kit.checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, sharded
-from kit.plain_loop import Outcome, make_trainer
+from kit.outcomes import Outcome
+from kit.plain_loop import make_trainer
 from torch import Tensor, nn
 
 from lightning_ptm.checkpoints import restore

@@ -20,7 +20,8 @@ import lightning as L
 import pytest
 import torch
 from kit.checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, sharded
-from kit.plain_loop import Outcome, make_trainer
+from kit.outcomes import Outcome
+from kit.plain_loop import make_trainer
 from kit.stacks import Stack
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file

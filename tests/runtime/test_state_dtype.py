@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from kit.checkpoint_runs import HALF, Full, fit, same, sharded
-from kit.plain_loop import Outcome, make_trainer, tokens
+from kit.outcomes import Outcome
+from kit.plain_loop import make_trainer, tokens
 from kit.stacks import ScheduledStack
 
 import lightning_ptm

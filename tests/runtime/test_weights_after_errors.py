@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit.plain_loop import Outcome, PlainLoop, make_trainer, outcome_of, tokens
+from kit.outcomes import Outcome
+from kit.plain_loop import PlainLoop, make_trainer, outcome_of, tokens
 from kit.stacks import Stack
 from torch import Tensor
 

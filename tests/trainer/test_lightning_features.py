@@ -17,6 +17,7 @@ import lightning as L
 import pytest
 import torch
 from kit.fits import quiet_trainer
+from kit.models import Block
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.tuner import Tuner
@@ -43,17 +44,6 @@ def one_thread_in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path:
     torch.set_num_threads(threads)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
-
-
 class Classifier(L.LightningModule):
     """With BatchNorm and other buffers, a metric whose state is saved, a schedule, and hyperparameters."""
 
@@ -76,7 +66,7 @@ class Classifier(L.LightningModule):
             return
         with torch.device("meta" if self.meta else "cpu"):
             self.stem = nn.Linear(8, WIDTH)
-            self.blocks = nn.ModuleList(Block() for _ in range(3))
+            self.blocks = nn.ModuleList(Block(WIDTH, 4 * WIDTH, functional.gelu, norm=True) for _ in range(3))
             self.norm = nn.BatchNorm1d(WIDTH)
             self.head = nn.Linear(WIDTH, 5)
 

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from kit.fits import quiet_trainer
 from kit.memory import LEAST, strategy_with
+from kit.outcomes import Outcome
 from kit.products import products_of
 from kit.ranks.models import VOCABULARY, Tower
 from lightning_ptm import AngelPTMStrategy
@@ -58,32 +59,6 @@ def tiers_together(*quick: str) -> pytest.MarkDecorator:
 
 TIERS_TOGETHER = tiers_together("ram+all_on_disk", "masters_on_disk+lock_free", "three_tiers+tight")
 """All of them are quick."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a training leaves on one rank."""
-
-    losses: list[Tensor]
-    weights: dict[str, Tensor]
-    validation_losses: list[Tensor] = dataclasses.field(default_factory=list)
-
-    def assert_equal(self, other: Outcome) -> None:
-        self._assert_same_losses("losses", self.losses, other.losses)
-        self._assert_same_losses("validation losses", self.validation_losses, other.validation_losses)
-        self.assert_same_weights(other)
-
-    def assert_same_weights(self, other: Outcome) -> None:
-        assert self.weights.keys() == other.weights.keys()
-        differing = [name for name in self.weights if not torch.equal(self.weights[name], other.weights[name])]
-        assert not differing, f"weights differ: {differing}"
-
-    @staticmethod
-    def _assert_same_losses(what: str, ours: list[Tensor], theirs: list[Tensor]) -> None:
-        assert len(ours) == len(theirs)
-        assert all(torch.isfinite(loss) for loss in ours), ours
-        for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            assert torch.equal(one, other), f"{what} differ from step {step} on: {ours} {theirs}"
 
 
 @dataclasses.dataclass(frozen=True)
