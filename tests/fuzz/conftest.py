@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_compute_thread() -> Iterator[None]:
-    """As ranks have."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from kit.ranks.fixtures import one_compute_thread  # noqa: F401
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

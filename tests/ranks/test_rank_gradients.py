@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from kit.fits import quiet_trainer
+from kit.models import Block
 from kit.ranks.harness import run_ranks
 from kit.ranks.training import make_strategy
 from lightning.pytorch.strategies import DDPStrategy
@@ -18,15 +19,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptm.errors import UsageError
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
 
 
 class Net(L.LightningModule):
@@ -37,7 +29,7 @@ class Net(L.LightningModule):
         self.automatic_optimization = False
         self.between = between
         self.first = nn.Linear(8, 64)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(64, 64) for _ in range(2))
         self.head = nn.Linear(64, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,7 +75,7 @@ class Net(L.LightningModule):
         self.head.weight.grad = torch.ones_like(self.head.weight)
 
     def forgets_half_a_flat(self, optimizer: Any) -> None:
-        self.blocks[0].inner[0].weight.grad = None
+        self.blocks[0].up.weight.grad = None
 
 
 def trained(between: str, strategy: Any, precision: Any = "32-true") -> list[Tensor]:

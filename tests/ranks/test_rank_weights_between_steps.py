@@ -6,12 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from kit.fits import quiet_trainer
+from kit.models import Linears
 from kit.ranks.harness import run_ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy, UsageError
@@ -24,36 +24,14 @@ HOMES: dict[str, dict[str, Any]] = {
 Notes = list[dict[str, Tensor]]
 
 
-class Block(nn.Module):
-    """A unit: more than 4096 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.up(x))
-
-
-class Net(L.LightningModule):
+class Net(Linears):
     """Notes its state dict behind each step and at the end, on all ranks or on the first alone."""
 
     def __init__(self, *, alone: bool = False, closed: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(64, 8)
+        super().__init__(64, 2, seed=0)
         self.alone = alone
         self.closed = closed
         self.notes: Notes = []
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        for block in self.blocks:
-            batch = block(batch)
-        return self.head(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
     def note(self) -> None:
         if not self.alone or self.trainer.is_global_zero:
