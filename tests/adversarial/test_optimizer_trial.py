@@ -90,7 +90,7 @@ REFUSED: list[tuple[Callable[[], Optimizer], str]] = [
     (lambda: own.OfGroups(groups()), "depends on"),
     (lambda: own.Remembers(groups()), "one of its parameter groups depends on the others"),
     (lambda: own.CountsOnClass(parameters()), "depends on CountsOnClass.steps, which each step changes"),
-    (lambda: own.CountsInModule(parameters()), r"depends on optimizers\.CALLS, which each step changes"),
+    (lambda: own.CountsInModule(parameters()), r"depends on kit\.optimizers\.CALLS, which each step changes"),
     (lambda: own.Noisy(parameters()), "draws random numbers"),
     (lambda: own.NoisyInPython(parameters()), "draws random numbers"),
     (lambda: own.WithLoss(parameters()), "depends on the loss"),

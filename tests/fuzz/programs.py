@@ -112,8 +112,9 @@ class Program:
 
     @property
     def exact(self) -> bool:
-        """More than two ranks add up in another order than DDP, and so do sums of several passes that come in parts."""
-        return not self.by_plain_trainer or self.ranks < 2 or (self.ranks == 2 and self.accumulate == 1)
+        """More than two ranks add up in another order than DDP, and so do two a norm, and sums of several passes."""
+        as_with_ddp = self.ranks == 2 and self.accumulate == 1 and (self.clip is None or self.clip[1] == "value")
+        return not self.by_plain_trainer or self.ranks == 1 or as_with_ddp
 
     def strategy_settings(self) -> dict[str, Any]:
         memory, parameters, masters, updates = self.home

@@ -32,9 +32,9 @@ def test_ranks(seed: int, ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.seeds(1, 40)
-def test_an_error_of_one_rank_ends_all(seed: int, disk: Path) -> None:
+def test_an_error_of_one_rank_ends_all(seed: int, tmp_path: Path) -> None:
     program = draw(seed, 2, raising=True)
-    first, second = sorted(run_ranks(ending, 2, program, disk, limit_s=120.0))
+    first, second = sorted(run_ranks(ending, 2, program, tmp_path, limit_s=120.0))
     told = f"seed {seed}, {program}: {first}; {second}"
     assert first == "Broken: this rank has had enough", told
     assert second.startswith(("RankError: rank 0 failed with Broken", "RankError: rank 1 failed with Broken")), told
