@@ -19,6 +19,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from kit.fits import quiet_trainer
+
 os.environ["OMP_NUM_THREADS"] = "1"  # no threads before children are made
 
 import lightning as L
@@ -79,15 +81,9 @@ class Net(L.LightningModule):
 def fit(model: dict[str, Any], strategy: dict[str, Any], batch: int, options: dict[str, Any], disk: str) -> str:
     """A fit of three steps; a digest of the weights after it."""
     settings = {"disk_path": disk, "page_size": "256KiB"} | strategy
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=AngelPTMStrategy(**{name: value for name, value in settings.items() if value is not None}),
+    trainer = quiet_trainer(
+        AngelPTMStrategy(**{name: value for name, value in settings.items() if value is not None}),
         max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **options,
     )
     tokens = torch.randint(

@@ -15,6 +15,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
+from kit.models import Block
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -26,24 +28,12 @@ from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.trainer import building
 
 
-class Block(nn.Module):
-    """More than 4096 parameters, so that it becomes a unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(64, 256)
-        self.down = nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
 class Stack(L.LightningModule):
     """Four blocks of 131 KiB in fp32, that is, of three pages; counts its steps."""
 
     def __init__(self, optimizer: Callable[[Any], Any] | None = None) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block(64, 256, torch.relu) for _ in range(4))
         self.make_optimizer = optimizer or (lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3))
         self.steps = 0
 
@@ -62,18 +52,7 @@ def batches() -> DataLoader[Any]:
 
 
 def trainer_with(strategy: AngelPTMStrategy, precision: str = "32-true", **options: Any) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        precision=precision,  # type: ignore[arg-type]
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    return quiet_trainer(strategy, precision=precision, max_epochs=1, **options)
 
 
 def refused(strategy: AngelPTMStrategy, module: Stack, error: type[Exception], precision: str = "32-true") -> str:

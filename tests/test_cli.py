@@ -159,8 +159,16 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow_unless(
+    "--model.init_args.layers=0",
+    "--model.init_args.dropout=1.5",
+    "--model.init_args.warmup_steps=-1",
+    "--model=T5MoE --model.init_args.capacity_factor=0",
+    "--data=SpanCorruption",
+    "--data.init_args.sequence_length=300",
+    "--trainer.strategy.init_args.host_memory=64KiB",
+)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", REFUSED)
 def test_what_cannot_work_is_said_in_a_sentence(text: Path, options: str) -> None:
     """And not in the fifty lines of jsonargparse and Lightning around it."""

@@ -70,9 +70,7 @@ SHORT = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            "gpt.yaml", marks=pytest.mark.in_turn
-        ),  # as the main job, whose losses the project's checks look at
+        pytest.param("gpt.yaml", marks=pytest.mark.slow),  # as the main job, whose losses the project's checks look at
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("t5.yaml", "t5_moe.yaml")),
     ],
 )

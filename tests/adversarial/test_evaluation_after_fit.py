@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from judged import MakeStrategy, little_ram
+from kit.judged import MakeStrategy, little_ram
+from kit.twins import Twin, assert_alike, quietly, trainer, vectors
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
-from twins import Twin, assert_alike, quietly, trainer, vectors
 
 from lightning_ptm.errors import UsageError
 
@@ -55,7 +55,7 @@ def fitted(strategy: Any, how: str, **options: Any) -> tuple[Any, Twin]:
 HOW = ["validate", "test", "predict"]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk", "all_on_disk", "lock_free"])
@@ -81,7 +81,7 @@ def test_a_checkpoint_behind_an_evaluation(
     assert_alike(*resumed)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("home", ["masters_on_disk", "all_on_disk"])
@@ -112,7 +112,7 @@ def test_another_fit_behind_an_evaluation_goes_on(how: str, home: str, strategy_
     assert_alike(*modules)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true", "32-true", "bf16-mixed"])

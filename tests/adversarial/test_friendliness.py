@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy, ConfigError, Settings
@@ -43,10 +44,7 @@ class Net(L.LightningModule):
 
 
 def trainer(strategy: Any, **options: Any) -> L.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "barebones": False}
-    return L.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_steps=1, enable_checkpointing=False, **quiet, **options
-    )
+    return quiet_trainer(strategy, max_steps=1, **options)
 
 
 # -- the first line -------------------------------------------------------------------------------------------------------

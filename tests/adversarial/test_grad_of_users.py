@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, judge, run
+from kit.judged import ByHand, Judged, MakeStrategy, judge, run
 from torch import Tensor, nn
 
 from lightning_ptm.errors import UsageError
@@ -121,7 +121,7 @@ MOVES = [
 ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", MOVES)
 @pytest.mark.parametrize("where", ["ram", "masters_on_disk", "all_on_disk", "three_tiers", "lock_free"])
 def test_what_is_done_to_grad_counts(name: str, where: str, strategy_at: MakeStrategy) -> None:
@@ -138,6 +138,7 @@ class FromAutogradGrad(ByHand):
         self.optimizers().step()  # type: ignore[union-attr]
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_gradients_of_autograd_grad_are_applied(tier: str, strategy_at: MakeStrategy) -> None:
     judge(FromAutogradGrad, strategy_at(tier))
 
@@ -155,11 +156,13 @@ class InHooks(Judged):
         self.first.weight.grad = None
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}])
 def test_hooks_see_and_change_gradients(options: dict[str, Any], tier: str, strategy_at: MakeStrategy) -> None:
     judge(InHooks, strategy_at(tier), **options)
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_gradients_that_were_read_are_ordinary_ones_when_the_run_has_ended(
     tier: str, strategy_at: MakeStrategy
 ) -> None:

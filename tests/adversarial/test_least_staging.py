@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from policy_log import Disk
+from kit.policy_log import Disk
+from kit.twins import Twin, assert_alike, trained, vectors
 from torch import Tensor, nn
-from twins import Twin, assert_alike, trained, vectors
 
 from lightning_ptm.errors import CapacityError
 
@@ -60,7 +60,7 @@ def in_least_memory(order: tuple[int, ...], options: str, make: Callable[[str], 
     raise AssertionError("4 MiB are too little")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: "".join(map(str, order)))
 @pytest.mark.parametrize("staging", ["256KiB", "512KiB"])
 @pytest.mark.parametrize("device", [None, "1MiB"])
@@ -80,7 +80,7 @@ def test_a_run_ends_with_a_plain_trainers_bits(
     assert_alike(ours, plain(order, options))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("lock_free-1320", "lock_free-2031", "0123")
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: "".join(map(str, order)))
 @pytest.mark.parametrize("tier", ["lock_free", "lock_free_three_tiers"])
 def test_a_lock_free_run_ends_with_a_plain_trainers_bits(strategy_at: Any, order: tuple[int, ...], tier: str) -> None:

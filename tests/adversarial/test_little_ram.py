@@ -10,11 +10,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import Twin, quietly, trainer, vectors
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from twins import Twin, quietly, trainer, vectors
 
 from lightning_ptm import sharded
 from lightning_ptm.checkpoints import restore
@@ -169,7 +169,7 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         assert torch.equal(ours[name], value), name
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_trained_comes_back_where_that_fits(
@@ -197,7 +197,7 @@ def test_what_was_trained_comes_back_where_that_fits(
     assert_same(dict(ours), {name: theirs[name] for name in trained})
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow_unless("lora", "lora and a head")
 @pytest.mark.parametrize("kind", [name for name in KINDS if "lora" in name or name in ("dora", "ia3")])
 def test_adapters_are_exported(strategy_at: MakeStrategy, ram: Ram, kind: str, tmp_path: Path) -> None:
     build, settings = KINDS[kind]
@@ -245,7 +245,7 @@ def test_adapters_are_exported_in_a_run(
     assert_same(ours, {name.replace(".default", ""): value for name, value in theirs.items()})
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", ["all", "lora", "lora over nf4", "head", "biases"])
 def test_what_has_no_room_at_all_is_on_disk(
@@ -325,7 +325,12 @@ class Breaks(L.Callback):
             raise self._error("broken off")
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow_unless(
+    "ValueError-ram-for what trains",
+    "KeyboardInterrupt-all_on_disk-for what trains",
+    "KeyboardInterrupt-lock_free-for what trains",
+    "OutOfMemoryError-all_on_disk-for what trains",
+)
 @pytest.mark.parametrize("free", ["for what trains", "none"])
 @pytest.mark.parametrize("home", ["ram", "all_on_disk", "lock_free"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError])
@@ -344,7 +349,7 @@ def test_a_run_that_is_cut_short(
         assert_same(numbers(module, trained=True), numbers(expected, trained=True))
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.slow_unless("bf16-true-ram-validate")
 @pytest.mark.parametrize("how", ["validate", "test", "predict"])
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
@@ -408,7 +413,7 @@ def written(folder: Path) -> Path:
     return folder / "model.safetensors"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow_unless("False-three_tiers", "True-ram")
 @pytest.mark.parametrize("home", ["ram", "all_on_disk", "three_tiers"])
 @pytest.mark.parametrize("edited", [False, True])
 def test_frozen_values_of_files_are_read_again(

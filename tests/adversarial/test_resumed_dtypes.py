@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import Twin, assert_alike, quietly, trainer, vectors
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from twins import Twin, assert_alike, quietly, trainer, vectors
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import UsageError
@@ -119,8 +119,7 @@ EDITS: list[tuple[type[Twin], type[Callback] | None]] = [
 READS: list[tuple[type[Twin], None]] = [(Twin, None), (Anchored, None)]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 @pytest.mark.parametrize(
     ("saved", "goes_on", "kind", "callback"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from kit.judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from torch import Tensor, optim
 
 from lightning_ptm.errors import ConfigError
@@ -50,7 +50,7 @@ def built(name: str, base: type[Judged] = Judged) -> Callable[[], Judged]:
     return Built
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize(
     "options",

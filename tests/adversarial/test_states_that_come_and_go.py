@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, assert_alike, judge, run
-from optimizers import ByParameter
+from kit.judged import Judged, MakeStrategy, assert_alike, judge, run
+from kit.optimizers import ByParameter
 from torch import Tensor, nn, optim
 
 from lightning_ptm.errors import UsageError
@@ -101,7 +101,7 @@ class MomentumFromTheThirdStep(Judged):
         self.trainer.optimizers[0].param_groups[0]["momentum"] = 0.0 if self.trainer.global_step < 2 else 0.9
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("build", [UsedFromTheThirdStep, MomentumFromTheThirdStep])
 def test_states_may_come_in_a_later_step_than_the_first(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, assert_alike, batches, trainer
+from kit.judged import Judged, MakeStrategy, assert_alike, batches, trainer
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kinds import WIDTH, Block, Odd, assert_refused, assert_same
+from kit.odd import WIDTH, Block, Odd, assert_refused, assert_same
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
@@ -310,7 +310,7 @@ SAME = [
 ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("program", SAME, ids=lambda program: program.__name__)
 def test_as_a_plain_trainer(strategy_at, program: type[Odd], place: str) -> None:
@@ -445,7 +445,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", ["ram", "tight", "tight_recomputed"])
 @pytest.mark.parametrize("program", REFUSED, ids=lambda program: program.__name__)
 def test_what_outlives_the_call_of_its_unit_is_refused_where_pages_are_given_up(

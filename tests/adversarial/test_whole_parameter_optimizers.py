@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_optimizer import Hybrid
-from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from kit.hybrid_optimizer import Hybrid
+from kit.judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn, optim
 
@@ -67,7 +67,7 @@ if hasattr(optim, "Muon"):
     KINDS.append(WithMuon)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("tier", ONE_RANK)
 @pytest.mark.parametrize("build", KINDS)
 def test_they_train_as_with_one_device(strategy_at: MakeStrategy, tier: str, build: type[Judged]) -> None:
@@ -139,10 +139,7 @@ def test_sharded_checkpoints_hold_states_of_their_own_shapes(
 
 @pytest.mark.parametrize(
     "tier",
-    [
-        tier if tier in ("all_on_disk", "lock_free") else pytest.param(tier, marks=pytest.mark.in_turn)
-        for tier in ONE_RANK
-    ],
+    [tier if tier in ("all_on_disk", "lock_free") else pytest.param(tier, marks=pytest.mark.slow) for tier in ONE_RANK],
 )
 def test_saves_behind_training_are_of_one_moment(strategy_at: MakeStrategy, tier: str, tmp_path: Path) -> None:
     settings = {"max_staleness": 0} if tier == "lock_free" else {}

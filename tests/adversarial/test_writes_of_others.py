@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, run, trainer
+from kit.judged import ByHand, Judged, MakeStrategy, assert_alike, batches, run, trainer
 from torch import Tensor, nn
 
 from lightning_ptm.errors import UsageError
@@ -231,8 +231,8 @@ def fitted(kind: type[Judged], place: str, strategy_at: MakeStrategy, **settings
         return error
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_writes_count_or_are_refused(kind: type[Judged], place: str, strategy_at: MakeStrategy) -> None:
     ours = fitted(kind, place, strategy_at)

@@ -101,7 +101,9 @@ def staleness(values: dict[str, list[float]]) -> tuple[list[float], list[float]]
     return values["update/staleness_mean"], values["update/staleness_max"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless(
+    "GradNormMonitor", "HyperParameters", "PageMonitor", "StalenessMonitor", "Throughput", "ThroughputMonitor"
+)
 @pytest.mark.parametrize("name", lightning_ptm.callbacks.__all__)
 def test_every_callback_works_from_yaml_without_arguments_in_all_loops(
     strategy_at, board_trainer, model, data, name

@@ -15,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 import yaml
+from kit.fits import quiet_trainer
 from PIL import Image
 
 from lightning_ptm import AngelPTMStrategy
@@ -113,15 +114,9 @@ def test_the_plan_is_the_one_that_runs(tmp_path: Path, settings: dict[str, Any],
     path = config(tmp_path, settings, **trainer)
     _, planned = forecast(path, cpu_file(tmp_path))
     seen = Seen()
-    run = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=AngelPTMStrategy(**settings),
+    run = quiet_trainer(
+        AngelPTMStrategy(**settings),
         max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[seen],
         limit_val_batches=0,
         **{"precision": "bf16-mixed", **trainer},

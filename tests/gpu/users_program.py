@@ -24,6 +24,7 @@ import lightning as L
 import told_cases
 import torch
 from fit_cases import HOMES, SMALL
+from kit.models import Block
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn import functional
@@ -44,15 +45,6 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
-
-
 class Plain(L.LightningModule):
     """Sums of gradients over two batches."""
 
@@ -61,7 +53,7 @@ class Plain(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(WIDTH, activation=functional.gelu, norm=True) for _ in range(3))
         self.losses: list[Tensor] = []
         self.notes: list[Tensor] = []
         self._side: torch.cuda.Stream | None = None

@@ -241,7 +241,6 @@ def test_copy_over_every_link(make_allocator: MakeAllocator, source_tier: Tier, 
     assert torch.equal(read(allocator, source), values)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize(("source_tier", "target_tier"), EVERY_LINK)
 @pytest.mark.parametrize("numel", [5, BLOCK_FLOATS + 3, 2 * FLOATS_PER_PAGE, 2 * FLOATS_PER_PAGE + 1001])
 @pytest.mark.parametrize("aligned", [True, False])

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from devices import on_cuda, on_device
+from kit.devices import on_cuda, on_device
 
 import lightning_ptm.callbacks
 from lightning_ptm.errors import ConfigError

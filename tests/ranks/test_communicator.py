@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import End, run_ranks, watch_ranks
+from kit.ranks.harness import End, run_ranks, watch_ranks
 from torch import Tensor
 
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator, Work

@@ -11,8 +11,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_tensor_models import MODELS, PreciseT5MoE, Run, assert_same_learning, train
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_models import MODELS, PreciseT5MoE, Run, assert_same_learning, train
 from test_tensor_precisions import Outcome, Unbounded, moved
 from torch import Tensor
 

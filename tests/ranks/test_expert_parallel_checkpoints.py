@@ -11,8 +11,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_training import Outcome, Training, loader, make_strategy, make_trainer, outcome_of, tokens
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, outcome_of, tokens
 from test_rank_experts import MoETower, idle_experts
 from torch import Tensor
 
@@ -108,10 +109,10 @@ def test_names_and_states_are_those_of_the_whole_model(first: dict[str, Path]) -
 @pytest.mark.parametrize(
     ("world_size", "size", "tier", "kind"),
     [
-        pytest.param(1, 1, "ram", "sharded", marks=pytest.mark.in_turn),
+        pytest.param(1, 1, "ram", "sharded", marks=pytest.mark.slow),
         pytest.param(2, 1, "ram", "full", marks=pytest.mark.slow),
-        pytest.param(2, 2, "all_on_disk", "full", marks=pytest.mark.in_turn),
-        pytest.param(3, 3, "lock_free", "full", marks=pytest.mark.in_turn),
+        pytest.param(2, 2, "all_on_disk", "full", marks=pytest.mark.slow),
+        pytest.param(3, 3, "lock_free", "full", marks=pytest.mark.slow),
         (4, 2, "masters_on_disk", "sharded"),
         pytest.param(4, 4, "all_on_disk", "full", marks=pytest.mark.slow),
     ],

@@ -6,7 +6,7 @@ import datetime
 
 import pytest
 import torch.distributed as dist
-from rank_harness import run_ranks
+from kit.ranks.harness import run_ranks
 
 from lightning_ptm.comm import Communicators, ProcessGroupCommunicator, SoloCommunicator
 from lightning_ptm.memory.backend import CpuBackend

@@ -15,8 +15,8 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from planned_runs import LIMITS, NEAR, make_trainer, planned
-from rank_harness import run_ranks
+from kit.planned_runs import LIMITS, NEAR, make_trainer, planned
+from kit.ranks.harness import run_ranks
 from torch import Tensor
 
 from lightning_ptm.data import SpanCorruption
@@ -112,7 +112,7 @@ def train(folder: str, data: Mapping[str, Any], runs: Sequence[Run]) -> list[Mea
 
 
 def case(ranks: int, name: str) -> object:
-    marks = () if name in QUICK else pytest.mark.in_turn
+    marks = () if name in QUICK else pytest.mark.slow
     return pytest.param(ranks, name, marks=marks, id=f"{name} on {ranks}")
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import PlainRanks, Training, loader, make_strategy, make_trainer, outcome_of, tokens
 from lightning.pytorch.loggers import CSVLogger
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import Outcome, PlainRanks, Training, loader, make_strategy, make_trainer, outcome_of, tokens
 
 from lightning_ptm.callbacks import (
     GradNormMonitor,

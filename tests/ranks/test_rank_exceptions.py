@@ -12,10 +12,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
 from test_rank_resume import assert_same_states
 from torch import Tensor
 
@@ -113,7 +113,11 @@ def fail(build: Any, kind: str, callback: str, folder: Path, root: Path, *others
     return text, told, time.monotonic() - started
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless(
+    "Forward-full-ModelCheckpoint-ranks were not all cut short",
+    "BetweenSteps-sharded-OnExceptionCheckpoint-ranks were not all cut short",
+    "AllInBackward-full-OnExceptionCheckpoint-some units had been updated",
+)
 @pytest.mark.parametrize(
     ("build", "kind", "callback", "why"),
     [

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import Outcome, Training, fit, loader, make_trainer, outcome_of, tokens
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, fit, loader, make_trainer, outcome_of, tokens
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.terms import Link, Tier

@@ -13,9 +13,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_models import Tower, Uneven
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower, Uneven
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 from test_rank_experts import MoETower
 
 from lightning_ptm import AngelPTMStrategy
@@ -42,7 +42,7 @@ class Case:
     """One run.
 
     Attributes:
-        tier: of rank_training.TIERS.
+        tier: of kit.ranks.training.TIERS.
     """
 
     training: Training
@@ -146,17 +146,14 @@ def every_third(named: dict[str, Case], first: int) -> dict[str, Case]:
     return dict(list(named.items())[first::3])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("whole")
 @pytest.mark.parametrize(
     ("build", "more", "third"),
     [
         pytest.param(OneFrozen, {}, 0, id="whole"),
-        *(pytest.param(OneFrozen, {}, third, id=f"whole, {third}", marks=pytest.mark.in_turn) for third in (1, 2)),
+        *(pytest.param(OneFrozen, {}, third, id=f"whole, {third}", marks=pytest.mark.slow) for third in (1, 2)),
         pytest.param(MoETower, DIVIDED, 1, id="divided"),
-        *(
-            pytest.param(MoETower, DIVIDED, third, id=f"divided, {third}", marks=pytest.mark.in_turn)
-            for third in (0, 2)
-        ),
+        *(pytest.param(MoETower, DIVIDED, third, id=f"divided, {third}", marks=pytest.mark.slow) for third in (0, 2)),
     ],
 )
 def test_two_ranks(build: Callable[[], Tower], more: dict[str, Any], third: int, disk: Path) -> None:

@@ -11,14 +11,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from products import products_of
-from rank_harness import run_ranks
-from rank_models import MomentumTower, Tower
-from rank_training import (
+from kit.outcomes import Outcome
+from kit.products import products_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import MomentumTower, Tower
+from kit.ranks.training import (
     BATCH,
     TIERS,
-    Outcome,
     PlainRanks,
     Training,
     fit,
@@ -29,6 +28,7 @@ from rank_training import (
     plain,
     tokens,
 )
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -61,7 +61,7 @@ def rows_seen(world_size: int, folder: Path, shuffle: bool) -> list[list[int]]:
     return module.seen
 
 
-@pytest.mark.parametrize("shuffle", [True, pytest.param(False, marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("shuffle", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_lightning_gives_each_rank_its_own_rows(shuffle: bool, disk: Path) -> None:
     per_rank = run_ranks(rows_seen, 2, 2, disk, shuffle)
     everything = sorted(range(4 * 2 * BATCH))
@@ -93,8 +93,8 @@ def validation_rows(training: Training, world_size: int) -> DataLoader[Any]:
     return loader(tokens(training, world_size, seed=2), world_size)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("32-true", marks=pytest.mark.in_turn)])
-@pytest.mark.parametrize("tier", [pytest.param("ram", marks=pytest.mark.in_turn), "three_tiers"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("32-true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tier", [pytest.param("ram", marks=pytest.mark.slow), "three_tiers"])
 def test_validation_in_mid_epoch(tier: str, precision: str, disk: Path) -> None:
     training = Training(Tower, precision)
     several = run_ranks(fit_and_validate, 2, training, 2, disk, tier)
@@ -200,7 +200,7 @@ def fit_sharded(
     ("first_tier", "second_tier", "behind"),
     [
         pytest.param("ram", "three_tiers", True, marks=pytest.mark.slow),
-        pytest.param("all_on_disk", "ram", False, marks=pytest.mark.in_turn),
+        pytest.param("all_on_disk", "ram", False, marks=pytest.mark.slow),
         pytest.param("all_on_disk", "ram", True, marks=pytest.mark.slow),
         ("lock_free", "masters_on_disk", True),
     ],
@@ -355,11 +355,11 @@ def fit_with_edits(training: Training, world_size: int, folder: Path, tier: str)
     return outcome_of(module), edit.read
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize(
     "tier",
-    [tier if tier in ("three_tiers", "lock_free") else pytest.param(tier, marks=pytest.mark.in_turn) for tier in TIERS],
+    [tier if tier in ("three_tiers", "lock_free") else pytest.param(tier, marks=pytest.mark.slow) for tier in TIERS],
 )
 def test_weights_edited_by_hand(tier: str, precision: str, disk: Path) -> None:
     training = Training(Tower, precision)

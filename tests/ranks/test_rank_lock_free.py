@@ -15,9 +15,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch.distributed as dist
-from ledger import Adversaries, Auditor, ByTurns, Clipped, Ledger, Overflowing, pages_of_zeros
-from rank_harness import run_ranks
-from rank_training import Training, make_strategy, make_trainer
+from kit.ledger import Adversaries, Auditor, ByTurns, Clipped, Ledger, Overflowing, pages_of_zeros
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import Training, make_strategy, make_trainer
 
 from lightning_ptm import AngelPTMPrecision, UpdateAudit
 from lightning_ptm.memory.disk import FileOps
@@ -150,7 +150,7 @@ def _noting(call: Callable[..., Any], threads: set[str]) -> Callable[..., Any]:
     return noting
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_gradient_is_applied_once_with_what_its_own_step_said(first: int, disk: Path) -> None:
     """Of every second case."""
     names = list(CASES)[first::2]

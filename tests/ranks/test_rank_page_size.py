@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import lightning as L
-from rank_harness import End, run_ranks, watch_ranks
-from rank_models import Tower
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from kit.ranks.harness import End, run_ranks, watch_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 
 
 def pages(training: Training, folder: Path) -> int:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from decisions import Listens, on_paper
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from kit.decisions import Listens, on_paper
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 from test_expert_parallel_edges import LargeExperts
 from test_rank_experts import MoETower
 from torch import Tensor
@@ -74,7 +74,7 @@ def decide(names: list[str], folder: Path) -> list[tuple[list[Task], list[Task]]
     return found
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_decision_by_decision(first: int, disk: Path) -> None:
     """Of every second case."""
     names = list(CASES)[first::2]

@@ -18,9 +18,9 @@ import lightning as L
 import pytest
 import torch
 import torch.utils.serialization
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 from safetensors.torch import save_file
 
 NOBODY = 65534

@@ -13,10 +13,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import TIERS, PlainRanks, Training, loader, make_strategy, make_trainer, outcome_of, tokens
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import TIERS, Outcome, PlainRanks, Training, loader, make_strategy, make_trainer, outcome_of, tokens
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_ptm.sharded import load
@@ -127,10 +128,10 @@ def assert_same_states(ours: Any, theirs: Any, where: str = "") -> None:
 COMPARED = ("state_dict", "optimizer_states", "lr_schedulers", "global_step")
 
 
-@pytest.mark.parametrize("third", [0, *(pytest.param(third, marks=pytest.mark.in_turn) for third in (1, 2))])
+@pytest.mark.parametrize("third", [0, *(pytest.param(third, marks=pytest.mark.slow) for third in (1, 2))])
 @pytest.mark.parametrize(
     ("saves", "loads"),
-    [(2, {3: 1}), *(pytest.param(*each, marks=pytest.mark.in_turn) for each in ((2, {1: 0}), (1, {2: 0})))],
+    [(2, {3: 1}), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, {1: 0}), (1, {2: 0})))],
 )
 def test_another_number_of_ranks_goes_on(
     saves: int, loads: dict[int, int], third: int, disk: Path, tmp_path: Path

@@ -8,10 +8,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
 
 from lightning_ptm import CheckpointError
 from lightning_ptm.checkpoints import file_io
@@ -98,8 +98,8 @@ def with_one_rank_that_cannot_read(world_size: int, folder: Path, kept: Path, ki
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.in_turn), "sharded"])
-@pytest.mark.parametrize("how", ["refused", pytest.param("missing", marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "sharded"])
+@pytest.mark.parametrize("how", ["refused", pytest.param("missing", marks=pytest.mark.slow)])
 def test_what_one_rank_cannot_read_all_pass_over(how: str, kind: str, disk: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     assert run_ranks(with_one_rank_that_cannot_read, 2, 2, disk, kept, kind, how) == [2, 2]

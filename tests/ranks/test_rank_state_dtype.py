@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import module_of, rows, trainer_of, weights_of
+from kit.ranks.training import TIERS, loader, make_strategy, make_trainer, outcome_of, tokens
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rank_harness import run_ranks
-from rank_training import TIERS, Outcome, loader, make_strategy, make_trainer, outcome_of, tokens
-from tensor_blocks import module_of, rows, trainer_of, weights_of
 from test_rank_resume import EPOCH, SavesAgain, assert_same_states
 from test_tensor_checkpoints import BATCH, STEPS, SaveIn
 from torch import Tensor

@@ -9,10 +9,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import PlainRanks, Training, loader, make_strategy, make_trainer, outcome_of, tokens
+from kit.ranks.whole_parameters import WithAdafactor, WithHybrid
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rank_harness import run_ranks
-from rank_training import Outcome, PlainRanks, Training, loader, make_strategy, make_trainer, outcome_of, tokens
-from rank_whole_parameters import WithAdafactor, WithHybrid
 from test_rank_resume import SavesAgain, assert_same_states
 
 from lightning_ptm.sharded import load

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from rank_harness import End, run_ranks, watch_ranks
+from kit.ranks.harness import End, run_ranks, watch_ranks
 from test_communicator import connect
 from test_tensor_row_exchange import PAGE_NUMEL, PARTS, ROWS, RUN, Found, flat_of, paged
 from torch import Tensor

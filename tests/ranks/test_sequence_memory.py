@@ -11,8 +11,9 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import run_ranks
-from rank_tensor_models import Run, batches, build
+from kit.fits import quiet_trainer
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_models import Run, batches, build
 from torch import Tensor
 
 from lightning_ptm import AngelPTMStrategy
@@ -82,7 +83,7 @@ def kept() -> list[dict[tuple[str, float, str], int]]:
     return run_ranks(kept_by_a_rank, 2)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("part", PARTS)
 def test_half_is_kept_of_what_one_rank_keeps(
@@ -158,15 +159,10 @@ def test_of_a_recomputed_block_its_part_of_the_input_is_kept(disk: Path) -> None
 def train(how: Run, disk: Path, watch: L.Callback, **settings: Any) -> None:
     torch.manual_seed(0)
     strategy = AngelPTMStrategy(page_size="64KiB", disk_path=str(disk), tensor_parallel_size=2, **settings)
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        strategy,
         devices=int(os.environ["WORLD_SIZE"]),
-        strategy=strategy,
         max_steps=how.steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         callbacks=[watch],
     )

@@ -8,10 +8,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_tensor_models import GPT2_PLAN, LENGTH, TRANSFORMERS, Run, assert_same_learning, train
-from rank_training import TIERS
-from tensor_blocks import SaveAfterOneEpoch, is_whole, loader, module_of, trainer_of, weights_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import SaveAfterOneEpoch, is_whole, loader, module_of, trainer_of, weights_of
+from kit.ranks.tensor_models import GPT2_PLAN, LENGTH, TRANSFORMERS, Run, assert_same_learning, train
+from kit.ranks.training import TIERS
 from torch import Tensor
 
 from lightning_ptm.terms import Mode
@@ -115,7 +115,7 @@ def go_on(folder: Path, kind: str) -> dict[tuple[bool, bool | None], dict[str, T
     return found
 
 
-@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.in_turn), "sharded"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "sharded"])
 def test_a_run_goes_on_with_it_and_without(kind: str, tmp_path: Path) -> None:
     for found in run_ranks(go_on, 2, tmp_path, kind):
         whole = found[False, None]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import run_ranks
+from kit.ranks.harness import run_ranks
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -88,7 +88,7 @@ def of_ranks() -> list[dict[tuple[str, bool], tuple[int, int]]]:
     return run_ranks(measured, 2)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "parts of the sequence"])
 @pytest.mark.parametrize("name", MODELS)
 def test_as_much_is_sent_as_was_planned(

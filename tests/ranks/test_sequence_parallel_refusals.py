@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from tensor_blocks import PLAN, WIDTH, Block, module_of, trainer_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import PLAN, WIDTH, Block, module_of, trainer_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

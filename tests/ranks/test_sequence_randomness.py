@@ -8,8 +8,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from tensor_blocks import WIDTH, loader, module_of, trainer_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import WIDTH, loader, module_of, trainer_of
 from test_tensor_randomness import Drawn, SaveAfterOneEpoch, all_masks, assert_equal, later, masks_of
 
 STEPS, ROWS = 3, 6

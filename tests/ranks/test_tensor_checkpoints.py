@@ -9,8 +9,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from tensor_blocks import Blocks, is_whole, module_of, rows, trainer_of, weights_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import Blocks, is_whole, module_of, rows, trainer_of, weights_of
 from test_expert_parallel_checkpoints import assert_same_states, read
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_tensor_models import GPT2_PLAN, Run, assert_same_learning, train
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_models import GPT2_PLAN, Run, assert_same_learning, train
 
 RUNS = {
     "t5": Run("t5", 2, 2),
@@ -36,7 +36,7 @@ QUICK = ("experts",)
 
 
 def named(name: str) -> object:
-    marks = () if name in QUICK else pytest.mark.in_turn if name == "t5" else pytest.mark.slow
+    marks = () if name in QUICK else pytest.mark.slow
     return pytest.param(name, id=name, marks=marks)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.ranks.harness import run_ranks
 from lightning.pytorch.demos.boring_classes import BoringModel
-from rank_harness import run_ranks
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from tensor_blocks import Blocks, Noted, SaveAfterOneEpoch, loader, module_of, trainer_of, weights_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import Blocks, Noted, SaveAfterOneEpoch, loader, module_of, trainer_of, weights_of
 from torch import Tensor
 
 STEPS = 3
@@ -115,7 +115,7 @@ def later(masks: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
     return {name: each[STEPS:] for name, each in masks.items()}
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [pytest.param(2, "full", marks=pytest.mark.in_turn), (4, "sharded")])
+@pytest.mark.parametrize(("ranks", "kind"), [pytest.param(2, "full", marks=pytest.mark.slow), (4, "sharded")])
 def test_a_run_that_goes_on_draws_what_it_would_have_drawn(ranks: int, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "saved.ckpt"
     whole = run_ranks(saved, ranks, ranks, 2, kind, path, 0.5)
@@ -125,7 +125,7 @@ def test_a_run_that_goes_on_draws_what_it_would_have_drawn(ranks: int, kind: str
         assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_another_tensor_size_goes_on_with_the_numbers_of_the_same_batches(
     before: int, after: int, tmp_path: Path
 ) -> None:

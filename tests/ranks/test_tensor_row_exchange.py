@@ -17,8 +17,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import End, run_ranks, watch_ranks
-from tensor_blocks import WIDTH, rows, trainer_of
+from kit.ranks.harness import End, run_ranks, watch_ranks
+from kit.ranks.tensor_blocks import WIDTH, rows, trainer_of
 from test_communicator import connect
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -150,7 +150,7 @@ def test_what_lies_in_ram_is_exchanged_in_fewer_pieces_than_it_has_pages(tmp_pat
     assert run_ranks(count, 2, tmp_path / "x", {}) == [3, 3]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_of_the_group_that_cannot_write_is_an_error_on_both_and_the_next_save_is_whole(

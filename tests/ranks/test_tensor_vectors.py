@@ -11,9 +11,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import WIDTH, Blocks, loader, trainer_of, weights_of
 from safetensors.torch import load_file
-from tensor_blocks import WIDTH, Blocks, loader, trainer_of, weights_of
 from torch import Tensor, nn
 
 from lightning_ptm.errors import CapacityError
@@ -29,7 +29,7 @@ QUICK = ("in RAM",)
 
 
 def later(settings: str) -> Any:
-    return pytest.param(settings, marks=pytest.mark.in_turn)
+    return pytest.param(settings, marks=pytest.mark.slow)
 
 
 class Normed(nn.Module):
@@ -215,7 +215,7 @@ class Saves(L.Callback):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", [each if each in QUICK else later(each) for each in SETTINGS])
 def test_vectors_are_those_of_one_rank(settings: str, half: int, disk: Path) -> None:
     # Elsewhere one rank may not read a block's parameters while nothing computes with it.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import End, run_ranks, watch_ranks
+from kit.ranks.harness import End, run_ranks, watch_ranks
 from torch import Tensor, nn
 
 from lightning_ptm.comm import Agreement, ProcessGroupCommunicator

@@ -9,9 +9,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import BATCH, Outcome, Training, loader, make_strategy, make_trainer, outcome_of, plain, tokens
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import BATCH, Training, loader, make_strategy, make_trainer, outcome_of, plain, tokens
 from test_rank_experts import MoETower
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -100,7 +101,7 @@ def evaluate(
 @pytest.mark.parametrize(
     ("build", "batches", "tier", "reads"),
     [
-        pytest.param(Logs, (3, 1), "all_on_disk", False, marks=pytest.mark.in_turn),
+        pytest.param(Logs, (3, 1), "all_on_disk", False, marks=pytest.mark.slow),
         (Logs, (1, 3), "lock_free", True),
         (Tower, (0, 2), "three_tiers", False),
     ],
@@ -208,7 +209,7 @@ def train(folder: Path, batches: tuple[int, ...], options: dict[str, Any], valid
         pytest.param(
             (3, 1),
             ("goes on to another training batch", "has ended its training epoch"),
-            marks=pytest.mark.in_turn,
+            marks=pytest.mark.slow,
         ),
         ((1, 3), ("has ended its training epoch", "goes on to another training batch")),
         ((0, 2), ("has ended its training epoch", "begins a training step")),

@@ -19,10 +19,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, sharded, small_files
+from kit.checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, sharded, small_files
+from kit.outcomes import Outcome
+from kit.plain_loop import make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.tuner import Tuner
-from plain_loop import Outcome, make_trainer
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.checkpoints import saving
@@ -119,8 +120,7 @@ def test_who_loads_a_checkpoint_that_is_in_progress_waits_for_it(
     assert list((tmp_path / "root").iterdir()) == []
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("masters_on_disk-bf16-true")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "64-true"])
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk", "all_on_disk"])
 def test_in_other_precisions(strategy_at, tier: str, precision: str, tmp_path: Path, tmp_path_factory) -> None:
@@ -132,7 +132,7 @@ def test_in_other_precisions(strategy_at, tier: str, precision: str, tmp_path: P
         assert same(load(tmp_path / "it" / name), load(expected / name)), name
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow_unless("lock_free")
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk", "lock_free"])
 def test_updates_wait_when_there_is_no_room_for_copies(
     strategy_at, tier: str, expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -196,7 +196,7 @@ def test_an_earlier_one_is_removed_when_its_successor_is_in_place(strategy_at, t
     assert [entry.name for entry in folder.iterdir()] == ["step=8.ckpt"]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_failure_stops_the_run_and_leaves_the_earlier_one(
@@ -255,7 +255,7 @@ def test_a_run_may_go_on_after_a_failure(strategy_at, settings: dict[str, Any], 
     assert [entry.name for entry in folder.iterdir()] == ["step=8.ckpt"]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow_unless("{'async_save': False}")
 @pytest.mark.parametrize(
     "settings", [{"async_save": True}, {"async_save": False}, {"state_dict_type": "full"}], ids=str
 )

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from plain_loop import make_trainer, tokens
+from kit.plain_loop import make_trainer, tokens
 from test_lock_free import built
 
 from lightning_ptm import CapacityError, ConfigError

@@ -15,8 +15,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from plain_loop import PlainLoop, TrainModule, make_trainer, tokens
-from tiny_models import Block, ScheduledStack, Stack
+from kit.fits import quiet_trainer
+from kit.plain_loop import PlainLoop, TrainModule, make_trainer, tokens
+from kit.stacks import Block, ScheduledStack, Stack
 from torch import Tensor, nn
 
 from lightning_ptm import (
@@ -200,7 +201,7 @@ UPDATES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("kind", UPDATES)
 def test_a_warm_up_is_the_synchronous_run_and_what_comes_after_is_not(strategy_at, where, kind) -> None:
@@ -405,17 +406,8 @@ class Overflows(ScheduledStack):
 def test_steps_that_are_not_taken_are_counted_as_skipped(strategy_at) -> None:
     watch = Watch()
     plugin = AngelPTMPrecision("16-mixed", LossScale(init_scale=8.0))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy_at("lock_free", max_staleness=2),
-        plugins=[plugin],
-        callbacks=[watch],
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
+        strategy_at("lock_free", max_staleness=2), plugins=[plugin], callbacks=[watch], max_epochs=1
     )
     trainer.fit(built(Overflows), BATCHES.loader())
     audits = watch.seen[-1][1]
@@ -478,7 +470,7 @@ class TwoOptimizers(ScheduledStack):
             optimizer.step()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("staleness", [0, 3])
 @pytest.mark.parametrize("where", WHERE)
 def test_several_optimizers_and_frozen_parameters(strategy_at, where, staleness) -> None:
@@ -490,8 +482,8 @@ def test_several_optimizers_and_frozen_parameters(strategy_at, where, staleness)
     assert all(same) if staleness == 0 else all(torch.isfinite(loss) for loss in module.losses)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("steps", [1, 7, pytest.param(8, marks=pytest.mark.in_turn)])
+@pytest.mark.slow_unless("7")
+@pytest.mark.parametrize("steps", [1, 7, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_batch_of_several_steps_in_which_a_warm_up_ends_is_synchronous_to_its_end(strategy_at, steps) -> None:
     """The first batch of a run too, of which nobody knows how many steps it will take."""
     ours = run(strategy_at("lock_free", max_staleness=3, staleness_warmup=steps), built(TwoOptimizers))
@@ -552,9 +544,9 @@ OFTEN = ("Adagrad", "NAdam", "RMSprop", "plain SGD")
 """AdamW is what others train with."""
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("NAdam", "RMSprop")
 @pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.in_turn) for name in OPTIMIZERS]
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
 )
 def test_every_optimizer(strategy_at, name) -> None:
     class WithIt(Stack):
@@ -655,8 +647,8 @@ def test_weights_cannot_be_gathered_over_a_graph_that_needs_older_ones(strategy_
     timer.join()
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("precision", ["bf16-true", pytest.param("32-true", marks=pytest.mark.in_turn), "bf16-mixed"])
+@pytest.mark.slow_unless("bf16-true")
+@pytest.mark.parametrize("precision", ["bf16-true", pytest.param("32-true", marks=pytest.mark.slow), "bf16-mixed"])
 def test_weights_come_back_in_the_dtype_of_a_synchronous_run(strategy_at, precision) -> None:
     ours = run(strategy_at("lock_free"), built(), precision=precision)
     theirs = run(strategy_at("masters_on_disk"), built(), precision=precision)
@@ -744,7 +736,7 @@ class Valley(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.9, dampening=0.9)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("forecast", [True, False])
 def test_a_forecast_makes_up_for_staleness(strategy_at, where, forecast) -> None:

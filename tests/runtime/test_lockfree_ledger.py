@@ -10,8 +10,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from ledger import Adversaries, Auditor, ByTurns, Clipped, Ledger, Overflowing, pages_of_zeros
-from plain_loop import TrainModule, make_trainer, tokens
+from kit.ledger import Adversaries, Auditor, ByTurns, Clipped, Ledger, Overflowing, pages_of_zeros
+from kit.plain_loop import TrainModule, make_trainer, tokens
 from test_lock_free import Gate
 from torch import Tensor, nn
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain_loop import PlainLoop, TrainModule, make_trainer, tokens
+from kit.plain_loop import PlainLoop, TrainModule, make_trainer, tokens
+from kit.stacks import WIDTH, Block, ScheduledStack, Stack
 from test_lock_free import WHERE, Gate, Watch, assert_all_applied, built, run
-from tiny_models import WIDTH, Block, ScheduledStack, Stack
 from torch import nn
 
 from lightning_ptm import PageIOError
@@ -374,15 +374,15 @@ class Alternating(Stack):
         return super().middle(x, index)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("4-settings0-options0")
 @pytest.mark.parametrize(
     ("bound", "settings", "options"),
     [
         (4, {}, {}),
-        pytest.param(16, {}, {}, marks=pytest.mark.in_turn),
+        pytest.param(16, {}, {}, marks=pytest.mark.slow),
         (16, {"device_memory": "auto"}, {}),  # gradients in `.grad`
-        pytest.param(4, {}, {"gradient_clip_val": 1.0}, marks=pytest.mark.in_turn),
-        pytest.param(4, {}, {"accumulate_grad_batches": 2}, marks=pytest.mark.in_turn),
+        pytest.param(4, {}, {"gradient_clip_val": 1.0}, marks=pytest.mark.slow),
+        pytest.param(4, {}, {"accumulate_grad_batches": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_that_cannot_be_added_never_take_all_pages(

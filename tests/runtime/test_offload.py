@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.plain_loop import PlainLoop, fit, make_trainer, tokens
+from kit.stacks import WIDTH, Block, ScheduledStack, Stack
 from other_stream import OtherStream
-from plain_loop import PlainLoop, fit, make_trainer, tokens
-from tiny_models import WIDTH, Block, ScheduledStack, Stack
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy, ConfigError, UsageError
@@ -163,7 +163,7 @@ def test_numbers_are_those_of_a_plain_loop(anywhere: None, strategy_at: Any, tie
     assert len(SENT) == len(BATCHES) and SENT[0] > 4 * 2 * HIDDEN and [SENT[0] * (n + 1) for n in range(5)] == SENT
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("recompute", ["all", "every 2nd"])
 @pytest.mark.parametrize("where", ["ram", "three_tiers"])
 def test_what_units_are_recomputed_from_goes_too(anywhere: None, strategy_at: Any, where: str, recompute: str) -> None:
@@ -209,7 +209,7 @@ class TwoPasses(Stack):
         return loss * (1 + gradient.detach().float().abs().sum())
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("build", [Nested, Twice, TwoPasses])
 @pytest.mark.parametrize("where", ["ram", "three_tiers"])
 def test_shapes_of_modules_and_passes(anywhere: None, strategy_at: Any, where: str, build: Any) -> None:

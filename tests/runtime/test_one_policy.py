@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from plain_loop import make_trainer, tokens
-from policy_log import INSTANT, SLOW, Disk, Entry, Log, between, planned
-from tiny_models import Stack
+from kit.plain_loop import make_trainer, tokens
+from kit.policy_log import INSTANT, SLOW, Disk, Entry, Log, between, planned
+from kit.stacks import Stack
 
 from lightning_ptm.planning.chunks import ChunkEvent, Chunks
 
@@ -36,8 +36,12 @@ NARROW = {**LITTLE, "host_memory": "2944KiB"}
 """Of RAM, so that compute waits for updates where the gradients of more than two units do."""
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "in the backward-ram-settings0-False",
+    "in the backward-masters_on_disk-settings5-True",
+    "in the backward-all_on_disk-settings6-False",
+    "at the step-masters_on_disk-settings4-True",
+)
 @pytest.mark.parametrize(
     ("where", "settings", "slow"),
     [

@@ -10,8 +10,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from plain_loop import fit, tokens
-from tiny_models import Stack
+from kit.plain_loop import fit, tokens
+from kit.stacks import Stack
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.config import DEFAULT_PAGE_BYTES

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from decided_by_hand import PAGE
-from plain_loop import TrainModule, make_trainer, vectors
+from kit.plain_loop import TrainModule, make_trainer, vectors
 from torch import nn
 from values_by_hand import MIXED, PLACES, Odd, assert_equal, copies, ids, run_of, values_of
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_runs import BATCHES, Full, fit, sharded
+from kit.checkpoint_runs import BATCHES, Full, fit, sharded
+from kit.plain_loop import make_trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from plain_loop import make_trainer
 from safetensors.torch import save_file
 
 from lightning_ptm import progress

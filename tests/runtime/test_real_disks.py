@@ -1,5 +1,5 @@
-"""Disks that are full, break down or are of another kind, as the system itself has them (`real_disks.py`): a run works, or
-ends with one sentence; the last checkpoint is whole, and nothing is left behind."""
+"""Disks that are full, break down or are of another kind, as the system itself has them (`kit/real_disks.py`): a run works,
+or ends with one sentence; the last checkpoint is whole, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import BATCHES, names_in, same
-from plain_loop import make_trainer
-from real_disks import break_down, fill, mounted
-from tiny_models import ScheduledStack
+from kit.checkpoint_runs import BATCHES, names_in, same
+from kit.plain_loop import make_trainer
+from kit.real_disks import break_down, fill, mounted
+from kit.stacks import ScheduledStack
 
 from lightning_ptm import AngelPTMStrategy, CheckpointError, PageIOError
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
@@ -65,8 +65,8 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("kind", ["ext4", "tmpfs", pytest.param("overlay", marks=pytest.mark.in_turn)])
+@pytest.mark.slow_unless("ext4")
+@pytest.mark.parametrize("kind", ["ext4", "tmpfs", pytest.param("overlay", marks=pytest.mark.slow)])
 def test_kinds_of_file_systems_work(kind: str, tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", kind, SIZE) as disk:
         before = SavesAfterSteps(disk / "kept", lambda: None)
@@ -99,8 +99,7 @@ def expected(tmp_path: Path) -> Path:
     return tmp_path / "expected"
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("full-True", "sharded-True")
 @pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize("kind", ["full", "sharded", "async", "lock-free"])
 def test_a_save_finds_the_disk_full_that_has_the_pages(
@@ -122,8 +121,8 @@ def test_a_save_finds_the_disk_full_that_has_the_pages(
         assert sorted(path.name for path in disk.iterdir() if path.name != "lost+found") == ["kept"]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("kind", [pytest.param("sharded", marks=pytest.mark.in_turn), "async", "lock-free"])
+@pytest.mark.slow_unless("async")
+@pytest.mark.parametrize("kind", [pytest.param("sharded", marks=pytest.mark.slow), "async", "lock-free"])
 def test_the_disk_of_the_pages_breaks_down(kind: str, expected: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     with mounted(tmp_path / "disk", "ext4", SIZE) as disk:
@@ -134,7 +133,7 @@ def test_the_disk_of_the_pages_breaks_down(kind: str, expected: Path, tmp_path: 
     check_kept(kept, expected)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("async", "lock-free")
 @pytest.mark.parametrize("kind", list(SAVES))
 def test_the_disk_of_the_checkpoints_breaks_down(kind: str, tmp_path: Path) -> None:
     pages = tmp_path / "pages"

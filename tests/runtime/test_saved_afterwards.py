@@ -12,8 +12,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, sharded
-from plain_loop import Outcome, make_trainer
+from kit.checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, sharded
+from kit.outcomes import Outcome
+from kit.plain_loop import make_trainer
 from torch import Tensor, nn
 
 from lightning_ptm.checkpoints import restore
@@ -46,8 +47,7 @@ class SavesAtTheEnd(L.Callback):
 IN_RAM = {"ram": {}, "masters_on_host": {"device_memory": "2MiB", "host_memory": "64MiB", "offload_optimizer": "host"}}
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("full-ram")
 @pytest.mark.parametrize("settings", IN_RAM.values(), ids=IN_RAM)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_it_is_what_the_run_would_have_saved(strategy_at, kind: str, settings: dict[str, Any], tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ import lightning as L
 import numpy
 import pytest
 import torch
+from kit.plain_loop import TrainModule, make_trainer, vectors
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_loop import TrainModule, make_trainer, vectors
 from torch import Tensor, nn
 
 from lightning_ptm.memory.disk import FileOps
@@ -274,7 +274,7 @@ LEAKS = {
 
 
 @pytest.mark.parametrize(
-    "what", [what if what == "objects" else pytest.param(what, marks=pytest.mark.in_turn) for what in LEAKS]
+    "what", [what if what == "objects" else pytest.param(what, marks=pytest.mark.slow) for what in LEAKS]
 )
 def test_what_grows_is_found(strategy_at: Any, what: str, tmp_path: Path) -> None:
     kept: list[Any] = []

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import HALF, Full, fit, same, sharded
-from plain_loop import Outcome, make_trainer, tokens
-from tiny_models import ScheduledStack
+from kit.checkpoint_runs import HALF, Full, fit, same, sharded
+from kit.outcomes import Outcome
+from kit.plain_loop import make_trainer, tokens
+from kit.stacks import ScheduledStack
 
 import lightning_ptm
 from lightning_ptm import AngelPTMStrategy
@@ -38,8 +39,7 @@ def in_ram() -> dict[str, Outcome]:
     }
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("masters_on_disk-int8", "all_on_disk-bf16", "lock_free-bf16", "tight_recomputed-int8")
 @pytest.mark.parametrize("word", WORDS)
 def test_where_states_live_changes_no_bit(strategy_at, tier: str, word: str, in_ram: dict[str, Outcome]) -> None:
     trained(strategy_at(tier, optimizer_state_dtype=word))[0].assert_equal(in_ram[word])
@@ -52,8 +52,7 @@ def test_rounded_states_train_almost_as_exact_ones(word: str, in_ram: dict[str, 
     assert abs(float(rounded[-1]) / float(exact[-1]) - 1) < 0.01
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("ram-sharded-bf16")
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk"])
@@ -186,6 +185,7 @@ def test_what_an_element_takes_in_pages(strategy_at) -> None:
     assert masters / 2 <= states <= masters / 2 * 1.26  # of 64 KiB pages a chunk's scales take a block
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "lock_free_three_tiers", "tight")
 @pytest.mark.parametrize("word", [pytest.param("bf16", marks=pytest.mark.slow), "int8"])
 def test_updates_take_the_buffers_that_the_plan_has(strategy_at, tier: str, word: str) -> None:
     strategy = strategy_at(tier, optimizer_state_dtype=word)

@@ -12,10 +12,10 @@ import lightning as L
 import pytest
 import torch
 from jsonargparse import ArgumentParser
+from kit.plain_loop import PlainLoop, TrainModule, fit, make_trainer, outcome_of, tokens
+from kit.stacks import VOCABULARY, WIDTH, Block
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_loop import PlainLoop, TrainModule, fit, make_trainer, outcome_of, tokens
 from safetensors.torch import save_file
-from tiny_models import VOCABULARY, WIDTH, Block
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -116,13 +116,15 @@ class Loaded(TunedEagerly):
 # -- the same training ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "masters_on_disk-Tuned", "all_on_disk-TunedEagerly", "lock_free-TunedEagerly", "tight_recomputed-Tuned"
+)
 @pytest.mark.parametrize("build", [Tuned, TunedEagerly])
 def test_training_from_a_file(strategy_at, tier: str, build: type[Tuned], file: Path) -> None:
     fit(build, BATCHES, strategy_at(tier, weights=file)).assert_equal(PlainLoop(Loaded).run(BATCHES))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
 def test_files_of_other_dtypes(strategy_at, precision: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -420,7 +422,7 @@ class Initialised(Looking):
             module.order.copy_(torch.arange(64))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("ram-meta", "three_tiers-cpu", "lock_free_three_tiers-cpu", "tight-meta")
 @pytest.mark.parametrize("where", ["meta", "cpu"])
 def test_what_is_missing_is_initialised(strategy_at, tier: str, where: str, tmp_path: Path) -> None:
     lacking = values()

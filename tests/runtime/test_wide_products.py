@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import PlainLoop, TrainModule, fit, make_trainer, tokens
-from tiny_models import ScheduledStack, Stack
+from kit.plain_loop import PlainLoop, TrainModule, fit, make_trainer, tokens
+from kit.stacks import ScheduledStack, Stack
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -22,7 +22,16 @@ def wide() -> bool:
     return any(isinstance(mode, WideMatmuls) for mode in _get_current_dispatch_mode_stack())
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "ram-bf16-mixed",
+    "masters_on_disk-bf16-true",
+    "all_on_disk-bf16-mixed",
+    "three_tiers-bf16-mixed",
+    "lock_free-bf16-true",
+    "lock_free_three_tiers-bf16-true",
+    "tight-bf16-mixed",
+    "tight_recomputed-bf16-true",
+)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_bits_are_those_of_the_plain_loop_in_every_tier(strategy_at, tier, precision) -> None:
     ours = fit(ScheduledStack, BATCHES, strategy_at(tier, matmul_precision="fp32"), precision)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -48,17 +49,7 @@ def fit(strategy: Strategy, plugin: Any, resume: Path | None = None, max_epochs:
     """Six steps an epoch."""
     torch.manual_seed(0)
     model = Regression()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        plugins=[plugin],
-        max_epochs=max_epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(strategy, plugins=[plugin], max_epochs=max_epochs)
     data = torch.randn(24, 96, generator=torch.Generator().manual_seed(1))
     rows = DataLoader(TensorDataset(data), batch_size=4)
     trainer.fit(model, rows, ckpt_path=None if resume is None else str(resume))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import HERE, on_device
+from kit.devices import HERE, on_device
 from paged_training import (
     GROUPS,
     PAGE_SIZE,

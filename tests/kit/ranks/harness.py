@@ -1,8 +1,8 @@
 """Runs a function on several ranks, each a process of its own, and brings back what each returned, or why it did not.
 
 Ranks get the environment that torchrun gives, so Lightning launches nothing itself. They are forked from a server that
-has done what `rank_server` does and nothing else, so that a rank starts in a fraction of a second. Processes whose function
-has returned, and has left nothing behind, wait for the next function of the same file of tests (rank_process.py): what a
+has done what `server.py` does and nothing else, so that a rank starts in a fraction of a second. Processes whose function
+has returned, and has left nothing behind, wait for the next function of the same file of tests (process.py): what a
 process does the first time, it need not do in each test.
 
 I1: `watch_ranks` returns within its limit (counted from when all ranks have been started), and of the processes that it
@@ -28,10 +28,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from rank_process import Answer, End, Job, serve
+from kit.ranks.process import Answer, End, Job, serve
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["rank_server"])
+_PROCESSES.set_forkserver_preload(["kit.ranks.server"])
 _GRACE_S = 10.0
 """For a rank that was told to end, until it is killed."""
 
@@ -185,7 +185,7 @@ def watch_ranks(
 def _start_server() -> None:
     """Unless it runs. It imports with the path of a new interpreter, and says nothing of what it does not find."""
     before = os.environ.get("PYTHONPATH")
-    ours = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    ours = [str(Path(__file__).parents[2])]
     os.environ["PYTHONPATH"] = os.pathsep.join([*ours, before] if before else ours)
     try:
         forkserver.ensure_running()

@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import yaml
 
+from kit.fits import quiet_trainer
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.commands.plan import forecast
@@ -51,16 +52,11 @@ class Rounds:
 
 def make_trainer(settings: Mapping[str, Any], steps: int, watch: L.Callback, ranks: int, **options: Any) -> L.Trainer:
     """Of `steps` steps with the strategy of these settings, without anything to log or to save."""
-    return L.Trainer(
-        accelerator="cpu",
+    return quiet_trainer(
+        AngelPTMStrategy(**settings),
         devices=ranks,
         precision="bf16-mixed",
-        strategy=AngelPTMStrategy(**settings),
         max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[watch],
         limit_val_batches=0,
         **options,

@@ -14,9 +14,10 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
-from rank_models import Tower
-from rank_training import TIMEOUT_S, Training, loader, make_strategy, make_trainer, tokens
 from torch import Tensor
+
+from kit.ranks.models import Tower
+from kit.ranks.training import TIMEOUT_S, Training, loader, make_strategy, make_trainer, tokens
 
 
 class Judge(DDPStrategy):
@@ -141,7 +142,7 @@ def endings(cases: Sequence[Case], world_size: int, folder: str) -> list[str]:
 
 def run_cases(cases: Sequence[Case], world_size: int, folder: Path) -> None:
     """In one start of ranks."""
-    from rank_harness import run_ranks
+    from kit.ranks.harness import run_ranks
 
     for rank, found in enumerate(run_ranks(all_differences, world_size, cases, world_size, str(folder), limit_s=240.0)):
         for case, difference in zip(cases, found, strict=False):

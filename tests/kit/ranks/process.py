@@ -34,7 +34,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 _WATCHED = ("torch.distributed", "lightning_ptm", "callbacks")
 """Modules whose functions and classes, and those of these classes, are compared: by how their names begin."""
 _KINDS = (type, types.FunctionType, types.BuiltinFunctionType, property, classmethod, staticmethod)
-_TESTS = str(Path(__file__).parents[1])
+_TESTS = str(Path(__file__).parents[2])
 """These, too, are modules from this folder."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP, signal.SIGALRM)
 _ABOUT_TO_END_S = 1.0

@@ -16,11 +16,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from products import products_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from kit.fits import quiet_trainer
+from kit.outcomes import Outcome
+from kit.products import products_of
 from lightning_ptm import AngelPTMStrategy
 
 DTYPES = {
@@ -63,23 +65,6 @@ class TrainModule(L.LightningModule):
         if schedule is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a training leaves: the loss of every micro-batch, and weights and buffers by name."""
-
-    losses: list[Tensor]
-    weights: dict[str, Tensor]
-
-    def assert_equal(self, other: Outcome) -> None:
-        assert len(self.losses) == len(other.losses)
-        assert all(torch.isfinite(loss) for loss in self.losses), self.losses
-        for index, (ours, theirs) in enumerate(zip(self.losses, other.losses, strict=True)):
-            assert torch.equal(ours, theirs), f"losses differ from step {index} on: {self.losses} {other.losses}"
-        assert self.weights.keys() == other.weights.keys()
-        differing = [name for name in self.weights if not torch.equal(self.weights[name], other.weights[name])]
-        assert not differing, f"weights differ: {differing}"
 
 
 def _only(items: list[Any]) -> Any:
@@ -339,15 +324,7 @@ def _summon(module: Any, plain: list[PlainOptimizer]) -> None:
 
 def make_trainer(strategy: AngelPTMStrategy, precision: str = "bf16-mixed", **options: Any) -> L.Trainer:
     """A quiet Trainer on one CPU rank."""
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "max_epochs": 1,
-    }
-    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, precision=precision, **{**quiet, **options})  # type: ignore[arg-type]
+    return quiet_trainer(strategy, precision=precision, **{"num_sanity_val_steps": 0, "max_epochs": 1, **options})
 
 
 def outcome_of(module: TrainModule) -> Outcome:

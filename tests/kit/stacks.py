@@ -9,26 +9,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from plain_loop import TrainModule
 from torch import Tensor, nn
 from torch.nn import functional
+
+from kit import models
+from kit.plain_loop import TrainModule
 
 VOCABULARY = 97
 WIDTH = 64
 
 
-class Block(nn.Module):
-    """Pre-norm residual MLP."""
+class Block(models.Block):
+    """Pre-norm residual MLP, four times as wide inside."""
 
     def __init__(self, width: int = WIDTH, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(functional.gelu(self.up(self.norm(x)))))
+        super().__init__(width, 4 * width, functional.gelu, norm=True, dropout=dropout)
 
 
 class Stack(TrainModule):

@@ -17,12 +17,13 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback, EarlyStopping, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
-from rank_tensor_models import BATCH, LENGTH, VOCABULARY, Held, PreciseGPT
-from rank_training import TIERS
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from kit.fits import quiet_trainer
+from kit.ranks.tensor_models import BATCH, LENGTH, VOCABULARY, Held, PreciseGPT
+from kit.ranks.training import TIERS
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.callbacks import GradNormMonitor, MemoryTimeline, PageMonitor, ThroughputMonitor
 from lightning_ptm.cli import main
@@ -59,19 +60,13 @@ class Place:
             **{**TIERS[self.tier], **dict(settings)},
         )
         quiet: dict[str, Any] = {
-            "accelerator": "cpu",
             "devices": self.tensor,
             "precision": "64-true",
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
             "num_sanity_val_steps": 0,
             "max_epochs": 1,
             "log_every_n_steps": 1,
-            "strategy": strategy,
         }
-        return L.Trainer(**{**quiet, **options})
+        return quiet_trainer(strategy, **{**quiet, **options})
 
 
 Seen = dict[str, Any]

@@ -17,10 +17,11 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from rank_training import TIERS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from kit.fits import quiet_trainer
+from kit.ranks.training import TIERS
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.comm import intra_node
 from lightning_ptm.models import GPT, T5, T5MoE
@@ -310,15 +311,10 @@ def _train(how: Run, disk: Path, *callbacks: L.Callback) -> Outcome:
         **{**TIERS[how.tier], **how.settings},
     )
     watch = Watch(norms=how.norms)
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        strategy,
         devices=how.ranks,
-        strategy=strategy,
-        precision=how.precision,  # type: ignore[arg-type]
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        precision=how.precision,
         use_distributed_sampler=False,  # it would shuffle
         callbacks=[watch, *callbacks, *([] if how.evictions is None else [Evictions(how.evictions)])],
         **{"max_steps": how.steps, **how.trainer},

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from kit import twins
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.checkpoints import restore
 
@@ -80,17 +81,8 @@ class ByHand(Judged):
 
 
 def trainer(strategy: AngelPTMStrategy | None, **options: Any) -> L.Trainer:
-    """A quiet Trainer on one CPU rank; no strategy: Lightning's own for a single device."""
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "max_epochs": 1,
-        "limit_train_batches": 3,
-        "precision": "32-true",
-    }
-    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy or "auto", **(quiet | options))
+    """A quiet Trainer on one CPU rank that trains three batches; no strategy: Lightning's own for a single device."""
+    return twins.trainer(strategy, **{"limit_train_batches": 3, **options})
 
 
 def batches(count: int = 8) -> DataLoader[Any]:

@@ -15,8 +15,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from rank_tensor_models import MODELS, Outcome, PreciseGPT, Run, train
-from rank_training import TIERS
+from kit.ranks.tensor_models import MODELS, Outcome, PreciseGPT, Run, train
+from kit.ranks.training import TIERS
 from torch import Tensor, nn
 
 MICRO_BATCHES = 4

@@ -18,27 +18,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from kit.fits import quiet_trainer
+from kit.models import Linears
+
 WIDTH = 66
 """Of the blocks: more than 4096 elements each, so that each is a unit, and no multiple of a vector's length."""
 
 
-class Twin(L.LightningModule):
+class Twin(Linears):
     """Three linear blocks, each a unit, between two layers of the root; subclasses change what they are about."""
 
     losses: list[Tensor]
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(WIDTH, stem=6, head=3)
         self.losses = []
-        self.stem = nn.Linear(6, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.head(x)  # type: ignore[no-any-return]
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         loss = self(batch[0]).square().mean()
@@ -47,9 +41,6 @@ class Twin(L.LightningModule):
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         self.losses.append(self(batch[0]).sum())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
 def vectors(*shape: int, count: int = 3, **options: Any) -> DataLoader[Any]:
@@ -81,18 +72,7 @@ def quietly() -> Iterator[None]:
 
 def trainer(strategy: Any = None, **options: Any) -> L.Trainer:
     """A quiet Trainer on one CPU; no strategy: the plain one."""
-    chosen = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "strategy": strategy or "auto",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "max_epochs": 1,
-        "precision": "32-true",
-    }
-    return L.Trainer(**{**chosen, **options})
+    return quiet_trainer(strategy or "auto", **{"max_epochs": 1, "precision": "32-true", **options})
 
 
 Build = Callable[[], Any]
@@ -124,7 +104,7 @@ def assert_alike(ours: nn.Module, plain: nn.Module) -> None:
         assert torch.equal(loss, other), f"loss {at}: {loss}, and {other} of a plain Trainer"
 
 
-def twins(build: Build, strategy: Any, batches: DataLoader[Any] | None = None, **options: Any) -> Any:
+def compare(build: Build, strategy: Any, batches: DataLoader[Any] | None = None, **options: Any) -> Any:
     """Trains with both, compares, and returns the strategy's module."""
     ours = trained(build, strategy, batches, **options)
     assert_alike(ours, trained(build, None, batches, **options))

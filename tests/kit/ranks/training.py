@@ -19,12 +19,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from least_memory import LEAST, strategy_with
-from products import products_of
-from rank_models import VOCABULARY, Tower
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from kit.fits import quiet_trainer
+from kit.memory import LEAST, strategy_with
+from kit.outcomes import Outcome
+from kit.products import products_of
+from kit.ranks.models import VOCABULARY, Tower
 from lightning_ptm import AngelPTMStrategy
 
 BATCH = 4
@@ -48,44 +50,15 @@ PLACES = {**TIERS, "tight": {"device_memory": LEAST, "offload_parameters": "disk
 
 
 def tiers_together(*quick: str) -> pytest.MarkDecorator:
-    """Each tier once, some in one start of ranks; those that are not named are quick in their turn alone.
-
-    With `covering`, each of them meets few values of a test's other parameters.
-    """
+    """Each tier once, some in one start of ranks; those that are not named are slow."""
     together = [["ram", "all_on_disk"], ["masters_on_disk", "lock_free"], ["three_tiers", "tight"]]
-    marks = [() if "+".join(tiers) in quick else pytest.mark.in_turn for tiers in together]
+    marks = [() if "+".join(tiers) in quick else pytest.mark.slow for tiers in together]
     cases = [pytest.param(tiers, marks=mark) for tiers, mark in zip(together, marks, strict=True)]
     return pytest.mark.parametrize("tiers", cases, ids=lambda tiers: "+".join(tiers))
 
 
 TIERS_TOGETHER = tiers_together("ram+all_on_disk", "masters_on_disk+lock_free", "three_tiers+tight")
 """All of them are quick."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a training leaves on one rank."""
-
-    losses: list[Tensor]
-    weights: dict[str, Tensor]
-    validation_losses: list[Tensor] = dataclasses.field(default_factory=list)
-
-    def assert_equal(self, other: Outcome) -> None:
-        self._assert_same_losses("losses", self.losses, other.losses)
-        self._assert_same_losses("validation losses", self.validation_losses, other.validation_losses)
-        self.assert_same_weights(other)
-
-    def assert_same_weights(self, other: Outcome) -> None:
-        assert self.weights.keys() == other.weights.keys()
-        differing = [name for name in self.weights if not torch.equal(self.weights[name], other.weights[name])]
-        assert not differing, f"weights differ: {differing}"
-
-    @staticmethod
-    def _assert_same_losses(what: str, ours: list[Tensor], theirs: list[Tensor]) -> None:
-        assert len(ours) == len(theirs)
-        assert all(torch.isfinite(loss) for loss in ours), ours
-        for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            assert torch.equal(one, other), f"{what} differ from step {step} on: {ours} {theirs}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,24 +102,14 @@ def make_strategy(folder: Path | str, tier: str = "ram", **settings: Any) -> Ang
 
 def make_trainer(training: Training, strategy: AngelPTMStrategy, world_size: int, **options: Any) -> L.Trainer:
     """A quiet Trainer."""
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+    chosen: dict[str, Any] = {
         "num_sanity_val_steps": 0,
         "max_epochs": 1,
         "use_distributed_sampler": False,  # it would shuffle
         "accumulate_grad_batches": training.accumulate,
         "gradient_clip_val": training.clip,
     }
-    return L.Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=strategy,
-        precision=training.precision,  # type: ignore[arg-type]
-        **{**quiet, **options},
-    )
+    return quiet_trainer(strategy, devices=world_size, precision=training.precision, **{**chosen, **options})
 
 
 def outcome_of(module: Tower) -> Outcome:

@@ -13,11 +13,12 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_loop import Outcome, TrainModule, make_trainer, tokens
-from tiny_models import ScheduledStack
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from kit.outcomes import Outcome
+from kit.plain_loop import TrainModule, make_trainer, tokens
+from kit.stacks import ScheduledStack
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.storage.writer import SaveOps
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from kit.fits import quiet_trainer
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel
 
@@ -109,19 +110,8 @@ def trainer_of(
         "tensor_parallel_plan": PLAN if tensor > 1 else "auto",
         "timeout": timedelta(seconds=60),
     }
-    options: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": ranks,
-        "precision": "64-true",
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "strategy": strategy(**{**own, **dict(settings)}),
-    }
-    return L.Trainer(**{**options, **given})
+    options: dict[str, Any] = {"devices": ranks, "precision": "64-true", "max_epochs": 1, "num_sanity_val_steps": 0}
+    return quiet_trainer(strategy(**{**own, **dict(settings)}), **{**options, **given})
 
 
 def rows(count: int) -> Tensor:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hybrid_optimizer import Hybrid
-from rank_models import Tower
 from torch import optim
+
+from kit.hybrid_optimizer import Hybrid
+from kit.ranks.models import Tower
 
 
 class Normed(optim.Optimizer):

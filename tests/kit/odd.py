@@ -12,22 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twins import quietly, trainer, vectors
 
+from kit.models import Block
+from kit.twins import quietly, trainer, vectors
 from lightning_ptm.errors import AngelPTMError
 
 WIDTH = 64
-
-
-class Block(nn.Module):
-    """More than 4096 elements, so that it is a unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
 class Odd(nn.Module):
@@ -41,7 +31,7 @@ class Odd(nn.Module):
         self.blocks = nn.ModuleList(self.block() for _ in range(4))
 
     def block(self) -> nn.Module:
-        return Block()
+        return Block(WIDTH, activation=F.gelu, norm=True)
 
     def through(self, x: Tensor) -> Tensor:
         x = self.stem(x)

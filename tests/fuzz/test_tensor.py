@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rank_harness import run_ranks
-from rank_random_runs import Drawn, Ended, draw, on_one, run_all
-from rank_tensor_models import Outcome, assert_same_learning
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_models import Outcome, assert_same_learning
 
-AT_ONCE = 10
+from fuzz.tensor_runs import Drawn, Ended, draw, on_one, run_all
+
+AT_ONCE = 5
 """Runs of one process."""
 
 
@@ -39,15 +40,10 @@ def check_runs(seeds: range, ranks: int, disk: Path) -> None:
         check(seed, each, ended, alone.outcome)
 
 
-@pytest.mark.parametrize("first", [40, pytest.param(45, marks=pytest.mark.in_turn)])
-def test_few_drawn_runs_end_right_or_with_an_error_on_all_ranks(first: int, disk: Path) -> None:
-    check_runs(range(first, first + AT_ONCE // 2), 2, disk)
-
-
-@pytest.mark.slow
+@pytest.mark.seeds(1, 20)
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("first", range(1000, 1000 + 10 * AT_ONCE, AT_ONCE))
-def test_drawn_runs_end_right_or_with_an_error_on_all_ranks(ranks: int, first: int, disk: Path) -> None:
-    """200 in all, at tensor 2 and data 2 x tensor 2."""
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_drawn_runs_end_right_or_with_an_error_on_all_ranks(seed: int, ranks: int, disk: Path) -> None:
+    """At tensor 2 and data 2 x tensor 2."""
+    first = 1000 + AT_ONCE * seed
     check_runs(range(first, first + AT_ONCE), ranks, disk)
