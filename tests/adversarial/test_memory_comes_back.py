@@ -137,7 +137,7 @@ def make(folder: Path, *callbacks: L.Callback, **settings: Any) -> L.Trainer:
     return quiet_trainer(strategy, max_epochs=1, default_root_dir=folder, callbacks=list(callbacks) or None)
 
 
-@pytest.mark.slow_unless("ram", "tiers", "three tiers", "lock-free, three tiers", "lock-free, held")
+@pytest.mark.slow_unless("ram", "tiers", "three tiers", "lock-free, three tiers")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_after_fit(settings: dict[str, Any], tmp_path: Path, mapped: Mapped) -> None:
     open_before = files()

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.products import products_of
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from products import products_of
 from torch import nn
 from torch.utils.data import DataLoader
 

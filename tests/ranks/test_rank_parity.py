@@ -62,7 +62,7 @@ def test_every_tier_is_plain_data_parallelism(
     assert not torch.equal(ours[0].losses[0], ours[1].losses[0])
 
 
-@pytest.mark.slow_unless("recompute-32-true-three_tiers+tight")
+@pytest.mark.slow_unless("32-true-three_tiers+tight")
 @tiers_together("masters_on_disk+lock_free", "three_tiers+tight")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_recomputation_changes_no_bit(precision: str, tiers: list[str], disk: Path) -> None:

@@ -24,8 +24,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from safetensors.torch import save_file
 
-from lightning_ptm import progress
-from lightning_ptm.commands import entries
+from lightning_ptm import cli, progress
 from lightning_ptm.progress import Progress
 from lightning_ptm.storage.writer import SaveOps
 
@@ -185,7 +184,7 @@ def test_export_shows_its_bytes(strategy_at, tmp_path: Path, monkeypatch: pytest
     torch.save({"state_dict": {"a": torch.ones(3 << 20)}}, tmp_path / "full.ckpt")
     monkeypatch.setattr(progress, "Progress", lambda: AT_ONCE)
     with on_terminal() as terminal:
-        entries.export(tmp_path / "full.ckpt", tmp_path / "out")
+        cli.export(tmp_path / "full.ckpt", tmp_path / "out")
     looks = terminal.bars()["export"]
     assert shows_bytes_and_rate(looks) and looks[-1]["total"] == "12.6MB"
 
