@@ -53,6 +53,14 @@ class MemoryLimit:
         limits = [each for each in (_THEIRS.get(os.getpid(), soft), hard) if each != resource.RLIM_INFINITY]
         _set(min([mapped + max(left_bytes, 0), *limits]), hard)
 
+    def left_bytes(self) -> int | None:
+        """How many bytes more this process may map; None: as many as it likes."""
+        mapped = _mapped_bytes()
+        if resource is None or mapped is None or id(self) not in _IN_FORCE:
+            return None
+        soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        return None if soft == resource.RLIM_INFINITY else max(0, soft - mapped)
+
     def lift(self) -> None:
         """There is none any more."""
         if id(self) not in _IN_FORCE:

@@ -283,7 +283,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups cannot be copied; a copy makes its own.
-        groups = ("_arrivals", "_device_mesh", "_tensor_group", "_data_group", "_same_batches")
+        groups = ("_setup_barrier", "_device_mesh", "_tensor_group", "_data_group", "_same_batches")
         return {**super().__getstate__(), **dict.fromkeys(groups)}
 
     def _make_communicator(self, events: Events) -> Communicator:

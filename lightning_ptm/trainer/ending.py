@@ -142,6 +142,8 @@ class EndingStrategy(BuildingStrategy):
         back = restore.decided(engine, wanted=wanted, ranks_here=ranks_here, whole=self._cut is not None)
         if back is not restore.GivenBack.WRITTEN:
             return back, ""
+        if engine.heap is not None:
+            engine.heap.weights_are_written()
         try:
             return back, str(self._write_at_the_end(engine))
         except (CheckpointError, OSError, UsageError) as error:
@@ -262,7 +264,15 @@ class EndingStrategy(BuildingStrategy):
         without: dict[str, Any] = (
             {} if engine.summon.always_readable(self._module) else {"_optimizers": [], "lr_scheduler_configs": []}
         )
-        of_the_run = ("_signals", "_engine", "_communicator", "_interruption", "_watches", "_restored", "_resuming")
+        of_the_run = (
+            "_signals",
+            "_engine",
+            "_communicator",
+            "_interruption",
+            "_lightning_hooks",
+            "_restored",
+            "_resuming",
+        )
         return {
             **state,
             **without,

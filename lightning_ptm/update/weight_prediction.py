@@ -21,7 +21,7 @@ import torch
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.terms import ALIGN_NUMEL
-from lightning_ptm.update.flat_states import FlatStates, StateRun
+from lightning_ptm.update.flat_states import FlatStates, Run
 from lightning_ptm.update.gradient_source import GradientSource, ParameterGradients, Transform
 from lightning_ptm.update.merged_steps import FIRST_MOMENT
 from lightning_ptm.update.shadow import GroupValues
@@ -171,7 +171,7 @@ class WeightPrediction:
 
     def learn(
         self,
-        run: StateRun,
+        run: Run,
         before: torch.Tensor,
         parameter: torch.Tensor,
         slots: Mapping[str, torch.Tensor],
@@ -213,7 +213,7 @@ class WeightPrediction:
         else:
             self._stretches.insert(place, stretch)
 
-    def _keep_curvature(self, run: StateRun, moment: torch.Tensor, scale: float) -> None:
+    def _keep_curvature(self, run: Run, moment: torch.Tensor, scale: float) -> None:
         if not self._owned:
             self._curvature, self._owned = self._curvature.clone(), True
         first = run.start // ALIGN_NUMEL
@@ -321,7 +321,7 @@ def _squares(blocks: torch.Tensor, *, wide: bool) -> torch.Tensor:
     return norms.square_()
 
 
-def _steps(run: StateRun, group: Mapping[str, Any]) -> int:
+def _steps(run: Run, group: Mapping[str, Any]) -> int:
     """Updates of a run's parameters so far."""
     step = group.get("step", 0) if run.scalars is None else run.scalars.values.get("step", group.get("step", 0))
     return int(step)

@@ -85,10 +85,11 @@ def test_it_is_put_anew_and_lifted(limits: dict[str, int]) -> None:
     made = MemoryLimit()
     made.lift()
     assert limits["soft"] == resource.RLIM_INFINITY
+    assert made.left_bytes() is None
     made.put(100 * MIB)
-    assert limits["soft"] == 400 * MIB
+    assert limits["soft"] == 400 * MIB and made.left_bytes() == 100 * MIB
     made.put(50 * MIB)
-    assert limits["soft"] == 350 * MIB
+    assert limits["soft"] == 350 * MIB and made.left_bytes() == 50 * MIB
     made.put(-50 * MIB)  # there is less than is mapped already
     assert limits["soft"] == 300 * MIB
     made.lift()

@@ -89,16 +89,16 @@ def test_what_a_step_inside_of_its_iteration_may_still_be_changing_cannot_be_rea
 
 BUILT = (
     "Updater",
-    "Values",
-    "Lending",
+    "ParameterValues",
+    "LentParameters",
     "update_scheduler",
     "Clipping",
     "Reduction",
     "Planner",
     "Executor",
-    "Backwards",
+    "BackwardActions",
     "Hooks",
-    "Stepping",
+    "StepGradients",
     "SummonFullParams",
     "StateDicts",
 )
