@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from lightning_ptm.errors import ConfigError
@@ -106,7 +106,7 @@ class Candidate:
         held = held_by(self._optimizer)
         if held is None:
             return
-        if _insists_on_closure(self._optimizer):
+        if isinstance(self._optimizer, LBFGS):
             raise ConfigError(
                 f"{self._name}.step needs a closure that evaluates the model again, several times a step; pages are updated "
                 f"long after the forward pass; {_WORKS}"
