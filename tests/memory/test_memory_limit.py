@@ -116,6 +116,21 @@ def test_where_the_system_does_not_tell_there_is_none(limits: dict[str, int], mo
     assert limits["soft"] == resource.RLIM_INFINITY and not made.refused(MemoryError())
 
 
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("could not create a primitive", True),
+        ("could not execute a primitive", True),
+        ("could not create a primitive descriptor for the matmul primitive", False),
+    ],
+)
+def test_what_onednn_says_of_memory(limits: dict[str, int], words: str, refused: bool) -> None:
+    made = MemoryLimit()
+    made.put(100 * MIB)
+    assert made.refused(RuntimeError(words)) is refused
+    made.lift()
+
+
 def test_an_error_that_names_no_bytes() -> None:
     assert wanted_bytes(MemoryError("x")) is None
 
