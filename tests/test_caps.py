@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from capped_fits import OTHER, REFUSED
+from capped_fits import REFUSED
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[1]
@@ -98,7 +98,7 @@ def check(ask: Ask, name: str, caps: tuple[int, ...]) -> None:
         if capped["rc"] == 0:
             assert capped["weights"] == free["weights"]
         else:
-            assert capped["error"].startswith("CapacityError") and OTHER
+            assert capped["error"].startswith("CapacityError")
         fits.append(capped["rc"] == 0)
     assert fits == sorted(fits, reverse=True), f"{name} fits where there is less and not where there is more: {fits}"
     # Caps are from more than it takes to less than it can do with.
@@ -111,9 +111,11 @@ def test_under_a_cap_a_fit_ends_as_without_or_with_a_sentence(ask: Ask, name: st
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CASES)
 def test_under_any_cap_a_fit_ends_as_without_or_with_a_sentence(ask: Ask, name: str) -> None:
-    check(ask, name, (700, 500, 400, 350, 300, 250, 225, 200, 175, 150, 125, 110))
+    less = (80, 50) if name == "small" else ()
+    check(ask, name, (700, 500, 400, 350, 300, 250, 225, 200, 175, 150, 125, 110, *less))
 
 
 # -- whole processes ------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ _REFUSED = (
     "cannot allocate memory",
     "bad_alloc",
     "could not create a memory",
+    "could not create a primitive",
+    "could not execute a primitive",
     "out of memory",
     "start new thread",
 )
@@ -53,6 +55,14 @@ class MemoryLimit:
         limits = [each for each in (_THEIRS.get(os.getpid(), soft), hard) if each != resource.RLIM_INFINITY]
         _set(min([mapped + max(left_bytes, 0), *limits]), hard)
 
+    def left_bytes(self) -> int | None:
+        """How many bytes more this process may map; None: as many as it likes."""
+        mapped = _mapped_bytes()
+        if resource is None or mapped is None or id(self) not in _IN_FORCE:
+            return None
+        soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        return None if soft == resource.RLIM_INFINITY else max(0, soft - mapped)
+
     def lift(self) -> None:
         """There is none any more."""
         if id(self) not in _IN_FORCE:
@@ -66,7 +76,7 @@ class MemoryLimit:
         """Whether an error is that of an allocation which a ceiling has refused."""
         if id(self) not in _IN_FORCE:
             return False
-        text = str(error).lower()
+        text = str(error).lower().replace("primitive descriptor", "")  # there oneDNN lacks a kernel, and no memory
         return isinstance(error, MemoryError) or (
             isinstance(error, (RuntimeError, OSError)) and any(words in text for words in _REFUSED)
         )

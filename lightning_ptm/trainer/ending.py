@@ -118,6 +118,8 @@ class _Ending:
         back = restore.decided(engine, wanted=wanted, ranks_here=ranks_here, whole=self._run.cut is not None)
         if back is not restore.GivenBack.WRITTEN:
             return back, ""
+        if engine.heap is not None:
+            engine.heap.weights_are_written()
         try:
             return back, str(self._write())
         except (CheckpointError, OSError, UsageError) as error:

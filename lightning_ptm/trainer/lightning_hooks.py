@@ -32,6 +32,7 @@ from lightning_ptm.runtime.autograd.recompute import compiled_around, replace
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.machine.machine import node_cores
 from lightning_ptm.runtime.ranks.barriers import Together
+from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
 from lightning_ptm.torch_internals import is_compiled
 from lightning_ptm.trainer.internals import BEFORE_BATCH, LINK, ON_REQUEUE, ON_SIGTERM, SUMMARY, signals_of
 from lightning_ptm.trainer.metric_groups import InGroup, metrics_of
@@ -113,15 +114,20 @@ class LightningHooks:
             known: the run's.
         """
 
-        def before(optimizer: Optimizer, *ignored: Any) -> None:
+        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._engine is None or any(optimizer is each for each in known):
                 return
+            # torch's own classes leave alone what has no gradient. A closure may compute some, and in a backward pass some
+            # have been taken away already.
+            torchs = type(optimizer).__module__.startswith("torch.optim") and not in_backward()
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            only_gradients = torchs and closure is None
             with torch.DisableTorchFunctionSubclass():
                 updated = [
                     parameter
                     for group in optimizer.param_groups
                     for parameter in group["params"]
-                    if parameter.requires_grad or parameter.grad is not None
+                    if parameter.grad is not None or (parameter.requires_grad and not only_gradients)
                 ]
             names = self._engine.lent_parameters.names_of_copies(updated)
             if names:

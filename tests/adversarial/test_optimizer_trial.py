@@ -104,6 +104,10 @@ REFUSED: list[tuple[Callable[[], Optimizer], str]] = [
     (lambda: own.Sharpness(parameters()), "evaluates the model again, at other weights"),
     (lambda: own.Switched(parameters()), r"in its train\(\) and eval\(\)"),
     (lambda: own.Ahead(optim.SGD(parameters(), lr=0.1)), "wraps another optimizer, SGD .*return the SGD"),
+    (
+        lambda: own.OfAList(parameters()),
+        r"reaches parameters by its attribute 'all' .* and not only by its param_groups",
+    ),
     (lambda: own.OfTheModel(nn.Linear(2, 2)), r"attribute 'model' \(Linear\)"),
     (lambda: own.OwnRate(parameters()), "its own learning rate"),
     (lambda: own.KeepsForNobody(parameters()), "'steps' in its state, for no parameter"),

@@ -227,6 +227,17 @@ class Ahead(Optimizer):
         return self.inner.step(closure)
 
 
+class OfAList(torch.optim.SGD):
+    """Keeps a list of the parameters, and wants a closure, as Lightning has one for it."""
+
+    def __init__(self, params: Any) -> None:
+        self.all = list(params)
+        super().__init__(self.all, lr=0.1)
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
 class OfTheModel(ByParameter):
     """Reaches weights by the model."""
 

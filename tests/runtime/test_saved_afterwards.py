@@ -71,7 +71,7 @@ def test_it_is_what_the_run_would_have_saved(strategy_at, kind: str, settings: d
 
 def room_for_weights_alone() -> int:
     """Free RAM as the end of a run sees it: none when states are to be given back."""
-    return 0 if sys._getframe(1).f_code.co_name == restore.optimizer_states.__name__ else 1 << 40
+    return 0 if sys._getframe(2).f_code.co_name == restore.optimizer_states.__name__ else 1 << 40
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])

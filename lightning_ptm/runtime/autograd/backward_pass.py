@@ -121,8 +121,9 @@ class BackwardPass:
                     self._listener.unit_backward_ended(index)
                 case Action.REFUSE:
                     raise UsageError(
-                        f"a gradient arrived for unit {self._names[index] or 'root'} after its backward had ended; the "
-                        f"unit is used in a way that two graphs share it; please report this"
+                        f"a gradient arrived for unit {self._names[index] or 'root'} after its backward had ended, as a "
+                        f"backward pass inside of this one might bring it, and its update may have begun; run that pass "
+                        f"after this one"
                     )
 
     @not_compiled

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _EARLIER = "when it was of an earlier step"
 _CLIPPED = "when it was to be clipped already, which the update does"
+_BEFORE_CLIPPING = ", before clip_gradients is called (in configure_gradient_clipping: before super())"
 
 
 class GradAttribute:
@@ -72,6 +73,8 @@ class GradAttribute:
         """By slot, what `.grad` is as long as the user leaves it alone."""
         self.clipped_later = False
         """Whether the update will clip what is here. Others read it."""
+        self._to_clip: list[tuple[int, int] | None] = []
+        """By slot, object and version of what was in `.grad` then, where it stays there."""
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
@@ -155,7 +158,20 @@ class GradAttribute:
     def clip_later(self) -> None:
         """The update will clip what is here on its way, so `.grad` shows no values until then."""
         self.clipped_later = True
+        self._to_clip = [_version(grad) for grad in self._binding.gradients()] if self._in_place else []
         self.show_anew()
+
+    def check_not_edited(self) -> None:
+        """Before the update clips what is here: a plain step would take as it is what was written behind the clipping.
+
+        Raises:
+            UsageError: something was.
+        """
+        if not self.clipped_later or not self._in_place:
+            return
+        for slot, (grad, then) in enumerate(zip(self._binding.gradients(), self._to_clip, strict=True)):
+            if grad is not None and _version(grad) != then:
+                refuse_gradient(self._names[slot], _CLIPPED, "changed", _BEFORE_CLIPPING)
 
     def resolve(self) -> None:
         """The user may have assigned what another parameter's `.grad` shows: it is a tensor of its own from now on. To be
@@ -238,7 +254,7 @@ class GradAttribute:
                 # What is written in place by way of a view leaves no other trace.
                 if values is not None and not torch.equal(values, self._shard.value(slot, parameter)):
                     if self.clipped_later:
-                        refuse_gradient(self._names[slot], _CLIPPED, "changed")
+                        refuse_gradient(self._names[slot], _CLIPPED, "changed", _BEFORE_CLIPPING)
                     self._shard.write(slot, values)
                 if not stay:
                     parameter.grad = None
@@ -269,7 +285,7 @@ class GradAttribute:
     def _read(self, slot: int) -> Tensor:
         self._check_alone(slot, "was read")
         if self.clipped_later:
-            refuse_gradient(self._names[slot], _CLIPPED)
+            refuse_gradient(self._names[slot], _CLIPPED, then=_BEFORE_CLIPPING)
         # Whoever looks may do so on a stream that the run's never waits for: pages keep the order of the run's.
         with nullcontext() if self._stream is None else self._stream.entered():
             value = self._shard.value(slot, self._binding.parameters[slot])
@@ -314,3 +330,8 @@ class GradAttribute:
                 f"gradient alone; clip with gradient_clip_val or self.clip_gradients, and take the norm from "
                 f"trainer.strategy.gradient_norm(optimizer)"
             )
+
+
+def _version(grad: Tensor | None) -> tuple[int, int] | None:
+    """Which tensor it is, and how often it has changed."""
+    return None if grad is None else (id(grad), grad._version)

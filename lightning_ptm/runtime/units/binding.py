@@ -406,7 +406,8 @@ class FlatBinding:
                 f"a view of {self.layout.slots[held[0]].spec.name} (of its data, detached, transposed or reshaped) is kept "
                 f"beyond the call that has computed with it, and its bytes will be others when the weight's pages are "
                 f"given up; keep a copy (`weight.detach().clone()`), save it with `ctx.save_for_backward` in an autograd "
-                f"function, or take the view where it is used"
+                f"function, or take the view where it is used; an exception that is kept holds the variables of all frames "
+                f"that it came through, until it is dropped or given `with_traceback(None)`"
             )
 
     def lies_at(self, slot: int, storage: torch.UntypedStorage) -> bool:

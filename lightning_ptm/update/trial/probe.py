@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.backend import CpuBackend, backend_of
@@ -194,7 +194,7 @@ class OptimizerUnderTest:
             return
         place, value = reached
         what = type(value).__name__
-        if _insists_on_closure(self._optimizer):
+        if isinstance(self._optimizer, LBFGS):
             raise ConfigError(
                 f"{self._name}.step needs a closure that evaluates the model again, several times a step; pages are updated "
                 f"long after the forward pass; {_WORKS}"
