@@ -72,7 +72,9 @@ def test_the_search_reaches_the_files() -> None:
 def test_a_device_names_its_backend() -> None:
     assert backend_of("cpu") == CpuBackend() == backend_of(torch.device("cpu"))
     assert (CpuBackend().name, CpuBackend().apart, CpuBackend().collectives) == ("cpu", False, "gloo")
-    with pytest.raises(ConfigError, match=r"pages cannot live on meta devices, only on cpu.*; choose one of these"):
+    with pytest.raises(
+        ConfigError, match=r"pages cannot be on meta devices: torch computes on cpu.*; choose one of these"
+    ):
         backend_of("meta")
 
 
@@ -99,7 +101,7 @@ def test_torchs_accelerator_is_a_backend_whatever_its_name(monkeypatch: pytest.M
     assert (second.name, second.apart, second.collectives) == ("xpu", True, "xccl")
     assert backend_here() == AcceleratorBackend(torch.device("xpu"))
     assert backend_here(1) == second
-    with pytest.raises(ConfigError, match="pages cannot live on cuda devices, only on cpu and xpu"):
+    with pytest.raises(ConfigError, match="pages cannot be on cuda devices: torch computes on cpu and xpu"):
         backend_of("cuda")
 
 
