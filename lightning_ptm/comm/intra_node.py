@@ -1,6 +1,6 @@
-"""The ways that ranks of one machine have to each other beside process groups.
+"""Connections between ranks of one machine that bypass process groups: sockets for rounds, shared memory for exchanges.
 
-Owns when there are any, and what ranks say that have come to different exchanges. All ranks find it out together.
+Owns the decision whether they exist, which all ranks take together, and the error of ranks whose exchanges differ.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from lightning_ptm.errors import RankError
 
 
 class IntraNode:
-    """Of the ranks of some lines, with which they end. Collective.
+    """The direct connections between the ranks of some process groups. They are closed with the groups. Collective.
 
     Args:
+        lines: the process groups.
         timeout: after this long without an answer of the others, waiting fails.
-        rounds: they tell each other rows.
-        exchanges: they exchange activations in RAM.
+        rounds: make connections for rows of rounds.
+        exchanges: make connections for activations in RAM.
     """
 
     def __init__(self, lines: ProcessGroups, timeout: datetime.timedelta, *, rounds: bool, exchanges: bool) -> None:
@@ -41,7 +42,7 @@ class IntraNode:
 
     def _gathered(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * len(self._lines.ranks)
-        # Not counted as issued: some parts may need fewer of them than others.
+        # Not counted as issued: some subgroups may need fewer of these collectives than others.
         self._lines.guard(lambda: dist.all_gather_object(values, value, group=self._lines.control))
         return values
 

@@ -1,15 +1,14 @@
-"""The collectives of pages over several ranks: one stripe of a flat at a time (section 3 of the design).
+"""Collectives of pages between several ranks over torch.distributed, one stripe of a flat at a time.
 
-The process groups are `process_groups.py`'s, and what ranks of one machine tell each other without one is
-`intra_node.py`'s. What some
-ranks only share has a communicator of theirs (`ProcessGroupCommunicator.part`): its ranks are counted among themselves, and
-it ends with the one of all.
+The process groups are in process_groups.py, and direct connections between ranks of one machine in intra_node.py. Ranks
+that share only a part of the states have a communicator of their own (`ProcessGroupCommunicator.part`): its ranks are
+numbered among themselves, and it is closed with the communicator of all ranks.
 
-I1: an all-gather of stripe i writes piece r of rank r straight into its place in the full flat; nothing is merged. Shares of
-    different lengths (whole parameters of each rank) go from their owner to all others, and come to it.
-I2: a reduction adds the ranks' pieces in rank order, in fp32 on CPU, and rounds once.
-I3: on a device, torch's own groups keep the order: a collective is behind what the current stream has queued when it is
-    issued, on a stream of its group's, and its handle's `wait` has the stream wait that is the current one then.
+I1: an all-gather of stripe i writes the piece of rank r directly to its position in the full flat; nothing is copied
+    afterwards. Shares of different lengths (whole parameters of each rank) are broadcast by their owners.
+I2: on a CPU, a reduction adds the ranks' pieces in rank order, in fp32, and rounds once.
+I3: on a device, torch's own groups keep the order: a collective runs on a stream of its group, after the work that the
+    current stream has queued when it is issued; `wait` of its handle makes the stream that is current then wait for it.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ from lightning_ptm.planning.layout import FlatLayout
 
 Exchange = Callable[[dist.ProcessGroup, bool], tuple[Tensor, Any]]
 NearExchange = Callable[[ShmCollectives, int], Tensor]
-"""See `ProcessGroupCommunicator.issue`."""
+"""Argument types of `ProcessGroupCommunicator.issue`."""
 
 
 class ProcessGroupCommunicator:
-    """Collectives over torch.distributed, by the library of the device, and a gloo group for agreements.
+    """Communicator over torch.distributed: a data group with the device's library, and a gloo group for agreements.
 
     Args:
-        backend: the compute device of this rank; decides the library of the data group.
+        backend: the compute device of this rank; determines the library of the data group.
         timeout: after this long without an answer of the others a collective fails (`RankError`).
-        events: told of every collective of pages or tokens.
-        within: see `part`.
+        events: gets an event for every collective of pages or tokens.
+        within: the communicator of all ranks, of which this is a part; None: this is of all ranks.
         partition: see `part`.
         exchanging: see `part`.
     """
@@ -90,7 +89,8 @@ class ProcessGroupCommunicator:
         """See `Communicator.part`.
 
         Args:
-            exchanging: its ranks exchange activations (`issue`).
+            partition: every rank once; the same on all ranks.
+            exchanging: whether its ranks exchange activations (`issue`).
         """
         return ProcessGroupCommunicator(
             self._backend, self._timeout, self._events, within=self, partition=partition, exchanging=exchanging
@@ -104,7 +104,7 @@ class ProcessGroupCommunicator:
             if self._lines.own_rank in members and len(members) > 1:
                 made = BackgroundGroup(group, members)
                 self._behind.append(made)
-            del group  # the last reference must be `close`'s
+            del group  # BackgroundGroup must have the last reference, so that its `close` closes the connections
         return made
 
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
@@ -166,7 +166,11 @@ class ProcessGroupCommunicator:
     def _average(
         self, start: Callable[[], list[Any]], full: Tensor, shard: Tensor, divisor: float, mean: Tensor | None = None
     ) -> Work:
-        """A reduction whose mean over the ranks comes to `mean`, by default to `shard`."""
+        """Returns the work of a reduction that writes the mean over ranks to `mean`, then its result to `shard`.
+
+        Args:
+            mean: this rank's part of the mean; None: `shard` itself.
+        """
 
         def finish() -> None:
             if mean is not None:
@@ -178,8 +182,8 @@ class ProcessGroupCommunicator:
         return Work(self._lines.issue(start), [full, shard], finish, self._lines.guard, told)
 
     def _exchange_and_add(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
-        # gloo's reduce-scatter moves all ranks' data to all ranks and adds in 16 bit; an all-to-all moves each piece
-        # once, and we add in fp32, in rank order (I2).
+        # gloo's reduce-scatter sends all data to all ranks and adds in 16 bit. An all-to-all sends each piece once,
+        # and the sum is computed here in fp32, in rank order (I2).
         sent: list[int] | None = None
         theirs: list[int] | None = None
         if flat.shares:
@@ -226,15 +230,17 @@ class ProcessGroupCommunicator:
         return out, Work([self._lines.issue(start)], [rows, out], guard=self._lines.guard, done=told)
 
     def issue(self, collective: Exchange, value: Tensor, near: NearExchange | None = None, word: int = 0) -> Tensor:
-        """An exchange of activations, behind what the current stream has queued, and before what it queues next. These ranks
-        have agreed that it is the next one.
+        """Runs an exchange of activations, ordered between past and future work of the current stream.
+
+        The ranks must have agreed that it is the next exchange.
 
         Args:
-            collective: issues it on a process group, and returns what it results in when the current stream is behind it; or,
-                where told that it is asynchronous, its handle, too.
-            value: what it sends; decides by which way.
-            near: the same among ranks of one machine.
-            word: tells which one it is; where ranks of one machine do not tell the same, all raise before they read.
+            collective: issues it on the given process group and returns its result, which the current stream may use
+                next. If its second argument is True it is asynchronous, and returns its handle as well.
+            value: the tensor that it sends; selects the path.
+            near: the same exchange over shared memory, between ranks of one machine.
+            word: identifies the exchange; if ranks of one machine pass different words, all raise before they read
+                data.
 
         Raises:
             RankError: one of the ranks will not come, or has come to another exchange.
@@ -257,7 +263,7 @@ class ProcessGroupCommunicator:
         return out
 
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
-        # On the control group: values are small and the host needs them.
+        # On the control group: the values are small and the host reads them.
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         on_host = values.cpu()
         self._lines.issue(lambda: dist.all_reduce(on_host, op=operation, group=self._lines.control))
@@ -281,7 +287,7 @@ class ProcessGroupCommunicator:
             return told
         self._rows_in.copy_(torch.tensor(row, dtype=torch.int64))
 
-        # Of the backend itself: on the way there torch spends as long in Python as on the exchange.
+        # Calls the gloo backend itself: torch's Python wrappers take as long as the exchange.
         def exchange() -> None:
             gloo: Any = self._lines.control._get_backend(self._rows_in.device)
             self.deadlock_detector.in_round(gloo._allgather_base(self._rows_out, self._rows_in, self._rows_options))
@@ -309,22 +315,24 @@ class ProcessGroupCommunicator:
 
     @property
     def group_names(self) -> list[str]:
-        """Of all groups that collectives are issued on here."""
+        """Names of all groups that this communicator issues collectives on."""
         return [*self._lines.group_names, *(each.group_name for each in self._behind)]
 
     def close(self) -> None:
-        """Destroys the two groups, those of its parts and those behind training. Not collective: a rank that failed closes
-        alone. Blocks until collectives in flight have ended, so that afterwards nothing writes into their buffers.
-        Idempotent."""
+        """Destroys its groups, those of its parts, and the background groups. Idempotent.
+
+        Not collective: a rank that failed closes alone. Blocks until collectives in flight have ended, so that
+        afterwards nothing writes into their buffers.
+        """
         self._lines.hang_up()
         for each in self._behind:
             each.close()
 
 
 def _stripes(flat: FlatLayout, full: Tensor, shard: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pairs (stripe of `full`: world_size pieces; this rank's piece in `shard`)."""
+    """Returns pairs (stripe of `full`: world_size pieces; this rank's piece in `shard`)."""
     pairs = []
-    for piece in flat.pieces(0):  # stripes lie at the same places for every rank
+    for piece in flat.pieces(0):  # stripes have the same positions for every rank
         start = piece.full_start
         pairs.append(
             (
@@ -336,7 +344,7 @@ def _stripes(flat: FlatLayout, full: Tensor, shard: Tensor) -> list[tuple[Tensor
 
 
 def _told(events: Events, name: str, full: Tensor) -> Callable[[], None] | None:
-    """What the end of a collective that begins now has to tell; None while nobody listens."""
+    """Returns a callback that sends the event of a collective that begins now; None without listeners."""
     if not events.heard:
         return None
     began_s, size_bytes = perf_counter(), full.nbytes

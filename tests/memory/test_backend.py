@@ -117,7 +117,7 @@ def test_a_device_without_streams_is_refused_and_its_machine_computes_on_the_cpu
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend(monkeypatch, "mps", streams=False)  # a new stream is the old one
-    with pytest.raises(ConfigError, match=r"mps devices: torch has no streams there, .*; use accelerator='cpu'"):
+    with pytest.raises(ConfigError, match=r"mps devices: torch has no streams for them, .*; use accelerator='cpu'"):
         backend_of("mps")
     assert backend_here() == CpuBackend()
     monkeypatch.undo()

@@ -200,4 +200,4 @@ def skip_one(world_size: int) -> None:
 def test_a_rank_that_skips_a_layer_is_an_error_of_all() -> None:
     for outcome in watch_ranks(skip_one, 2, 2):
         assert outcome.end is End.RAISED
-        assert "RankError: rank 0 waits with exchange 0 of tokens for its expert group of ranks 0, 1," in outcome.error
+        assert "RankError: rank 0 waits in exchange 0 of tokens for its expert group of ranks 0, 1," in outcome.error
