@@ -87,7 +87,7 @@ def test_what_a_collective_fails_with_is_raised(board: Board) -> None:
 def test_a_reason_is_explained_by_the_first_difference_of_a_group() -> None:
     told = {0: (0, ["a", "b"]), 1: (0, ["a", "b"]), 2: (1, ["c"]), 3: (1, ["c", "d"])}
     assert explained("stuck", told).startswith(
-        "stuck: rank 2 has come to no exchange where rank 3 has come to d; layers"
+        "stuck: rank 2 has come to no exchange where rank 3 has come to d; call"
     )
     assert explained("stuck", dict(list(told.items())[:3])) == "stuck"
 
