@@ -20,7 +20,7 @@ I4: a rank leaves a meeting when its whole group is at the same meeting. If a me
 I5: a rank leaves a gathering in the round in which all of its ranks are there. If they can never be, that round reports
     it to its ranks, and to the ranks that wait at a boundary for all others.
 I6: if one rank gives up, all ranks raise in the next round that they join, each with the state of all ranks.
-I7: ranks that must have done the same (`alike`), and have not, are informed when they leave a boundary together.
+I7: ranks that must have done the same (`compared`), and have not, are informed when they leave a boundary together.
 
 A rank that fails joins no more rounds: the communicator ends the rounds of the other ranks (`Communicator.fail`).
 """
@@ -175,19 +175,19 @@ def choose(rows: Sequence[Row], teams: RankTeams = NO_TEAMS) -> Decision | Met |
     """
     here = {row[0] for row in rows}
     if _CODES[Operation.GATHER] in here:
-        return _decided(rows, teams, Operation.GATHER)
+        return _decide(rows, teams, Operation.GATHER)
     met: set[int] = set()
     if _MEETING in here:
-        met.update(rank for group in teams.groups if _together(rows, group) for rank in group)
+        met.update(rank for group in teams.groups if _at_same_meeting(rows, group) for rank in group)
     if _GATHERING in here:
         met.update(rank for rank, row in enumerate(rows) if row[0] == _GATHERING and rows.count(row) == _size(row))
     if met:
         return Met(frozenset(met))
     if _CODES[Operation.REDUCE] in here:
-        return _decided(rows, teams, Operation.REDUCE)
+        return _decide(rows, teams, Operation.REDUCE)
     if _MEETING in here:
         waiting = next(rank for rank, row in enumerate(rows) if row[0] == _MEETING)
-        raise RankError(_deserted(rows, teams, waiting))
+        raise RankError(_missing_at_meeting(rows, teams, waiting))
     return Stuck() if _GATHERING in here and not any(_leaves(row, rows) for row in rows) else None
 
 
@@ -207,7 +207,7 @@ def _leaves(row: Row, rows: Sequence[Row]) -> bool:
     )
 
 
-def _decided(rows: Sequence[Row], teams: RankTeams, operation: Operation) -> Decision:
+def _decide(rows: Sequence[Row], teams: RankTeams, operation: Operation) -> Decision:
     """Returns the decision on an operation that some rank asks for."""
     code = _CODES[operation]
     asked = [row for row in rows if row[0] == code]
@@ -220,12 +220,12 @@ def _decided(rows: Sequence[Row], teams: RankTeams, operation: Operation) -> Dec
     return Decision(NeededCollective(operation, unit, flags), unanimous=len(same) == holders, flags=flags)
 
 
-def _together(rows: Sequence[Row], group: Sequence[int]) -> bool:
+def _at_same_meeting(rows: Sequence[Row], group: Sequence[int]) -> bool:
     first = rows[group[0]]
     return first[0] == _MEETING and all(rows[rank] == first for rank in group)
 
 
-def _deserted(rows: Sequence[Row], teams: RankTeams, rank: int) -> str:
+def _missing_at_meeting(rows: Sequence[Row], teams: RankTeams, rank: int) -> str:
     group = next(group for group in teams.groups if rank in group)
     other = next(other for other in group if rows[other] != rows[rank])
     doing = (
@@ -264,12 +264,12 @@ class Agreement:
         self._rank = rank
         self._teams = teams
         self._explain = explain
-        self.alike: Sequence[Sequence[int]] = ()
+        self.compared: Sequence[Sequence[int]] = ()
         """Groups of ranks that must have done the same when they leave a boundary together. Equal on all ranks."""
-        self.done: Callable[[], int] = lambda: 0
+        self.work_word: Callable[[], int] = lambda: 0
         """Returns a word of 32 bits for what this rank has done."""
-        self.number: float = 0.0
-        """This rank's number that must be equal within a group of `alike`, except for rounding. Set by the caller."""
+        self.compared_number: float = 0.0
+        """This rank's number that must be equal within a group of `compared`, except for rounding. Set by the caller."""
 
     def request(self, request: NeededCollective) -> Decision:
         """Returns when all ranks have agreed to issue `request` now; the caller issues it."""
@@ -319,7 +319,7 @@ class Agreement:
             All bits set in the flags of all ranks' rows at that time, with `DIFFERENT`, `UNLIKE` and `OTHER_NUMBER`.
         """
         kind, position, flag = boundary.row()
-        ours = (kind, position, flag + _WORD * self.done() + _CELLS * cells(self.number))
+        ours = (kind, position, flag + _WORD * self.work_word() + _CELLS * cells(self.compared_number))
         while True:
             rows = self._round(ours)
             decision = choose(rows, self._teams)
@@ -327,12 +327,12 @@ class Agreement:
                 self._participate(decision)
             elif isinstance(decision, Stuck) or (decision is None and _leaves(ours, rows)):
                 different = ours[1] >= TOGETHER and any(row[:2] != ours[:2] for row in rows)
-                return _flags(rows) | DIFFERENT * different | self._unlike(rows)
+                return _flags(rows) | DIFFERENT * different | self._differences(rows)
 
-    def _unlike(self, rows: Sequence[Row]) -> int:
+    def _differences(self, rows: Sequence[Row]) -> int:
         """Returns `UNLIKE` and `OTHER_NUMBER`: whether ranks at one boundary have not done the same (I7)."""
         found = 0
-        for ranks in self.alike:
+        for ranks in self.compared:
             here = {rows[rank][1]: rows[rank][2] // _WORD for rank in ranks if rows[rank][0] == _BOUNDARY}
             for rank in ranks:
                 kind, position, flag = rows[rank]
@@ -340,7 +340,7 @@ class Agreement:
                     continue
                 number, word = divmod(flag // _WORD, _CELLS // _WORD)
                 first_number, first_word = divmod(here[position], _CELLS // _WORD)
-                found |= UNLIKE * (word != first_word) | OTHER_NUMBER * (not _share(number, first_number))
+                found |= UNLIKE * (word != first_word) | OTHER_NUMBER * (not _may_be_equal(number, first_number))
         return found
 
     def give_up(self, reason: str) -> NoReturn:
@@ -367,7 +367,7 @@ def cells(number: float) -> int:
     return cell % most | other % most << _CELL_BITS
 
 
-def _share(one: int, another: int) -> bool:
+def _may_be_equal(one: int, another: int) -> bool:
     """Whether two numbers share a cell of one of the grids, and so may be the same."""
     differ = one ^ another
     return not differ % (1 << _CELL_BITS) or not differ >> _CELL_BITS

@@ -72,7 +72,7 @@ class BackgroundGroup:
         def start() -> Any:
             return dist.all_to_all_single(out, rows, list(received), list(sent), group=self._group, async_op=True)
 
-        return out, _Arriving(self._told(start), [rows, out], self._told)
+        return out, _Arriving(self._guard(start), [rows, out], self._guard)
 
     def close(self) -> None:
         """Destroys the group. Call after the last exchange; idempotent."""
@@ -80,7 +80,7 @@ class BackgroundGroup:
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def _told(self, call: Callable[[], Any]) -> Any:
+    def _guard(self, call: Callable[[], Any]) -> Any:
         if self._group is None:
             raise CheckpointError("the run has ended, and with it the exchange of rows for its checkpoint")
         try:
@@ -96,11 +96,11 @@ class BackgroundGroup:
 class _Arriving:
     """An exchange in flight; keeps its buffers alive."""
 
-    def __init__(self, handle: Any, buffers: Sequence[Tensor], told: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(self, handle: Any, buffers: Sequence[Tensor], guard: Callable[[Callable[[], Any]], Any]) -> None:
         self._handle = handle
         self._buffers = buffers
-        self._told = told
+        self._guard = guard
 
     def wait(self) -> None:
-        self._told(self._handle.wait)
+        self._guard(self._handle.wait)
         self._buffers = ()

@@ -1,4 +1,4 @@
-"""Detects that ranks of a tensor group wait for each other, by notes that waiting ranks post on a shared board.
+"""Detects that ranks of a tensor group wait for each other, by notes that waiting ranks post in a shared store.
 
 Owns how many rounds and exchanges this rank has begun. Knows no tensors, and of the exchanges only words that describe
 them.
@@ -21,7 +21,7 @@ from typing import Any
 from lightning_ptm.errors import RankError
 
 _LONG_S = 5.0
-"""Seconds that a rank waits before it uses the board. The others may only be slow, so the value decides nothing."""
+"""Seconds that a rank waits before it uses the store. The others may only be slow, so the value decides nothing."""
 
 Exchanged = tuple[int, Sequence[str]]
 """The number of a tensor group, and in words a rank's exchanges since the group last met, and what it does now."""
@@ -37,13 +37,13 @@ class DeadlockDetector:
     """Detects deadlocks of one rank, in one run.
 
     Args:
-        board: a store of keys and values of all ranks, which works while collectives hang.
+        store: a store of keys and values of all ranks, which works while collectives hang.
         key: prefix of the keys, unique to this run.
         rank: this rank.
     """
 
-    def __init__(self, board: Any, key: str, rank: int) -> None:
-        self._board = board
+    def __init__(self, store: Any, key: str, rank: int) -> None:
+        self._store = store
         self._key = f"{key}/waits"
         self._rank = rank
         self.exchanged: Callable[[], Exchanged] = lambda: NOTHING
@@ -54,10 +54,10 @@ class DeadlockDetector:
     def in_round(self, work: Any) -> None:
         """Waits for a round of all ranks."""
         self._rounds += 1
-        if not _ends(work):
+        if not _wait_briefly(work):
             note = [self._rounds, self._exchanges, self.exchanged()]
-            with contextlib.suppress(RuntimeError):  # the rank that hosts the board is gone; the round will raise
-                self._board.set(f"{self._key}/{self._rank}", json.dumps(note))
+            with contextlib.suppress(RuntimeError):  # the rank that hosts the store is gone; the round will raise
+                self._store.set(f"{self._key}/{self._rank}", json.dumps(note))
             work.wait()
 
     def in_exchange(self, work: Any, ranks: Sequence[int]) -> None:
@@ -71,14 +71,14 @@ class DeadlockDetector:
             RankError: one of them will not come.
         """
         self._exchanges += 1
-        while not _ends(work):
+        while not _wait_briefly(work):
             for rank in ranks:
-                self._look_at(rank)
+                self._check_note(rank)
 
-    def _look_at(self, rank: int) -> None:
+    def _check_note(self, rank: int) -> None:
         key, note = f"{self._key}/{rank}", None
         with contextlib.suppress(RuntimeError):
-            note = self._board.get(key) if rank != self._rank and self._board.check([key]) else None
+            note = self._store.get(key) if rank != self._rank and self._store.check([key]) else None
         if note is None:
             return
         rounds, exchanges, theirs = json.loads(note)
@@ -90,7 +90,7 @@ class DeadlockDetector:
             raise RankError(explained(reason, dict(sorted({rank: theirs, self._rank: self.exchanged()}.items()))))
 
 
-def _ends(work: Any) -> bool:
+def _wait_briefly(work: Any) -> bool:
     """Waits for a while; whether the collective has ended. Raises its error if it failed."""
     try:
         work.wait(timedelta(seconds=_LONG_S))

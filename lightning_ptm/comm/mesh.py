@@ -35,19 +35,19 @@ class Communicators:
     ) -> None:
         self._mesh = mesh
         self.everybody = everybody
-        self._made = {self._wide(mesh.sizes): everybody}
+        self._made = {self._nontrivial(mesh.sizes): everybody}
         for axes in along:
-            wide = self._wide(axes)
-            if wide not in self._made:
-                self._made[wide] = everybody.part(mesh.groups(wide)) if wide else SoloCommunicator()
-        wide = self._wide(behind)
-        self.behind: BackgroundGroup | None = everybody.behind(mesh.groups(wide)) if wide else None
+            nontrivial = self._nontrivial(axes)
+            if nontrivial not in self._made:
+                self._made[nontrivial] = everybody.part(mesh.groups(nontrivial)) if nontrivial else SoloCommunicator()
+        nontrivial = self._nontrivial(behind)
+        self.behind: BackgroundGroup | None = everybody.behind(mesh.groups(nontrivial)) if nontrivial else None
         """Group of the ranks that differ from this one only along `behind`; None if there are no others."""
 
     def along(self, axes: Collection[Axis]) -> Communicator:
         """Returns the communicator of the ranks that differ from this one only along these axes."""
-        return self._made[self._wide(axes)]
+        return self._made[self._nontrivial(axes)]
 
-    def _wide(self, axes: Collection[Axis]) -> frozenset[Axis]:
+    def _nontrivial(self, axes: Collection[Axis]) -> frozenset[Axis]:
         """Returns those of the axes along which there is more than one rank."""
         return frozenset(axis for axis in axes if self._mesh.sizes[axis] > 1)

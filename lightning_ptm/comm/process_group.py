@@ -65,12 +65,12 @@ class ProcessGroupCommunicator:
         self._events = events or Events()
         self._timeout = timeout
         self._backend = backend
-        self._lines: ProcessGroups = ProcessGroups(
-            backend.collectives, timeout, within=None if within is None else within._lines, partition=partition
+        self._groups: ProcessGroups = ProcessGroups(
+            backend.collectives, timeout, within=None if within is None else within._groups, partition=partition
         )
-        self._ranks = self._lines.ranks
-        self.rank, self.world_size = self._lines.rank, len(self._ranks)
-        self.deadlock_detector = self._lines.deadlock_detector
+        self._ranks = self._groups.ranks
+        self.rank, self.world_size = self._groups.rank, len(self._ranks)
+        self.deadlock_detector = self._groups.deadlock_detector
         # torch 2.13 renamed the flat collectives and warns for the old names.
         self._all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -79,7 +79,7 @@ class ProcessGroupCommunicator:
         self._rows_options = AllgatherOptions()
         self._behind: list[BackgroundGroup] = []
         exchanges = exchanging and not backend.apart
-        self._direct = IntraNode(self._lines, timeout, rounds=within is None, exchanges=exchanges)
+        self._intra_node = IntraNode(self._groups, timeout, rounds=within is None, exchanges=exchanges)
 
     @property
     def alone(self) -> bool:
@@ -100,8 +100,8 @@ class ProcessGroupCommunicator:
         made: BackgroundGroup | None = None
         for ranks in partition:  # every rank makes all groups, in the same order
             members = list(ranks)
-            group = self._lines.guard(lambda: dist.new_group(members, backend=GLOO, timeout=self._timeout))  # noqa: B023
-            if self._lines.own_rank in members and len(members) > 1:
+            group = self._groups.guard(lambda: dist.new_group(members, backend=GLOO, timeout=self._timeout))  # noqa: B023
+            if self._groups.own_rank in members and len(members) > 1:
                 made = BackgroundGroup(group, members)
                 self._behind.append(made)
             del group  # BackgroundGroup must have the last reference, so that its `close` closes the connections
@@ -113,12 +113,12 @@ class ProcessGroupCommunicator:
 
         def start() -> list[Any]:
             return [
-                self._all_gather_flat(stripe, piece, group=self._lines.data, async_op=True)
+                self._all_gather_flat(stripe, piece, group=self._groups.data, async_op=True)
                 for stripe, piece in _stripes(flat, full, shard)
             ]
 
-        told = _told(self._events, "all_gather", full)
-        return Work(self._lines.issue(start), [shard, full], guard=self._lines.guard, done=told)
+        at_end = _event_at_end(self._events, "all_gather", full)
+        return Work(self._groups.issue(start), [shard, full], guard=self._groups.guard, done=at_end)
 
     def gather_shares(self, share: Tensor | None, full: Tensor, shares: Sequence[int]) -> Work:
         places = [full[start:end] for start, end in itertools.pairwise(shares)]
@@ -127,14 +127,14 @@ class ProcessGroupCommunicator:
             if share is not None:
                 places[self.rank].copy_(share)
             return [
-                dist.broadcast(place, src=source, group=self._lines.data, async_op=True)
+                dist.broadcast(place, src=source, group=self._groups.data, async_op=True)
                 for place, source in zip(places, self._ranks, strict=True)
                 if place.numel()
             ]
 
-        told = _told(self._events, "all_gather", full)
+        at_end = _event_at_end(self._events, "all_gather", full)
         buffers = [full] if share is None else [share, full]
-        return Work(self._lines.issue(start), buffers, guard=self._lines.guard, done=told)
+        return Work(self._groups.issue(start), buffers, guard=self._groups.guard, done=at_end)
 
     def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
         if flat.shares and self._backend.collectives != GLOO:
@@ -144,7 +144,7 @@ class ProcessGroupCommunicator:
             def start() -> list[Any]:
                 return [
                     self._reduce_scatter_flat(
-                        piece, stripe, op=dist.ReduceOp.AVG, group=self._lines.data, async_op=True
+                        piece, stripe, op=dist.ReduceOp.AVG, group=self._groups.data, async_op=True
                     )
                     for stripe, piece in _stripes(flat, full, shard)
                 ]
@@ -157,7 +157,7 @@ class ProcessGroupCommunicator:
 
         def start() -> list[Any]:
             return [
-                dist.reduce(place, dst=owner, op=dist.ReduceOp.AVG, group=self._lines.data, async_op=True)
+                dist.reduce(place, dst=owner, op=dist.ReduceOp.AVG, group=self._groups.data, async_op=True)
                 for place, owner in zip(places, self._ranks, strict=True)
             ]
 
@@ -178,8 +178,8 @@ class ProcessGroupCommunicator:
             if divisor != self.world_size:
                 shard.mul_(self.world_size / divisor)
 
-        told = _told(self._events, "reduce_scatter", full)
-        return Work(self._lines.issue(start), [full, shard], finish, self._lines.guard, told)
+        at_end = _event_at_end(self._events, "reduce_scatter", full)
+        return Work(self._groups.issue(start), [full, shard], finish, self._groups.guard, at_end)
 
     def _exchange_and_add(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
         # gloo's reduce-scatter sends all data to all ranks and adds in 16 bit. An all-to-all sends each piece once,
@@ -198,7 +198,7 @@ class ProcessGroupCommunicator:
 
         def start() -> list[Any]:
             return [
-                dist.all_to_all_single(into, stripe, theirs, sent, group=self._lines.data, async_op=True)
+                dist.all_to_all_single(into, stripe, theirs, sent, group=self._groups.data, async_op=True)
                 for stripe, (into, _) in zip(stripes, pairs, strict=True)
             ]
 
@@ -210,8 +210,8 @@ class ProcessGroupCommunicator:
                     total.add_(parts[rank])
                 piece.copy_(total.div_(divisor))
 
-        told = _told(self._events, "reduce_scatter", full)
-        return Work(self._lines.issue(start), [full, received, shard], add, self._lines.guard, told)
+        at_end = _event_at_end(self._events, "reduce_scatter", full)
+        return Work(self._groups.issue(start), [full, received, shard], add, self._groups.guard, at_end)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         out, work = self.start_all_to_all(rows, sent, received)
@@ -219,15 +219,15 @@ class ProcessGroupCommunicator:
         return out
 
     def start_all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, Work]:
-        group = self._lines.data if self._backend.holds(rows) else self._lines.control
+        group = self._groups.data if self._backend.holds(rows) else self._groups.control
         out = rows.new_empty(sum(received), *rows.shape[1:])
         rows = rows.contiguous()
 
         def start() -> Any:
             return dist.all_to_all_single(out, rows, list(received), list(sent), group=group, async_op=True)
 
-        told = _told(self._events, "all_to_all", rows)
-        return out, Work([self._lines.issue(start)], [rows, out], guard=self._lines.guard, done=told)
+        at_end = _event_at_end(self._events, "all_to_all", rows)
+        return out, Work([self._groups.issue(start)], [rows, out], guard=self._groups.guard, done=at_end)
 
     def issue(self, collective: Exchange, value: Tensor, near: NearExchange | None = None, word: int = 0) -> Tensor:
         """Runs an exchange of activations, ordered between past and future work of the current stream.
@@ -245,13 +245,13 @@ class ProcessGroupCommunicator:
         Raises:
             RankError: one of the ranks will not come, or has come to another exchange.
         """
-        shm_collectives = self._direct.exchanges
+        shm_collectives = self._intra_node.exchanges
         if shm_collectives is not None and near is not None and in_ram(value):
-            self._lines.check_open()
-            result: Tensor = self._lines.issue(lambda: near(shm_collectives, word))
+            self._groups.check_open()
+            result: Tensor = self._groups.issue(lambda: near(shm_collectives, word))
             return result
-        group = self._lines.data if self._backend.holds(value) else self._lines.control
-        waits = self._backend.collectives == GLOO or group is self._lines.control  # the host waits
+        group = self._groups.data if self._backend.holds(value) else self._groups.control
+        waits = self._backend.collectives == GLOO or group is self._groups.control  # the host waits
 
         def start() -> Tensor:
             out, handle = collective(group, waits)
@@ -259,40 +259,42 @@ class ProcessGroupCommunicator:
                 self.deadlock_detector.in_exchange(handle, self._ranks)
             return out
 
-        out: Tensor = self._lines.issue(start)
+        out: Tensor = self._groups.issue(start)
         return out
 
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         # On the control group: the values are small and the host reads them.
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         on_host = values.cpu()
-        self._lines.issue(lambda: dist.all_reduce(on_host, op=operation, group=self._lines.control))
+        self._groups.issue(lambda: dist.all_reduce(on_host, op=operation, group=self._groups.control))
         values.copy_(on_host)
         return values
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        group = self._lines.control if in_ram(tensor) else self._lines.data
-        self._lines.issue(lambda: dist.broadcast(tensor, src=self._ranks[source], group=group))
+        group = self._groups.control if in_ram(tensor) else self._groups.data
+        self._groups.issue(lambda: dist.broadcast(tensor, src=self._ranks[source], group=group))
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         box = [value]
-        self._lines.issue(lambda: dist.broadcast_object_list(box, src=self._ranks[source], group=self._lines.control))
+        self._groups.issue(lambda: dist.broadcast_object_list(box, src=self._ranks[source], group=self._groups.control))
         return box[0]
 
     def exchange(self, row: Row) -> Sequence[Row]:
-        connections = self._direct.rounds
+        connections = self._intra_node.rounds
         if connections is not None:
-            self._lines.check_open()
-            told: list[Row] = self._lines.issue(lambda: connections.tell(row, self.deadlock_detector.in_round))
-            return told
+            self._groups.check_open()
+            rows: list[Row] = self._groups.issue(
+                lambda: connections.all_gather_row(row, self.deadlock_detector.in_round)
+            )
+            return rows
         self._rows_in.copy_(torch.tensor(row, dtype=torch.int64))
 
         # Calls the gloo backend itself: torch's Python wrappers take as long as the exchange.
         def exchange() -> None:
-            gloo: Any = self._lines.control._get_backend(self._rows_in.device)
+            gloo: Any = self._groups.control._get_backend(self._rows_in.device)
             self.deadlock_detector.in_round(gloo._allgather_base(self._rows_out, self._rows_in, self._rows_options))
 
-        self._lines.issue(exchange)
+        self._groups.issue(exchange)
         values = self._rows_out.tolist()
         return [(values[3 * rank], values[3 * rank + 1], values[3 * rank + 2]) for rank in range(self.world_size)]
 
@@ -300,23 +302,23 @@ class ProcessGroupCommunicator:
         return self.deadlock_detector.exchanged()
 
     def send(self, page: Tensor, rank: int) -> Work:
-        handle = self._lines.issue(lambda: dist.isend(page, self._ranks[rank], group=self._lines.data))
-        return Work([handle], [page], guard=self._lines.guard)
+        handle = self._groups.issue(lambda: dist.isend(page, self._ranks[rank], group=self._groups.data))
+        return Work([handle], [page], guard=self._groups.guard)
 
     def receive(self, page: Tensor, rank: int) -> Work:
-        handle = self._lines.issue(lambda: dist.irecv(page, self._ranks[rank], group=self._lines.data))
-        return Work([handle], [page], guard=self._lines.guard)
+        handle = self._groups.issue(lambda: dist.irecv(page, self._ranks[rank], group=self._groups.data))
+        return Work([handle], [page], guard=self._groups.guard)
 
     def meet(self, word: str | None, within_s: float) -> bool:
-        return self._lines.meet(word, within_s)
+        return self._groups.meet(word, within_s)
 
     def fail(self, reason: str) -> None:
-        self._lines.fail(reason)
+        self._groups.fail(reason)
 
     @property
     def group_names(self) -> list[str]:
         """Names of all groups that this communicator issues collectives on."""
-        return [*self._lines.group_names, *(each.group_name for each in self._behind)]
+        return [*self._groups.group_names, *(each.group_name for each in self._behind)]
 
     def close(self) -> None:
         """Destroys its groups, those of its parts, and the background groups. Idempotent.
@@ -324,7 +326,7 @@ class ProcessGroupCommunicator:
         Not collective: a rank that failed closes alone. Blocks until collectives in flight have ended, so that
         afterwards nothing writes into their buffers.
         """
-        self._lines.hang_up()
+        self._groups.close()
         for each in self._behind:
             each.close()
 
@@ -343,7 +345,7 @@ def _stripes(flat: FlatLayout, full: Tensor, shard: Tensor) -> list[tuple[Tensor
     return pairs
 
 
-def _told(events: Events, name: str, full: Tensor) -> Callable[[], None] | None:
+def _event_at_end(events: Events, name: str, full: Tensor) -> Callable[[], None] | None:
     """Returns a callback that sends the event of a collective that begins now; None without listeners."""
     if not events.heard:
         return None

@@ -1,6 +1,6 @@
 """The process groups of some ranks, the count of collectives issued on them, and the handling of failed ranks.
 
-Owns the groups, and the reason of a failed rank on the board: torch's store, which works while collectives hang.
+Owns the groups, and the reason of a failed rank in torch's store, which works while collectives hang.
 
 I1: no rank waits for a rank that has failed. The failed rank closes its connections (`fail`), or the end of its process
     does. Every collective that it is missing from then raises `RankError` on the others, with its reason if it could
@@ -24,7 +24,7 @@ from lightning_ptm.errors import RankError, UsageError
 
 GLOO = "gloo"
 _LOOK_S = 0.05
-"""Seconds between two looks of an interrupted rank at the board."""
+"""Seconds between two looks of an interrupted rank at the store."""
 
 
 class StoreConnection(Protocol):
@@ -59,7 +59,7 @@ class ProcessGroups:
         self.ranks = next(tuple(ranks) for ranks in partition if dist.get_rank() in ranks)
         """Ranks of these groups: global rank by rank within the groups."""
         self.rank = self.ranks.index(dist.get_rank())
-        self._board = dist.distributed_c10d._get_default_store()
+        self._store = dist.distributed_c10d._get_default_store()
         self._failure_key: str = "" if within is None else within._failure_key
         self._parts: list[ProcessGroups] = []
 
@@ -75,12 +75,12 @@ class ProcessGroups:
             control = self.guard(lambda: dist.new_group(members, backend=GLOO, timeout=timeout))  # noqa: B023
             if dist.get_rank() in ranks:
                 self._data_group, self._control_group = data, control
-            del data, control  # `hang_up` must drop the last reference, which closes the connections
+            del data, control  # `close` must drop the last reference, which closes the connections
         if within is None:
             # Unique to this run, and equal on all ranks, since torch numbers groups alike on all of them.
             self._failure_key = f"lightning_ptm/failure/{self.control.group_name}"
         self.deadlock_detector: DeadlockDetector = (
-            DeadlockDetector(self._board, self._failure_key, self.own_rank)
+            DeadlockDetector(self._store, self._failure_key, self.own_rank)
             if within is None
             else within.deadlock_detector
         )
@@ -99,7 +99,7 @@ class ProcessGroups:
         """Raises UsageError if the groups are closed."""
         self._still_open(self._control_group)
 
-    def with_connections(self, connections: T) -> T:
+    def add_connections(self, connections: T) -> T:
         """Registers further connections of these ranks, to be closed with the groups; returns them."""
         self._connections.append(connections)
         return connections
@@ -135,9 +135,9 @@ class ProcessGroups:
 
     def _explanation(self, error: RuntimeError) -> str:
         reason = ""
-        with contextlib.suppress(Exception):  # the rank that hosts the board may be gone
-            if self._failure_key and self._board.check([self._failure_key]):
-                reason = self._board.get(self._failure_key).decode()
+        with contextlib.suppress(Exception):  # the rank that hosts the store may be gone
+            if self._failure_key and self._store.check([self._failure_key]):
+                reason = self._store.get(self._failure_key).decode()
         if reason:
             return (
                 f"{reason}; a collective needs all ranks, so rank {self.own_rank} stops too; look for the traceback in that "
@@ -166,27 +166,27 @@ class ProcessGroups:
         try:
             agreed = word is not None
             if word is not None:
-                self._board.set(keys[self.rank], word)
+                self._store.set(keys[self.rank], word)
                 until = monotonic() + within_s
-                while not self._board.check(keys):
-                    known = self._board.check([verdict_key]) or self._board.check([self._failure_key])
+                while not self._store.check(keys):
+                    known = self._store.check([verdict_key]) or self._store.check([self._failure_key])
                     if known or monotonic() > until:
                         break
                     time.sleep(_LOOK_S)
-                agreed = self._board.check(keys) and all(self._board.get(key).decode() == word for key in keys)
+                agreed = self._store.check(keys) and all(self._store.get(key).decode() == word for key in keys)
             # The first rank with an answer decides for all: the last rank may come between the looks of two others.
-            return bool(self._board.compare_set(verdict_key, "", "yes" if agreed else "no") == b"yes")
-        except RuntimeError:  # the rank that hosts the board is gone
+            return bool(self._store.compare_set(verdict_key, "", "yes" if agreed else "no") == b"yes")
+        except RuntimeError:  # the rank that hosts the store is gone
             return False
 
     def fail(self, reason: str) -> None:
         """See `Communicator.fail`."""
         if self._control_group is None:
             return
-        # The board may be gone with the rank that hosts it. Only the first reason is kept: it caused the others.
+        # The store may be gone with the rank that hosts it. Only the first reason is kept: it caused the others.
         with contextlib.suppress(Exception):
-            self._board.compare_set(self._failure_key, "", f"rank {self.own_rank} failed with {reason}")
-        self.hang_up()
+            self._store.compare_set(self._failure_key, "", f"rank {self.own_rank} failed with {reason}")
+        self.close()
 
     @property
     def group_names(self) -> list[str]:
@@ -194,7 +194,7 @@ class ProcessGroups:
         groups = [group for each in (self, *self._parts) for group in (each._data_group, each._control_group)]
         return [group.group_name for group in groups if group is not None]
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """Destroys all groups, including those of subgroups. Not collective. Idempotent."""
         # Dropping the last reference closes a group's connections. Control groups first: the other ranks wait there.
         communicators = [self, *self._parts]

@@ -6,9 +6,9 @@ may even take part with a different call.
 
 Owns the number of points that this rank has reached.
 
-I1: a rank that fails posts its reason on the board, and waits for no other rank.
+I1: a rank that fails posts its reason in the store, and waits for no other rank.
 I2: no user code runs between a point and the collective that follows it.
-I3: a rank waits here for a bounded time only: if another process is gone, the collective reports it, not the board.
+I3: a rank waits here for a bounded time only: if another process is gone, the collective reports it, not the store.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class SetupBarrier:
         word: identifies this set-up; the same on all ranks.
         rank: this rank.
         size: number of ranks.
-        board: a store of torch, which all ranks read and write; None: that of the default process group.
+        store: a store of torch, which all ranks read and write; None: that of the default process group.
         long_s: seconds after which the barrier stops waiting and leaves it to the collective.
     """
 
-    def __init__(self, word: str, rank: int, size: int, board: Any | None = None, long_s: float = 10.0) -> None:
-        self._board = board or dist.distributed_c10d._get_default_store()
+    def __init__(self, word: str, rank: int, size: int, store: Any | None = None, long_s: float = 10.0) -> None:
+        self._store = store or dist.distributed_c10d._get_default_store()
         self._long_s = long_s
         self._key = f"lightning_ptm/set_up/{word}"
         self._rank = rank
@@ -55,12 +55,12 @@ class SetupBarrier:
         here, failed = f"{self._key}/{self._points}", f"{self._key}/failed"
         until_s, look_s = time.monotonic() + self._long_s, _FIRST_LOOK_S
         reason = ""
-        # If the rank that hosts the board is gone, the collective that follows reports it.
+        # If the rank that hosts the store is gone, the collective that follows reports it.
         with contextlib.suppress(RuntimeError):
-            self._board.add(here, 1)
-            while not reason and self._board.add(here, 0) < self._size and time.monotonic() < until_s:
-                if self._board.check([failed]):
-                    reason = self._board.get(failed).decode()
+            self._store.add(here, 1)
+            while not reason and self._store.add(here, 0) < self._size and time.monotonic() < until_s:
+                if self._store.check([failed]):
+                    reason = self._store.get(failed).decode()
                 else:
                     time.sleep(look_s)
                     look_s = min(_LOOK_S, 2 * look_s)
@@ -73,4 +73,4 @@ class SetupBarrier:
     def fail(self, reason: str) -> None:
         """Reports that this rank has failed. Only the first reason is kept: it caused the others."""
         with contextlib.suppress(RuntimeError):
-            self._board.compare_set(f"{self._key}/failed", "", f"rank {self._rank} failed with {reason}")
+            self._store.compare_set(f"{self._key}/failed", "", f"rank {self._rank} failed with {reason}")

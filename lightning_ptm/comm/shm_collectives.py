@@ -72,7 +72,7 @@ class ShmCollectives:
         out = torch.empty_like(value, memory_format=torch.contiguous_format)
         flat, total = value.detach().reshape(-1), out.view(-1)
         for piece, place in zip(self._pieces(flat), self._pieces(total), strict=True):
-            _add(self._swapped(piece, word), place)
+            _add(self._exchange(piece, word), place)
         return out
 
     def gathered(self, value: Tensor, word: int) -> Tensor:
@@ -81,7 +81,7 @@ class ShmCollectives:
         flat, rows = value.detach().reshape(-1), out.view(self._size, -1)
         start = 0
         for piece in self._pieces(flat):
-            for rank, theirs in enumerate(self._swapped(piece, word)):
+            for rank, theirs in enumerate(self._exchange(piece, word)):
                 rows[rank, start : start + piece.numel()].copy_(theirs)
             start += piece.numel()
         return out
@@ -100,7 +100,7 @@ class ShmCollectives:
         step = self._step(pieces) // self._size
         for start in range(0, max(1, given.shape[1]), step):
             part = given[:, start : start + step]
-            for rank, theirs in enumerate(self._swapped(part.reshape(-1), word)):
+            for rank, theirs in enumerate(self._exchange(part.reshape(-1), word)):
                 got[rank, start : start + step].copy_(theirs.view(part.shape)[self._rank])
         return out
 
@@ -114,13 +114,13 @@ class ShmCollectives:
     def _pieces(self, flat: Tensor) -> Sequence[Tensor]:
         return flat.split(self._step(flat)) if flat.numel() else [flat]
 
-    def _swapped(self, piece: Tensor, word: int) -> Sequence[Tensor]:
+    def _exchange(self, piece: Tensor, word: int) -> Sequence[Tensor]:
         """Exchanges a piece; returns those of all ranks, by rank, valid until the exchange after the next one begins."""
         start = self._exchanges % 2 * HALF_BYTES
         self._exchanges += 1
         theirs = [window[start : start + piece.nbytes].view(piece.dtype) for window in self._windows]
         theirs[self._rank].copy_(piece)
-        told = self._connections.tell((self._exchanges, word, piece.nbytes), self._wait)
+        told = self._connections.all_gather_row((self._exchanges, word, piece.nbytes), self._wait)
         if any(row != told[0] for row in told):
             self._differ(self._connections)
         return theirs

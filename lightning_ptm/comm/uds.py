@@ -177,7 +177,7 @@ class UdsConnections:
         self._peers = peers
         self._limit_s = limit_s
 
-    def tell(self, row: Row, wait: Callable[[Any], None]) -> list[Row]:
+    def all_gather_row(self, row: Row, wait: Callable[[Any], None]) -> list[Row]:
         """All-gathers rows: returns those of all ranks, by rank.
 
         Args:
@@ -192,8 +192,8 @@ class UdsConnections:
         told = arriving.messages()
         return [row if rank == self.rank else _ROW.unpack(told[rank]) for rank in range(self.world_size)]
 
-    def tell_text(self, text: str) -> list[str]:
-        """All-gathers texts: returns those of all ranks, by rank. Raises as `tell`."""
+    def all_gather_text(self, text: str) -> list[str]:
+        """All-gathers texts: returns those of all ranks, by rank. Raises as `all_gather_row`."""
         ours = text.encode()
         arriving = self._exchange(_LENGTH.pack(len(ours)))
         arriving.wait()
@@ -248,22 +248,25 @@ def connected(
     if not 1 < world_size <= _MOST_RANKS:
         return None
     with contextlib.ExitStack() as listening:
-        place, door = _opened(listening)
+        place, listener = _listen(listening)
         places = gather(place)
         if "" in places or len({machine for machine, _, _ in (each.partition(" ") for each in places)}) > 1:
             return None
-        assert door is not None
+        assert listener is not None
         paths = [each.partition(" ")[2] for each in places]
         called: list[socket.socket] = []
         met: dict[int, tuple[Peer, int]] = {}
         # Each step's success is agreed on before the next, so that no rank waits for a connection that never comes, as
         # from a process of another user.
-        for step in (partial(_call, paths[:rank], called), partial(_meet, rank, world_size, called, door, own, met)):
-            done = _done(step)
+        for step in (
+            partial(_connect, paths[:rank], called),
+            partial(_greet, rank, world_size, called, listener, own, met),
+        ):
+            done = _succeeds(step)
             if not done:  # the others may wait for this rank before they can reach the agreement
-                _hang_up(door, called)
+                _close_all(listener, called)
             if not all(gather(done)):
-                _hang_up(door, called)
+                _close_all(listener, called)
                 for peer, file in met.values():
                     peer.close()
                     if file >= 0:
@@ -274,13 +277,13 @@ def connected(
     return UdsConnections(rank, peers, limit.total_seconds()), [file for _, file in sorted(files.items())]
 
 
-def _hang_up(door: socket.socket, called: Sequence[socket.socket]) -> None:
+def _close_all(listener: socket.socket, called: Sequence[socket.socket]) -> None:
     """Closes sockets, so that ranks connected to them stop waiting."""
-    for each in (door, *called):
+    for each in (listener, *called):
         each.close()
 
 
-def _done(act: Callable[[], None]) -> bool:
+def _succeeds(act: Callable[[], None]) -> bool:
     """Calls `act`; whether the system permitted it."""
     try:
         act()
@@ -289,30 +292,30 @@ def _done(act: Callable[[], None]) -> bool:
     return True
 
 
-def _opened(listening: contextlib.ExitStack) -> tuple[str, socket.socket | None]:
+def _listen(listening: contextlib.ExitStack) -> tuple[str, socket.socket | None]:
     """Returns "machine path" where this rank listens, and its socket; ("", None) if it cannot listen."""
     try:
         machine = f"{_MACHINE.read_text().strip()}/{_FILES.readlink()}"
         folder = tempfile.mkdtemp(prefix="ptm")  # accessible to this user only
         path = f"{folder}/rank"
         # By name: shutil.rmtree opens files, which fails at the limit of open files.
-        listening.callback(_removed, os.rmdir, folder)
-        listening.callback(_removed, os.unlink, path)
-        door = listening.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        door.settimeout(_CONNECT_S)
-        door.bind(path)
-        door.listen(_MOST_RANKS)
+        listening.callback(_remove, os.rmdir, folder)
+        listening.callback(_remove, os.unlink, path)
+        listener = listening.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.settimeout(_CONNECT_S)
+        listener.bind(path)
+        listener.listen(_MOST_RANKS)
     except (OSError, AttributeError):  # another operating system, or no writable folder
         return "", None
-    return f"{machine} {path}", door
+    return f"{machine} {path}", listener
 
 
-def _removed(remove: Callable[[str], None], path: str) -> None:
+def _remove(remove: Callable[[str], None], path: str) -> None:
     with contextlib.suppress(OSError):
         remove(path)
 
 
-def _call(paths: Sequence[str], called: list[socket.socket]) -> None:
+def _connect(paths: Sequence[str], called: list[socket.socket]) -> None:
     """Connects to the listening sockets at `paths` and appends the sockets to `called`; does not wait for `accept`."""
     for path in paths:
         called.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -320,11 +323,11 @@ def _call(paths: Sequence[str], called: list[socket.socket]) -> None:
         called[-1].connect(path)
 
 
-def _meet(
+def _greet(
     rank: int,
     world_size: int,
     called: Sequence[socket.socket],
-    door: socket.socket,
+    listener: socket.socket,
     own: int | None,
     met: dict[int, tuple[Peer, int]],
 ) -> None:
@@ -339,7 +342,7 @@ def _meet(
             given.callback(os.close, process)
             files.insert(0, process)
         for call in [*called, *(None for _ in range(rank + 1, world_size))]:
-            peer = call or door.accept()[0]
+            peer = call or listener.accept()[0]
             peer.settimeout(_CONNECT_S)
             socket.send_fds(peer, [_HELLO.pack(rank, process is not None, own is not None)], files)
             told, theirs, _, _ = socket.recv_fds(peer, _HELLO.size, 2)

@@ -118,7 +118,7 @@ class AcceleratorBackend:
         if self.device.index is not None:
             torch.accelerator.set_device_index(self.device.index)
 
-    def near_cores(self) -> frozenset[int] | None:
+    def numa_cores(self) -> frozenset[int] | None:
         properties_of = getattr(self._module(), "get_device_properties", None)
         properties = None if properties_of is None else properties_of(self.device)
         address: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
@@ -140,17 +140,17 @@ class AcceleratorBackend:
         event.record(self._current())
         return _EventMark(self, event)
 
-    def used_here(self, tensor: torch.Tensor) -> None:
+    def record_use(self, tensor: torch.Tensor) -> None:
         if self.holds(tensor):
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
         if not pin:
             return HostRegion(size_bytes)
-        with kept_to(self.near_cores()):  # page-locking commits the memory, on the NUMA node of the committing core
+        with kept_to(self.numa_cores()):  # page-locking commits the memory, on the NUMA node of the committing core
             return TorchLockedRegion(size_bytes)
 
-    def room_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def empty_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def device_region(self, size_bytes: int) -> Region:
@@ -160,7 +160,7 @@ class AcceleratorBackend:
         free, _ = torch.accelerator.get_memory_info(self.device)
         return int(free)
 
-    def bytes_beside(self, region_bytes: int) -> int:
+    def bytes_outside_region(self, region_bytes: int) -> int:
         return torch.accelerator.memory_allocated(self.device) - region_bytes
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -200,7 +200,7 @@ class CudaBackend(AcceleratorBackend):
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
         if not pin:
             return HostRegion(size_bytes)
-        with kept_to(self.near_cores()):  # page-locking commits the memory, on the NUMA node of the committing core
+        with kept_to(self.numa_cores()):  # page-locking commits the memory, on the NUMA node of the committing core
             return HostRegion(size_bytes, lock=self)
 
     def lock_pages(self, address: int, size_bytes: int) -> None:

@@ -68,7 +68,7 @@ class HostBuffers:
             CapacityError: RAM has no room for it.
         """
         while self._returned:
-            self._keep(self._returned.popleft())
+            self._add_idle(self._returned.popleft())
         place = bisect.bisect_left(self._idle, (size_bytes, -1))
         if place < len(self._idle) and self._idle[place][0] < 2 * max(size_bytes, BLOCK_BYTES):
             return self._idle.pop(place)[2]
@@ -93,10 +93,10 @@ class HostBuffers:
     def close(self) -> None:
         """Frees the idle buffers. A buffer in use is freed when its last view dies."""
         while self._returned:
-            self._keep(self._returned.popleft())
+            self._add_idle(self._returned.popleft())
         self._drop_idle()
 
-    def _keep(self, region: HostRegion) -> None:
+    def _add_idle(self, region: HostRegion) -> None:
         self._made += 1
         bisect.insort(self._idle, (region.tensor.numel(), self._made, region))
 
@@ -182,7 +182,7 @@ class OffloadedStorage:
         self.where = where
 
     def __del__(self) -> None:
-        self._mover.forgotten(self)
+        self._mover.storage_died(self)
 
 
 class ActivationMover:
@@ -224,7 +224,7 @@ class ActivationMover:
         Raises:
             CapacityError: RAM has no room.
         """
-        self._adopt()
+        self._order_orphans()
         source = source.detach()  # shares storage and version counter, without the autograd graph
         size_bytes = source.untyped_storage().nbytes()
         region = self._buffers.take(size_bytes)
@@ -241,7 +241,9 @@ class ActivationMover:
             return
         assert away.completion is not None and away.device is not None
         away.completion.order()
-        self._backend.used_here(away.device)  # another stream may own the block, and it does not wait for the copy (I1)
+        self._backend.record_use(
+            away.device
+        )  # another stream may own the block, and it does not wait for the copy (I1)
         away.changed = away.device._version != away.version
         away.to(Where.AWAY)
         away.completion = away.device = None
@@ -250,7 +252,7 @@ class ActivationMover:
         """Starts the copy back to the device. No effect unless AWAY."""
         if away.where is not Where.AWAY:
             return
-        self._adopt()
+        self._order_orphans()
         assert away.region is not None
         target = torch.empty(away.size_bytes, dtype=torch.uint8, device=self._backend.device)
         away.to(Where.COMING)
@@ -280,7 +282,7 @@ class ActivationMover:
             )
         return away.device.untyped_storage()
 
-    def forgotten(self, away: OffloadedStorage) -> None:
+    def storage_died(self, away: OffloadedStorage) -> None:
         """Takes the buffer of a storage that has died. May be called in any thread."""
         region, away.region = away.region, None
         if region is None:
@@ -303,13 +305,13 @@ class ActivationMover:
         self._closed = True
         self._buffers.close()
 
-    def _adopt(self) -> None:
+    def _order_orphans(self) -> None:
         """Makes the compute stream wait for the copies of dead storages (I2), then gives their buffers back."""
         while self._orphans:
             completion, region, source = self._orphans.popleft()
             completion.order()
             if source is not None:
-                self._backend.used_here(source)
+                self._backend.record_use(source)
             self._buffers.give(region)
 
 

@@ -97,9 +97,9 @@ class Allocator:
         self._closed = False
         self._ids = itertools.count()
         self._tensors: dict[int, PagedTensor] = {}
-        self._inherited: dict[PagedTensor, PagedTensor] = {}
-        """Tensors in reused extents, by the previous allocator's tensor, until `inherited` returns them."""
-        self._kept: set[int] = set()
+        self._reused: dict[PagedTensor, PagedTensor] = {}
+        """Tensors in reused extents, by the previous allocator's tensor, until `reused_tensor` returns them."""
+        self._reused_ids: set[int] = set()
         self._io_threads = 0
         self._marks: dict[int, Mark] = {}
         """By frame of a device with its own memory: the stream's position when the frame was last given back."""
@@ -116,7 +116,9 @@ class Allocator:
                 disk = disk_region(disk_paths, page_size, on_disk, reused_extents, file_ops, progress)
                 undo.callback(disk.close)
                 threads = (
-                    self._inherit(reused_extents, disk.frames) if reused_extents is not None else io_threads_per_path
+                    self._adopt_extents(reused_extents, disk.frames)
+                    if reused_extents is not None
+                    else io_threads_per_path
                 )
                 self._io_threads = threads = threads_per_path(disk) if threads is None else threads
                 io = IoQueue(
@@ -258,8 +260,8 @@ class Allocator:
             self._check_open()
             self._check_usable(source)
             self._check_usable(target)
-            behind = {id(mark): mark for mark in (self._marks.get(span.frame, self._made) for span in target.pages)}
-            started = self._copier.begin(copy_range(source, target, 0, target_start, None), behind=[*behind.values()])
+            after = {id(mark): mark for mark in (self._marks.get(span.frame, self._made) for span in target.pages)}
+            started = self._copier.begin(copy_range(source, target, 0, target_start, None), after=[*after.values()])
         return self._copier.launch(started)
 
     def move(self, tensor: PagedTensor, tier: Tier) -> Transfer:
@@ -318,7 +320,7 @@ class Allocator:
 
     # Reuse of disk extents by the next allocator.
 
-    def leave(self, kept: Sequence[PagedTensor], read: Sequence[PagedTensor]) -> ReusedExtents | None:
+    def reusable_extents(self, kept: Sequence[PagedTensor], read: Sequence[PagedTensor]) -> ReusedExtents | None:
         """Returns the extents that the next allocator can reuse (its `reused_extents`); None without a disk tier.
 
         Args:
@@ -328,17 +330,17 @@ class Allocator:
         disk = self._machine.disk
         return None if disk is None else ReusedExtents(disk, self._io_threads, tuple(kept), tuple(read))
 
-    def inherited(self, before: PagedTensor) -> PagedTensor:
+    def reused_tensor(self, before: PagedTensor) -> PagedTensor:
         """Returns this allocator's tensor on the reused pages of `before`, with its bytes. Once for each."""
-        found = self._inherited.pop(before)
-        self._kept.add(found.id)
+        found = self._reused.pop(before)
+        self._reused_ids.add(found.id)
         return found
 
-    def was_kept(self, tensor: PagedTensor) -> bool:
-        """Whether a tensor is on reused pages and has been returned by `inherited`."""
-        return tensor.id in self._kept
+    def is_reused(self, tensor: PagedTensor) -> bool:
+        """Whether a tensor is on reused pages and has been returned by `reused_tensor`."""
+        return tensor.id in self._reused_ids
 
-    def _inherit(self, reused_extents: ReusedExtents, owned: Sequence[range]) -> int:
+    def _adopt_extents(self, reused_extents: ReusedExtents, owned: Sequence[range]) -> int:
         """Takes the reused pages, and removes from the pool the frames that the disk region does not have.
 
         Returns the previous allocator's I/O threads per path: with data on the pages they cannot be measured again.
@@ -352,7 +354,7 @@ class Allocator:
             tensor = PagedTensor(next(self._ids), before.name, before.numel, before.dtype, tier)
             ledger.keep(tensor.id, before.pages)
             tensor.place(tier, before.pages, None)
-            self._tensors[tensor.id] = self._inherited[before] = tensor
+            self._tensors[tensor.id] = self._reused[before] = tensor
         return reused_extents.io_threads
 
     def live_tensors(self) -> tuple[PagedTensor, ...]:

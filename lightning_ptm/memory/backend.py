@@ -98,13 +98,13 @@ class Backend(Protocol):
     def mark(self, *, timed: bool = False) -> Mark:
         """Returns the present position in this thread's current stream."""
 
-    def used_here(self, tensor: torch.Tensor) -> None:
+    def record_use(self, tensor: torch.Tensor) -> None:
         """Records this thread's current stream as a user of a tensor that another stream may have allocated.
 
         The tensor's memory is not handed out again before the work queued so far has run (`Tensor.record_stream`).
         """
 
-    def near_cores(self) -> frozenset[int] | None:
+    def numa_cores(self) -> frozenset[int] | None:
         """Returns the CPU cores on the device's NUMA node if this thread may run on others too (numa.py), else None."""
 
     # Memory.
@@ -115,7 +115,7 @@ class Backend(Protocol):
         Raises as HostRegion.
         """
 
-    def room_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def empty_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor in RAM of the same shape and dtype, as target of asynchronous copies from the device.
 
         It is page-locked memory of PyTorch's host allocator, which reuses it only after copies in flight have ended.
@@ -131,7 +131,7 @@ class Backend(Protocol):
     def free_bytes(self) -> int:
         """Returns the free bytes of the device's own memory; 0 if its memory is RAM."""
 
-    def bytes_beside(self, region_bytes: int) -> int:
+    def bytes_outside_region(self, region_bytes: int) -> int:
         """Returns the bytes of tensors allocated outside a device region of `region_bytes` bytes."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -200,7 +200,7 @@ class CpuBackend:
 
     def make_current(self) -> None: ...
 
-    def near_cores(self) -> frozenset[int] | None:
+    def numa_cores(self) -> frozenset[int] | None:
         return None
 
     def synchronize(self) -> None: ...
@@ -214,12 +214,12 @@ class CpuBackend:
     def mark(self, *, timed: bool = False) -> Mark:
         return _Reached(perf_counter())
 
-    def used_here(self, tensor: torch.Tensor) -> None: ...
+    def record_use(self, tensor: torch.Tensor) -> None: ...
 
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
         return HostRegion(size_bytes)
 
-    def room_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def empty_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     def device_region(self, size_bytes: int) -> Region:
@@ -228,7 +228,7 @@ class CpuBackend:
     def free_bytes(self) -> int:
         return 0
 
-    def bytes_beside(self, region_bytes: int) -> int:
+    def bytes_outside_region(self, region_bytes: int) -> int:
         return malloc_in_use_bytes()  # does not count regions, which are mapped and not malloc'ed
 
     def holds(self, tensor: torch.Tensor) -> bool:

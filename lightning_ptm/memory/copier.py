@@ -50,7 +50,7 @@ class StartedCopy:
     meter: LinkMeter
     settle: Settle | None
     began_s: float
-    behind: Sequence[Mark] | None
+    after: Sequence[Mark] | None
     """Marks that the stream part of the copy waits for; None: it waits for the launching thread's current stream."""
 
 
@@ -83,17 +83,17 @@ class Copier:
         self._links: dict[Link, LinkMeter] = {}
         self._disk = LinkMeter()
         """Reads and writes of the disk together."""
-        self._any = LinkMeter()
+        self._all_links = LinkMeter()
         """All links together."""
         self._streamed: list[StreamTransfer] = []
 
-    def begin(self, copy: CopyRange, settle: Settle | None = None, behind: Sequence[Mark] | None = None) -> StartedCopy:
+    def begin(self, copy: CopyRange, settle: Settle | None = None, after: Sequence[Mark] | None = None) -> StartedCopy:
         """Holds the pages of a copy (lock held). Call `launch` afterwards, without the lock.
 
         Args:
             copy: what to copy.
             settle: called at the end of the copy.
-            behind: see StartedCopy.
+            after: see StartedCopy.
         Raises:
             InternalError: another transfer holds some of the bytes; nothing is held.
         """
@@ -103,10 +103,10 @@ class Copier:
         now_s = perf_counter()
         if not self._machine.on_stream(copy.source.tier, copy.target.tier):
             meter.begin(copy.length_bytes, now_s)
-            self._any.begin(copy.length_bytes, now_s)
+            self._all_links.begin(copy.length_bytes, now_s)
         if copy.by_io:
             self._disk.begin(copy.length_bytes, now_s)
-        return StartedCopy(copy, holds, meter, settle, now_s, behind)
+        return StartedCopy(copy, holds, meter, settle, now_s, after)
 
     def launch(self, started: StartedCopy) -> Transfer:
         """Starts the bytes of a copy (lock not held) and returns the handle to wait on."""
@@ -117,18 +117,18 @@ class Copier:
                 now_s = perf_counter()
                 if not machine.on_stream(copy.source.tier, copy.target.tier):
                     started.meter.end(now_s)
-                    self._any.end(now_s)
+                    self._all_links.end(now_s)
                 if copy.by_io:
                     self._disk.end(now_s)
-                self._tell(started, now_s)  # before `_finish`: a moved tensor still has its old tier
+                self._report(started, now_s)  # before `_finish`: a moved tensor still has its old tier
                 self._finish(started, error)
 
         try:
             if copy.by_io:
-                jobs = disk_jobs(copy, machine, started.behind)
+                jobs = disk_jobs(copy, machine, started.after)
             else:
                 pairs = ram_pairs(copy, machine)
-                completion = machine.stream(copy.source.tier, copy.target.tier).launch(pairs, started.behind)
+                completion = machine.stream(copy.source.tier, copy.target.tier).launch(pairs, started.after)
         except BaseException as error:
             finish(error)
             raise
@@ -171,7 +171,7 @@ class Copier:
     def all_stats(self) -> LinkStats:
         """Returns the totals of all links together (lock held)."""
         self._reap()
-        return self._any.stats(perf_counter())
+        return self._all_links.stats(perf_counter())
 
     def finish_streamed(self) -> None:
         """Waits for every copy on a stream."""
@@ -190,7 +190,7 @@ class Copier:
             for piece in target_pieces(copy, page_size):
                 holds.append(self._hold_piece(target, piece, PageEvent.ARRIVE))
         except InternalError as error:
-            self._let_go(holds)
+            self._free_holds(holds)
             raise InternalError(
                 f"copying {copy.source.name} to {copy.target.name}: {error}; wait for the transfer that holds them"
             ) from None
@@ -206,17 +206,17 @@ class Copier:
             seconds_s = completion.seconds()
             if error is None:
                 started.meter.add(started.copy.length_bytes, seconds_s)
-                self._any.add(started.copy.length_bytes, seconds_s)
-            self._tell(started, started.began_s + seconds_s)
+                self._all_links.add(started.copy.length_bytes, seconds_s)
+            self._report(started, started.began_s + seconds_s)
             self._finish(started, error)
 
-        def let_go_of_device() -> None:
-            self._let_go([hold for hold in started.holds if hold.tier.computes])
+        def free_device_holds() -> None:
+            self._free_holds([hold for hold in started.holds if hold.tier.computes])
             started.holds = [hold for hold in started.holds if not hold.tier.computes]
 
         # A move changes its tensor's tier at its end, which must not happen while the stream still copies. So it
         # blocks.
-        on_ordered = None if started.settle is not None else let_go_of_device
+        on_ordered = None if started.settle is not None else free_device_holds
         transfer = StreamTransfer(completion, self._lock, on_finished=finish, on_ordered=on_ordered)
         with self._lock:
             self._streamed.append(transfer)
@@ -224,7 +224,7 @@ class Copier:
             transfer.wait(host=False)  # the copy runs on the current stream, so later work there is ordered after it
         return transfer
 
-    def _tell(self, started: StartedCopy, end_s: float) -> None:
+    def _report(self, started: StartedCopy, end_s: float) -> None:
         if self._events.heard:
             copy = started.copy
             track = f"{copy.source.tier.name}_to_{copy.target.tier.name}".lower()
@@ -233,12 +233,12 @@ class Copier:
             self._events.tell(Event(EventKind.COPY, track, home.name, started.began_s, end_s, bytes=copy.length_bytes))
 
     def _finish(self, started: StartedCopy, error: BaseException | None) -> None:
-        self._let_go(started.holds)
+        self._free_holds(started.holds)
         started.holds = []
         if started.settle is not None:
             started.settle(error)
 
-    def _let_go(self, holds: Sequence[_Hold]) -> None:
+    def _free_holds(self, holds: Sequence[_Hold]) -> None:
         for hold in holds:
             self._ledgers[hold.tier].table.end(hold.flight)
 

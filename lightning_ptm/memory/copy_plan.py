@@ -176,17 +176,17 @@ def ram_pairs(copy: CopyRange, machine: CopyMachine) -> list[Pair]:
     ]
 
 
-def disk_jobs(copy: CopyRange, machine: CopyMachine, behind: Sequence[Mark] | None = None) -> list[DiskJob]:
+def disk_jobs(copy: CopyRange, machine: CopyMachine, after: Sequence[Mark] | None = None) -> list[DiskJob]:
     """Returns the jobs of a copy with a side on disk, each at most a page.
 
     Args:
-        behind: marks that the stream part of a job waits for; None: waits for the caller's current stream.
+        after: marks that the stream part of a job waits for; None: waits for the caller's current stream.
     """
     if machine.disk is None:
         return []  # a tier without bytes has only tensors without elements
     if not copy.source.tier.addressable and not copy.target.tier.addressable:
         return _disk_to_disk(copy, machine, machine.disk)
-    return _disk_and_ram(copy, machine, machine.disk, behind)
+    return _disk_and_ram(copy, machine, machine.disk, after)
 
 
 def _disk_to_disk(copy: CopyRange, machine: CopyMachine, disk: DiskRegion) -> list[DiskJob]:
@@ -204,7 +204,7 @@ def _disk_to_disk(copy: CopyRange, machine: CopyMachine, disk: DiskRegion) -> li
 
 
 def _disk_and_ram(
-    copy: CopyRange, machine: CopyMachine, disk: DiskRegion, behind: Sequence[Mark] | None
+    copy: CopyRange, machine: CopyMachine, disk: DiskRegion, after: Sequence[Mark] | None
 ) -> list[DiskJob]:
     reading = not copy.source.tier.addressable
     if reading:
@@ -231,14 +231,14 @@ def _disk_and_ram(
 
     if straight_bytes < copy.length_bytes:
         stream = machine.stream(Tier.HOST, in_ram.tier) if reading else machine.stream(in_ram.tier, Tier.HOST)
-        behind = (stream.mark(),) if behind is None else behind
+        after = (stream.mark(),) if after is None else after
         ram_at = ram_start + straight_bytes
         for piece in pieces(on_disk.pages, page_size, disk_start + straight_bytes, disk_start + copy.length_bytes):
             views_bounced = machine.byte_views(in_ram, ram_at, ram_at + piece.bytes)
             if reading:
-                job = ReadBounced(disk, piece, views_bounced, stream, behind)
+                job = ReadBounced(disk, piece, views_bounced, stream, after)
             else:
-                job = WriteBounced(disk, piece, views_bounced, stream, behind, keep_tail=not copy.ends_with_target)
+                job = WriteBounced(disk, piece, views_bounced, stream, after, keep_tail=not copy.ends_with_target)
             jobs.append(DiskJob(disk.lane(piece.frame), job))
             ram_at += piece.bytes
     return jobs

@@ -6,9 +6,9 @@ I1: every byte is reserved before training starts (posix_fallocate): a full disk
     900.
 I2: the files have no name, so a killed process leaves nothing on disk and two jobs may share a path. If the file system
     cannot create a file without a name (O_TMPFILE), the name is removed as soon as the file is open.
-I3: a region may have a successor (`elder`, `has_heir`) on the same files, which reuses some of the pages with their
-    bytes and adds new ones. The region that closes last gives the files' space back; when the older one closes, it
-    gives back the pages that the successor does not use.
+I3: a region may have a successor on the same files (`set_successor`), which reuses some of the pages with their
+    bytes and adds new ones. The region that closes last gives the files' space back; when the older one
+    closes, it gives back the pages that the successor does not use.
 I4: every transfer is whole blocks, and its length is checked. A partial transfer is continued only from a block border,
     since O_DIRECT refuses other offsets.
 """
@@ -166,7 +166,7 @@ class DiskRegion:
         total_frames: pages over all paths.
         file_ops: the file calls.
         progress: progress bar of the reservation, which takes long on some file systems.
-        elder: the predecessor whose files are used (I3), with the same paths and page size; None: new files.
+        predecessor: the predecessor whose files are used (I3), with the same paths and page size; None: new files.
         frames: the pages of this region, as ascending intervals; None: all.
     Raises:
         ConfigError: a path is missing, no directory, or cannot be written.
@@ -181,7 +181,7 @@ class DiskRegion:
         total_frames: int,
         file_ops: FileOps | None = None,
         progress: Progress | None = None,
-        elder: DiskRegion | None = None,
+        predecessor: DiskRegion | None = None,
         frames: Sequence[range] | None = None,
     ) -> None:
         self.paths = tuple(Path(path) for path in paths)
@@ -190,31 +190,31 @@ class DiskRegion:
         self._ops = file_ops or FileOps()
 
         self.frames = (range(total_frames),) if frames is None else tuple(frames)
-        self._elder = elder
+        self._predecessor = predecessor
 
         # State: an open file of each path, -1 once closed.
         self._files: list[int] = []
-        self._heir: DiskRegion | None = None
+        self._successor: DiskRegion | None = None
         progress = progress or Progress(shown=False)
-        new = _without(self.frames, () if elder is None else elder.frames)
+        new = _without(self.frames, () if predecessor is None else predecessor.frames)
         try:
             with progress.bar("reserving disk", sum(map(len, new)) * page_size) as seen:
                 for index, path in enumerate(self.paths):
-                    self._files.append(self._open(path) if elder is None else elder.copy_of_file(index))
+                    self._files.append(self._open(path) if predecessor is None else predecessor.duplicate_file(index))
                     self._reserve(path, self._files[-1], self._places(index, new), seen)
         except BaseException:
             self.close()
             raise
-        if elder is not None:
-            elder.has_heir(self)
+        if predecessor is not None:
+            predecessor.set_successor(self)
 
-    def copy_of_file(self, index: int) -> int:
+    def duplicate_file(self, index: int) -> int:
         """Returns a duplicate of the file descriptor of a path; the caller closes it."""
         return self._ops.duplicate(self._files[index])
 
-    def has_heir(self, heir: DiskRegion) -> None:
+    def set_successor(self, successor: DiskRegion) -> None:
         """Registers the successor, which uses pages of these files from now on (I3)."""
-        self._heir = heir
+        self._successor = successor
 
     @property
     def is_open(self) -> bool:
@@ -251,19 +251,19 @@ class DiskRegion:
 
     def close(self) -> None:
         """Frees the files' space (I3) and closes them. Idempotent; no transfer may be running."""
-        heir, elder = self._heir, self._elder
-        inherited = heir is not None and heir.is_open
-        ended = _without(self.frames, heir.frames) if heir is not None and inherited else ()
+        successor, predecessor = self._successor, self._predecessor
+        is_reused = successor is not None and successor.is_open
+        ended = _without(self.frames, successor.frames) if successor is not None and is_reused else ()
         for index, file in enumerate(self._files):
             self._files[index] = -1
             if file >= 0:
                 with contextlib.suppress(OSError):  # on a broken disk, the last close frees the space
                     for place in self._places(index, ended):
                         self._ops.give_back(file, len(place), place.start)
-                    if not inherited and not (elder is not None and elder.is_open):
+                    if not is_reused and not (predecessor is not None and predecessor.is_open):
                         self._ops.empty(file)
                 self._ops.close(file)
-        self._heir = self._elder = None
+        self._successor = self._predecessor = None
 
     def _transfer(self, reading: bool, frame: int, offset_bytes: int, views: Sequence[memoryview]) -> None:
         call = self._ops.preadv if reading else self._ops.pwritev

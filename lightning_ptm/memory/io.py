@@ -99,7 +99,7 @@ class IoQueue:
         staging = Staging(self._page_size, partial(self._backend.host_region, pin=self._pin))
         task: _Task | None = None
         try:
-            keep_to(self._backend.near_cores())
+            keep_to(self._backend.numa_cores())
             self._backend.make_current()  # else page-locking would create a context on the machine's first device
             while (task := self._queues[lane].get()) is not None:
                 try:

@@ -25,8 +25,8 @@ class Straight:
     reading: bool
 
     def run(self, staging: Staging) -> None:
-        carry = self.disk.read if self.reading else self.disk.write
-        carry(self.piece.frame, self.piece.start_bytes, self.views)
+        transfer = self.disk.read if self.reading else self.disk.write
+        transfer(self.piece.frame, self.piece.start_bytes, self.views)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,13 @@ class ReadBounced:
     piece: PagePiece
     targets: tuple[torch.Tensor, ...]
     copies: CopyStream
-    behind: Sequence[Mark]
+    after: Sequence[Mark]
 
     def run(self, staging: Staging) -> None:
         region = staging.region
         self.disk.read(self.piece.frame, self.piece.start_bytes, [region.memory[: round_up(self.piece.bytes)]])
         # The I/O thread waits, because its next job overwrites the staging buffer.
-        self.copies.launch(_pair_up(self.targets, region.tensor, to_staging=False), self.behind).synchronize()
+        self.copies.launch(_pair_up(self.targets, region.tensor, to_staging=False), self.after).synchronize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ class WriteBounced:
     piece: PagePiece
     sources: tuple[torch.Tensor, ...]
     copies: CopyStream
-    behind: Sequence[Mark]
+    after: Sequence[Mark]
     keep_tail: bool
 
     def run(self, staging: Staging) -> None:
         region = staging.region
         if self.keep_tail:
             _read_last_block(self.disk, self.piece, region.memory[: round_up(self.piece.bytes)])
-        self.copies.launch(_pair_up(self.sources, region.tensor, to_staging=True), self.behind).synchronize()
+        self.copies.launch(_pair_up(self.sources, region.tensor, to_staging=True), self.after).synchronize()
         self.disk.write(self.piece.frame, self.piece.start_bytes, [region.memory[: round_up(self.piece.bytes)]])
 
 

@@ -96,7 +96,7 @@ class StreamLink:
 
         # State, under the lock.
         self._meter = LinkMeter()
-        self._under_way: deque[_Launched] = deque()
+        self._in_flight: deque[_Launched] = deque()
         """Copies in flight, in the order of launch, which is also the order of their ends."""
 
     def launched(self, name: str, size_bytes: int, began_s: float, timer: Timer) -> None:
@@ -109,18 +109,18 @@ class StreamLink:
             timer: its end and duration.
         """
         with self._lock:
-            self._under_way.append(_Launched(timer, name, size_bytes, began_s))
-            self._look()
+            self._in_flight.append(_Launched(timer, name, size_bytes, began_s))
+            self._count_ended()
 
     def stats(self) -> LinkStats:
         """Returns the totals of the copies that have ended."""
         with self._lock:
-            self._look()
+            self._count_ended()
             return self._meter.stats(perf_counter())
 
-    def _look(self) -> None:
-        while self._under_way and self._under_way[0].timer.done():
-            ended = self._under_way.popleft()
+    def _count_ended(self) -> None:
+        while self._in_flight and self._in_flight[0].timer.done():
+            ended = self._in_flight.popleft()
             seconds_s = ended.timer.seconds()
             self._meter.add(ended.bytes, seconds_s)
             if self._events.heard:

@@ -32,7 +32,7 @@ _REFUSED = (
 """Texts of PyTorch, oneDNN, Python and C++ for a failed allocation that is no MemoryError; in lower case."""
 
 
-_THEIRS: dict[int, int] = {}
+_SOFT_LIMIT_BEFORE: dict[int, int] = {}
 """By process, the soft limit before the first of the limits now in force."""
 _IN_FORCE: set[int] = set()
 """Identities of the limits in force. A run that is set up again sets its limit before the previous one is lifted."""
@@ -48,9 +48,9 @@ class MemoryLimit:
             return
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         if not _IN_FORCE:
-            _THEIRS[os.getpid()] = soft
+            _SOFT_LIMIT_BEFORE[os.getpid()] = soft
         _IN_FORCE.add(id(self))
-        limits = [each for each in (_THEIRS.get(os.getpid(), soft), hard) if each != resource.RLIM_INFINITY]
+        limits = [each for each in (_SOFT_LIMIT_BEFORE.get(os.getpid(), soft), hard) if each != resource.RLIM_INFINITY]
         _set(min([mapped + max(left_bytes, 0), *limits]), hard)
 
     def lift(self) -> None:
@@ -58,7 +58,7 @@ class MemoryLimit:
         if id(self) not in _IN_FORCE:
             return
         _IN_FORCE.discard(id(self))
-        before = None if _IN_FORCE else _THEIRS.pop(os.getpid(), None)
+        before = None if _IN_FORCE else _SOFT_LIMIT_BEFORE.pop(os.getpid(), None)
         if before is not None:
             _set(before, resource.getrlimit(resource.RLIMIT_DATA)[1])
 

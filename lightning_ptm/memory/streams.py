@@ -105,8 +105,8 @@ class CopyStream(Protocol):
     def mark(self) -> Mark:
         """Returns the current stream's position, to pass to `launch` in a thread with another current stream."""
 
-    def launch(self, pairs: Sequence[Pair], behind: Sequence[Mark] | None = None) -> Completion:
-        """Starts copies after the marks `behind`; None: after everything queued on this thread's current stream."""
+    def launch(self, pairs: Sequence[Pair], after: Sequence[Mark] | None = None) -> Completion:
+        """Starts copies after the marks `after`; None: after everything queued on this thread's current stream."""
 
 
 class Copies:
@@ -124,11 +124,11 @@ class Copies:
     def mark(self) -> Mark:
         return self._backend.mark()
 
-    def launch(self, pairs: Sequence[Pair], behind: Sequence[Mark] | None = None) -> Completion:
-        if behind is None:
+    def launch(self, pairs: Sequence[Pair], after: Sequence[Mark] | None = None) -> Completion:
+        if after is None:
             self._stream.follow()
         else:
-            for mark in behind:
+            for mark in after:
                 self._stream.follow(mark)
         with self._stream.entered():
             started = self._backend.mark(timed=True)

@@ -43,7 +43,7 @@ def disk_region(
         total_frames=total_frames,
         file_ops=file_ops,
         progress=progress,
-        elder=None if reused_extents is None else reused_extents.disk,
+        predecessor=None if reused_extents is None else reused_extents.disk,
         frames=None if reused_extents is None else reused_extents.frames(total_frames),
     )
 

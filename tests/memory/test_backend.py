@@ -161,7 +161,7 @@ def test_work_of_a_cpu_has_ended_when_the_call_returns() -> None:
     ended.synchronize()
     backend.synchronize()
     backend.make_current()
-    backend.used_here(values)
+    backend.record_use(values)
     assert began.done()
     assert ended.done()
     assert 0 <= ended.seconds_since(began) < 60
@@ -180,9 +180,9 @@ def test_a_cpus_memory_is_ram() -> None:
     assert not in_ram(torch.empty(1, device="meta"))
     assert not backend.apart
     assert backend.free_bytes() == 0
-    before = backend.bytes_beside(0)
+    before = backend.bytes_outside_region(0)
     kept = torch.ones(10 << 20, dtype=torch.uint8)
-    assert backend.bytes_beside(5) - before in (0, *range(kept.numel(), kept.numel() + PAGE))  # 0: not glibc
+    assert backend.bytes_outside_region(5) - before in (0, *range(kept.numel(), kept.numel() + PAGE))  # 0: not glibc
     assert backend.random_state() is None
     assert backend.count() == 1
     assert backend.description().endswith("CPU cores")
@@ -313,7 +313,7 @@ def test_streams_follow_and_are_joined(last: Backend) -> None:
         target.copy_(source, non_blocking=True)
         copied = last.mark(timed=True)
     copied.order()
-    last.used_here(target)
+    last.record_use(target)
     result = target + 1
     stream.join()
     last.synchronize()
@@ -325,13 +325,13 @@ def test_streams_follow_and_are_joined(last: Backend) -> None:
 @pytest.mark.gpu
 @on_device
 def test_memory_and_random_numbers_of_a_device(last: Backend) -> None:
-    beside = last.bytes_beside(0)
+    beside = last.bytes_outside_region(0)
     free = last.free_bytes()
     region = last.device_region(64 << 20)
     assert last.holds(region.tensor)
     assert not in_ram(region.tensor)
     assert last.free_bytes() <= free
-    assert 0 <= last.bytes_beside(64 << 20) - beside <= 2 << 20  # and a block, and torch's rounding
+    assert 0 <= last.bytes_outside_region(64 << 20) - beside <= 2 << 20  # and a block, and torch's rounding
     region.close()
     locked = last.host_region(PAGE, pin=True)
     assert locked.pinned

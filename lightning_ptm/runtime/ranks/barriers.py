@@ -237,13 +237,13 @@ class Barriers:
             ranks: those of each tensor group.
             done: a word of 32 bits for what this rank has exchanged.
         """
-        self.agreement.alike, self.agreement.done = ranks, done
+        self.agreement.compared, self.agreement.work_word = ranks, done
 
     def loss_is(self, loss: float) -> None:
         """Of this rank. Where its tensor group waits next, its ranks compare theirs."""
-        self.agreement.number = loss
+        self.agreement.compared_number = loss
         rank = self._communicator.rank
-        group = next(number for number, ranks in enumerate(self.agreement.alike) if rank in ranks)
+        group = next(number for number, ranks in enumerate(self.agreement.compared) if rank in ranks)
         self._told[f"the loss in tensor group {group}"] = f"{loss:.6g}"
 
     def hyper_parameters_are(self, numbers: Mapping[str, str]) -> str:

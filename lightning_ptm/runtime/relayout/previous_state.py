@@ -262,7 +262,7 @@ class PreviousState:
             sources, tensors: by parameter, where its elements are, and those that are in no pages.
             keep: what is in neither stays as it is there.
         """
-        if target is not None and allocator.was_kept(page_io.in_pages(target)):
+        if target is not None and allocator.is_reused(page_io.in_pages(target)):
             return
         communicator, tensors = flat.communicator, dict(tensors)
         for key, held in sources.items():  # elements in another order than there
