@@ -30,15 +30,15 @@ class Communicator(Protocol):
     def alone(self) -> bool:
         """Whether there is no other rank."""
 
-    def part(self, partition: Sequence[Sequence[int]]) -> Communicator:
+    def subgroup(self, partition: Sequence[Sequence[int]]) -> Communicator:
         """Returns a communicator of the ranks of `partition` that include this one. It is closed with its parent.
 
         Args:
             partition: every rank once; the same on all ranks. All ranks must call.
         """
 
-    def behind(self, partition: Sequence[Sequence[int]]) -> BackgroundGroup | None:
-        """Returns a group for exchanges in the background of training, by `partition` as in `part`; None if alone."""
+    def background_group(self, partition: Sequence[Sequence[int]]) -> BackgroundGroup | None:
+        """Returns a group for exchanges in the background of training, partitioned as in `subgroup`; None if alone."""
 
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
         """All-gathers `shard` (shard_numel,) of every rank into `full` (padded_numel,), stripe by stripe."""
@@ -104,10 +104,10 @@ class SoloCommunicator:
     world_size = 1
     alone = True
 
-    def part(self, partition: Sequence[Sequence[int]]) -> Communicator:
+    def subgroup(self, partition: Sequence[Sequence[int]]) -> Communicator:
         return self
 
-    def behind(self, partition: Sequence[Sequence[int]]) -> BackgroundGroup | None:
+    def background_group(self, partition: Sequence[Sequence[int]]) -> BackgroundGroup | None:
         return None
 
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:

@@ -101,17 +101,17 @@ def _wait_briefly(work: Any) -> bool:
     return True
 
 
-def explained(reason: str, told: Mapping[int, Exchanged]) -> str:
+def explained(reason: str, exchanged_by_rank: Mapping[int, Exchanged]) -> str:
     """Returns `reason` with the first difference between the exchanges of two ranks of a tensor group, if there is one.
 
     If the ranks computed different batches, that is the cause and replaces the reason.
 
     Args:
         reason: why ranks cannot go on.
-        told: by rank, what it has exchanged.
+        exchanged_by_rank: by rank, what it has exchanged.
     """
     firsts: dict[int, tuple[int, Sequence[str]]] = {}
-    for rank, (group, theirs) in told.items():
+    for rank, (group, theirs) in exchanged_by_rank.items():
         first, ours = firsts.setdefault(group, (rank, theirs))
         for one, another in itertools.zip_longest(ours, theirs, fillvalue="no exchange"):
             if one == another:

@@ -53,6 +53,6 @@ class IntraNode:
 
     def _raise_difference(self, connections: UdsConnections) -> NoReturn:
         words = connections.all_gather_text(json.dumps(self._groups.deadlock_detector.exchanged()))
-        told = dict(zip(self._groups.ranks, map(json.loads, words), strict=True))
+        exchanged_by_rank = dict(zip(self._groups.ranks, map(json.loads, words), strict=True))
         reason = f"rank {self._groups.own_rank} and another rank of its tensor group have come to different exchanges"
-        raise RankError(explained(reason, told))
+        raise RankError(explained(reason, exchanged_by_rank))

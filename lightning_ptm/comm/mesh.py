@@ -21,28 +21,30 @@ class Communicators:
 
     Args:
         mesh: axes and sizes.
-        everybody: communicator of all ranks of the mesh; closes those made here.
+        world: communicator of all ranks of the mesh; closes those made here.
         along: sets of axes that `along` will be called with, besides all axes; the same on all ranks.
-        behind: axes along which ranks exchange data in the background of training; the same on all ranks.
+        background: axes along which ranks exchange data in the background of training; the same on all ranks.
     """
 
     def __init__(
         self,
         mesh: Mesh,
-        everybody: Communicator,
+        world: Communicator,
         along: Iterable[Collection[Axis]] = (),
-        behind: Collection[Axis] = (),
+        background: Collection[Axis] = (),
     ) -> None:
         self._mesh = mesh
-        self.everybody = everybody
-        self._made = {self._nontrivial(mesh.sizes): everybody}
+        self.world = world
+        self._made = {self._nontrivial(mesh.sizes): world}
         for axes in along:
             nontrivial = self._nontrivial(axes)
             if nontrivial not in self._made:
-                self._made[nontrivial] = everybody.part(mesh.groups(nontrivial)) if nontrivial else SoloCommunicator()
-        nontrivial = self._nontrivial(behind)
-        self.behind: BackgroundGroup | None = everybody.behind(mesh.groups(nontrivial)) if nontrivial else None
-        """Group of the ranks that differ from this one only along `behind`; None if there are no others."""
+                self._made[nontrivial] = world.subgroup(mesh.groups(nontrivial)) if nontrivial else SoloCommunicator()
+        nontrivial = self._nontrivial(background)
+        self.background: BackgroundGroup | None = (
+            world.background_group(mesh.groups(nontrivial)) if nontrivial else None
+        )
+        """Group of the ranks that differ from this one only along `background`; None if there are no others."""
 
     def along(self, axes: Collection[Axis]) -> Communicator:
         """Returns the communicator of the ranks that differ from this one only along these axes."""

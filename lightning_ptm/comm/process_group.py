@@ -1,8 +1,8 @@
 """Collectives of pages between several ranks over torch.distributed, one stripe of a flat at a time.
 
 The process groups are in process_groups.py, and direct connections between ranks of one machine in intra_node.py. Ranks
-that share only a part of the states have a communicator of their own (`ProcessGroupCommunicator.part`): its ranks are
-numbered among themselves, and it is closed with the communicator of all ranks.
+that share only a part of the states have a communicator of their own (`ProcessGroupCommunicator.subgroup`): its ranks
+are numbered among themselves, and it is closed with the communicator of all ranks.
 
 I1: an all-gather of stripe i writes the piece of rank r directly to its position in the full flat; nothing is copied
     afterwards. Shares of different lengths (whole parameters of each rank) are broadcast by their owners.
@@ -48,8 +48,8 @@ class ProcessGroupCommunicator:
         timeout: after this long without an answer of the others a collective fails (`RankError`).
         events: gets an event for every collective of pages or tokens.
         within: the communicator of all ranks, of which this is a part; None: this is of all ranks.
-        partition: see `part`.
-        exchanging: see `part`.
+        partition: see `subgroup`.
+        exchanging: see `subgroup`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ProcessGroupCommunicator:
         self._rows_in = torch.zeros(3, dtype=torch.int64)
         self._rows_out = torch.zeros(3 * self.world_size, dtype=torch.int64)
         self._rows_options = AllgatherOptions()
-        self._behind: list[BackgroundGroup] = []
+        self._background_groups: list[BackgroundGroup] = []
         exchanges = exchanging and not backend.apart
         self._intra_node = IntraNode(self._groups, timeout, rounds=within is None, exchanges=exchanges)
 
@@ -85,8 +85,8 @@ class ProcessGroupCommunicator:
     def alone(self) -> bool:
         return self.world_size == 1
 
-    def part(self, partition: Sequence[Sequence[int]], *, exchanging: bool = False) -> ProcessGroupCommunicator:
-        """See `Communicator.part`.
+    def subgroup(self, partition: Sequence[Sequence[int]], *, exchanging: bool = False) -> ProcessGroupCommunicator:
+        """See `Communicator.subgroup`.
 
         Args:
             partition: every rank once; the same on all ranks.
@@ -96,14 +96,14 @@ class ProcessGroupCommunicator:
             self._backend, self._timeout, self._events, within=self, partition=partition, exchanging=exchanging
         )
 
-    def behind(self, partition: Sequence[Sequence[int]]) -> BackgroundGroup | None:
+    def background_group(self, partition: Sequence[Sequence[int]]) -> BackgroundGroup | None:
         made: BackgroundGroup | None = None
         for ranks in partition:  # every rank makes all groups, in the same order
             members = list(ranks)
             group = self._groups.guard(lambda: dist.new_group(members, backend=GLOO, timeout=self._timeout))  # noqa: B023
             if self._groups.own_rank in members and len(members) > 1:
                 made = BackgroundGroup(group, members)
-                self._behind.append(made)
+                self._background_groups.append(made)
             del group  # BackgroundGroup must have the last reference, so that its `close` closes the connections
         return made
 
@@ -318,7 +318,7 @@ class ProcessGroupCommunicator:
     @property
     def group_names(self) -> list[str]:
         """Names of all groups that this communicator issues collectives on."""
-        return [*self._groups.group_names, *(each.group_name for each in self._behind)]
+        return [*self._groups.group_names, *(each.group_name for each in self._background_groups)]
 
     def close(self) -> None:
         """Destroys its groups, those of its parts, and the background groups. Idempotent.
@@ -327,7 +327,7 @@ class ProcessGroupCommunicator:
         afterwards nothing writes into their buffers.
         """
         self._groups.close()
-        for each in self._behind:
+        for each in self._background_groups:
             each.close()
 
 

@@ -120,8 +120,8 @@ class ShmCollectives:
         self._exchanges += 1
         theirs = [window[start : start + piece.nbytes].view(piece.dtype) for window in self._windows]
         theirs[self._rank].copy_(piece)
-        told = self._connections.all_gather_row((self._exchanges, word, piece.nbytes), self._wait)
-        if any(row != told[0] for row in told):
+        rows = self._connections.all_gather_row((self._exchanges, word, piece.nbytes), self._wait)
+        if any(row != rows[0] for row in rows):
             self._differ(self._connections)
         return theirs
 

@@ -189,15 +189,15 @@ class UdsConnections:
         """
         arriving = self._exchange(_ROW.pack(*row))
         wait(arriving)
-        told = arriving.messages()
-        return [row if rank == self.rank else _ROW.unpack(told[rank]) for rank in range(self.world_size)]
+        received = arriving.messages()
+        return [row if rank == self.rank else _ROW.unpack(received[rank]) for rank in range(self.world_size)]
 
     def all_gather_text(self, text: str) -> list[str]:
         """All-gathers texts: returns those of all ranks, by rank. Raises as `all_gather_row`."""
         ours = text.encode()
         arriving = self._exchange(_LENGTH.pack(len(ours)))
         arriving.wait()
-        lengths = {rank: _LENGTH.unpack(told)[0] for rank, told in arriving.messages().items()}
+        lengths = {rank: _LENGTH.unpack(message)[0] for rank, message in arriving.messages().items()}
         texts = dict.fromkeys(range(self.world_size), b"") | {self.rank: ours}
         for start in range(0, max(len(ours), *lengths.values()), _PART_BYTES):
             self._send(ours[start : start + _PART_BYTES])
@@ -345,11 +345,11 @@ def _greet(
             peer = call or listener.accept()[0]
             peer.settimeout(_CONNECT_S)
             socket.send_fds(peer, [_HELLO.pack(rank, process is not None, own is not None)], files)
-            told, theirs, _, _ = socket.recv_fds(peer, _HELLO.size, 2)
-            if len(told) != _HELLO.size:
+            greeting, theirs, _, _ = socket.recv_fds(peer, _HELLO.size, 2)
+            if len(greeting) != _HELLO.size:
                 raise ConnectionError("a rank has gone while it was being connected")
             peer.settimeout(None)
-            other, has_process, has_file = _HELLO.unpack(told)
+            other, has_process, has_file = _HELLO.unpack(greeting)
             if len(theirs) != has_process + has_file:  # this process is at its limit of open files
                 for each in theirs:
                     os.close(each)

@@ -180,7 +180,7 @@ class BuildingStrategy(CheckpointingStrategy):
         """For its exchanges alone; None without one. Collective."""
         if self._tensor_group is None or not isinstance(self._communicator, ProcessGroupCommunicator):
             return None
-        return self._communicator.part(self._tensor_groups(), exchanging=True)
+        return self._communicator.subgroup(self._tensor_groups(), exchanging=True)
 
     def _connect_tensor_group(self, exchanging: ProcessGroupCommunicator, engine: Engine) -> None:
         """Its layers exchange in the engine's rounds."""

@@ -191,7 +191,7 @@ def parts_of_four() -> None:
     """Ranks 0 and 2 share some flats, ranks 1 and 3 others; neighbours exchange rows."""
     whole = connect()
     rank = whole.rank
-    holders, group = whole.part([(0, 2), (1, 3)]), whole.part([(0, 1), (2, 3)])
+    holders, group = whole.subgroup([(0, 2), (1, 3)]), whole.subgroup([(0, 1), (2, 3)])
     assert (holders.rank, holders.world_size) == (rank // 2, 2)
     assert (group.rank, group.world_size) == (rank % 2, 2)
 
@@ -218,7 +218,7 @@ def parts_of_four() -> None:
             assert torch.equal(came, torch.cat(expected)), (dtype, sent)
 
     assert holders.broadcast_object(rank, source=1) == rank % 2 + 2
-    behind = whole.behind([(0, 1), (2, 3)])
+    behind = whole.background_group([(0, 1), (2, 3)])
     assert behind is not None and (behind.rank, behind.world_size) == (rank % 2, 2)
     came, arriving = behind.start_all_to_all(torch.full((2,), rank), [1, 1], [1, 1])
     arriving.wait()
@@ -358,7 +358,7 @@ def test_who_waits_for_others_sleeps_between_two_looks() -> None:
 def differ() -> str:
     """Ranks of one machine come to different exchanges of values in RAM."""
     communicator = connect()
-    part = communicator.part([(0, 1)], exchanging=True)
+    part = communicator.subgroup([(0, 1)], exchanging=True)
     assert part._intra_node.exchanges is not None
     part.deadlock_detector.exchanged = lambda: (0, ["a", f"b{part.rank}"])
 

@@ -109,7 +109,7 @@ def exchanging(world_size: int) -> tuple[ProcessGroupCommunicator, Agreement]:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     whole = ProcessGroupCommunicator(CpuBackend(), datetime.timedelta(seconds=60))
     split = ExpertSplit(world_size, world_size)
-    group = whole.part(split.groups)
+    group = whole.subgroup(split.groups)
     nobody = divide(nn.ModuleList([CASES["one_choice"].layer()]), [], split)
     return group, Agreement(whole.exchange, lambda _: None, whole.rank, nobody.teams)
 

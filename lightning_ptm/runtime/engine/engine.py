@@ -131,7 +131,7 @@ class Engine:
         self._ranks_here = ranks_here
         self.blueprint = blueprint
         self.communicators = communicators
-        self.communicator = communicators.everybody
+        self.communicator = communicators.world
         self.backend = backend
         self.device = backend.device
         self.events = events or Events()
