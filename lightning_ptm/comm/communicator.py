@@ -149,10 +149,10 @@ class SoloCommunicator:
         return NOTHING
 
     def send(self, page: Tensor, rank: int) -> Work:
-        raise RankError(f"there is one rank only; rank {rank} does not exist")
+        raise RankError(f"the run has one rank only; rank {rank} does not exist")
 
     def receive(self, page: Tensor, rank: int) -> Work:
-        raise RankError(f"there is one rank only; rank {rank} does not exist")
+        raise RankError(f"the run has one rank only; rank {rank} does not exist")
 
     def meet(self, word: str | None, within_s: float) -> bool:
         return word is not None

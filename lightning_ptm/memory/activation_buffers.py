@@ -241,9 +241,8 @@ class ActivationMover:
             return
         assert away.completion is not None and away.device is not None
         away.completion.order()
-        self._backend.record_use(
-            away.device
-        )  # another stream may own the block, and it does not wait for the copy (I1)
+        # Another stream may own the block, and it does not wait for the copy (I1).
+        self._backend.record_use(away.device)
         away.changed = away.device._version != away.version
         away.to(Where.AWAY)
         away.completion = away.device = None

@@ -214,8 +214,8 @@ class Copier:
             self._free_holds([hold for hold in started.holds if hold.tier.computes])
             started.holds = [hold for hold in started.holds if not hold.tier.computes]
 
-        # A move changes its tensor's tier at its end, which must not happen while the stream still copies. So it
-        # blocks.
+        # A move changes its tensor's tier at its end, which must not happen while the stream still copies. So
+        # `wait` always blocks for a move.
         on_ordered = None if started.settle is not None else free_device_holds
         transfer = StreamTransfer(completion, self._lock, on_finished=finish, on_ordered=on_ordered)
         with self._lock:

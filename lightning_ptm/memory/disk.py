@@ -3,12 +3,12 @@
 Page f is in file f mod n at page f div n, so adjacent pages are on different disks and a run of pages uses all of them.
 
 I1: every byte is reserved before training starts (posix_fallocate): a full disk is an error at the start, not at step
-    900.
+    900 of a run.
 I2: the files have no name, so a killed process leaves nothing on disk and two jobs may share a path. If the file system
     cannot create a file without a name (O_TMPFILE), the name is removed as soon as the file is open.
-I3: a region may have a successor on the same files (`set_successor`), which reuses some of the pages with their
-    bytes and adds new ones. The region that closes last gives the files' space back; when the older one
-    closes, it gives back the pages that the successor does not use.
+I3: a region may have a successor on the same files (`set_successor`), which reuses some of the pages with their bytes
+    and adds new ones. The region that closes last gives the files' space back; when the older one closes, it gives back
+    the pages that the successor does not use.
 I4: every transfer is whole blocks, and its length is checked. A partial transfer is continued only from a block border,
     since O_DIRECT refuses other offsets.
 """

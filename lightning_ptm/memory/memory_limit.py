@@ -18,7 +18,7 @@ from pathlib import Path
 
 try:
     import resource
-except ImportError:  # no Unix
+except ImportError:  # not a Unix
     resource = None  # type: ignore[assignment]
 
 _REFUSED = (

@@ -31,7 +31,7 @@ def cores_near(address: str, system: Path = SYSTEM) -> frozenset[int] | None:
     try:
         node = int((system / "bus/pci/devices" / address / "numa_node").read_text())
         allowed = frozenset(os.sched_getaffinity(0))
-    except (OSError, ValueError, AttributeError):  # no such device there, or no such system
+    except (OSError, ValueError, AttributeError):  # a device that /sys does not list, or another operating system
         return None
     near = nodes.get(node, frozenset()) & allowed
     used = sum(1 for cores in nodes.values() if cores & allowed)
