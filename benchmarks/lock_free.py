@@ -2,9 +2,7 @@
 
 Sides, in turns, on the same GPT, with so few tokens a step that the disk dominates:
   ours         AngelPTMStrategy(lock_free=True, max_staleness=16)
-  held         the same with hold_updates=True: fewer passes over the master states, more staleness
   synchronous  the same without lock_free: updates behind the backward pass and the next forward
-  at_step      the same with update_in_backward=False: updates between the backward pass and the next forward
   compute      forward and backward of the bf16 model alone, no optimizer, freed memory kept as by ours (sides/plain.py)
   stream       the updater alone, with nothing computing (sides/stream.py)
   disk         O_DIRECT alone, as many bytes read as written, as this disk likes best (sides/disk.py)
@@ -14,8 +12,7 @@ race of their own before. Printed beside: how far from balance a setting is (syn
 largest staleness (benchmarks/lock_free_loss.py tells what it costs; sides take different numbers of steps here).
 A turn of a side that trains begins with steps that do not count, so that updates are in full course when the clock starts.
 Ratios: tokens/s of ours over synchronous (bar: 2.96, the paper's, or 0.9 of what compute alone would give, if that is
-less); step time of ours over compute; both of held, too; bytes a second of stream over the disk's; speed of synchronous over
-at_step (what overlap gains).
+less); step time of ours over compute; bytes a second of stream over the disk's.
 """
 
 from __future__ import annotations
@@ -48,8 +45,7 @@ from race import Race, Score, Side
 PAPERS_SPEED_UP = 2.96
 COMPUTE_LIMIT = {"to spare": 1.10, "that compute": 1.25}
 STREAM_LIMIT = 0.90
-LOCK_FREE = ("ours", "held")
-LONGER = {"ours": 5, "held": 5, "compute": 3}
+LONGER = {"ours": 5, "compute": 3}
 """How many times as many steps a turn has: a pass of updates goes on for several of these sides' steps."""
 
 
@@ -66,9 +62,7 @@ def sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> list[Side]
     lock_free = {"lock_free": True, "max_staleness": args.max_staleness}
     return [
         ours(options, args, settings | lock_free),
-        replace(ours(options, args, settings | lock_free | {"hold_updates": True}), name="held"),
         replace(ours(options, args, settings), name="synchronous"),
-        replace(ours(options, args, settings | {"update_in_backward": False}), name="at_step"),
         replace(compute_side(options, args), environment=side_environment(args) | KEEP_FREED_MEMORY),
     ]
 
@@ -86,13 +80,8 @@ def stream_sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> lis
 def bars(size: str, scores: Mapping[str, Score], cores: str) -> list[Bar]:
     """The bars of the sides that took part."""
     made: list[Bar] = []
-    for name, what in zip(LOCK_FREE, ("lock-free", "lock-free with updates held"), strict=True):
-        if name in scores:
-            made += _of_lock_free(scores, name, f"{size} {what}, cores {cores}", COMPUTE_LIMIT[cores])
-    if "synchronous" in scores and "at_step" in scores:
-        behind_s, after_s = scores["synchronous"].step_s, scores["at_step"].step_s
-        name = f"{size} synchronous, cores {cores}: updates behind the passes over updates between them, speed"
-        made.append(Bar(name, 1 / behind_s, 1 / after_s, "steps/s", after_s / behind_s, 1.0, at_least=True))
+    if "ours" in scores:
+        made += _of_lock_free(scores, f"{size} lock-free, cores {cores}", COMPUTE_LIMIT[cores])
     return made
 
 
@@ -104,10 +93,10 @@ def stream_bar(size: str, scores: Mapping[str, Score]) -> Bar:
     return Bar(name, speed / 1e9, alone / 1e9, "GB/s", speed / alone, STREAM_LIMIT, at_least=True)
 
 
-def _of_lock_free(scores: Mapping[str, Score], name: str, what: str, limit: float) -> list[Bar]:
-    """What one lock-free side is measured by; prints what else there is to know of it."""
+def _of_lock_free(scores: Mapping[str, Score], what: str, limit: float) -> list[Bar]:
+    """What the lock-free side is measured by; prints what else there is to know of it."""
     made: list[Bar] = []
-    mine = scores[name]
+    mine = scores["ours"]
     if "compute" in scores:
         alone_s = scores["compute"].step_s
         ratio = mine.step_s / alone_s
@@ -124,8 +113,7 @@ def _of_lock_free(scores: Mapping[str, Score], name: str, what: str, limit: floa
         )
     staleness = median(turn.extra["mean_staleness"] for turn in mine.turns)
     largest = mine.turns[-1].extra["max_staleness"]
-    # A short turn may be one in which all updates were held.
-    stream = median(page_speed(turn) if turn.extra["disk_busy_s"] else 0.0 for turn in mine.turns)
+    stream = median(page_speed(turn) for turn in mine.turns)
     print(
         f"{what}: mean staleness {staleness:.2f} steps, largest {largest:.0f}; "
         f"the updates' stream beside compute {stream / 1e9:.2f} GB/s"
@@ -135,7 +123,7 @@ def _of_lock_free(scores: Mapping[str, Score], name: str, what: str, limit: floa
 
 def _steps_before(name: str, args: argparse.Namespace) -> int:
     """Steps of a turn that do not count: as many updates are to be under way when the clock starts as when it stops."""
-    return args.max_staleness if name in LOCK_FREE and not args.quick else 1
+    return args.max_staleness if name == "ours" and not args.quick else 1
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -151,7 +139,7 @@ def main() -> None:
         "--sequence", type=_counts, default=(64,), help="tokens of a sample, by comma; few, so that the disk dominates"
     )
     parser.add_argument("--max-staleness", type=int, default=16)
-    # Updates that are held back come round once in three quarters of the bound, and others pile up until the bound is near.
+    # Updates pile up until the bound is near.
     parser.set_defaults(repeats=3, steps=8, warmup=18)
     args = quicken(parser.parse_args())
     size = "tiny" if args.quick else args.size

@@ -1,7 +1,7 @@
 """Lock-free against synchronous updates on the main job, or on a small T5 with experts (`--job t5_moe`): same seed, text and
 steps; what does staleness cost in loss?
 
-The disk is slowed down to `--disk-mb-per-s` (but where updates are held), so that an update takes a few steps' time and
+The disk is slowed down to `--disk-mb-per-s`, so that an update takes a few steps' time and
 staleness really occurs. Prints the final validation loss of each run and, for lock-free ones, the mean (behind a warm-up) and
 the largest staleness. Bar: the mean over seeds of lock-free loss over synchronous loss, at most 1.01 at a mean staleness of
 1 to 4, 1.03 beyond.
@@ -12,9 +12,7 @@ there have been ten,
 those of Adam and AdamW in one call that comes near them (update/merged_steps.py). "each-apart" always takes them one
 by one. The
 others take a single step: with the mean or sum of gradients, and the sum, mean or newest of learning rates.
-`--no-forecast` lets compute use parameters as they are. `--hold-updates` holds updates as that setting does; each pass that
-has begun then ends before the next step, so that staleness is the same on any machine, whatever else it does: about three
-eighths of `--max-staleness`. `--staleness-warmup` and `--reach` are `staleness_warmup` and `forecast_reach`.
+`--no-forecast` lets compute use parameters as they are, and `--staleness-warmup` is `staleness_warmup`.
 
 The column "of > 2" tells which share of all gradients was applied in updates of more than two steps, which is what "each" and
 "each-apart" do differently. With `--max-staleness 2` it is next to nothing, and a run then tells about forecasts; for the
@@ -34,14 +32,12 @@ from statistics import mean
 from typing import Any
 
 from common import SEED, Bar, argument_parser, disk_folder, publish, quicken, show_table
-from lightning.pytorch import Callback, LightningModule, Trainer
 from main_job import main_job
 from race import Score
 from slow_disk import SlowDisks
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.planning.version_policy import REACH
-from lightning_ptm.runtime.updates.lock_free import LockFreeUpdates
 from lightning_ptm.update import buffering_thread, update_job
 from lightning_ptm.update.gradient_source import Transform
 from lightning_ptm.update.lock_free_buffers import Contribution
@@ -49,7 +45,6 @@ from lightning_ptm.update.shadow import GroupValues
 
 LIMIT, FAR_LIMIT = 1.01, 1.03
 LEAST_STALENESS, FAR_STALENESS = 1.0, 4.0
-_LOOK_S = 0.001
 
 OURS = "each"
 APART = "each-apart"
@@ -101,23 +96,6 @@ class Counted:
         return sum(count for steps, count in self.gradients.items() if steps > REACH) / total if total else 0.0
 
 
-class EndsPasses(Callback):
-    """Waits behind each step until passes that have begun are over: what is held back alone makes parameters stale."""
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, AngelPTMStrategy)
-        updates = strategy.engine.updates
-        assert isinstance(updates, LockFreeUpdates)
-        waiting = updates._buffering._buffers.policy
-        while True:
-            updates.audit()  # the buffering thread has come to all that was handed over
-            if not waiting._in_hand and not any(flat.may_begin for flat in waiting.flats):
-                return
-            updates.progress()
-            time.sleep(_LOOK_S)
-
-
 @dataclasses.dataclass(frozen=True)
 class Run:
     """How one training ended."""
@@ -141,10 +119,9 @@ def train(name: str, seed: int, args: argparse.Namespace, folder: Path, rule_nam
         "lock_free": lock_free,
         "max_staleness": args.max_staleness,
         "forecast": not args.no_forecast,
-        "hold_updates": lock_free and args.hold_updates,
     }
     if lock_free:
-        settings |= {"staleness_warmup": args.staleness_warmup, "forecast_reach": args.reach}
+        settings |= {"staleness_warmup": args.staleness_warmup}
     original, merge = buffering_thread.combined, update_job.merge
     counted = Counted(RULES.get(rule_name or OURS, original))
     buffering_thread.combined = counted
@@ -156,10 +133,7 @@ def train(name: str, seed: int, args: argparse.Namespace, folder: Path, rule_nam
             strategy = cli.trainer.strategy
             assert isinstance(strategy, AngelPTMStrategy)
             if lock_free:
-                if args.hold_updates:
-                    cli.trainer.callbacks.append(EndsPasses())  # type: ignore[attr-defined]
-                else:
-                    strategy.file_ops = SlowDisks(args.disk_mb_per_s * 1e6)
+                strategy.file_ops = SlowDisks(args.disk_mb_per_s * 1e6)
             last: list[Any] = []
             cli.model.on_train_end = lambda: last.append(strategy.statistics())  # type: ignore[method-assign]
             started = time.perf_counter()
@@ -198,9 +172,7 @@ def main() -> None:
     parser.add_argument("--disk-mb-per-s", type=float, default=100.0, help="bandwidth of the slowed disk")
     parser.add_argument("--max-staleness", type=int, default=2)
     parser.add_argument("--no-forecast", action="store_true", help="compute uses parameters as they are")
-    parser.add_argument("--reach", type=int, default=REACH, help="updates that are forecast")
     parser.add_argument("--staleness-warmup", type=int, default=0, help="steps that wait for their updates, before")
-    parser.add_argument("--hold-updates", action="store_true", help="updates wait for one another")
     parser.add_argument("--rules", default=OURS, help=f"by comma, of {', '.join((OURS, APART, *RULES))}")
     args = quicken(parser.parse_args())
     if args.quick:
@@ -237,12 +209,8 @@ def main() -> None:
             continue
         if args.no_forecast:
             name += ", no forecast"
-        if args.hold_updates:
-            name += ", updates held"
         if args.staleness_warmup:
             name += f", behind {args.staleness_warmup} synchronous steps"
-        if args.reach != REACH:
-            name += f", forecasts reach {args.reach}"
         job_name = {"gpt": "main job", "t5_moe": "T5 with experts"}[args.job]
         what = (
             f"{job_name}, {len(mine)} seeds, {name}, mean staleness {staleness:.2f}: validation loss over synchronous"

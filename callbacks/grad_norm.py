@@ -18,7 +18,7 @@ class GradNormMonitor(Callback):
     norm, logs `gradients_2/norm`.
 
     Does nothing with other strategies. Costs a pass over the gradients each time; besides, every gradient must be
-    complete before the first is used, so units are not updated while the backward pass goes on (`update_in_backward`), as
+    complete before the first is used, so units are not updated while the backward pass goes on, as
     with `gradient_clip_val`. The numbers of the training stay the same.
 
     Args:

@@ -15,7 +15,8 @@ if sys.platform != "linux":
         f"in WSL2 on Windows, in a Linux container or virtual machine on macOS"
     )
 
-from lightning_ptm.trainer.registered import register
+from lightning_ptm.trainer.other_front_ends import refuse_elsewhere
+from lightning_ptm.trainer.registered import NAMES, register
 
 if TYPE_CHECKING:
     from lightning_ptm.config import Settings as Settings
@@ -91,3 +92,4 @@ def __dir__() -> list[str]:
 
 
 register()
+refuse_elsewhere(NAMES)

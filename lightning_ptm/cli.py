@@ -1,34 +1,57 @@
-"""The console script: `lightning-ptm`, and `python main.py` from a checkout.
+"""The command line, `lightning-ptm` and `python main.py` from a checkout: what is called, and the commands that are ours.
 
-Imports neither torch nor Lightning for what does not need them: help of the commands that are not Lightning's, and the
-version. The Trainer's subcommands are LightningCLI's (command_line.py).
+`main` runs one of COMMANDS, whose parameters and docstring are its command line and help, or hands over to LightningCLI
+(command_line.py). Imports neither torch nor Lightning before something needs them, and a function what it needs when it is
+called: help and the version come at once.
 """
 
 from __future__ import annotations
 
-import inspect
+import difflib
+import inspect as introspection
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning_ptm.commands import top
+import lightning_ptm
 from lightning_ptm.commands.config_names import config_anywhere, config_first
-from lightning_ptm.commands.entries import COMMANDS
-from lightning_ptm.errors import AngelPTMError
+from lightning_ptm.config import format_bytes
+from lightning_ptm.errors import AngelPTMError, CapacityError, some
+
+if TYPE_CHECKING:
+    from lightning_ptm.forecasting.rates import Activity
+
+_TRAINER_COMMANDS = {
+    "fit": "Runs the full optimization routine.",
+    "validate": "Perform one evaluation epoch over the validation set.",
+    "test": "Perform one evaluation epoch over the test set. It's separated from fit to make sure you never run on your",
+    "predict": "Run inference on your data. This will call the model forward function to compute predictions. Useful to",
+}
+"""LightningCLI's, and the first lines of their docstrings as it takes them."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """The console script: one of COMMANDS, or a subcommand of LightningCLI. An error of ours ends it with status 1."""
     arguments = list(sys.argv[1:] if args is None else args)
     _find_modules_of_the_current_folder()
+    commands = [*_TRAINER_COMMANDS, *COMMANDS]
     if arguments and arguments[0] in COMMANDS:
         _run(*arguments)
-    elif top.answers(arguments):
-        top.answer(arguments)
+    elif arguments[:1] in (["-h"], ["--help"], ["--version"]):
+        _answer(arguments[0])
+    elif not arguments:
+        _refuse(f"give a command: {', '.join(commands)}")
+    elif not arguments[0].startswith("-") and arguments[0] not in commands:
+        near = difflib.get_close_matches(arguments[0], commands, n=1)
+        instead = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(commands)}"
+        _refuse(f"there is no command {arguments[0]!r}; {instead}")
     else:
         from lightning_ptm.command_line import run_trainer
 
-        run_trainer(None if args is None else arguments)
+        run_trainer(None if args is None else arguments, parser_settings())
 
 
 def _find_modules_of_the_current_folder() -> None:
@@ -44,7 +67,7 @@ def _run(name: str, *given: str) -> None:
 
     command, rest = COMMANDS[name], list(given)
     try:
-        parameter = inspect.signature(command).parameters.get("config_file")
+        parameter = introspection.signature(command).parameters.get("config_file")
         if parameter is not None:
             rest = config_first(rest) if parameter.default is parameter.empty else config_anywhere(rest)
         rest = _flags_set(list(map(_with_underscores, rest)), command)
@@ -63,7 +86,7 @@ def _flags_set(arguments: Sequence[str], command: Callable[..., None]) -> list[s
     """`--json` alone is `--json=true`."""
     flags = {
         f"--{name}"
-        for name, parameter in inspect.signature(command, eval_str=True).parameters.items()
+        for name, parameter in introspection.signature(command, eval_str=True).parameters.items()
         if parameter.annotation is bool
     }
     following = [*arguments, "--"][1:]
@@ -71,3 +94,218 @@ def _flags_set(arguments: Sequence[str], command: Callable[..., None]) -> list[s
         f"{argument}=true" if argument in flags and after.lower() not in ("true", "false") else argument
         for argument, after in zip(arguments, following, strict=True)
     ]
+
+
+def _refuse(told: str) -> NoReturn:
+    print(f"lightning-ptm: {told} (see lightning-ptm --help)", file=sys.stderr)
+    sys.exit(2)
+
+
+def parser_settings() -> dict[str, Any]:
+    """What our parser of all subcommands has that LightningCLI's has not."""
+    firsts = [f"{name}: {(command.__doc__ or name).strip().splitlines()[0]}" for name, command in COMMANDS.items()]
+    return {
+        "epilog": f"There are also (each with its own --help): {' '.join(firsts)}",
+        "version": f"{lightning_ptm.__version__} (torch {version('torch')}, lightning {version('lightning')})",
+    }
+
+
+def _answer(option: str) -> None:
+    """Prints help or the version, as LightningCLI would (a test compares them), and ends the process with status 0."""
+    from jsonargparse import ActionConfigFile, ArgumentParser  # type: ignore[attr-defined,unused-ignore]
+
+    parser = ArgumentParser(description="Lightning Trainer command line tool", **parser_settings())
+    parser.add_argument(
+        "-c", "--config", action=ActionConfigFile, help="Path to a configuration file in json or yaml format."
+    )
+    subcommands = parser.add_subcommands()
+    for name, first_line in _TRAINER_COMMANDS.items():
+        subcommands.add_subcommand(name, ArgumentParser(), help=first_line)
+    parser.parse_args([option])
+
+
+def export(
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    shard_size: str = "5GB",
+    strip: str | None = None,
+    weights_only: bool = True,
+) -> None:
+    """Write a checkpoint's weights as safetensors files that `from_pretrained` loads.
+
+    A tensor with several names (tied weights) is written once, under the first of them. Memory does not grow with the
+    model, checksums are compared on the way, and the folder appears all at once.
+
+    Args:
+        checkpoint: a sharded checkpoint (a folder), or a full one (a file).
+        out: the folder to write, new or empty.
+        dtype: fp32, bf16 or fp16, for floating point tensors; by default as they were saved.
+        shard_size: larger models are written in files of at most this size, with an index.
+        strip: take only what is below this name, and leave the name out: `model` where the LightningModule keeps the
+            Hugging Face model as self.model.
+        weights_only: false loads a checkpoint with objects of any class, which can run code: only for one that you trust.
+    """
+    from lightning_ptm.progress import Progress
+    from lightning_ptm.storage import huggingface
+    from lightning_ptm.storage.source import Source
+
+    wanted = None if dtype is None else huggingface.parse_dtype(dtype)
+    source = Source(checkpoint, weights_only=weights_only)
+    plan = huggingface.plan(source, dtype=wanted, shard_size=shard_size, strip=strip)
+    with Progress().bar("export", plan.size_bytes) as seen:
+        infinite = huggingface.write(source, plan, out, seen=seen)
+    for name, kept in plan.dropped.items():
+        print(f"tied: {name} is {kept}, and written under that name only")
+    if plan.left_out:
+        print(f"left out, not below {strip}: {some(plan.left_out)}")
+    if plan.others:
+        print(f"left out, no tensors: {some(plan.others)}")
+    if not source.has_checksums:
+        print("the checkpoint was saved without checksums, so damage to it would not have been found")
+    for name, count in infinite.items():
+        print(f"warning: {count} values of {name} are beyond {dtype} and became infinite; bf16 and fp32 reach further")
+    dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in plan.entries})
+    files = len(plan.shards)
+    print(
+        f"{out}: {len(plan.entries)} tensors, {format_bytes(plan.size_bytes)} in {files} file{'s' * (files > 1)}, "
+        f"{', '.join(dtypes)}"
+    )
+
+
+def inspect(checkpoint: Path, *, verify: bool = True, weights_only: bool = True) -> None:
+    """Print what is in a checkpoint, and compare its bytes with their checksums.
+
+    Ends with status 1 where they differ, or where there is no checkpoint that can be read.
+
+    Args:
+        checkpoint: a sharded checkpoint (a folder), or a full one (a file).
+        verify: read all of it to compare checksums; false reads names and sizes only.
+        weights_only: false loads a checkpoint with objects of any class, which can run code: only for one that you trust.
+    """
+    from lightning_ptm.progress import Progress
+    from lightning_ptm.storage.describe import describe
+    from lightning_ptm.storage.source import Source
+
+    source = Source(checkpoint, weights_only=weights_only)
+    print(describe(source))
+    print()
+    if not verify:
+        print("not verified")
+    elif not source.has_checksums:
+        print("it opens, and cannot be verified further: it was saved without checksums")
+    else:
+        with Progress().bar("verify", source.size_bytes) as seen:
+            source.check(seen)
+        files = 1 + len(source.files)
+        size = f"{format_bytes(source.size_bytes)} in {files} file{'s' * (files > 1)}"
+        if source.sealed:
+            print(f"verified: {size}, all as written by one save")
+        elif source.index is not None:
+            print(
+                f"verified: {size}, elements as written; format version {source.index.version} has no checksum of names and "
+                f"of what belongs together: load the checkpoint and save it again to have one"
+            )
+        else:
+            print(f"verified: {size}, elements and Lightning's dictionary as written")
+
+
+def params(config_file: str) -> None:
+    """Counts the parameters of a config's model and the bytes of its model states, without allocating them.
+
+    Args:
+        config_file: A config file of `fit`; a bare name is looked up among the installed ones.
+    """
+    from lightning_ptm.commands.params import count, render
+
+    print(render(Path(config_file).name, count(config_file)))
+
+
+def plan(
+    config_file: str,
+    hardware: str | None = None,
+    nodes: int = 1,
+    batch_size: str | int | None = None,
+    strategy: dict[str, Any] | None = None,
+    device_memory: str | None = None,
+    largest: str | None = None,
+    json: bool = False,
+    timeline: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """Tells whether a config fits on machines that you do not have, or on this one, and how fast a step would be.
+
+    Ends with status 1 where it does not fit. Operations and activations are estimated from a forward without memory; see
+    lightning_ptm/forecasting/counting.py for what is counted. Callbacks of the config are not asked whether they read
+    gradients.
+
+    Args:
+        config_file: a config file of `fit`; a bare name is looked up among the installed ones.
+        hardware: a hardware file, or the name of one in configs/hardware/; by default this machine, measured as
+            `lightning-ptm probe --quick` does (without `--quick` it takes longer and is more exact).
+        nodes: machines of this kind.
+        batch_size: samples a rank; `auto` finds the largest that fits; by default the config's.
+        strategy: settings of the strategy in place of the config's, such as '{disk_path: /any, lock_free: true}'.
+        device_memory: the strategy's setting, or found among sixteenths of a device's memory: `best` for the most
+            samples/s, `least` for the most room for activations.
+        largest: an argument of the config's model, such as `layers`: finds its largest value that fits.
+        json: print numbers for machines instead.
+        timeline: a file for the simulated step, which chrome://tracing and ui.perfetto.dev show.
+        plot: a PNG file for a picture: memory of each tier over ticks, what was busy over the step.
+    """
+    from lightning_ptm.commands.picture import draw_plan
+    from lightning_ptm.commands.plan import forecast, without_collections
+    from lightning_ptm.commands.report import as_json, render
+    from lightning_ptm.commands.timeline import check_timeline, write_timeline
+    from lightning_ptm.drawing import check_target, save
+
+    if plot is not None:
+        check_target(plot, "plot")
+    if timeline is not None:
+        check_timeline(timeline)
+    record: list[Activity] | None = [] if timeline is not None or plot is not None else None
+    with without_collections():
+        found, blueprint = forecast(
+            config_file, hardware, nodes, batch_size, strategy, record, device_memory=device_memory, largest=largest
+        )
+    print(as_json(found) if json else render(found))
+    if plot is not None:
+        save(draw_plan(found, blueprint, record or []), plot)
+        if not json:
+            print(f"picture: {plot}")
+    if not found.fits:
+        raise CapacityError(found.reason)
+    if timeline is not None and record is not None:
+        write_timeline(timeline, record, [unit.name or "root" for unit in blueprint.units])
+        if not json:
+            print(f"timeline of a step: {timeline}")
+
+
+def probe(disk: str | list[str] | None = None, quick: bool = False) -> None:
+    """Measure this machine and print a hardware file for `lightning-ptm plan --hardware`.
+
+    Run it while nothing else does. Collectives are measured between the ranks that torchrun launches, as in
+    `torchrun --nproc-per-node 2 $(which lightning-ptm) probe`, also over several nodes.
+
+    Args:
+        disk: folder for the disk tier, or a list of several; without one the machine counts as one without a disk.
+        quick: smaller trials: a second instead of some, and less exact.
+    """
+    from lightning_ptm.commands.probe import launched_measure
+
+    paths = [disk] if isinstance(disk, str) else disk or []
+    text = launched_measure(tuple(map(Path, paths)), quick=quick)
+    if text is not None:
+        print(text)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "export": export,
+    "inspect": inspect,
+    "params": params,
+    "plan": plan,
+    "probe": probe,
+}
+"""A parameter `config_file` is given as `--config NAME`, which is looked up as for `fit`, or, where it is the first one and
+has no default, as `NAME`."""

@@ -1,9 +1,9 @@
 """The Trainer's subcommands: `lightning-ptm fit --config gpt.yaml`.
 
-LightningCLI with six additions: most mistakes are answered in a sentence, a bare name of a config file is also looked up in
+LightningCLI with six additions: a mistake is answered in a line, a bare name of a config file is also looked up in
 `configs/`, a strategy or an accelerator may be given as a class's path alone, `--data` may be left out, the config of a run
 may be written over the one of an earlier run in the same folder, and `fit` ends by printing its losses and its checkpoint.
-Commands beside those of the Trainer are in commands/entries.py.
+Commands beside those of the Trainer are in cli.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 import lightning_ptm.commands.configured  # noqa: F401  our models and data are known by their bare names
 from lightning_ptm.commands.config_names import resolve_config_names
 from lightning_ptm.commands.mistakes import in_short, nearest, subclasses_of
-from lightning_ptm.commands.top import parser_settings
 from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import AngelPTMError, CapacityError, CheckpointError, ConfigError, PageIOError, some
@@ -187,7 +186,7 @@ class PTMCommandLine(LightningCLI):
         try:
             trainer[part] = parser.parse_object({part: {"class_path": given}})[part]
         except ArgumentError as error:
-            self.parser.error(f"--trainer.{in_short(str(error), ()).removeprefix('--')}")
+            self.parser.error(str(error))
 
     def _no_checkpoint(self) -> str:
         """What is wrong with `--ckpt_path`; empty if nothing is, or only the run can know."""
@@ -240,7 +239,6 @@ def command_line(args: ArgsType = None, **settings: Any) -> PTMCommandLine:
 
     `settings` are LightningCLI's; `run=False` only parses and builds the Trainer, the model and the data.
     """
-    settings.setdefault("parser_kwargs", parser_settings())
     settings.setdefault("parser_class", Parser)
     return PTMCommandLine(
         LightningModule,
@@ -293,14 +291,14 @@ def _of_another_model(error: RuntimeError) -> str:
     )
 
 
-def run_trainer(args: list[str] | None) -> None:
+def run_trainer(args: list[str] | None, parser_settings: dict[str, Any]) -> None:
     """Runs a subcommand of LightningCLI with `args`, or the process's. An error of ours ends the process with status 1.
 
     REFUSALS say all there is to say, unless they were made of an error in the user's code (an optimizer that fails when it is
     tried); these and others come with their traceback.
     """
     try:
-        command_line(args)
+        command_line(args, parser_kwargs=parser_settings)
     except (*REFUSALS, PageIOError) as error:
         if _of_users_code(error) or (isinstance(error, PageIOError) and error.page is not None):
             raise

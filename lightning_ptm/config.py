@@ -21,9 +21,6 @@ from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier, is_page_size
 
 DEFAULT_PAGE_BYTES = 4 << 20
 
-LEAST_HELD_STALENESS = 8
-"""The smallest bound with room to hold updates in."""
-
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -96,8 +93,6 @@ class Settings:
             With `recompute`, what goes there is what units are recomputed from. Needs a device with memory of its own.
         units: Class names of the modules that are fetched and released together; `auto` takes the elements of
             `ModuleList` and `Sequential`, that is, a transformer's blocks.
-        update_in_backward: Start a unit's update as soon as its gradients are complete, behind the rest of the
-            backward pass, where nothing needs to see all gradients first. The numbers are the same either way.
         reduce_gradients: With several ranks and accumulation: `each_backward` reduces (and so shards) gradients after every
             micro-batch; `each_step` lets them add up, whole, on each rank first, and reduces once: less traffic for
             2 bytes a parameter of memory beside the pages. The sums differ by their rounding.
@@ -123,16 +118,11 @@ class Settings:
         staleness_warmup: With `lock_free`: the first so many optimizer steps of a training wait for their updates, with the
             numbers of a synchronous run; `max_staleness` holds from then on. A run that goes on from a checkpoint counts the
             steps before it. In the first steps, when loss falls fastest, staleness costs most.
-        hold_updates: With `lock_free` and a `max_staleness` of 8 or more: updates wait until about three quarters of it are
-            lacking, as far as the disk is fast enough. The gradients of many steps are then applied in one pass: fewer
-            bytes to and from the disk, and compute has cores and memory to itself meanwhile. What it costs is staleness.
         forecast: With `lock_free` and a `max_staleness` above 0: parameters in use are changed as the updates that they do
             not include yet are expected to change them (Adam, AdamW and SGD). Only what compute uses: each gradient is
-            applied once, to the exact parameters. A staleness of a step or two then costs next to nothing in loss. Where
-            updates are held, only with a `forecast_reach` of `max_staleness` or more.
-        forecast_reach: With `forecast`: so many updates are; where more are lacking, parameters are used as they are.
-            Each step of a forecast takes compute a pass over the parameters; where updates are held, one more, for the
-            momentum of the gradients that wait.
+            applied once, to the exact parameters. A staleness of a step or two then costs next to nothing in loss; where
+            more updates are lacking, parameters are used as they are. Each step of a forecast takes compute a pass over
+            the parameters.
         matmul_precision: On a CPU, how products of 16-bit tensors are computed (matrix products, attention, convolutions):
             `native` by torch's own kernels, `fp32` in fp32 and rounded once, or `auto`: natively unless the processor has no
             16-bit arithmetic, where that takes 10 to 100 times as long. Pages and all other operators stay 16-bit; units
@@ -179,7 +169,6 @@ class Settings:
     recompute: str = "none"
     activations: Literal["keep", "host"] = "keep"
     units: Literal["auto"] | Sequence[str] = "auto"
-    update_in_backward: bool = True
     reduce_gradients: Literal["each_backward", "each_step"] = "each_backward"
     expert_parallel_size: int = 1
     tensor_parallel_size: int = 1
@@ -188,9 +177,7 @@ class Settings:
     lock_free: bool = False
     max_staleness: int = 1
     staleness_warmup: int = 0
-    hold_updates: bool = False
     forecast: bool = True
-    forecast_reach: int = 2
     matmul_precision: Literal["auto", "native", "fp32"] = "auto"
     staging_memory: str | int = "auto"
     freed_memory: Literal["auto", "keep", "return"] = "auto"
@@ -261,13 +248,6 @@ class Settings:
             steps = getattr(self, name)
             if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
                 raise ConfigError(f"{name}={steps!r}: give a number of steps, 0 or more")
-        if isinstance(self.forecast_reach, bool) or not isinstance(self.forecast_reach, int) or self.forecast_reach < 1:
-            raise ConfigError(f"forecast_reach={self.forecast_reach!r}: give a number of steps, 1 or more")
-        if self.hold_updates and not (self.lock_free and self.max_staleness >= LEAST_HELD_STALENESS):
-            raise ConfigError(
-                f"hold_updates=True with lock_free={self.lock_free} and max_staleness={self.max_staleness} has no room to "
-                f"hold updates in; give lock_free=True and a max_staleness of {LEAST_HELD_STALENESS} or more, or leave it out"
-            )
         if self.lock_free and self.offload_parameters == "disk":
             raise ConfigError(
                 "lock_free=True computes with parameters that lie in RAM, and offload_parameters is 'disk'; "
@@ -419,16 +399,10 @@ class _Needs:
 
 _NEEDS = (
     _Needs(
-        ("max_staleness", "staleness_warmup", "forecast", "forecast_reach"),
+        ("max_staleness", "staleness_warmup", "forecast"),
         lambda settings: settings.lock_free,
         "lock_free=False: each step waits for its update anyway, so no parameter is late and nothing is forecast",
         "lock_free=True",
-    ),
-    _Needs(
-        ("forecast_reach",),
-        lambda settings: settings.forecast,
-        "forecast=False: nothing is forecast",
-        "forecast=True",
     ),
     _Needs(
         ("sequence_parallel", "tensor_parallel_plan"),

@@ -115,7 +115,6 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"freed_memory": "free"}, r"freed_memory='free': use 'auto', 'keep' or 'return'"),
         ({"lock_free": "yes"}, r"lock_free='yes' is neither on nor off; give True or False"),
         ({"forecast": "false"}, r"forecast='false' is neither on nor off"),
-        ({"hold_updates": 1}, r"hold_updates=1 is neither on nor off"),
         ({"disk_path": ""}, r"disk_path='': give the path of a folder, or a list of some"),
         ({"disk_path": []}, r"disk_path=\[\]: give the path of a folder"),
         ({"disk_path": ["/a", ""]}, r"disk_path=\['/a', ''\]: give the path"),
@@ -144,11 +143,6 @@ WITHOUT_EFFECT = [
     ({"max_staleness": 0}, "max_staleness=0 with lock_free=False"),
     ({"staleness_warmup": 10}, "staleness_warmup=10 with lock_free=False"),
     ({"forecast": False}, "forecast=False with lock_free=False: .* nothing is forecast"),
-    ({"forecast_reach": 3}, "forecast_reach=3 with lock_free=False"),
-    (
-        {"lock_free": True, "forecast": False, "forecast_reach": 3},
-        "forecast_reach=3 with forecast=False: .*forecast=True",
-    ),
     (
         {"sequence_parallel": True},
         "sequence_parallel=True with tensor_parallel_size=1: .* tensor_parallel_size of 2 or more",
@@ -175,7 +169,7 @@ def test_settings_that_would_have_no_effect(settings: dict[str, Any], message: s
 @pytest.mark.parametrize(
     "settings",
     [
-        {"lock_free": True, "max_staleness": 4, "staleness_warmup": 10, "forecast_reach": 3},
+        {"lock_free": True, "max_staleness": 4, "staleness_warmup": 10},
         {"lock_free": True, "forecast": False},
         {"lock_free": True, "disk_memory": "1GiB"},
         {"offload_parameters": "disk", "disk_memory": "1GiB"},

@@ -29,8 +29,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ptm.cli import main
-from lightning_ptm.commands.entries import COMMANDS
+from lightning_ptm.cli import COMMANDS, main
 from lightning_ptm.config import Settings
 from lightning_ptm.setting_hints import SETTING_HINTS
 

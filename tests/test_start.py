@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import pickle
 import subprocess
@@ -14,9 +15,8 @@ import pytest
 from lightning.pytorch import Trainer, strategies
 
 import lightning_ptm
-from lightning_ptm.cli import main
+from lightning_ptm.cli import COMMANDS, main, parser_settings
 from lightning_ptm.command_line import command_line
-from lightning_ptm.commands.entries import COMMANDS
 from lightning_ptm.trainer.registered import NAMES
 
 HEAVY = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "numpy", "torchmetrics", "tqdm", "matplotlib")
@@ -52,7 +52,7 @@ def test_help_and_version_import_neither_torch_nor_lightning() -> None:
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_the_answer_is_what_lightning_cli_would_print(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
-    for ask in (main, command_line):
+    for ask in (main, functools.partial(command_line, parser_kwargs=parser_settings())):
         with pytest.raises(SystemExit) as ended:
             ask([option])
         assert ended.value.code == 0

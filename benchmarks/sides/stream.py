@@ -20,8 +20,8 @@ from lightning_ptm.planning.layout import ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.flat_states import FlatStates
 from lightning_ptm.update.gradient_source import ParameterGradients
-from lightning_ptm.update.probe import probe
 from lightning_ptm.update.shadow import ShadowOptimizer, snapshot
+from lightning_ptm.update.trial.probe import probe
 from lightning_ptm.update.update_job import JobHandle, UpdateJob
 from lightning_ptm.update.updater import Updater
 

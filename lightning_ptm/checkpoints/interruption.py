@@ -23,7 +23,7 @@ _MEET_S = 5.0
 
 TORN = (
     "the run was cut short when some units had been updated in the step and others had not, so there is no state to go on "
-    "from; go on from an earlier one (update_in_backward=False keeps steps whole)"
+    "from; go on from an earlier one (a hook on_before_optimizer_step in the module keeps steps whole: units wait for it)"
 )
 _APART = (
     "the ranks were not all cut short in the same step, or not all of them were, so there is no state that all of them have; "

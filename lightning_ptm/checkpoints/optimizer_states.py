@@ -16,7 +16,7 @@ from lightning_ptm.checkpoints.assembly_memory import copies
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.trainer.paged_optimizer_state import guard, opened
-from lightning_ptm.update.traits import same_value
+from lightning_ptm.update.trial.traits import same_value
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -52,7 +52,7 @@ def builder(kind: type[Built], part: str, given: Any, path: str | Path) -> Calla
     try:
         parsed = parser.parse_object({part: given})
     except ArgumentError as error:
-        raise ConfigError(f"the {part} of {path} cannot be built: {in_short(str(error), ())}") from error
+        raise ConfigError(f"the {part} of {path} cannot be built: {in_short(str(error))}") from error
     # Later versions of jsonargparse warn of the longer name, earlier ones have no other.
     instantiate = parser.instantiate if hasattr(parser, "instantiate") else parser.instantiate_classes
 

@@ -69,8 +69,6 @@ def beside_compute(
         chunk_numel=chunk_numel(layout.page_size),
         staging=max(1, blueprint.staging_chunks),
         max_staleness=lock_free.max_staleness,
-        paced=lock_free.paced_steps > 1,
-        reach=lock_free.reach,
     )
     return beside.run(trace, micro_batches=accumulate, step_s=(node.step_s or 0.0) + among_ranks_s)
 

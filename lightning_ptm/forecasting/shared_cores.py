@@ -1,8 +1,7 @@
 """How long steps take while updates go on in a thread of their own, on the cores that compute (lock-free mode on a CPU).
 
-Owns the clock of some steps in a row; what waits for which job, what compute may read, when a pass begins and which chunk is
-next is decided by the objects that a run asks, too (version_policy.py, pace.py, chunks.py). Compute adopts a version
-only while it
+Owns the clock of some steps in a row; what waits for which job, what compute may read, and which chunk is next is decided
+by the objects that a run asks, too (version_policy.py, chunks.py). Compute adopts a version only while it
 is not reading the one before. Each second of the thread's arithmetic makes compute longer by `loss` seconds, for its cores
 work in lockstep.
 """
@@ -17,7 +16,6 @@ from lightning_ptm.forecasting.timed_chunks import Moment, TimedChunk, TimedJob,
 from lightning_ptm.forecasting.update_extras import UpdateExtra
 from lightning_ptm.planning.chunk_bounds import ChunkBounds, even_chunk_bounds
 from lightning_ptm.planning.chunks import Chunks
-from lightning_ptm.planning.pace import Pace, paced_steps
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.planning.version_policy import Begin, Flat, GradientEvent, Reading, VersionPolicy
 from lightning_ptm.terms import Phase
@@ -120,8 +118,7 @@ class SharedCores:
         spares: pages for versions in the making, by kind.
         rates: of this rank.
         chunk_numel: elements that travel together; staging: chunks that hold buffers at once.
-        max_staleness: steps whose gradients a parameter in use may lack; reach: so many are forecast, where they are.
-        paced: updates are held (pace.py).
+        max_staleness: steps whose gradients a parameter in use may lack.
     """
 
     def __init__(
@@ -133,8 +130,6 @@ class SharedCores:
         chunk_numel: int,
         staging: int,
         max_staleness: int,
-        paced: bool = False,
-        reach: int | None = None,
     ) -> None:
         # Configuration.
         self._rates = rates
@@ -142,10 +137,7 @@ class SharedCores:
         # State.
         self._flats = [_Flat(flat, chunk_numel) for flat in flats]
         kinds = [kind for kind, count in spares.items() for _ in range(count)]
-        self.waiting = VersionPolicy(self._flats, kinds, room=staging, reach=reach)
-        for each in self._flats:
-            each.have.reach = self.waiting.reach
-        self._pace = Pace(max_staleness, [flat.numel for flat in flats]) if paced else None
+        self.waiting = VersionPolicy(self._flats, kinds, room=staging)
         self._of_unit: dict[int, list[_Flat]] = {}
         for flat in self._flats:
             self._of_unit.setdefault(flat.is_.unit, []).append(flat)
@@ -159,11 +151,10 @@ class SharedCores:
             trace: with seconds; step_s: what a step takes beside its ticks.
         """
         last = {tick.unit: index for index, tick in enumerate(trace.ticks) if tick.phase is Phase.BACKWARD}
-        counted = _STEPS if self._pace is None else max(_STEPS, min(paced_steps(self._max_staleness), _MOST_STEPS))
-        steps = 2 * counted + min(self._max_staleness, _MOST_STEPS)
+        steps = 2 * _STEPS + min(self._max_staleness, _MOST_STEPS)
         began_s, stalled_s, updated = 0.0, 0.0, 0
         for step in range(steps):
-            if step == steps - counted:
+            if step == steps - _STEPS:
                 began_s, stalled_s, updated = self._at.now_s, self._at.stall_s, self._at.updates
             for micro_batch in range(micro_batches):
                 self._let_go()
@@ -177,9 +168,9 @@ class SharedCores:
             self._compute(step_s)
         flats = max(1, len(self._flats))
         return SharedCoreTiming(
-            (self._at.now_s - began_s) / counted,
-            (self._at.stall_s - stalled_s) / counted,
-            (self._at.updates - updated) / counted / flats,
+            (self._at.now_s - began_s) / _STEPS,
+            (self._at.stall_s - stalled_s) / _STEPS,
+            (self._at.updates - updated) / _STEPS / flats,
         )
 
     # -- compute -------------------------------------------------------------------------------------------------------
@@ -220,38 +211,25 @@ class SharedCores:
         self._feed()
 
     def _catch_up(self, flat: _Flat) -> None:
-        if self._pace is not None and self._pace.waiting(flat.place):
-            self._pace.begin(flat.place)
-            self._begin(flat)
         self._hurry(flat, flat.have.received - self._max_staleness)
 
     def _hand_over(self, unit: int, step: int) -> None:
         for flat in self._of_unit.get(unit, ()):
             if flat.have.foresees(self._max_staleness, published=flat.published):
-                held = self._pace is not None and bool(self._pace.waiting(flat.place))
-                self._at.longer_s += self._forecast_s(flat, together=held)
+                self._at.longer_s += self._forecast_s(flat)
                 flat.have.seen += 1
             flat.have.received += 1
-            begin = None if self._pace is None else self._pace.came(flat.place, flat.applied)
-            self._offer(flat, step, begin=begin is None)
-            for place in begin or ():
-                self._begin(self._flats[place])
+            self._offer(flat, step)
 
     # -- what waits ----------------------------------------------------------------------------------------------------
 
-    def _offer(self, flat: _Flat, step: int, *, begin: bool) -> None:
-        held = self.waiting.hold(flat, step, unseen=flat.applied if flat.published and flat.learned else None)
-        if held.foreseen:
-            self._at.longer_s += self._rates.loss * self._forecast_s(flat, together=held.doing is GradientEvent.ADDED)
-        if held.doing is GradientEvent.ADDED:
+    def _offer(self, flat: _Flat, step: int) -> None:
+        offered = self.waiting.offer(flat, step, unseen=flat.applied if flat.published and flat.learned else None)
+        if offered.foreseen:
+            self._at.longer_s += self._rates.loss * self._forecast_s(flat)
+        if offered.doing is GradientEvent.ADDED:
             size = 3 * flat.is_.numel * flat.is_.bytes_per_element
             self._at.longer_s += self._rates.loss * size / self._rates.sum_bytes_per_s
-        if begin:
-            self.waiting.begin(flat)
-        self._feed()
-
-    def _begin(self, flat: _Flat) -> None:
-        self.waiting.begin(flat)
         self._feed()
 
     def _hurry(self, flat: _Flat, needed: int) -> None:
@@ -349,8 +327,6 @@ class SharedCores:
         at.disk_free_s = max(at.disk_free_s, at.thread.s) + size / self._rates.disk_bytes_per_s
         return at.disk_free_s
 
-    def _forecast_s(self, flat: _Flat, *, together: bool = False) -> float:
-        """Args: together: what comes is added to what waits, whose momentum is then followed, too."""
+    def _forecast_s(self, flat: _Flat) -> float:
         rate = self._rates.forecast_numel_per_s
-        passes = 2 if together and self.waiting.follows_sums else 1
-        return 0.0 if rate is None else passes * flat.is_.numel / rate
+        return 0.0 if rate is None else flat.is_.numel / rate

@@ -16,7 +16,7 @@ from lightning_ptm.planning.layout import FlatLayout
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.terms import Link
 from lightning_ptm.update.state_encoding import ENCODINGS, VALUES_DTYPE
-from lightning_ptm.update.traits import SlotTraits
+from lightning_ptm.update.trial.traits import SlotTraits
 
 _WORDS = {encoding: word for word, encoding in ENCODINGS.items()}
 
@@ -66,7 +66,7 @@ def products_of(blueprint: Blueprint, flat: FlatLayout) -> list[Counter[str]]:
     found = [Counter[str]() for _ in range(max(1, len(flat.shares) - 1))]
     for number, traits in zip(flat.optimizers, blueprint.traits[flat.index], strict=True):
         for slot in flat.slots if traits.whole else ():
-            products = traits.groups[slot.spec.group_in(number)].products.get(slot.spec.shape, {})
+            products = traits.groups[slot.spec.group_in(number)].matmul_flops.get(slot.spec.shape, {})
             counted = found[flat.owner(slot.start) if flat.shares else 0]
             for dtype, flops in products.items():
                 counted[str(dtype).removeprefix("torch.")] += flops

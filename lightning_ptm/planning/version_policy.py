@@ -9,11 +9,9 @@ I1: exactly once. A contribution is counted in one place: waiting, taken by one 
     what comes while a job runs waits for the next.
 I2: one job at a time for a flat, so its updates follow each other.
 I3: a version that is published forecasts what has been received and is not in it, unless it cannot be, or is more than
-    forecasts reach.
+    `REACH`.
 I4: compute cannot be kept waiting for pages: the last spare ones of a kind are taken only for a flat that compute waits
     for, or soon will.
-I5: what is held back is applied when its pass is asked for (pace.py), when compute waits for it, or when more comes that it
-    cannot be added to.
 """
 
 from __future__ import annotations
@@ -21,15 +19,14 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from lightning_ptm.errors import InternalError
 
 REACH = 2
-"""Steps that are taken one by one, of momentum that a forecast follows, and, unless more is asked for, of updates that are
-forecast. What lacks more is used as it is: each step of a forecast costs compute a pass over the parameters. What waits for
-longer is applied at once."""
+"""Steps that are taken one by one, of momentum that a forecast follows, and of updates that are forecast. What lacks more is
+used as it is: each step of a forecast costs compute a pass over the parameters. What waits for longer is applied at once."""
 
 _NONE = object()
 """Of no parameters: nothing is added to it."""
@@ -88,8 +85,6 @@ class Flat:
         self.taken: _Sum | None = None
         self.received = 0
         self.applied = 0
-        self.due = 0
-        """Contributions that need not be held back, counted from the first (I5)."""
         self.urgent = False
         self.exact = True
         """Whether the newest version is."""
@@ -105,10 +100,8 @@ class Flat:
 
     @property
     def may_begin(self) -> bool:
-        """Whether a job may take what waits (I2, I5)."""
-        if not self.sums or self.taken is not None:
-            return False
-        return self.urgent or self.applied < self.due or len(self.sums) > 1 or not self.sums[0].steps
+        """Whether a job may take what waits (I2)."""
+        return bool(self.sums) and self.taken is None
 
 
 F = TypeVar("F", bound=Flat)
@@ -138,7 +131,6 @@ class VersionPolicy(Generic[F]):
         spares: kinds of the pages for new versions, each as often as there are such pages.
         room: jobs are started until this much is in hand, and two at least.
         learns: whether jobs learn forecasts from the first on.
-        reach: updates that are forecast; None: `REACH`.
 
     Attributes:
         learns_from: jobs of this step's gradients, and of later ones, learn forecasts; None: no job does.
@@ -151,7 +143,6 @@ class VersionPolicy(Generic[F]):
         *,
         room: int,
         learns: bool = True,
-        reach: int | None = None,
     ) -> None:
         self.flats = list(flats)
         for place, flat in enumerate(self.flats):
@@ -160,42 +151,30 @@ class VersionPolicy(Generic[F]):
         self._total = Counter(self._free)
         self._room = room
         self.learns_from = 0 if learns else None
-        self.reach = REACH if reach is None else reach
         self._in_hand: list[F] = []
 
         self.told: Callable[[GradientAct], None] | None = None
         """Told of what is decided, in order."""
 
-    @property
-    def follows_sums(self) -> bool:
-        """Whether forecasts follow the momentum of sums that wait."""
-        return follows_sums(self.reach)
-
-    def hold(
-        self, flat: F, step: int, steps: int = 1, which: Hashable = None, *, unseen: int | None = None
-    ) -> GradientAct:
-        """A contribution has come; it is held back until its pass is asked for.
+    def offer(self, flat: F, step: int, which: Hashable = None, *, unseen: int | None = None) -> GradientAct:
+        """A contribution has come.
 
         Args:
-            step: the first of `steps` that it is of.
+            step: that it is of.
             which: the parameters that it is for; those of the same can be added.
             unseen: contributions that the newest version includes, where compute cannot have seen it and will see it with
                 this one forecast (I3).
         """
-        flat.received += steps
-        foreseen = unseen is not None and flat.received - unseen <= self.reach
+        flat.received += 1
+        foreseen = unseen is not None and flat.received - unseen <= REACH
         if unseen is not None:
             flat.exact = False
         last = flat.sums[-1] if flat.sums else None
         if last is not None and last.which == which:
-            last.steps += steps
-            return self._tell(GradientAct(GradientEvent.ADDED, flat.place, steps, foreseen))
-        flat.sums.append(_Sum(which, step, steps))
-        return self._tell(GradientAct(GradientEvent.WAITS, flat.place, steps, foreseen))
-
-    def begin(self, flat: F) -> None:
-        """What has come for a flat is held back no longer."""
-        flat.due = flat.received
+            last.steps += 1
+            return self._tell(GradientAct(GradientEvent.ADDED, flat.place, 1, foreseen))
+        flat.sums.append(_Sum(which, step, 1))
+        return self._tell(GradientAct(GradientEvent.WAITS, flat.place, 1, foreseen))
 
     def hurry(self, flat: F, needed: int) -> None:
         """Compute waits until a version of this flat includes `needed` contributions.
@@ -222,7 +201,7 @@ class VersionPolicy(Generic[F]):
         flat.applied += taken.steps
         flat.late = flat.pending
         flat.learned = flat.learned or learned
-        foreseen = flat.learned and bool(flat.sums) and flat.late <= self.reach
+        foreseen = flat.learned and bool(flat.sums) and flat.late <= REACH
         flat.exact = not learned and not foreseen
         return self._tell(GradientAct(GradientEvent.PUBLISHED, flat.place, taken.steps, foreseen))
 
@@ -254,7 +233,7 @@ class VersionPolicy(Generic[F]):
                 flat.taken = flat.sums.pop(0)
                 steps = flat.taken.steps
                 learns = self.learns_from is not None and flat.taken.since >= self.learns_from
-                learns = learns and flat.foreseeable and 0 < steps <= self.reach
+                learns = learns and flat.foreseeable and 0 < steps <= REACH
                 ahead = min(max(1, flat.late), REACH) if learns else 0
                 begun.append(Begin(flat, steps, steps > REACH, ahead))
                 self._tell(GradientAct(GradientEvent.BEGINS, flat.place, steps))
@@ -266,19 +245,10 @@ class VersionPolicy(Generic[F]):
         return act
 
 
-def follows_sums(reach: int) -> bool:
-    """Whether forecasts that reach so far follow the momentum of gradients that wait for the same update.
-
-    Of two steps it is left out: with it, descent is stable up to a curvature of 14 / lr, without it up to 19 / lr. Of more it
-    is most of what an update will do.
-    """
-    return reach > REACH
-
-
-def forecasts_all(received: int, applied: int, seen: int, reach: int) -> bool:
+def forecasts_all(received: int, applied: int, seen: int) -> bool:
     """Whether a version that includes `applied` contributions, and includes or forecasts `seen`, forecasts all of so many,
-    as far as forecasts `reach`."""
-    return seen >= received or received - applied > reach
+    as far as forecasts reach."""
+    return seen >= received or received - applied > REACH
 
 
 @dataclass(slots=True)
@@ -289,14 +259,12 @@ class Reading:
         received: contributions that it has produced.
         adopted: those in the version that it reads; seen: those that this includes or forecasts.
         learned: whether it can forecast more.
-        reach: updates that are forecast.
     """
 
     received: int = 0
     adopted: int = 0
     seen: int = 0
     learned: bool = False
-    reach: int = field(default_factory=lambda: REACH)
 
     def adopt(self, applied: int, seen: int, *, learned: bool) -> None:
         """Another version is read from now on."""
@@ -305,9 +273,7 @@ class Reading:
     def may_read(self, max_staleness: int) -> bool:
         """Whether the version may be read: it lacks no more, and where it forecasts, it forecasts all it lacks."""
         lacks = self.received - self.adopted
-        return lacks <= max_staleness and (
-            not self.learned or forecasts_all(self.received, self.adopted, self.seen, self.reach)
-        )
+        return lacks <= max_staleness and (not self.learned or forecasts_all(self.received, self.adopted, self.seen))
 
     def foresees(self, max_staleness: int, *, published: bool) -> bool:
         """Whether the version is brought to where the contribution that comes now will take it.
@@ -315,4 +281,4 @@ class Reading:
         Not where the next to be read is another, which is `published`: that forecasts it itself.
         """
         lacks = self.received + 1 - self.adopted
-        return self.learned and not published and self.seen == self.received and lacks <= min(max_staleness, self.reach)
+        return self.learned and not published and self.seen == self.received and lacks <= min(max_staleness, REACH)

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.trainer.after_import import after_import
+from lightning_ptm.trainer.registered import after_import
 
 Class = TypeVar("Class", bound=type)
 

@@ -1,19 +1,21 @@
 """The names of `Trainer(strategy=...)`, known to Lightning without an import of what they stand for.
 
-`import lightning_ptm` runs this, with or without Lightning imported before it. Knows the standard library only until a name
-is used. I1: a name stands in Lightning's registry before any Trainer can be made.
+Lightning has no entry point for strategies, and an import of its registry is an import of torch and of all of Lightning: it
+would make `lightning-ptm --help` take seconds in place of a fraction of one. So a hook registers the names when the module of
+the registry has been imported, by whomever. Knows the standard library only until a name is used.
+I1: a name stands in Lightning's registry before any Trainer can be made.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from lightning_ptm.trainer.after_import import after_import
-from lightning_ptm.trainer.other_front_ends import refuse_elsewhere
 
 if TYPE_CHECKING:
     from lightning_ptm.trainer.strategy import AngelPTMStrategy
@@ -41,7 +43,6 @@ def register() -> None:
     # jsonargparse knows a class by its name alone, and lists it, only if it has been imported. That needs all of
     # lightning.pytorch, which a module of it can rely on only when it has been imported itself.
     after_import("lightning.pytorch.cli", lambda module: _class())
-    refuse_elsewhere(NAMES)
 
 
 def _offer(strategies: ModuleType) -> None:
@@ -58,3 +59,39 @@ def _make(**settings: Any) -> AngelPTMStrategy:
 def _class() -> type[AngelPTMStrategy]:
     strategy: type[AngelPTMStrategy] = importlib.import_module("lightning_ptm.trainer.strategy").AngelPTMStrategy
     return strategy
+
+
+def after_import(name: str, act: Callable[[ModuleType], object]) -> None:
+    """Calls `act` with the module of this name: at once if it is imported, else once when it has been."""
+    if name in sys.modules:
+        act(importlib.import_module(name))  # which waits where another thread has not finished importing it
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, act))
+
+
+class _AfterImport(MetaPathFinder):
+    """Has the loader that later finders give to a module call `act` when it has executed it, once."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], object]) -> None:
+        self._name = name
+        self._act = act
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name or self not in sys.meta_path:
+            return None
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in later)), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def executed(module: ModuleType) -> None:
+            execute(module)
+            if self in sys.meta_path and module.__name__ == self._name:  # zipimport shares a loader between modules
+                sys.meta_path.remove(self)
+                self._act(module)
+
+        spec.loader.exec_module = executed  # type: ignore[method-assign]
+        return spec

@@ -20,7 +20,7 @@ from lightning_ptm.update.flat_states import Segment, StateRun
 from lightning_ptm.update.gradient_source import GradientReader, ParameterGradients, ShardGradient, TensorGradient
 from lightning_ptm.update.merged_steps import FIRST_MOMENT, MergedSteps
 from lightning_ptm.update.shadow import GroupValues, RunViews
-from lightning_ptm.update.traits import frozen_scalars
+from lightning_ptm.update.trial.traits import frozen_scalars
 from lightning_ptm.update.update_job import GRADIENT, PARAMETER, SCRATCH, TARGET, JobUnderWay, UpdateJob
 
 
@@ -78,8 +78,7 @@ class Arithmetic:
                 progress, self._merged_hyper(progress), start, parameter, slots, target, reader, progress.merged
             )
             self._step(chunk, [self._counted(run, progress.merged[run.group]) for run in runs])
-            before = self._copy_of(parameter) if job.forecast is not None else None
-            _end(progress, start, runs, before, windows, whole_target=whole_target, taken=len(job.steps))
+            _end(progress, start, runs, None, windows, whole_target=whole_target)
             return
         for count, hyper in enumerate(job.steps):
             if count:
@@ -257,20 +256,19 @@ def _end(
     windows: Mapping[str, torch.Tensor],
     *,
     whole_target: bool,
-    taken: int = 1,
 ) -> None:
     """A chunk is updated: its forecast is learned, and the target written.
 
     Args:
-        runs: with their scalars before the last `taken` steps, which were one call.
-        before: what a forecast needs: the parameters before them, or, where they were several, room for as many.
+        runs: with their scalars before the last step.
+        before: what a forecast needs: the parameters before that step.
     """
     job, parameter = progress.job, windows[PARAMETER]
     if job.forecast is not None and before is not None:
         for run in runs:
             place = (run.start - start, run.numel)
             compute_timing = {name: windows[name].narrow(0, *place) for name in job.states.slot_names[run.group]}
-            job.forecast.learn(run, before.narrow(0, *place), parameter.narrow(0, *place), compute_timing, taken)
+            job.forecast.learn(run, before.narrow(0, *place), parameter.narrow(0, *place), compute_timing)
         windows[TARGET].copy_(before)
     elif whole_target:
         windows[TARGET].copy_(parameter)

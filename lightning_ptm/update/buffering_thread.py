@@ -63,7 +63,6 @@ class BufferingThread:
         room: chunks of all jobs in hand at once, about.
         cores: CPU cores that the updater's arithmetic may use, and this thread's.
         learns: whether updates learn forecasts from the first on.
-        reach: updates that are forecast; None: a few.
     """
 
     def __init__(
@@ -75,15 +74,12 @@ class BufferingThread:
         room: int,
         cores: int,
         learns: bool = True,
-        reach: int | None = None,
     ) -> None:
         self._updater = updater
         self._flats = list(flats)
         self._cores = cores
         self._of_buffer = {id(flat.buffer): flat for flat in flats}
-        self._buffers = LockFreeBuffers(
-            [flat.buffer for flat in flats], spares, self._submit, room=room, learns=learns, reach=reach
-        )
+        self._buffers = LockFreeBuffers([flat.buffer for flat in flats], spares, self._submit, room=room, learns=learns)
 
         self.updates = 0
         """Jobs finished since the start; written by the thread."""
@@ -105,18 +101,14 @@ class BufferingThread:
         thread.start()
         self._thread = thread  # now that it is one: `stop` joins it
 
-    def offer(self, flat: int, contribution: Contribution, *, begin: bool = True) -> None:
-        """Hand over a reduced gradient; it is applied exactly once, some time later: not before `begin` or `hurry`."""
+    def offer(self, flat: int, contribution: Contribution) -> None:
+        """Hand over a reduced gradient of a step; it is applied exactly once, some time later."""
         self.check()
-        self._messages.put(partial(self._offer, self._flats[flat].buffer, contribution, begin))
+        self._messages.put(partial(self._offer, self._flats[flat].buffer, contribution))
 
     def learn(self, step: int) -> None:
         """Updates with gradients of this step, and of later ones, learn forecasts."""
         self._messages.put(partial(self._buffers.learn, step))
-
-    def begin(self, flat: int) -> None:
-        """What was handed over of a flat and held back may be applied."""
-        self._messages.put(partial(self._buffers.begin, self._flats[flat].buffer))
 
     def hurry(self, flat: int, needed: int) -> None:
         """Compute waits for a version of this flat that includes `needed` contributions: serve it first."""
@@ -148,12 +140,6 @@ class BufferingThread:
         where they cannot be added. Never blocks."""
         return len(self._flats[flat].buffer.waiting)
 
-    def held(self, flat: int) -> Contribution | None:
-        """What waits of a flat and was handed over last, as far as the thread has come. To be read only while it is known
-        that nothing more comes and that no update may begin with it. Never blocks."""
-        newest = self._flats[flat].buffer.waiting[-1:]
-        return newest[0] if newest else None
-
     def applied(self, flat: int) -> int:
         """Contributions that the newest version of a flat includes. Never blocks."""
         return self._flats[flat].buffer.slot.applied
@@ -171,7 +157,7 @@ class BufferingThread:
         self.check()
 
     def drain(self, collect: Callable[[], None]) -> None:
-        """Block until every contribution is in a version and at home. Raises as `wait` does. None may be held back.
+        """Block until every contribution is in a version and at home. Raises as `wait` does.
 
         Args:
             collect: collects versions and gives old pages back: without it updates would run out of spare pages.
@@ -259,8 +245,8 @@ class BufferingThread:
         if self._buffers.hurry(buffer, needed) and buffer.urgent:
             self._updater.promote(self._handles[id(buffer)])
 
-    def _offer(self, buffer: FlatBuffer, contribution: Contribution, begin: bool) -> None:
-        self._buffers.offer(buffer, contribution, begin=begin)
+    def _offer(self, buffer: FlatBuffer, contribution: Contribution) -> None:
+        self._buffers.offer(buffer, contribution)
         self._notify()  # compute may have waited for the forecast, or to know what waits
 
     def _finish(self, buffer: FlatBuffer, forecast: WeightPrediction | None, update: bool) -> None:

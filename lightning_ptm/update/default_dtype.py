@@ -1,4 +1,4 @@
-"""torch's default dtype of a stretch of code, in one thread.
+"""A default dtype for tensors that a stretch of code makes, in one thread.
 
 A forward in a true 16- or 64-bit precision runs with its dtype as torch's default (Lightning's rule, so that what a module
 makes is of that dtype). The default is the process's: an update beside a forward, or one that a forward waits for, would
@@ -31,14 +31,14 @@ _ALWAYS: frozenset[Callable[..., Any]] = frozenset(
         torch.scalar_tensor,
     )
 )
-"""What they make is of the default dtype, whatever they are given."""
+"""Functions that make tensors of the default dtype, whatever they are given."""
 _OF_FLOATS: frozenset[Callable[..., Any]] = frozenset((torch.full, torch.arange))
 _OF_DATA: frozenset[Callable[..., Any]] = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
-"""What they make is of the default dtype where they are given Python's floats, or data of these."""
+"""Functions that make tensors of the default dtype where they are given Python's floats, or data of these."""
 
 
 class DefaultDtype(TorchFunctionMode):
-    """Inside, in this thread, `dtype` is the default of what makes tensors; see I1."""
+    """Makes `dtype` the default of what makes tensors in this thread, while it is entered; see I1."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.terms import ALIGN_NUMEL, Tier
 from lightning_ptm.update.state_encoding import VALUES_DTYPE, EncodedTensor
 from lightning_ptm.update.state_layout import lay_out_states, layout_groups, states_of_all_ranks
-from lightning_ptm.update.traits import OptimizerTraits, ScalarState, Shape, frozen_scalars
+from lightning_ptm.update.trial.traits import OptimizerTraits, ScalarState, Shape, frozen_scalars
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator
@@ -241,7 +241,7 @@ class FlatStates:
             return ()
         if not self.traits.whole:
             return self.slot_names[group]
-        return tuple(self.traits.groups[group].kept[self.flat.slots[parameter].spec.shape])
+        return tuple(self.traits.groups[group].state_shapes[self.flat.slots[parameter].spec.shape])
 
     def own_shape(self, name: str, parameter: int) -> Shape | None:
         """Shape of a state of a parameter that has it, where that is not the parameter's."""
@@ -320,7 +320,7 @@ class FlatStates:
 
     def _kept(self, parameter: int, group: int) -> object:
         """What a parameter has in a group: names of states, and their shapes where these are own."""
-        kept = self.traits.groups[group].kept.get(self.flat.slots[parameter].spec.shape)
+        kept = self.traits.groups[group].state_shapes.get(self.flat.slots[parameter].spec.shape)
         return kept if self.traits.whole else set(self.slot_names[group])
 
     def advance_whole(self, scalars: Mapping[int, ScalarState | None], present: Sequence[bool]) -> None:

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_ptm.planning import version_policy
 from lightning_ptm.planning.version_policy import Begin, Flat, GradientEvent, VersionPolicy, forecasts_all
 from lightning_ptm.update.gradient_source import NO_TRANSFORM, GradientSource, ParameterGradients, Transform, add_
 from lightning_ptm.update.shadow import GroupValues
 from lightning_ptm.update.update_job import Pending
-from lightning_ptm.update.weight_prediction import Earlier, WeightPrediction
+from lightning_ptm.update.weight_prediction import WeightPrediction
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.paged_tensor import PagedTensor
@@ -54,10 +53,6 @@ class Contribution:
     transform: Transform = NO_TRANSFORM
     after: Sequence[Pending] = ()
     discard: Callable[[], None] = lambda: None
-
-    def goes_with(self, other: Contribution) -> bool:
-        """Whether both have gradients for the same parameters, so that one update can apply their sum."""
-        return self.source.which == other.source.which
 
     @property
     def step(self) -> int:
@@ -104,10 +99,9 @@ class Version:
     Attributes:
         pages: they are in.
         applied: contributions that they include.
-        seen: contributions that they include or forecast, where they forecast any and lack no more than `reach`.
+        seen: contributions that they include or forecast, where they forecast any and lack no more than `REACH`.
         forecast: of the next update; None: there is none.
         exact: they are the master parameters, rounded.
-        reach: updates that are forecast.
     """
 
     pages: PagedTensor
@@ -115,11 +109,10 @@ class Version:
     seen: int
     forecast: WeightPrediction | None = None
     exact: bool = True
-    reach: int = dataclasses.field(default_factory=lambda: version_policy.REACH)
 
     def fits(self, received: int) -> bool:
         """Whether it forecasts all of so many contributions, as far as can be."""
-        return self.forecast is None or forecasts_all(received, self.applied, self.seen, self.reach)
+        return self.forecast is None or forecasts_all(received, self.applied, self.seen)
 
 
 class VersionSlot:
@@ -198,30 +191,16 @@ class FlatBuffer(Flat):
         self.forecast: WeightPrediction | None = None
         """The newest."""
 
-    def predict_weights(
-        self, pages: PagedTensor, contribution: Contribution, earlier: Contribution | None = None
-    ) -> None:
-        """Bring parameters to where a contribution is expected to take them.
-
-        Args:
-            earlier: what waits, and will be applied together with it (`WeightPrediction.add_`).
-        """
+    def predict_weights(self, pages: PagedTensor, contribution: Contribution) -> None:
+        """Bring parameters to where a contribution is expected to take them."""
         if self.forecast is not None and contribution.origins:
             contribution.settle()
-            predict_weights(self.forecast, pages.tensor(), contribution, earlier)
+            predict_weights(self.forecast, pages.tensor(), contribution)
 
 
-def predict_weights(
-    forecast: WeightPrediction, values: torch.Tensor, contribution: Contribution, earlier: Contribution | None = None
-) -> None:
-    """`WeightPrediction.add_` of a contribution that has settled. `earlier` is only read; whoever owns it leaves it
-    as it is."""
-    sums = None
-    if earlier is not None:
-        for pending in earlier.after:
-            pending.wait()
-        sums = Earlier(earlier.source, earlier.transform, len(earlier.origins))
-    forecast.add_(values, contribution.source, contribution.transform, len(contribution.origins), sums)
+def predict_weights(forecast: WeightPrediction, values: torch.Tensor, contribution: Contribution) -> None:
+    """`WeightPrediction.add_` of a contribution that has settled."""
+    forecast.add_(values, contribution.source, contribution.transform, len(contribution.origins))
 
 
 Submit = Callable[[Begin[FlatBuffer], Contribution, "PagedTensor"], None]
@@ -234,7 +213,7 @@ class LockFreeBuffers:
         flats: in the order in which a forward pass uses them.
         spares: pages for new versions.
         submit: starts a flat's job, which writes the pages; `finish` is to be called when it has ended.
-        room, learns, reach: see `VersionPolicy`.
+        room, learns: see `VersionPolicy`.
     """
 
     def __init__(
@@ -245,48 +224,38 @@ class LockFreeBuffers:
         *,
         room: int = 2,
         learns: bool = True,
-        reach: int | None = None,
     ) -> None:
         self._submit = submit
         self._spares: dict[Hashable, list[PagedTensor]] = {}
         for tensor in spares:
             self._spares.setdefault((tensor.numel, tensor.dtype), []).append(tensor)
         kinds = [kind for kind, tensors in self._spares.items() for _ in tensors]
-        self.policy = VersionPolicy(flats, kinds, room=room, learns=learns, reach=reach)
+        self.policy = VersionPolicy(flats, kinds, room=room, learns=learns)
 
-    def offer(self, flat: FlatBuffer, contribution: Contribution, *, begin: bool = True) -> None:
-        """A reduced, eligible gradient has come; it is held back unless the flat's pass may `begin`."""
+    def offer(self, flat: FlatBuffer, contribution: Contribution) -> None:
+        """A reduced, eligible gradient of a step has come."""
         # Taken back: compute has not seen it, and shall see this contribution in it.
         unseen = flat.slot.collect() if flat.learned else None
-        held = self.policy.hold(
+        offered = self.policy.offer(
             flat,
             contribution.step,
-            len(contribution.origins),
             contribution.source.which,
             unseen=None if unseen is None else unseen.applied,
         )
         if unseen is not None:
-            if held.foreseen:
-                together = held.doing is GradientEvent.ADDED and self.policy.follows_sums
-                flat.predict_weights(unseen.pages, contribution, flat.waiting[-1] if together else None)
+            if offered.foreseen:
+                flat.predict_weights(unseen.pages, contribution)
             flat.slot.publish(dataclasses.replace(unseen, seen=flat.received, forecast=flat.forecast, exact=False))
-        if held.doing is GradientEvent.ADDED:
+        if offered.doing is GradientEvent.ADDED:
             flat.waiting[-1].add(contribution)
         else:
             flat.waiting.append(contribution)
         flat.offers += 1
-        if begin:
-            self.policy.begin(flat)
         self._feed()
 
     def learn(self, step: int) -> None:
         """Jobs of this step's gradients, and of later ones, learn forecasts."""
         self.policy.learns_from = step
-
-    def begin(self, flat: FlatBuffer) -> None:
-        """What has come for a flat is held back no longer."""
-        self.policy.begin(flat)
-        self._feed()
 
     def hurry(self, flat: FlatBuffer, needed: int) -> bool:
         """Compute waits until a version of this flat includes `needed` contributions; returns whether a job is in hand."""
@@ -310,7 +279,7 @@ class LockFreeBuffers:
         if ended.foreseen:
             for contribution in flat.waiting:
                 flat.predict_weights(target, contribution)
-        version = Version(target, flat.applied, flat.received, flat.forecast, flat.exact, self.policy.reach)
+        version = Version(target, flat.applied, flat.received, flat.forecast, flat.exact)
         unseen = flat.slot.publish(version)
         if unseen is not None:
             self._take_back(unseen.pages)

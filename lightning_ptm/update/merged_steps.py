@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_ptm.update.traits import OptimizerTraits
+from lightning_ptm.update.trial.traits import OptimizerTraits
 
 FIRST_MOMENT = "exp_avg"
 _ADAM = "torch.optim.adam.Adam"

@@ -1,16 +1,15 @@
-"""The shadow: an instance of the user's own optimizer class that is run over views of pages.
+"""The shadow: a clone of the user's optimizer, which updates views of pages.
 
-Owns one private copy of the user's optimizer (private.py). Knows views and scalars; never pages, flats, chunks or threads.
-I1: the user's optimizer, its groups, its class and the class's module are only read, and its `state` stays empty; what
-    changes is in the views and in ScalarState.
+Owns the clone (clone.py). Knows views and scalars; never pages, flats, chunks or threads.
+I1: the user's optimizer and its groups are only read, and its `state` stays empty; what changes is in the views and in
+    ScalarState.
 I2: hyper-parameters are a snapshot: a scheduler that writes `param_groups` after the snapshot changes nothing here.
-I3: between two calls of `step` the copy names no view, so pages can be released.
-I4: every call finds the copy as the user's object was at the start: nothing passes from one page to the next on the object,
-    or in a list or dictionary of a group. (What a class keeps there from step to step is found by the trial.)
-I5: a step is outside of the autocast and the dispatch modes that its thread is in (a forward waits for an update and does it
-    itself, under mixed precision or trainer/matmul_precision.py), as one in a thread of its own is: which thread an
-    update runs
-    in, tiers and time decide, and they must not change bits. So it is outside of the default dtype of a forward.
+I3: between two calls of `step` the clone refers to no view, so pages can be released.
+I4: each step begins with the attributes and group lists that the user's object had at the start: nothing passes from one page
+    to the next there. (The trial refuses a class whose update depends on that.)
+I5: a step runs outside of the autocast, the dispatch modes and the default dtype of its thread: a thread of its own, or a
+    forward that waits for the update, under mixed precision or trainer/matmul_precision.py. Tiers and time decide which, and
+    bits must not depend on that.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
+from lightning_ptm.update.clone import clone_of, constructed_clone, copy_plain
 from lightning_ptm.update.default_dtype import DefaultDtype
-from lightning_ptm.update.private import PrivateOptimizer
-from lightning_ptm.update.traits import Initial, OptimizerTraits, ScalarState, Shape, copy_value, frozen_scalars
+from lightning_ptm.update.trial.traits import Initial, OptimizerTraits, ScalarState, Shape, copy_value, frozen_scalars
 
-_MOST_TRIED_NUMEL = 1 << 20
-"""Of a parameter on which a step is tried before it is taken."""
+_MAX_CHECKED_NUMEL = 1 << 20
+"""The largest parameter on which `check` tries a step."""
 
-NOT_HYPER = frozenset(("params", "param_names"))
+NOT_HYPERPARAMETERS = frozenset(("params", "param_names"))
 """Keys of a parameter group that are no hyper-parameters."""
 
 
@@ -53,8 +52,8 @@ class GroupValues:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Advanced:
-    """Scalars before and behind a step."""
+class _ScalarStep:
+    """The scalars of parameters before and after one step."""
 
     hyper: GroupValues
     group: int
@@ -72,8 +71,8 @@ class _Advanced:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunViews:
-    """One run handed to the optimizer as if it were a parameter; all tensors are 1-D and of equal shape. Where parameters are
-    updated whole, it is one, in its own shape, and so are its slots in theirs.
+    """Views of a run of elements, which the optimizer updates as if they were a parameter: 1-D tensors of equal shape, or a
+    whole parameter in its own shape, with its slots in theirs.
 
     `scalars` is None for parameters that were never updated: the slots then hold no state yet and are filled.
     """
@@ -89,7 +88,7 @@ def snapshot(optimizer: Optimizer, traits: OptimizerTraits, number: int = 0) -> 
     """Copy the hyper-parameters for one step, as the user's object has them now.
 
     Args:
-        number: of the step.
+        number: of the step; see GroupValues.
 
     Group values that the class itself advances (`traits.group_slots`) are advanced in the user's object, as its own
     `step` would have done; the snapshot holds them as they were before.
@@ -105,8 +104,8 @@ def snapshot(optimizer: Optimizer, traits: OptimizerTraits, number: int = 0) -> 
         )
     groups = []
     for group, known in zip(optimizer.param_groups, traits.groups, strict=True):
-        values = own_values(group)
-        for key, reason in known.fixed.items():
+        values = hyperparameters_of(group)
+        for key, reason in known.must_stay_zero.items():
             if values.get(key):
                 raise UsageError(
                     f"{key} of {traits.name} was 0 when training began and is {values[key]} now. With it, {reason}; so its "
@@ -124,12 +123,12 @@ def snapshot(optimizer: Optimizer, traits: OptimizerTraits, number: int = 0) -> 
     return hyper
 
 
-def own_values(group: Mapping[str, Any]) -> dict[str, Any]:
+def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a parameter group's hyper-parameters that shares nothing that could be written to."""
-    return {key: _copy_hyper(value) for key, value in group.items() if key not in NOT_HYPER}
+    return {key: _copy_hyperparameter(value) for key, value in group.items() if key not in NOT_HYPERPARAMETERS}
 
 
-def _copy_hyper(value: Any) -> Any:
+def _copy_hyperparameter(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return copy_value(value)
     return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
@@ -140,7 +139,7 @@ class ShadowOptimizer:
 
     Args:
         optimizer: the user's object; read here once and not kept.
-        traits: what the probe found about it.
+        traits: its traits, found by the probe.
         default_dtype: torch's, in a step, where forwards that are under way may have another (I5); None: they do not.
     """
 
@@ -149,14 +148,13 @@ class ShadowOptimizer:
     ) -> None:
         self.traits = traits
         self._default_dtype = default_dtype
-        self._private = PrivateOptimizer(optimizer)
-        self._clone = self._private.object
-        self._step = undecorated_step(self._private.cls)
-        self._closure = {"closure": _no_loss} if traits.closure else {}
-        # I4: what `step` changes on the object, as it was before the first.
-        self._records = {name: copy.deepcopy(vars(self._clone).get(name)) for name in traits.records}
-        self._advanced: list[_Advanced] = []
-        """Of one step."""
+        self._clone = clone_of(optimizer)
+        self._step = undecorated_step(type(optimizer))
+        self._closure = {"closure": _nan_loss} if traits.closure else {}
+        # I4
+        self._initial_attributes = copy_plain({name: vars(self._clone).get(name) for name in traits.changed_attributes})
+        self._scalar_steps: list[_ScalarStep] = []
+        """Those of the last step that was asked for."""
 
     def step(self, hyper: GroupValues, runs: Sequence[RunViews]) -> None:
         """Update every run's parameter and slots in place, as one step of the optimizer; call it under no_grad.
@@ -172,10 +170,10 @@ class ShadowOptimizer:
             raise InternalError(f"{self.traits.name} updates whole parameters, one by one (`step_whole`)")
         first = [run for run in runs if run.scalars is None]
         if first and len(first) < len(runs):
-            self._call(hyper, first)
-            self._call(hyper, [run for run in runs if run.scalars is not None])
+            self._step_over(hyper, first)
+            self._step_over(hyper, [run for run in runs if run.scalars is not None])
         else:
-            self._call(hyper, runs)
+            self._step_over(hyper, runs)
 
     def step_whole(self, hyper: GroupValues, run: RunViews) -> ScalarState | None:
         """Update a whole parameter and its slots in place; call it under no_grad.
@@ -186,14 +184,14 @@ class ShadowOptimizer:
         Raises:
             UsageError: as `step`; or a state has another shape than its slot.
         """
-        (state,) = self._call(hyper, [run])
+        (state,) = self._step_over(hyper, [run])
         return _scalars_of(state, run.slots)
 
     def advance(
         self, hyper: GroupValues, group: int, scalars: ScalarState | None, like: torch.Tensor
     ) -> ScalarState | None:
-        """The scalars of a parameter after one step, found on a few zeros (invariant I2 of traits.py); None where it still
-        has no state at all.
+        """Find the scalars of a parameter after one step, by a step on a few zeros (I2 of traits.py); None where it still has
+        no state at all.
 
         Args:
             hyper: the step's hyper-parameters.
@@ -201,17 +199,17 @@ class ShadowOptimizer:
             scalars: its scalars before the step, None before its first.
             like: any tensor of the dtype and device that the parameter is updated in.
         """
-        if self._advanced and self._advanced[0].hyper is not hyper:
-            self._advanced = []
-        known = next((each for each in self._advanced if each.is_of(group, scalars, like)), None)
+        if self._scalar_steps and self._scalar_steps[0].hyper is not hyper:
+            self._scalar_steps = []
+        known = next((each for each in self._scalar_steps if each.is_of(group, scalars, like)), None)
         if known is None:  # all flats of an optimizer are asked about in each of its steps
             after = _scalars_of(self._try_on_zeros(hyper, group, scalars, like), self._dummy_slots(group, like))
-            known = _Advanced(hyper, group, like.dtype, scalars, after)
-            self._advanced.append(known)
+            known = _ScalarStep(hyper, group, like.dtype, scalars, after)
+            self._scalar_steps.append(known)
         return known.after
 
     def advanced_group(self, hyper: GroupValues, group: int, like: torch.Tensor) -> dict[str, Any]:
-        """The values of a parameter group that the class advances (`traits.group_slots`), after one step."""
+        """Find the values of a group that steps advance (`traits.group_slots`), after one step."""
         created, after = self.traits.created, dict[str, Any]()
         scalars: ScalarState | None = None
         if created and created <= hyper.groups[group].keys():
@@ -222,16 +220,17 @@ class ShadowOptimizer:
         return {key: copy_value(after[key]) for key in self.traits.group_slots if key in after}
 
     def check(self, hyper: GroupValues, group: int, scalars: ScalarState | None, like: torch.Tensor) -> None:
-        """Try a step on a few zeros, whose outcome nobody needs: what the class refuses with these hyper-parameters, and
-        states that it wants and pages do not have, are then known before any parameter has changed. Of parameters that are
-        updated whole, the smallest of the group is tried. Args: as `advance`.
+        """Try a step on a few zeros, or on zeros of the shape of the group's smallest whole parameter, so that errors of the
+        class with these hyper-parameters, and states that pages do not hold, are found before a parameter changes.
+
+        Args: as `advance`.
 
         Raises:
             UsageError: as `step`; and whatever the class raises.
         """
-        shape = self.traits.groups[group].small
+        shape = self.traits.groups[group].example_shape
         if self.traits.whole:
-            shapes = [each for each in self.traits.groups[group].kept if math.prod(each) <= _MOST_TRIED_NUMEL]
+            shapes = [each for each in self.traits.groups[group].state_shapes if math.prod(each) <= _MAX_CHECKED_NUMEL]
             if not shapes:
                 return
             shape = min(shapes, key=math.prod)
@@ -249,18 +248,18 @@ class ShadowOptimizer:
         *,
         check: bool = False,
     ) -> dict[str, Any]:
-        shape = self.traits.groups[group].small if shape is None else shape
+        shape = self.traits.groups[group].example_shape if shape is None else shape
         zeros = torch.zeros(shape, dtype=like.dtype, device=like.device)
         clone = self._clone
         run = RunViews(group, zeros, torch.zeros_like(zeros), self._dummy_slots(group, like, shape), scalars)
         zeros.grad = run.gradient
         try:
             clone.state[zeros] = self._state(hyper, run)
-            clone.param_groups = [{"params": [zeros], **self._values(hyper, group)}]
+            clone.param_groups = [{"params": [zeros], **self._group_values(hyper, group)}]
             self._take_step()
-            # Of zeros' gradients some classes make only a part of their first state.
+            # With gradients of zeros some classes make only a part of their first state.
             if check and (scalars is not None or all(clone.state[zeros].get(name) is not None for name in run.slots)):
-                self._collect(run)
+                self._copy_states_to_slots(run)
             if keep is not None:
                 keep.update(clone.param_groups[0])
             return dict(clone.state[zeros])
@@ -270,12 +269,16 @@ class ShadowOptimizer:
 
     def _dummy_slots(self, group: int, like: torch.Tensor, shape: Shape | None = None) -> dict[str, torch.Tensor]:
         traits = self.traits.groups[group]
-        small = traits.small if shape is None else shape
-        shapes = traits.kept[small] if self.traits.whole else {slot.name: small for slot in traits.slots}
+        example_shape = traits.example_shape if shape is None else shape
+        shapes = (
+            traits.state_shapes[example_shape]
+            if self.traits.whole
+            else {slot.name: example_shape for slot in traits.slots}
+        )
         dtypes = {slot.name: slot.dtype for slot in traits.slots}
         return {name: torch.zeros(shape, dtype=dtypes[name], device=like.device) for name, shape in shapes.items()}
 
-    def _values(self, hyper: GroupValues, group: int) -> dict[str, Any]:
+    def _group_values(self, hyper: GroupValues, group: int) -> dict[str, Any]:
         values = dict(hyper.groups[group])
         for key in self.traits.group_containers:
             if key in values:
@@ -283,8 +286,8 @@ class ShadowOptimizer:
         return values
 
     def _take_step(self) -> None:
-        if self._records:
-            vars(self._clone).update(copy.deepcopy(self._records))
+        if self._initial_attributes:
+            vars(self._clone).update(copy_plain(self._initial_attributes))
         with nullcontext() if self._default_dtype is None else DefaultDtype(self._default_dtype):
             self._take_step_outside_modes()
 
@@ -295,27 +298,27 @@ class ShadowOptimizer:
         else:
             self._step(self._clone, **self._closure)
 
-    def _call(self, hyper: GroupValues, runs: Sequence[RunViews]) -> list[dict[str, Any]]:
-        """One call of the optimizer; what it keeps of each run behind it."""
+    def _step_over(self, hyper: GroupValues, runs: Sequence[RunViews]) -> list[dict[str, Any]]:
+        """One call of the optimizer's step over some runs; the state of each run after it."""
         clone = self._clone
         groups: dict[int, dict[str, Any]] = {}
-        homes = [run.parameter.detach() for run in runs]
+        data = [run.parameter.detach() for run in runs]
         try:
             for run in runs:
                 run.parameter.grad = run.gradient
                 clone.state[run.parameter] = self._state(hyper, run)
                 group = groups.get(run.group)
                 if group is None:
-                    groups[run.group] = {"params": [run.parameter], **self._values(hyper, run.group)}
+                    groups[run.group] = {"params": [run.parameter], **self._group_values(hyper, run.group)}
                 else:
                     group["params"].append(run.parameter)
             clone.param_groups = list(groups.values())
             self._take_step()
-            for run, home in zip(runs, homes, strict=True):
-                self._collect(run)
-                if run.parameter.data_ptr() != home.data_ptr():  # the class has given the parameter another tensor
-                    home.copy_(run.parameter)
-                    run.parameter.data = home
+            for run, own in zip(runs, data, strict=True):
+                self._copy_states_to_slots(run)
+                if run.parameter.data_ptr() != own.data_ptr():  # the class has given the parameter another tensor
+                    own.copy_(run.parameter)
+                    run.parameter.data = own
             return [clone.state[run.parameter] for run in runs]
         finally:
             clone.param_groups = []
@@ -330,16 +333,16 @@ class ShadowOptimizer:
             return state
         if self.traits.initial is Initial.LAZY:
             return {}
-        fresh = self._private.construct([{"params": [run.parameter], **self._values(hyper, run.group)}])
+        fresh = constructed_clone(self._clone, [{"params": [run.parameter], **self._group_values(hyper, run.group)}])
         return dict(fresh.state[run.parameter])
 
-    def _collect(self, run: RunViews) -> None:
-        """Bring slots home that the optimizer replaced, or made, instead of writing in place."""
+    def _copy_states_to_slots(self, run: RunViews) -> None:
+        """Copy states that the optimizer made or replaced, instead of writing in place, into their slots."""
         state = self._clone.state[run.parameter]
-        lost = [name for name in run.slots if state.get(name) is None]
-        if lost and (state or run.scalars is not None):
+        missing = [name for name in run.slots if state.get(name) is None]
+        if missing and (state or run.scalars is not None):
             raise UsageError(
-                f"{self.traits.name} has no {', '.join(map(repr, lost))} behind a step for a parameter of shape "
+                f"{self.traits.name} has no {', '.join(map(repr, missing))} behind a step for a parameter of shape "
                 f"{tuple(run.parameter.shape)}: it makes or drops its state in some steps only, and pages hold it from the "
                 f"first step on. Use an optimizer that makes its states in its first step"
             )
@@ -362,8 +365,8 @@ class ShadowOptimizer:
 
 
 def _scalars_of(state: Mapping[str, Any], slots: Mapping[str, Any]) -> ScalarState | None:
-    """Scalars among what a parameter has behind a step; None where it has nothing, and would have slots: its next step is its
-    first (a momentum that is 0 for now, a class that leaves parameters alone whose gradient is all zeros)."""
+    """The scalars in a parameter's state after a step; None where it is empty and there are slots: its next step is then its
+    first (a momentum that is 0 for now, a class that skips parameters whose gradient is all zeros)."""
     if slots and not state:
         return None
     return frozen_scalars({name: value for name, value in state.items() if name not in slots})
@@ -373,13 +376,13 @@ def _is_slot(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() > 1
 
 
-def _no_loss() -> torch.Tensor:
-    """Stands for the closure of a class that insists on one: the gradients are there, the loss is long gone."""
+def _nan_loss() -> torch.Tensor:
+    """The closure for a class that insists on one: gradients are there, and the loss is no longer known."""
     return torch.tensor(torch.nan)
 
 
 def undecorated_step(cls: type[Optimizer]) -> Callable[..., Any]:
-    """The class's `step` without torch's profiling wrapper: 7 us a call, and global hooks would run once per page."""
+    """The class's `step` without torch's wrapper, which takes 7 us and would run global hooks once per page."""
     step: Callable[..., Any] = cls.step
     if getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__

@@ -20,7 +20,7 @@ from lightning_ptm.errors import InternalError
 from lightning_ptm.planning.layout import round_up
 from lightning_ptm.terms import BLOCK_BYTES, chunk_numel
 from lightning_ptm.update.state_encoding import Encoding
-from lightning_ptm.update.traits import OptimizerTraits, Shape, SlotTraits
+from lightning_ptm.update.trial.traits import OptimizerTraits, Shape, SlotTraits
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,7 @@ def _own_shapes(flat: FlatLayout, traits: OptimizerTraits, groups: Sequence[int 
     in_shard = tuple(start - flat.shard_start for start in begins)
     for known in traits.slots:
         shapes = tuple(
-            None if group is None else traits.groups[group].kept[slot.spec.shape].get(known.name)
+            None if group is None else traits.groups[group].state_shapes[slot.spec.shape].get(known.name)
             for slot, group in zip(flat.slots, groups, strict=True)
         )
         ends = [0]

@@ -33,7 +33,7 @@ from lightning_ptm.update.gradient_source import (
 from lightning_ptm.update.merged_steps import MergedSteps, merge
 from lightning_ptm.update.shadow import GroupValues, ShadowOptimizer
 from lightning_ptm.update.state_layout import StateLayout
-from lightning_ptm.update.traits import ScalarState
+from lightning_ptm.update.trial.traits import ScalarState
 from lightning_ptm.update.weight_prediction import WeightPrediction
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class UpdateJob:
         after: what the gradient waits for, and who still reads the target; master states are read ahead meanwhile.
         fresh_target: the target's pages hold nothing yet: every element is written, also those without a gradient.
         forecast: learns from the update, and the target gets what momentum alone would make of the parameters next. Needs
-            a master parameter and a fresh target.
+            a master parameter, a fresh target, and a last step that is taken alone (no `merge`).
         turn: jobs of earlier turns are served first. All of a flat have the same.
         on_done: called by the updater, in its thread, right after the handle is done. Must not raise or block.
     """

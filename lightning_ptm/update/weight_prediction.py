@@ -23,9 +23,8 @@ from lightning_ptm.errors import InternalError
 from lightning_ptm.terms import ALIGN_NUMEL
 from lightning_ptm.update.flat_states import FlatStates, StateRun
 from lightning_ptm.update.gradient_source import GradientSource, ParameterGradients, Transform
-from lightning_ptm.update.merged_steps import FIRST_MOMENT
 from lightning_ptm.update.shadow import GroupValues
-from lightning_ptm.update.traits import OptimizerTraits
+from lightning_ptm.update.trial.traits import OptimizerTraits
 
 _REUSE = 16
 """Curvature is taken over from an earlier forecast until there have been a 16th more steps: until then the mean over those
@@ -71,8 +70,6 @@ class _Rule:
     def moved(self, steps: int) -> float:
         """How far so many steps with the mean of their gradients go, in units of what one does with their sum: after its own
         step, each is followed by its momentum in those that are left."""
-        if not steps:
-            return 0.0
         later = sum((steps - later) * self.persistence**later for later in range(1, steps))
         return (steps + self.echo * later) / steps
 
@@ -105,31 +102,15 @@ def _rule(kind: str, group: Mapping[str, Any], steps: int) -> _Rule:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Earlier:
-    """The sum of the gradients of some steps, and what an update would do to it first."""
-
-    gradient: GradientSource
-    transform: Transform
-    steps: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Weight:
-    """How much of a gradient, multiplied by `factor`, goes into parameters.
-
-    Attributes:
-        steps: it is the sum over so many; taken: steps that an update takes, with the mean of all that it applies.
-        followed: so many of these are in the parameters.
-    """
+    """How much of a gradient, the sum over `steps`, goes into parameters: it is multiplied by `factor`."""
 
     factor: float
     steps: int
-    taken: int
-    followed: int = 0
 
     def under(self, rule: _Rule) -> float:
         """In units of what one step does."""
-        return self.factor * (rule.moved(self.taken) - rule.moved(self.followed))
+        return self.factor * rule.moved(self.steps)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,28 +156,18 @@ class WeightPrediction:
         before: torch.Tensor,
         parameter: torch.Tensor,
         slots: Mapping[str, torch.Tensor],
-        taken: int = 1,
     ) -> None:
         """A run was updated. Afterwards `before` holds what it will be after `ahead` steps of momentum alone.
 
         Args:
-            run: with its scalars before the step, or steps.
+            run: with its scalars before the step.
             before: its master values before the step; parameter: after; slots: after. All (run.numel,).
-            taken: steps that were taken in one call (merged_steps.py). What `before` held is of no use then: not the
-            last step
-                alone has led from there.
         """
         group = self._hyper.groups[run.group]
-        steps = _steps(run, group) + taken
+        steps = _steps(run, group) + 1
         rule = _rule(self._kind, group, steps)
         repeated = sum(rule.persistence**step for step in range(1, self._ahead + 1))
-        if taken == 1:
-            torch.lerp(before, parameter, 1.0 + repeated, out=before)
-        else:
-            first, second = (1.0 - float(beta) ** steps for beta in group["betas"])
-            torch.mul(slots["exp_avg_sq"], 1.0 / second, out=before).sqrt_().add_(rule.eps)
-            torch.div(slots[FIRST_MOMENT], before, out=before)
-            before.mul_(-float(group["lr"]) / first * repeated).add_(parameter)
+        torch.lerp(before, parameter, 1.0 + repeated, out=before)
         if rule.second_moment is not None:
             learned = self._learned.get((run.start, run.stop), 0)
             if not 0 <= steps - learned <= learned // _REUSE:
@@ -232,7 +203,6 @@ class WeightPrediction:
         gradient: GradientSource,
         transform: Transform,
         steps: int = 1,
-        earlier: Earlier | None = None,
     ) -> None:
         """Change compute parameters as updates with this gradient are expected to.
 
@@ -241,16 +211,8 @@ class WeightPrediction:
             gradient: of the shard; it has arrived.
             transform: what an update would do to it first; clipping by value is left out.
             steps: the gradient is the sum over so many; each is followed by the momentum that those after it see.
-            earlier: what was added to these values before, of the same parameters, and will be applied together with the
-                gradient, as so many steps more with the mean of all; now they are followed by their momentum in these.
         """
-        before = 0 if earlier is None else earlier.steps
-        self._add_all(values, gradient, _Weight(transform.factor, steps, before + steps))
-        if earlier is not None:
-            weight = _Weight(earlier.transform.factor, before, before + steps, followed=before)
-            self._add_all(values, earlier.gradient, weight)
-
-    def _add_all(self, values: torch.Tensor, gradient: GradientSource, weight: _Weight) -> None:
+        weight = _Weight(transform.factor, steps)
         if isinstance(gradient, ParameterGradients):
             for segment in self._states.segments:
                 if gradient.has(segment.parameter):

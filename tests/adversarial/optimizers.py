@@ -371,13 +371,10 @@ class WantsClosure(ByParameter):
         return super().step(closure)
 
 
-SEEN: list[str] = []
+class Logs(AdamW):
+    """torch's AdamW, with a counter and a list of its steps on the object, and a cache on the class."""
 
-
-class Spied(AdamW):
-    """torch's AdamW, with records of its steps in all the places where one can keep them."""
-
-    count: ClassVar[int] = 0
+    cache: ClassVar[dict[str, str]] = {}
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)
@@ -385,11 +382,57 @@ class Spied(AdamW):
         self.log: list[int] = []
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        Spied.count += 1
-        SEEN.append("step")
+        self.cache.setdefault("name", type(self).__name__)
         self.own += 1
         self.log.append(self.own)
         return super().step(closure)
+
+
+SEEN: list[str] = []
+
+
+class LogsInModule(AdamW):
+    """torch's AdamW, with a list of its steps in the module."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        SEEN.append("step")
+        return super().step(closure)
+
+
+class LogsOnClass(AdamW):
+    """torch's AdamW, with a list of its steps on the class, which the first one makes."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        cls: Any = type(self)
+        cls.log = [*getattr(cls, "log", ()), "step"]
+        return super().step(closure)
+
+
+def logs_in_a_closure(params: Any) -> AdamW:
+    """torch's AdamW, with a count of its steps in the function that makes its class."""
+    count = 0
+
+    class Logged(AdamW):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            nonlocal count
+            count += 1
+            return super().step(closure)
+
+        def counted(self) -> int:
+            return count
+
+    return Logged(params)
+
+
+class WithFunction(ByParameter):
+    """Has a function that acts on the object."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr)
+        self.rule = lambda p, g: self.state[p].setdefault("moment", torch.zeros_like(p)).lerp_(g, 0.1)
+
+    def one(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        p.sub_(self.rule(p, g), alpha=group["lr"])
 
 
 class Named(SGD):

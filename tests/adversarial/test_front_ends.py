@@ -14,8 +14,7 @@ import pytest
 from lightning.pytorch import strategies
 
 from lightning_ptm import AngelPTMStrategy, ConfigError
-from lightning_ptm.trainer.after_import import _AfterImport
-from lightning_ptm.trainer.registered import register
+from lightning_ptm.trainer.registered import _AfterImport, register
 
 pl = pytest.importorskip("pytorch_lightning")
 fabric = pytest.importorskip("lightning_fabric")

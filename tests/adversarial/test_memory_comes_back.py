@@ -31,7 +31,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recompute": {**TIERS, "recompute": "all"},
     "lock-free": {"lock_free": True},
     "lock-free, three tiers": {**TIERS, "lock_free": True},
-    "lock-free, held": {"lock_free": True, "max_staleness": 8, "hold_updates": True},
 }
 
 

@@ -15,14 +15,14 @@ import lightning as L
 import optimizers as own
 import pytest
 import torch
-from optimizers import SEEN, Spied
+from optimizers import SEEN, Logs
 from torch import nn, optim
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.update.probe import probe, try_out
 from lightning_ptm.update.shadow import snapshot
+from lightning_ptm.update.trial.probe import probe, try_out
 
 SHAPES = [(8, 3, 3, 3), (8,), (9, 70), (9,), (8, 8), ()]
 
@@ -97,8 +97,15 @@ REFUSED: list[tuple[Callable[[], Optimizer], str]] = [
     (lambda: own.ClipsByItself(parameters((9, 70))), "depends on"),
     (lambda: own.OfGroups(groups()), "depends on"),
     (lambda: own.Remembers(groups()), "one of its parameter groups depends on the others"),
-    (lambda: own.CountsOnClass(parameters()), "depends on CountsOnClass.steps, which each step changes"),
-    (lambda: own.CountsInModule(parameters()), r"depends on optimizers\.CALLS, which each step changes"),
+    (lambda: own.CountsOnClass(parameters()), r"changes CountsOnClass\.steps, outside of the optimizer"),
+    (lambda: own.CountsInModule(parameters()), r"changes optimizers\.CALLS, outside of the optimizer"),
+    (
+        lambda: own.LogsInModule(parameters()),
+        r"changes optimizers\.SEEN, outside .* other data .* attributes of the object",
+    ),
+    (lambda: own.LogsOnClass(parameters()), r"changes LogsOnClass\.log, outside"),
+    (lambda: own.logs_in_a_closure(parameters()), r"changes count \(around logs_in_a_closure.*\.step\), outside"),
+    (lambda: own.WithFunction(parameters()), r"function in its attribute 'rule' .* Make it a method"),
     (lambda: own.Noisy(parameters()), "draws random numbers"),
     (lambda: own.NoisyInPython(parameters()), "draws random numbers"),
     (lambda: own.WithLoss(parameters()), "depends on the loss"),
@@ -182,7 +189,7 @@ RIGHT: list[Callable[[Any], Optimizer]] = [
     own.Named,
     own.NormedDecay,
     own.SkipsEmpty.__base__,
-    lambda ps: Spied(ps, lr=0.01, fused=True),
+    lambda ps: Logs(ps, lr=0.01, fused=True),
     lambda ps: optim.AdamW(ps, lr=0.01, fused=True, amsgrad=True),
     lambda ps: optim.Adagrad(ps, lr=0.01, fused=True),
     lambda ps: optim.SGD(ps, lr=0.05, momentum=0.9, nesterov=True, fused=True),
@@ -253,11 +260,14 @@ def test_a_setting_that_would_make_it_look_at_norms_is_refused_when_it_is_switch
 
 @pytest.fixture
 def counters() -> Iterator[None]:
-    Spied.count, own.CountsOnClass.steps, own.CALLS["steps"] = 0, 0, 0
-    SEEN.clear()
+    def clear() -> None:
+        own.CountsOnClass.steps, own.CALLS["steps"] = 0, 0
+        SEEN.clear()
+        Logs.cache.clear()
+
+    clear()
     yield
-    Spied.count, own.CountsOnClass.steps, own.CALLS["steps"] = 0, 0, 0
-    SEEN.clear()
+    clear()
 
 
 @pytest.mark.usefixtures("counters")
@@ -269,7 +279,7 @@ def counters() -> Iterator[None]:
         own.GroupStep,
         own.OnObject,
         own.NewTensors,
-        Spied,
+        Logs,
         lambda ps: optim.Adafactor(ps),
     ],
 )
@@ -300,17 +310,31 @@ def test_a_trial_writes_nothing(make: Callable[..., Optimizer]) -> None:
     assert dict(vars(own)) == of_module
     assert calls == own.CALLS
     assert SEEN == []
+    assert Logs.cache == {}
+    assert not hasattr(optimizer, "counted") or optimizer.counted() == 0
     assert torch.equal(generators[0], torch.random.get_rng_state())
     assert generators[1] == random.getstate()
     assert cls.__subclasses__() == subclasses
 
 
-@pytest.mark.usefixtures("counters")
 def test_pages_do_not_count_as_steps(strategy_at: Any) -> None:
-    """Whatever a class records in its step, on itself or in its module, is not a record of pages."""
-    trained(net(lambda ps: Spied(ps, lr=0.01)), strategy=strategy_at("masters_on_disk"))
-    assert Spied.count <= len(batches())
-    assert len(SEEN) <= len(batches())
+    """What a class records of its steps on the object is no record of pages."""
+    module = net(lambda ps: Logs(ps, lr=0.01))
+    made: list[Logs] = []
+    module.make = lambda ps: made.append(Logs(ps, lr=0.01)) or made[0]  # type: ignore[func-returns-value]
+    trained(module, strategy=strategy_at("masters_on_disk"))
+    assert made[0].log == list(range(1, len(batches()) + 1))
+
+
+@pytest.mark.usefixtures("counters")
+@pytest.mark.parametrize("make", [own.CountsOnClass, own.CountsInModule])
+def test_counts_outside_of_the_object_are_those_of_training_where_it_steps_by_itself(
+    make: Any, strategy_at: Any
+) -> None:
+    plain = trained(net(make))
+    own.CountsOnClass.steps, own.CALLS["steps"] = 0, 0
+    assert_same(trained(net(make), strategy=strategy_at("ram")), plain)
+    assert own.CountsOnClass.steps + own.CALLS["steps"] == len(batches())
 
 
 def test_a_list_in_a_group_stays_as_it_is(strategy_at: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 from judged import Judged, MakeStrategy, assert_alike, run
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.update.probe import probe
+from lightning_ptm.update.trial.probe import probe
 
 DOC = Path(__file__).parents[2] / "docs" / "optimizers.md"
 ROW = re.compile(r"^\| `([\w.]+)` \| (element-wise|whole|refused) \| (.+) \|$", re.MULTILINE)

@@ -159,14 +159,10 @@ HOMES = ["ram", "masters_on_disk", "all_on_disk", "three_tiers"]
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("in_backward", [True, False])
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("name", CASES)
-def test_the_weights_of_the_last_whole_step_come_back(
-    strategy_at: MakeStrategy, name: str, home: str, in_backward: bool
-) -> None:
-    strategy = strategy_at(home, update_in_backward=in_backward)
-    module, _ = failed(lambda: Flips(name), strategy, Exception, CASES[name][2])
+def test_the_weights_of_the_last_whole_step_come_back(strategy_at: MakeStrategy, name: str, home: str) -> None:
+    module, _ = failed(lambda: Flips(name), strategy_at(home), Exception, CASES[name][2])
     for key, value in plainly(lambda: Flips(name), LAST).items():
         assert torch.equal(module.state_dict()[key], value), key
 
@@ -218,7 +214,7 @@ def test_with_gradients_that_lack(strategy_at: MakeStrategy) -> None:
             if self.trainer.global_step == LAST:
                 self.blocks[1].bias.grad = None
 
-    strategy = strategy_at("masters_on_disk", update_in_backward=False)
+    strategy = strategy_at("masters_on_disk")
     module, _ = failed(Lacks, strategy, UsageError, r"blocks.1.bias has no gradient in this step")
     for key, value in plainly(Lacks, LAST).items():
         assert torch.equal(module.state_dict()[key], value), key

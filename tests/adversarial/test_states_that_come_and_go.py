@@ -13,8 +13,8 @@ from torch import Tensor, nn, optim
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.trainer.matmul_precision import wide_matmuls
-from lightning_ptm.update.probe import probe
 from lightning_ptm.update.shadow import RunViews, ShadowOptimizer, snapshot
+from lightning_ptm.update.trial.probe import probe
 
 HOMES = ["ram", "masters_on_disk", "three_tiers"]
 

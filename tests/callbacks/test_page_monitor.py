@@ -73,8 +73,8 @@ LOCK_FREE_TAGS = {
 }
 
 
-@pytest.mark.parametrize("settings", [{"max_staleness": 1}, {"max_staleness": 16, "hold_updates": True}])
-def test_what_tensorboard_shows_of_lock_free_updates(strategy_at, board_trainer, model, data, board, settings) -> None:
+@pytest.mark.parametrize("bound", [1, 16])
+def test_what_tensorboard_shows_of_lock_free_updates(strategy_at, board_trainer, model, data, board, bound) -> None:
     seen = []
 
     class Look(PageMonitor):
@@ -82,13 +82,12 @@ def test_what_tensorboard_shows_of_lock_free_updates(strategy_at, board_trainer,
             super().on_train_batch_end(trainer, module, *rest)
             seen.append(self._last)
 
-    strategy = strategy_at("lock_free_three_tiers", **settings)
+    strategy = strategy_at("lock_free_three_tiers", max_staleness=bound)
     board_trainer(strategy, [Look()], val_check_interval=2, limit_val_batches=1).fit(model, data, data)
     shown = board()
     tags = set(shown.Tags()["scalars"])
     assert tags >= LOCK_FREE_TAGS
     values = {tag: [event.value for event in shown.Scalars(tag)] for tag in tags}
-    bound = settings["max_staleness"]
     assert all(0 <= mean <= most <= bound for mean, most in zip(*staleness(values), strict=True))
     assert values["update/staleness_max"] == [each.staleness.maximum for each in seen]
     assert values["update/updates_per_step"] == pytest.approx([each.updates_per_step for each in seen])

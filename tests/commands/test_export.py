@@ -226,7 +226,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, make_sharded: Any) 
     full_file(tmp_path / "full", tensors)
     script = f"""
         from pathlib import Path
-        from lightning_ptm.commands.entries import export
+        from lightning_ptm.cli import export
         from lightning_ptm.storage import huggingface, source  # what the command imports when it is called
 
         def memory():

@@ -61,7 +61,6 @@ CLOSEST: dict[str, tuple[str, ...]] = {
     "user_collectives": ("adversarial/ranks/test_raw_collectives.py", "adversarial/ranks/test_one_rank_alone.py"),
     "gradient_pages": ("runtime/test_gradient_pages.py", "runtime/test_lock_free.py"),
     "flat_gradient": ("runtime/test_flat_gradient.py", "runtime/test_manual_optimization.py"),
-    "gradient_handoff": ("runtime/test_gradient_handoff.py", "runtime/test_lock_free.py"),
     "io": ("memory/test_allocator.py", "memory/test_disk.py"),
     "io_jobs": ("memory/test_disk.py", "memory/test_allocator.py"),
     "process_groups": ("ranks/test_communicator.py", "ranks/test_rank_failures.py", "ranks/test_rank_exceptions.py"),

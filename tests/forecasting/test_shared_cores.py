@@ -35,8 +35,6 @@ def steps(
     max_staleness: int = 16,
     forecast: bool = False,
     extra: UpdateExtra | None = None,
-    paced: bool = False,
-    reach: int | None = None,
 ) -> SharedCoreTiming:
     in_pages = 12 if extra is None else 12 - extra.more_bytes // NUMEL
     flats = [SharedCoreFlat(unit, NUMEL, 2, in_pages, True, "a kind", forecast, extra=extra) for unit in range(UNITS)]
@@ -47,8 +45,6 @@ def steps(
         chunk_numel=CHUNK,
         staging=8,
         max_staleness=max_staleness,
-        paced=paced,
-        reach=reach,
     )
     return run.run(TRACE)
 
@@ -83,14 +79,6 @@ def test_encoded_states_are_computed_in_fp32_and_coded_beside_compute() -> None:
     assert coded.seconds == pytest.approx(COMPUTE_S + 3.0)
     slow = replace(FREE, disk_bytes_per_s=DISK_BYTES / (5 * COMPUTE_S))
     assert steps(slow, extra=halves).updates > 1.2 * steps(slow).updates
-
-
-def test_the_momentum_of_what_is_held_takes_a_second_pass() -> None:
-    rates = replace(FREE, forecast_numel_per_s=UNITS * NUMEL / 1.0)
-    found = steps(rates, forecast=True, paced=True, reach=16)
-    assert found.updates < 0.2
-    # The first gradient behind a pass is not added to any.
-    assert COMPUTE_S + 1.5 < found.seconds < COMPUTE_S + 2.0
 
 
 def test_updates_that_are_slower_than_steps_take_several_gradients_at_once() -> None:

@@ -5,18 +5,12 @@ from __future__ import annotations
 import pytest
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.planning.version_policy import REACH, Begin, Flat, GradientAct, GradientEvent, Reading, VersionPolicy
+from lightning_ptm.planning.version_policy import REACH, Begin, Flat, GradientEvent, Reading, VersionPolicy
 
 
 def waiting_of(count: int = 1, spares: int = 2, room: int = 2, **more: bool) -> tuple[VersionPolicy[Flat], list[Flat]]:
     flats = [Flat("a kind", **more) for _ in range(count)]  # type: ignore[arg-type]
     return VersionPolicy(flats, ["a kind"] * spares, room=room), flats
-
-
-def offer(waiting: VersionPolicy[Flat], flat: Flat, step: int, which: str = "all") -> GradientAct:
-    held = waiting.hold(flat, step, which=which)
-    waiting.begin(flat)
-    return held
 
 
 def begun(jobs: list[Begin[Flat]]) -> list[tuple[int, int]]:
@@ -26,7 +20,7 @@ def begun(jobs: list[Begin[Flat]]) -> list[tuple[int, int]]:
 def test_of_several_spare_pages_the_last_are_for_what_compute_waits_for() -> None:
     waiting, flats = waiting_of(count=3, spares=2)
     for flat in flats:
-        offer(waiting, flat, 0)
+        waiting.offer(flat, 0)
     assert begun(waiting.next_jobs()) == [(0, 1)]
     waiting.hurry(flats[2], 1)
     assert begun(waiting.next_jobs()) == [(2, 1)]
@@ -40,7 +34,7 @@ def test_of_several_spare_pages_the_last_are_for_what_compute_waits_for() -> Non
 
 def test_of_a_single_flat_the_only_spare_pages_are_taken() -> None:
     waiting, (flat,) = waiting_of(spares=1)
-    offer(waiting, flat, 0)
+    waiting.offer(flat, 0)
     assert begun(waiting.next_jobs()) == [(0, 1)]
 
 
@@ -48,70 +42,51 @@ def test_two_jobs_are_in_hand_whatever_their_size_and_more_as_far_as_there_is_ro
     flats = [Flat("a kind", size) for size in (10, 20, 5, 5)]
     waiting = VersionPolicy(flats, ["a kind"] * 5, room=35)
     for flat in flats:
-        offer(waiting, flat, 0)
+        waiting.offer(flat, 0)
     assert begun(waiting.next_jobs()) == [(0, 1), (1, 1), (2, 1)]
 
 
-def test_what_is_of_other_parameters_waits_apart_and_is_not_held_back() -> None:
+def test_what_is_of_other_parameters_waits_apart() -> None:
     waiting, (flat,) = waiting_of()
-    assert offer(waiting, flat, 0).doing is GradientEvent.WAITS
-    assert waiting.hold(flat, 1, which="all").doing is GradientEvent.ADDED
-    assert waiting.hold(flat, 2, which="some").doing is GradientEvent.WAITS
+    assert waiting.offer(flat, 0, "all").doing is GradientEvent.WAITS
+    assert waiting.offer(flat, 1, "all").doing is GradientEvent.ADDED
+    assert waiting.offer(flat, 2, "some").doing is GradientEvent.WAITS
     assert begun(waiting.next_jobs()) == [(0, 2)]
+    assert not waiting.next_jobs() and flat.pending == 3
     waiting.finish(flat, learned=False)
-    assert not waiting.next_jobs() and flat.pending == 1  # held back, and nothing else waits
+    waiting.give_back("a kind")
+    assert begun(waiting.next_jobs()) == [(0, 1)]
 
 
 @pytest.mark.parametrize("steps", range(1, REACH + 3))
 def test_what_is_too_much_for_a_forecast_is_applied_at_once_and_learns_none(steps: int) -> None:
     waiting, (flat,) = waiting_of(foreseeable=True)
     for step in range(steps):
-        waiting.hold(flat, step)
-    waiting.begin(flat)
+        waiting.offer(flat, step)
     (job,) = waiting.next_jobs()
     assert (job.at_once, job.ahead) == ((False, 1) if steps <= REACH else (True, 0))
-
-
-def test_a_forecast_that_reaches_further_is_learned_from_steps_that_are_taken_at_once() -> None:
-    flat = Flat("a kind", foreseeable=True)
-    waiting = VersionPolicy([flat], ["a kind"] * 2, room=2, reach=12)
-    for steps, ahead in ((12, 1), (13, 0)):
-        for step in range(steps):
-            waiting.hold(flat, step)
-        waiting.begin(flat)
-        (job,) = waiting.next_jobs()
-        assert (job.steps, job.at_once, job.ahead) == (steps, True, ahead)
-        waiting.finish(flat, learned=bool(ahead))
-        waiting.give_back("a kind")
-    have = Reading(received=13, adopted=1, seen=2, learned=True, reach=12)
-    assert not have.may_read(16)
-    have.seen = 13
-    assert have.may_read(16) and not have.foresees(16, published=False)
-    have.adopted = 2
-    assert have.foresees(16, published=False) and not have.foresees(11, published=False)
 
 
 def test_what_is_of_steps_before_the_first_forecast_learns_none() -> None:
     flats = [Flat("a kind", foreseeable=True) for _ in range(2)]
     waiting = VersionPolicy(flats, ["a kind"] * 4, room=2, learns=False)
-    offer(waiting, flats[0], 6)
+    waiting.offer(flats[0], 6)
     waiting.learns_from = 7
-    offer(waiting, flats[1], 7)
+    waiting.offer(flats[1], 7)
     assert [job.ahead for job in waiting.next_jobs()] == [0, 1]
 
 
 def test_a_forecast_is_for_as_many_as_came_meanwhile() -> None:
     waiting, (flat,) = waiting_of(foreseeable=True)
     for late in (1, REACH, REACH + 1):
-        offer(waiting, flat, 0)
+        waiting.offer(flat, 0)
         waiting.next_jobs()
         for step in range(late):
-            waiting.hold(flat, step)
+            waiting.offer(flat, step)
         ended = waiting.finish(flat, learned=True)
         assert ended.foreseen == (late <= REACH) and flat.exact == (late == 0)
         waiting.give_back("a kind")
         flat.sums[0].steps = 1
-        waiting.begin(flat)
         (job,) = waiting.next_jobs()
         assert job.ahead == min(late, REACH)
         waiting.finish(flat, learned=True)
@@ -120,7 +95,7 @@ def test_a_forecast_is_for_as_many_as_came_meanwhile() -> None:
 
 def test_exact_parameters_are_wanted_where_the_newest_version_forecasts() -> None:
     waiting, (flat,) = waiting_of(foreseeable=True)
-    offer(waiting, flat, 0)
+    waiting.offer(flat, 0)
     waiting.next_jobs()
     waiting.finish(flat, learned=True)
     assert waiting.idle and waiting.want_exact() == [flat]
@@ -129,7 +104,7 @@ def test_exact_parameters_are_wanted_where_the_newest_version_forecasts() -> Non
     assert (job.steps, job.ahead, flat.pending) == (0, 0, 0)
     assert not waiting.finish(flat, learned=False).foreseen
     assert waiting.idle and waiting.want_exact() == []
-    waiting.hold(flat, 1, unseen=1)  # published, and seen by nobody: it is brought to where this one takes it
+    waiting.offer(flat, 1, unseen=1)  # published, and seen by nobody: it is brought to where this one takes it
     assert not flat.exact
 
 

@@ -25,7 +25,7 @@ class Setup:
     Attributes:
         bound: steps whose gradients a parameter in use may lack.
         room: chunks in hand, of flats that have one each.
-        held: gradients may be held back until compute waits for them.
+        unused: the first so many flats may be left out of a step.
         apart: a step may have gradients for other parameters of a flat than the step before.
     """
 
@@ -34,7 +34,7 @@ class Setup:
     steps: int = 2
     spares: int = 2
     room: int = 2
-    held: bool = False
+    unused: int = 0
     apart: bool = False
 
 
@@ -64,7 +64,7 @@ class World:
     def key(self) -> Hashable:
         sums = tuple(tuple((each.which, each.steps) for each in flat.sums) for flat in self.flats)
         taken = tuple(flat.taken and flat.taken.steps for flat in self.flats)
-        counts = tuple((flat.received, flat.applied, flat.due, flat.urgent) for flat in self.flats)
+        counts = tuple((flat.received, flat.applied, flat.urgent) for flat in self.flats)
         since = tuple(tuple(each.since for each in flat.sums) for flat in self.flats)
         hand = tuple(flat.place for flat in self.waiting._in_hand)
         return (
@@ -86,19 +86,21 @@ class World:
     # What compute does.
 
     def choices(self) -> Iterator[tuple[Any, ...]]:
-        what, _ = self.program[self.at]
-        if what != "hand over":
+        what, place = self.program[self.at]
+        if what == "read" and place < self.setup.unused:
+            yield from ((True,), (False,))
+        elif what == "hand over" and self.setup.apart and place in self.read:
+            yield from (("all",), ("some",))
+        else:
             yield ()
-            return
-        for which in ("all", "some") if self.setup.apart else ("all",):
-            for begin in (True, False) if self.setup.held else (True,):
-                yield (which, begin)
 
-    def compute(self, *choice: Any) -> bool:
+    def compute(self, choice: Any = True) -> bool:
         """Goes on, or waits; whether it went on."""
         what, place = self.program[self.at]
         flat = self.flats[place]
-        if what == "read":
+        if (what == "read" and not choice) or (what == "hand over" and place not in self.read):
+            pass  # not in this step
+        elif what == "read":
             needed = max(self.received[place] - self.setup.bound, 0)
             if len(flat.sums) > 1:
                 needed = max(needed, flat.applied + 1)
@@ -106,20 +108,14 @@ class World:
                 return False
             self.read.add(place)
         elif what == "hand over":
-            which, begin = choice
             self.received[place] += 1
-            self.waiting.hold(flat, self.received[place], which=which)
-            if begin:
-                self.waiting.begin(flat)
+            self.waiting.offer(flat, self.at // (2 * len(self.flats) + 1), choice)
             self._feed()
         elif what == "step":
             self.read.clear()
             self._adopt_all()
-        else:
-            self.waiting.begin(flat)
-            self._feed()
-            if not self._wait_for(place, self.received[place]):
-                return False
+        elif not self._wait_for(place, self.received[place]):
+            return False
         self.at += 1
         return True
 
@@ -174,12 +170,11 @@ def explore(setup: Setup, change: Callable[[World], None] = lambda world: None) 
             after = copy.deepcopy(world)
             after.end(after.flats[flat.place])
             following.append(after)
-        moves = bool(following) or world.over
         for choice in () if world.over else world.choices():
             after = copy.deepcopy(world)
-            moves = after.compute(*choice) or bool(after.waiting._in_hand) or moves
+            went_on = after.compute(*choice)
+            assert went_on or after.waiting._in_hand, f"compute waits at {world.program[world.at]}, nothing is in hand"
             following.append(after)
-        assert moves, f"compute waits at {world.program[world.at]}, and nothing is in hand"
         for after in following:
             after.check()
             if after.key() not in seen:
@@ -193,18 +188,17 @@ def explore(setup: Setup, change: Callable[[World], None] = lambda world: None) 
 SETUPS = {
     "one flat": Setup("a", 0),
     "one flat, steps ahead": Setup("a", 2, steps=4),
-    "one flat, held back": Setup("a", 2, steps=4, held=True),
-    "one flat, other parameters": Setup("a", 1, steps=4, apart=True, held=True),
+    "one flat, other parameters": Setup("a", 1, steps=4, apart=True),
     "two flats": Setup("aa", 0, steps=3),
     "two flats, steps ahead": Setup("aa", 1, steps=3),
-    "two flats, held back": Setup("aa", 1, steps=2, held=True),
     "two flats, other parameters": Setup("aa", 1, steps=2, apart=True),
+    "two flats, not all used": Setup("aa", 1, steps=4, unused=1),
+    "two flats, other parameters, not all used": Setup("aa", 1, steps=3, unused=2, apart=True),
     "two kinds": Setup("ab", 1, steps=3),
     "two flats, room for none": Setup("aa", 1, steps=3, room=0),
     "three flats": Setup("aaa", 0),
     "three flats, steps ahead": Setup("aaa", 1),
-    "two flats, held back for longer": Setup("aa", 1, steps=3, held=True),
-    "three flats, held back": Setup("aaa", 0, held=True),
+    "three flats, not all used": Setup("aaa", 1, steps=3, unused=1),
     "three flats of two kinds": Setup("aab", 1),
     "three flats of three kinds": Setup("abc", 0),
 }
@@ -219,7 +213,7 @@ def test_compute_never_waits_for_what_cannot_come(name: str) -> None:
 def test_with_a_single_page_for_several_flats_it_might(apart: bool) -> None:
     """A flat that is being read keeps it, unseen, and what compute waits for needs it: so there are two of each kind."""
     with pytest.raises(AssertionError, match="nothing is in hand"):
-        explore(Setup("aa", 1, steps=3, spares=1, held=True, apart=apart))
+        explore(Setup("aa", 1, steps=4, spares=1, unused=1, apart=apart))
 
 
 def test_where_the_last_page_is_for_anybody_it_might() -> None:
@@ -229,4 +223,4 @@ def test_where_the_last_page_is_for_anybody_it_might() -> None:
         world.waiting._total.update({kind: 1 - count for kind, count in world.waiting._total.items()})
 
     with pytest.raises(AssertionError, match="nothing is in hand"):
-        explore(Setup("aaa", 1, steps=3, held=True), for_anybody)
+        explore(Setup("aaa", 1, steps=4, unused=2), for_anybody)

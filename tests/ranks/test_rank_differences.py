@@ -85,12 +85,9 @@ def test_two_ranks(build: Any, tiers: list[str], precision: str, disk: Path) -> 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("tier", ["ram", "three_tiers"])
-@pytest.mark.parametrize(
-    "settings", [{"recompute": "all"}, {"update_in_backward": False}], ids=["recompute", "no_early"]
-)
 @pytest.mark.parametrize("build", SOME)
-def test_two_ranks_with_other_settings(build: Any, settings: dict[str, Any], tier: str, disk: Path) -> None:
-    assert_plain(Training(build, batches=5), settings, [tier], disk)
+def test_two_ranks_recomputed(build: Any, tier: str, disk: Path) -> None:
+    assert_plain(Training(build, batches=5), {"recompute": "all"}, [tier], disk)
 
 
 class MomentumSkips(SkipsABlock, MomentumTower):

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from lightning_ptm.planning.version_policy import REACH
 from lightning_ptm.runtime.updates.flat_counters import FlatCounters
 from lightning_ptm.update.gradient_source import NO_TRANSFORM, ParameterGradients
 from lightning_ptm.update.lock_free_buffers import Contribution, Origin, Version
@@ -22,37 +21,24 @@ class Buffered:
         self.heard: list[str] = []
         self.done = [0] * count
         """Contributions in the newest version, by flat."""
-        self.offered: list[list[Contribution]] = [[] for _ in range(count)]
+        self.come_to = [0] * count
+        """Contributions that the thread has come to, by flat."""
         self.piles = [0] * count
         """Contributions that wait and cannot be added to one another."""
         self.newer: dict[int, Version] = {}
-        self.behind = 0
-        """Messages of each flat that the thread has not come to."""
         self.while_waiting: Callable[[], None] = lambda: None
-
-    def offer(self, flat: int, contribution: Contribution, *, begin: bool) -> None:
-        steps = [origin.step for origin in contribution.origins]
-        self.heard.append(f"offer {flat} {steps}{' begin' if begin else ''}")
-        self.offered[flat].append(contribution)
-
-    def begin(self, flat: int) -> None:
-        self.heard.append(f"begin {flat}")
 
     def hurry(self, flat: int, needed: int) -> None:
         self.heard.append(f"hurry {flat} {needed}")
 
     def offers(self, flat: int) -> int:
-        return len(self.offered[flat]) - self.behind
+        return self.come_to[flat]
 
     def applied(self, flat: int) -> int:
         return self.done[flat]
 
     def waiting(self, flat: int) -> int:
         return self.piles[flat]
-
-    def held(self, flat: int) -> Contribution | None:
-        come_to = self.offered[flat][: self.offers(flat)]
-        return come_to[-1] if come_to else None
 
     def published(self, flat: int) -> bool:
         return flat in self.newer
@@ -84,9 +70,8 @@ class Buffered:
 class Flat:
     """A flat and its store, of a unit that may be given up."""
 
-    def __init__(self, optimizer: int = 0, *, in_place: bool = True) -> None:
+    def __init__(self, optimizer: int = 0) -> None:
         self.optimizer = optimizer
-        self.gradient = SimpleNamespace(in_place=in_place)
         self.store = SimpleNamespace(resident=False, adopt=self.adopt, layout=None)
         self.pages: Any = "first"
 
@@ -107,8 +92,8 @@ class Unit:
     def evict(self) -> None: ...
 
 
-def clocks(*flats: Any, reach: int = REACH) -> list[FlatCounters]:
-    return [FlatCounters(flat=flat, reach=reach) for flat in flats]
+def clocks(*flats: Any) -> list[FlatCounters]:
+    return [FlatCounters(flat=flat) for flat in flats]
 
 
 def contribution(step: int, which: tuple[bool, ...] = (True, True)) -> Contribution:

@@ -64,13 +64,11 @@ def test_in_ram_updates_wait_for_the_step() -> None:
     assert decided().outlive_backward
     assert not decided(disk_path="/d", offload_optimizer="disk").outlive_backward
     assert decided(disk_path="/d", offload_optimizer="disk", keep_gradients=True).outlive_backward
-    assert decided(disk_path="/d", offload_optimizer="disk", update_in_backward=False).outlive_backward
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_lock_free_updates_get_gradients_behind_each_backward_where_nobody_keeps_them(keep: bool) -> None:
     assert decided(lock_free=True, disk_path="/d", keep_gradients=keep).outlive_backward is keep
-    assert decided(lock_free=True, disk_path="/d", update_in_backward=False).outlive_backward
 
 
 def test_ranks_share_the_pages_and_nothing_else_differs() -> None:

@@ -9,8 +9,8 @@ from torch import nn
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.runtime.deciding.encoded_states import encoded_traits
-from lightning_ptm.update.probe import probe
 from lightning_ptm.update.state_encoding import Bf16, Int8
+from lightning_ptm.update.trial.probe import probe
 
 
 def adamw() -> torch.optim.Optimizer:

@@ -11,29 +11,15 @@ from by_hand_buffering import Flat, clocks, contribution
 from lightning_ptm.update.lock_free_buffers import Version
 
 
-def test_what_is_held_was_received_and_not_offered() -> None:
-    (clock,) = clocks(Flat())
-    clock.received, clock.skipped = 5, 2
-    assert (clock.produced, clock.held_steps, clock.offered) == (7, 0, 5)
-    clock.held = contribution(3)
-    clock.held.add(contribution(4))
-    assert (clock.produced, clock.held_steps, clock.offered) == (7, 2, 3)
-
-
 def test_gradients_of_other_parameters_are_a_change() -> None:
     (clock,) = clocks(Flat())
     found = []
     for which in ((True, True), (True, True), (True, False), (True, False), (True, True)):
-        clock.offer(contribution(0, which))
-        found.append((clock.offers, clock.changed))
-    # The first is one, too: all parameters have a gradient, and nobody knew.
-    assert [changed for _, changed in found][1:] == [found[0][1], 3, 3, 5] and [offers for offers, _ in found] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
+        clock.hand_over(contribution(0, which))
+        found.append((clock.received, clock.changed))
+    assert found == [(1, 0), (2, 0), (3, 3), (4, 3), (5, 5)]
+    clock.skipped = 2
+    assert clock.produced == 7
 
 
 def test_what_the_next_version_must_include_is_by_the_bound_or_by_what_was_asked() -> None:

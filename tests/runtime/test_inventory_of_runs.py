@@ -91,7 +91,6 @@ def sgd(parameters: Any) -> Any:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "nothing asked": {},
-    "updates at the step": {"update_in_backward": False},
     "saves behind": {"state_dict_type": "sharded", "async_save": True},
     "little staging": {"staging_memory": "1MiB"},
     "states of 8 bits, saves behind": {

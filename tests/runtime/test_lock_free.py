@@ -29,8 +29,6 @@ from lightning_ptm import (
     UsageError,
 )
 from lightning_ptm.memory.disk import FileOps
-from lightning_ptm.runtime.machine import machine
-from lightning_ptm.runtime.updates.gradient_handoff import GradientHandoff
 from lightning_ptm.update.lock_free_buffers import LockFreeBuffers
 from lightning_ptm.update.loss_scale import LossScale
 from lightning_ptm.update.shadow import ShadowOptimizer
@@ -94,14 +92,6 @@ def run(
 def built(build: Callable[[], TrainModule] = ScheduledStack) -> TrainModule:
     torch.manual_seed(0)
     return build()
-
-
-def caught_up(strategy: AngelPTMStrategy) -> None:
-    """Waits until nothing more is applied: what is pending then waits for compute."""
-    applied = -1
-    while applied != (now := sum(audit.applied for audit in strategy.update_audit())):
-        applied = now
-        time.sleep(0.1)
 
 
 def assert_all_applied(audits: Sequence[UpdateAudit], produced: int) -> None:
@@ -170,59 +160,6 @@ def test_compute_waits_rather_than_exceed_max_staleness(strategy_at, where) -> N
     assert_all_applied(audits, 12)
 
 
-WHO_ADDS = [("lock_free", 1), ("lock_free", 2), ("lock_free_three_tiers", 2)]
-"""Gradients that are held back are added up by compute where it has all cores, and they lie in `.grad`."""
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
-@pytest.mark.parametrize("reach", [2, 16])
-def test_updates_that_are_held_are_few(strategy_at, monkeypatch, where, cores, reach) -> None:
-    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)  # tests compute with one thread
-    strategy = strategy_at(where, max_staleness=16, hold_updates=True, forecast_reach=reach)
-    watch = Watch(lambda step: strategy.engine.drain() if step == 30 else None)
-    module = built()
-    make_trainer(strategy, callbacks=[watch]).fit(module, tokens(44).loader())
-    assert all(torch.isfinite(loss) for loss in module.losses)
-    for steps, (statistics, audits) in enumerate(watch.seen[:44], start=1):
-        assert [audit.produced for audit in audits] == [steps] * len(audits)
-        assert all(audit.balanced for audit in audits)
-        assert statistics.staleness is not None and statistics.staleness.maximum <= 16
-    # Not all flats have had an update after 5 steps, all after 25 and not together, and a drain applies all that waits.
-    applied = [[audit.applied for audit in audits] for _, audits in watch.seen]
-    assert not all(applied[4])
-    assert all(applied[24]) and len(set(applied[24])) > 1
-    assert all(count >= 30 for count in applied[30])
-    assert_all_applied(watch.seen[-1][1], 44)
-    assert watch.seen[29][0].updates_per_step < 0.2  # one in twelve, and those that are under way
-
-
-@pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
-def test_what_is_held_back_may_lack_all_that_the_bound_allows(strategy_at, monkeypatch, where, cores) -> None:
-    """Also what takes part in every other step only."""
-    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
-    gate = Gate()
-    strategy = strategy_at(where, max_staleness=8, hold_updates=True, poison=False)
-    strategy.file_ops = gate
-
-    def after(step: int) -> None:
-        if step == 1:
-            strategy.engine.drain()
-            gate.open_.clear()
-        if step == 10:
-            gate.open_.set()
-
-    watch = Watch(after)
-    run(strategy, built(SometimesUnused), watch)
-    before, at_the_bound = (watch.seen[step][0].staleness for step in (8, 9))
-    assert before is not None and at_the_bound is not None
-    assert (before.maximum, at_the_bound.maximum) == (7, 8)
-    assert sorted({audit.pending for audit in watch.seen[9][1]}) == [5, 9]
-    assert watch.seen[-1][0].staleness.maximum == 8  # type: ignore[union-attr]
-    assert all(audit.balanced and not audit.pending for audit in watch.seen[-1][1])
-
-
 class HalfUnused(ScheduledStack):
     """In every other step block 1 uses half of its parameters."""
 
@@ -233,13 +170,10 @@ class HalfUnused(ScheduledStack):
         return x
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
-@pytest.mark.parametrize("reach", [2, 16])
-def test_gradients_that_cannot_be_added_are_applied_apart(strategy_at, monkeypatch, where, cores, reach) -> None:
-    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
+@pytest.mark.parametrize("where", WHERE)
+def test_gradients_that_cannot_be_added_are_applied_apart(strategy_at, where) -> None:
     watch = Watch()
-    run(strategy_at(where, max_staleness=16, hold_updates=True, forecast_reach=reach), built(HalfUnused), watch)
+    run(strategy_at(where, max_staleness=16), built(HalfUnused), watch)
     assert all(audit.balanced for _, audits in watch.seen for audit in audits)
     assert_all_applied(watch.seen[-1][1], 12)
 
@@ -263,17 +197,13 @@ def test_a_bound_of_zero_is_the_synchronous_run_and_of_more_is_not(strategy_at) 
 UPDATES: dict[str, dict[str, Any]] = {
     "forecast": {"max_staleness": 3},
     "not forecast": {"max_staleness": 3, "forecast": False},
-    "held": {"max_staleness": 8, "hold_updates": True},
 }
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("kind", UPDATES)
-def test_a_warm_up_is_the_synchronous_run_and_what_comes_after_is_not(
-    strategy_at, monkeypatch, where, cores, kind
-) -> None:
-    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
+def test_a_warm_up_is_the_synchronous_run_and_what_comes_after_is_not(strategy_at, where, kind) -> None:
     plain = PlainLoop(ScheduledStack, accumulate=2, clip=0.5).run(BATCHES)
     gate = Gate()
     strategy = strategy_at(where, **UPDATES[kind], staleness_warmup=4, poison=False)
@@ -296,7 +226,7 @@ def test_a_warm_up_is_the_synchronous_run_and_what_comes_after_is_not(
 
 def test_a_warm_up_of_the_whole_training_goes_on_in_a_run_that_resumes(strategy_at, tmp_path) -> None:
     """And is over in one that resumes behind it."""
-    settings = {**UPDATES["held"], "staleness_warmup": 24}
+    settings = {"max_staleness": 3, "staleness_warmup": 24, "poison": False}
     plain = PlainLoop(ScheduledStack, epochs=3).run(BATCHES)
     path = tmp_path / "last.ckpt"
 
@@ -306,8 +236,18 @@ def test_a_warm_up_of_the_whole_training_goes_on_in_a_run_that_resumes(strategy_
 
     losses, staleness = [], []
     for epochs in (1, 2, 3):
-        watch, module = Watch(), built()
-        trainer = make_trainer(strategy_at("lock_free", **settings), callbacks=[watch, Saves()], max_epochs=epochs)
+        gate = Gate()
+
+        def after(batch: int, gate: Gate = gate, late: bool = epochs == 3) -> None:
+            if late and batch == 1:
+                gate.open_.clear()
+            elif batch == 4:
+                gate.open_.set()
+
+        watch, module = Watch(after), built()
+        strategy = strategy_at("lock_free", **settings)
+        strategy.file_ops = gate
+        trainer = make_trainer(strategy, callbacks=[watch, Saves()], max_epochs=epochs)
         trainer.fit(module, BATCHES.loader(), ckpt_path=str(path) if epochs > 1 else None)
         losses += module.losses
         staleness.append(watch.seen[-1][0].staleness.maximum)  # type: ignore[union-attr]
@@ -323,58 +263,56 @@ class Plain(Stack):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
-@pytest.mark.parametrize("settings", [{"max_staleness": 8, "hold_updates": True}, {"max_staleness": 16}])
-def test_forecasts_that_reach_far_enough_make_up_for_all_that_is_lacking(
-    strategy_at, monkeypatch, where, cores, settings
-) -> None:
-    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
+@pytest.mark.parametrize("where", WHERE)
+def test_a_forecast_makes_up_for_all_that_is_lacking_as_far_as_it_reaches(strategy_at, where) -> None:
     batches = tokens(40)
     plain = PlainLoop(Plain, "32-true").run(batches)
     far = []
-    for reach in (16, 2):
+    for forecast in (True, False):
         gate = Gate()
-        strategy = strategy_at(where, staleness_warmup=2, forecast_reach=reach, poison=False, **settings)
+        strategy = strategy_at(where, max_staleness=2, staleness_warmup=2, forecast=forecast, poison=False)
         strategy.file_ops = gate
 
         def after(step: int, gate: Gate = gate, strategy: AngelPTMStrategy = strategy) -> None:
-            if step % 10 == 4 and len(settings) == 1:  # what is held needs no slow disk
-                # A busy machine leaves updates behind, and compute would wait for those that are overdue.
-                caught_up(strategy)
+            if step % 10 == 4:
+                strategy.engine.drain()
                 gate.open_.clear()
-            elif step % 10 == 9:
+            elif step % 10 == 7:  # the next step would lack three gradients
                 gate.open_.set()
 
         watch, module = Watch(after), built(Plain)
         make_trainer(strategy, "32-true", callbacks=[watch]).fit(module, batches.loader())
-        assert watch.seen[-1][0].staleness.maximum > 3  # type: ignore[union-attr]
+        assert watch.seen[-1][0].staleness.maximum == 2  # type: ignore[union-attr]
         assert_all_applied(watch.seen[-1][1], 40)
         pairs = zip(module.losses, plain.losses, strict=True)
         far.append(max(abs(float(ours - theirs)) for ours, theirs in pairs))
-        if reach == 16:
+        if forecast:
             assert all(torch.allclose(ours, plain.weights[name], atol=1e-3) for name, ours in module.named_parameters())
     assert far[0] < 1e-4 < 10 * far[0] + 1e-4 < far[1]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("cores", [1, 2])
-def test_so_they_do_for_what_is_accumulated_clipped_recomputed_and_drained_meanwhile(
-    strategy_at, monkeypatch, cores
-) -> None:
-    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
+def test_so_it_does_for_what_is_accumulated_clipped_recomputed_and_drained_meanwhile(strategy_at) -> None:
     batches = tokens(60)
     plain = PlainLoop(Plain, "32-true", accumulate=2, clip=0.5).run(batches)
-    settings = {"max_staleness": 8, "hold_updates": True, "staleness_warmup": 2, "forecast_reach": 8}
-    strategy = strategy_at("lock_free", recompute="all", **settings)
-    watch = Watch(lambda batch: strategy.engine.drain() if batch == 33 else None)  # between two micro-batches
-    module = built(Plain)
+    gate = Gate()
+    strategy = strategy_at("lock_free", recompute="all", max_staleness=2, staleness_warmup=2, poison=False)
+    strategy.file_ops = gate
+
+    def after(batch: int) -> None:
+        if batch % 20 == 8:
+            strategy.engine.drain()
+            gate.open_.clear()
+        elif batch % 20 == 13:  # between two micro-batches
+            gate.open_.set()
+            if batch == 33:
+                strategy.engine.drain()
+
+    watch, module = Watch(after), built(Plain)
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     make_trainer(strategy, "32-true", callbacks=[watch], **options).fit(module, batches.loader())
     pairs = zip(module.losses, plain.losses, strict=True)
     assert max(abs(float(ours - theirs)) for ours, theirs in pairs) < 1e-4
-    assert watch.seen[-1][0].staleness.maximum > 3  # type: ignore[union-attr]
+    assert watch.seen[-1][0].staleness.maximum == 2  # type: ignore[union-attr]
     assert_all_applied(watch.seen[-1][1], 30)
 
 
@@ -501,17 +439,14 @@ class Steady(TrainModule):
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("hold_updates", [False, True])
-def test_small_gradients_of_several_steps_are_not_lost_in_float16(strategy_at, where, hold_updates) -> None:
+def test_small_gradients_of_several_steps_are_not_lost_in_float16(strategy_at, where) -> None:
     def after(step: int) -> None:
         if step in (1, 8):
             (gate.open_.clear if step == 1 else gate.open_.set)()
 
     gate = Gate()
     plugin = AngelPTMPrecision("16-mixed")
-    strategy = strategy_at(
-        where, max_staleness=8, hold_updates=hold_updates, forecast=False, poison=False, precision_plugin=plugin
-    )
+    strategy = strategy_at(where, max_staleness=8, forecast=False, poison=False, precision_plugin=plugin)
     strategy.file_ops = gate
     module = built(Steady)
     make_trainer(strategy, None, callbacks=[Watch(after)]).fit(module, tokens(12).loader())  # type: ignore[arg-type]
@@ -634,17 +569,10 @@ def test_every_optimizer(strategy_at, name) -> None:
     assert_all_applied(watch.seen[-1][1], 12)
 
 
-@pytest.mark.parametrize(
-    ("fault", "settings", "before"),
-    [
-        (errno.EIO, {"max_staleness": 2}, 3 + 2 + 1),
-        (errno.ENOSPC, {"max_staleness": 2}, 3 + 2 + 1),
-        (errno.ENOSPC, {"max_staleness": 8, "hold_updates": True}, 11),
-    ],
-)
-def test_a_disk_error_in_the_background_ends_the_run(strategy_at, fault, settings, before, disk) -> None:
+@pytest.mark.parametrize("fault", [errno.EIO, errno.ENOSPC])
+def test_a_disk_error_in_the_background_ends_the_run(strategy_at, fault, disk) -> None:
     gate = Gate()
-    strategy = strategy_at("lock_free", poison=False, **settings)
+    strategy = strategy_at("lock_free", poison=False, max_staleness=2)
     strategy.file_ops = gate
 
     def after(step: int) -> None:
@@ -655,7 +583,7 @@ def test_a_disk_error_in_the_background_ends_the_run(strategy_at, fault, setting
     with pytest.raises(PageIOError, match=os.strerror(fault)) as caught:
         run(strategy, module, Watch(after))
     assert caught.value.path == str(disk) and caught.value.errno == fault
-    assert len(module.losses) <= before
+    assert len(module.losses) <= 3 + 2 + 1
 
 
 @pytest.mark.parametrize(("owner", "method"), [(LockFreeBuffers, "finish"), (ShadowOptimizer, "step")])
@@ -681,9 +609,8 @@ def test_checkpoints_hold_all_that_was_trained(strategy_at, tmp_path) -> None:
             if trainer.global_step == 7:
                 trainer.save_checkpoint(tmp_path / "seven.ckpt")
 
-    held = {"max_staleness": 16, "hold_updates": True}
-    for settings in ({"max_staleness": 0}, {"max_staleness": 3}, held, {**held, "forecast_reach": 16}):
-        make_trainer(strategy_at("lock_free", **settings), callbacks=[Saves()]).fit(built(), BATCHES.loader())
+    for bound in (0, 3, 16):
+        make_trainer(strategy_at("lock_free", max_staleness=bound), callbacks=[Saves()]).fit(built(), BATCHES.loader())
         saved = torch.load(tmp_path / "seven.ckpt", weights_only=False)
         states = saved["optimizer_states"][0]["state"]
         assert len(states) == len(list(built().parameters()))
@@ -760,20 +687,10 @@ def test_a_unit_that_takes_part_in_some_steps_only(strategy_at, where) -> None:
     ("settings", "message"),
     [
         ({"lock_free": True, "offload_parameters": "disk"}, "lock_free=True computes with parameters that lie in RAM"),
-        ({"hold_updates": True, "max_staleness": 16}, "hold_updates=True with lock_free=False and max_staleness=16"),
-        (
-            {"lock_free": True, "hold_updates": True, "max_staleness": 7},
-            "a max_staleness of 8 or more, or leave it out",
-        ),
         ({"lock_free": True, "max_staleness": -1}, "max_staleness=-1: give a number of steps, 0 or more"),
         ({"lock_free": True, "staleness_warmup": -1}, "staleness_warmup=-1: give a number of steps, 0 or more"),
         ({"lock_free": True, "staleness_warmup": True}, "staleness_warmup=True: give a number of steps"),
-        ({"lock_free": True, "forecast_reach": 0}, "forecast_reach=0: give a number of steps, 1 or more"),
         ({"staleness_warmup": 10}, "staleness_warmup=10 with lock_free=False: each step waits for its update anyway"),
-        (
-            {"forecast_reach": 16},
-            "forecast_reach=16 with lock_free=False: each step waits for its update anyway, so no parameter",
-        ),
         ({"lock_free": True, "max_staleness": 1.5}, "max_staleness=1.5: give a number of steps"),
     ],
 )
@@ -839,77 +756,3 @@ def test_a_forecast_makes_up_for_staleness(strategy_at, where, forecast) -> None
     assert watch.seen[-1][0].staleness.mean > 0.9  # type: ignore[union-attr]
     first, last = float(module.losses[0]), float(module.losses[-1])
     assert last < 0.5 * first if forecast else last > 1e3 * first
-
-
-class GentleValley(Valley):
-    """A curvature of 2.5 / lr: held for twelve steps, stable where forecasts follow the momentum of what is held, not where
-    they only add it."""
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9, dampening=0.9)
-
-
-class EndsPasses(Watch):
-    """A pass that has begun ends before the next step, so what is held back alone makes parameters stale, on any machine."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        updates = trainer.strategy.engine.updates  # type: ignore[attr-defined]
-        policy = updates._buffering._buffers.policy
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
-            updates.audit()  # the buffering thread has come to all that was handed over
-            if not policy._in_hand and not any(flat.may_begin for flat in policy.flats):
-                break
-            updates.progress()
-        super().on_train_batch_end(trainer, pl_module, *args)
-
-
-FAR = {"max_staleness": 16, "hold_updates": True, "forecast_reach": 16, "staleness_warmup": 3}
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
-@pytest.mark.parametrize("follows", [True, False])
-def test_forecasts_follow_the_momentum_of_what_is_held(strategy_at, monkeypatch, where, cores, follows) -> None:
-    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
-    if not follows:
-        monkeypatch.setattr(GradientHandoff, "earlier", lambda *_: None)
-    strategy = strategy_at(where, units=["Linear"], **FAR)
-    watch, module = EndsPasses(), built(lambda: GentleValley(SlowDisk()))
-    make_trainer(strategy, "32-true", callbacks=[watch]).fit(module, tokens(120).loader())
-    assert watch.seen[-1][0].staleness.maximum == 11  # type: ignore[union-attr]
-    first, last = float(module.losses[0]), float(module.losses[-1])
-    assert last < 0.1 * first if follows else last > 10 * first
-
-
-class SteadyAndSeen(Steady):
-    """Keeps how many steps its parameters are behind those of a synchronous run, which go as far in each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.behind: list[float] = []
-
-    def loss(self, batch: Tensor, index: int) -> Tensor | None:
-        seen = (float(each.detach().float().mean()) for each in (self.small, self.large))
-        self.behind.extend((value - (1.0 - index * 1e-2)) / 1e-2 for value in seen)
-        return super().loss(batch, index)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("where", "cores"), WHO_ADDS)
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
-def test_sums_that_are_followed_keep_parameters_near_where_they_would_be(
-    strategy_at, monkeypatch, where, cores, precision
-) -> None:
-    """Without it they are up to ten steps behind. What is left is the momentum from before the last pass."""
-    monkeypatch.setattr(machine, "node_cores", lambda ranks: cores)
-    plugin = AngelPTMPrecision(precision)
-    strategy = strategy_at(where, poison=False, precision_plugin=plugin, **FAR)
-    watch, module = EndsPasses(), built(SteadyAndSeen)
-    make_trainer(strategy, None, callbacks=[watch]).fit(module, tokens(60).loader())  # type: ignore[arg-type]
-    assert isinstance(module, SteadyAndSeen)
-    assert watch.seen[-1][0].staleness.maximum == 11  # type: ignore[union-attr]
-    assert min(module.behind) > -2.0 and max(module.behind) < 6.5
-    for weight in (module.small, module.large):
-        torch.testing.assert_close(weight.detach(), torch.full((4096,), 1 - 60 * 1e-2), rtol=0.02, atol=0.0)

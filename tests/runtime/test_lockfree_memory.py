@@ -381,7 +381,6 @@ class Alternating(Stack):
         (4, {}, {}),
         pytest.param(16, {}, {}, marks=pytest.mark.in_turn),
         (16, {"device_memory": "auto"}, {}),  # gradients in `.grad`
-        pytest.param(16, {"hold_updates": True}, {}, marks=pytest.mark.in_turn),
         pytest.param(4, {}, {"gradient_clip_val": 1.0}, marks=pytest.mark.in_turn),
         pytest.param(4, {}, {"accumulate_grad_batches": 2}, marks=pytest.mark.in_turn),
     ],

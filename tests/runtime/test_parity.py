@@ -74,13 +74,6 @@ def test_clipping_and_accumulation_in_true_precisions(strategy_at, tier, precisi
     ours.assert_equal(plain(precision, 4, 0.5))
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_update_after_backward(strategy_at, tier, precision) -> None:
-    ours = fit(ScheduledStack, BATCHES, strategy_at(tier, update_in_backward=False), precision)
-    ours.assert_equal(plain(precision))
-
-
 def test_accumulation_that_ends_in_the_middle(strategy_at, tier) -> None:
     """Lightning steps at the end of an epoch with what there is; the next epoch starts afresh."""
     batches = tokens(6)

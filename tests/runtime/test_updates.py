@@ -113,7 +113,7 @@ def test_an_armed_unit_is_updated_when_it_is_ready_and_once(disk: Path) -> None:
         assert it.weights() == [0.8, 0.8, 0.8]
 
 
-@pytest.mark.parametrize("options", [{}, {**EARLY, "update_in_backward": False}], ids=["in RAM", "told so"])
+@pytest.mark.parametrize("options", [{}, {**EARLY, "keep_gradients": True}], ids=["in RAM", "kept"])
 def test_where_gradients_outlive_the_backward_nothing_is_armed(options: dict[str, Any], disk: Path) -> None:
     with run(disk, of_all(Adam), **options) as it:
         it.updates.arm(it.optimizers[0])

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from by_hand_buffering import Buffered, Flat, Unit, clocks
 
-from lightning_ptm.runtime.updates.gradient_handoff import GradientHandoff
 from lightning_ptm.runtime.updates.versions import Versions
 
 
@@ -19,8 +18,7 @@ class Driven:
         self.flats: Any = [Flat(), Flat(), Flat(1)]
         self.units: Any = [Unit(), Unit(), Unit()]
         self.clocks = clocks(*self.flats)
-        handing = GradientHandoff(self.clocks, self.buffering, None, adds=True)
-        self.it = Versions(self.units, self.clocks, [[], [0, 1], [2]], self.buffering, handing, bound=bound)
+        self.it = Versions(self.units, self.clocks, [[], [0, 1], [2]], self.buffering, bound=bound)
 
     def produced(self, *received: int) -> None:
         for clock, count in zip(self.clocks, received, strict=True):
@@ -131,5 +129,5 @@ def test_what_waits_unseen_is_waited_for() -> None:
     driven.clocks[0].changed = 1
     driven.it.begin_iteration(training=True)
     assert driven.it.pending(1)
-    driven.buffering.offered[0].append(None)
+    driven.buffering.come_to[0] = 1
     assert not driven.it.pending(1)

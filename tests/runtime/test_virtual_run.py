@@ -93,7 +93,6 @@ def test_never_more_than_the_pool_has_nor_less_than_is_live(ranks: int, keep: bo
                 ranks=ranks,
                 device_memory=device_pages * PAGE,
                 keep_gradients=keep,
-                update_in_backward=not keep,
                 **ON_HOST,
             )
             ticks, _, _ = replayed(found, follows=follows)

@@ -16,9 +16,9 @@ from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, b
 from lightning_ptm.terms import Tier, chunk_numel
 from lightning_ptm.update.flat_states import FlatStates
 from lightning_ptm.update.gradient_source import ParameterGradients, ShardGradient, Transform
-from lightning_ptm.update.probe import probe
 from lightning_ptm.update.shadow import GroupValues, ShadowOptimizer, snapshot
 from lightning_ptm.update.state_encoding import Encoding
+from lightning_ptm.update.trial.probe import probe
 from lightning_ptm.update.update_job import JobHandle, UpdateJob
 from lightning_ptm.update.updater import Updater
 

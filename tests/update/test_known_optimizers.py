@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_ptm.update.probe import probe, try_out
+from lightning_ptm.update.trial.probe import probe, try_out
 
 SETTINGS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
     (optim.Adam, {}),
@@ -50,7 +50,7 @@ def test_known_as_tried(cls: type[optim.Optimizer], settings: dict[str, Any]) ->
         assert {slot.name: slot.dtype for slot in ours.slots} == {slot.name: slot.dtype for slot in theirs.slots}
         assert set(ours.scalars) == set(theirs.scalars)
         assert ours.fused == theirs.fused
-        assert not theirs.fixed
+        assert not theirs.must_stay_zero
     assert not tried.group_slots
     assert not tried.writes_gradient
     assert not tried.every_gradient

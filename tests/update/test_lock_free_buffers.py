@@ -57,7 +57,6 @@ class Bench:
         room: int = 2,
         sizes: Sequence[int] = (),
         foreseeable: bool = False,
-        reach: int | None = None,
     ) -> None:
         self.jobs: list[Job] = []
         self.flats = [
@@ -66,7 +65,7 @@ class Bench:
         ]
         self.held = {flat.name: pages(index) for index, flat in enumerate(self.flats)}
         spare = (pages(100 + index) for index in range(spares))
-        self.buffers = LockFreeBuffers(self.flats, spare, self._start, room=room, reach=reach)
+        self.buffers = LockFreeBuffers(self.flats, spare, self._start, room=room)
 
     def _start(self, begun: Begin[FlatBuffer], contribution: Contribution, target: PagedTensor) -> None:
         self.jobs.append(Job(begun.flat, contribution, target))
@@ -240,13 +239,13 @@ def test_gradients_that_are_still_on_their_way_are_awaited_before_they_are_fores
         def add_(self, *_: object) -> None:
             told.append("added")
 
-    one, earlier = gradient(1), gradient(0)
-    one.after, earlier.after = (Told("one"),), (Told("earlier"),)
+    one = gradient(1)
+    one.after = (Told("one"),)
     flat, target = FlatBuffer("flat", NUMEL, torch.bfloat16), pages(0)
     flat.forecast = Told("forecast")  # type: ignore[assignment]
     target.place(Tier.DEVICE, (), torch.zeros(NUMEL, dtype=torch.bfloat16))
-    flat.predict_weights(target, one, earlier)
-    assert told == ["one", "earlier", "added"] and not one.after
+    flat.predict_weights(target, one)
+    assert told == ["one", "added"] and not one.after
 
 
 def test_one_steps_gradient_is_applied_with_that_steps_hyper_parameters() -> None:
@@ -306,8 +305,7 @@ def test_the_last_spare_pages_are_for_what_compute_waits_for() -> None:
 class Interleaving(Bench):
     """Random events, with a model beside them: every contribution is a power of two, so a sum tells which are in it.
 
-    In every other run updates are held back until they may begin, and in every other one gradients are of one parameter or
-    another, so that not all of them can be added.
+    In every other run gradients are of one parameter or another, so that not all of them can be added.
     """
 
     def __init__(self, seed: int) -> None:
@@ -318,8 +316,7 @@ class Interleaving(Bench):
         self.used: set[str] = set()
         self.requests: list[tuple[FlatBuffer, int]] = []
         self.bound = self.random.randint(0, 3)
-        self.holds = seed % 2 == 1
-        self.kinds = 1 + seed // 2 % 2
+        self.kinds = 1 + seed % 2
 
     def offer_one(self, flat: FlatBuffer) -> None:
         offered = self.offered[flat.name]
@@ -328,7 +325,7 @@ class Interleaving(Bench):
         values[self.random.randrange(self.kinds)] = torch.full((NUMEL,), offered[-1])
         source = ParameterGradients(values)
         contribution = Contribution(source, (Origin(len(offered) - 1, hyper()),))
-        self.buffers.offer(flat, contribution, begin=not self.holds or self.random.random() < 0.1)
+        self.buffers.offer(flat, contribution)
 
     def end_one(self) -> None:
         if self.jobs:
@@ -348,7 +345,7 @@ class Interleaving(Bench):
         for _ in range(events):
             flat = self.random.choice(self.flats)
             event = self.random.choice(
-                ("offer", "offer", "end", "end", "prefetch", "prefetch", "use", "next", "deliver", "begin")
+                ("offer", "offer", "end", "end", "prefetch", "prefetch", "use", "next", "deliver")
             )
             if event == "offer" and len(self.offered[flat.name]) < 20:
                 self.offer_one(flat)
@@ -362,8 +359,6 @@ class Interleaving(Bench):
                 self.used.clear()
             elif event == "deliver":
                 self.deliver(1)
-            elif event == "begin":
-                self.buffers.begin(flat)
             self.check()
         self.drain()
         for flat in self.flats:
@@ -413,8 +408,6 @@ class Interleaving(Bench):
     def drain(self) -> None:
         """As at a validation: nothing is in use."""
         self.used.clear()
-        for flat in self.flats:
-            self.buffers.begin(flat)
         while not self.buffers.idle:
             for flat in self.flats:
                 self.read(flat)
@@ -430,56 +423,31 @@ def test_thousands_of_interleavings(block: int) -> None:
         Interleaving(seed).run(40)
 
 
-# -- what is held back -----------------------------------------------------------------------------------------------
-
-
-def test_what_is_held_back_waits_until_its_pass_begins() -> None:
-    bench = Bench()
-    (flat,) = bench.flats
-    for step in range(5):
-        bench.buffers.offer(flat, gradient(step, 2.0**step), begin=False)
-    assert bench.jobs == [] and flat.pending == 5
-    bench.buffers.begin(flat)
-    (job,) = bench.jobs
-    assert value_of(job.contribution) == 31.0
-    bench.buffers.offer(flat, gradient(5), begin=False)
-    bench.end(job)
-    assert bench.jobs == [] and (flat.applied, flat.pending) == (5, 1)  # not with the pass before
-
-
-def test_a_pass_that_was_begun_takes_what_comes_until_the_disk_is_free() -> None:
+def test_a_job_takes_what_comes_until_it_begins() -> None:
     bench = Bench(flats=3, spares=4)
     for flat in bench.flats:
         bench.buffers.offer(flat, gradient(0))
     last = bench.flats[2]
     assert last.taken is None  # two are in hand
-    bench.buffers.offer(last, gradient(1), begin=False)
+    bench.buffers.offer(last, gradient(1))
     bench.end(bench.jobs[0])
     assert bench.jobs[-1].flat is last
     assert len(bench.jobs[-1].contribution.origins) == 2
 
 
-def test_what_compute_waits_for_is_not_held_back() -> None:
+def test_gradients_that_cannot_be_added_are_jobs_of_their_own() -> None:
     bench = Bench()
     (flat,) = bench.flats
-    for step in range(3):
-        bench.buffers.offer(flat, gradient(step), begin=False)
-    assert bench.buffers.hurry(flat, 1)
-    bench.end(bench.jobs[0])
-    assert flat.applied == 3
-
-
-def test_gradients_that_cannot_be_added_are_not_held_back() -> None:
-    """They would take memory for each step."""
-    bench = Bench()
-    (flat,) = bench.flats
-    bench.buffers.offer(flat, gradient(0), begin=False)
-    other = ParameterGradients([torch.ones(8), None])
-    bench.buffers.offer(flat, Contribution(other, (Origin(1, GroupValues(())),)), begin=False)
-    (job,) = bench.jobs
-    assert [origin.step for origin in job.contribution.origins] == [0]
-    bench.end(job)
-    assert bench.jobs == [] and flat.pending == 1
+    for step, which in enumerate(([8], [8], [8, None], [8, None])):
+        source = ParameterGradients([size and torch.ones(size) for size in which])
+        bench.buffers.offer(flat, Contribution(source, (Origin(step, GroupValues(())),)))
+    applied = []
+    while bench.jobs:
+        (job,) = bench.jobs
+        applied.append([origin.step for origin in job.contribution.origins])
+        bench.end(job)
+        bench.read(flat)
+    assert applied == [[0], [1], [2, 3]]
 
 
 # -- float16 under a loss scale ---------------------------------------------------------------------------------------
@@ -504,12 +472,13 @@ def test_scaled_gradients_of_many_steps_are_added_without_loss(value: float) -> 
     """Alone, 1e-8 is nothing in float16, and the sum of 0.9 times the scale is more than float16 holds."""
     bench = Bench(flats=1)
     (flat,) = bench.flats
+    bench.buffers.offer(flat, scaled(-1, value, 1.0))  # its job is in hand
     expected = 0.0
     for step in range(16):
         scale = 2.0**16 if step < 10 else 2.0**15  # it has overflowed meanwhile
         clip = 1.0 if step % 3 else 0.01
         expected += value * clip
-        bench.buffers.offer(flat, scaled(step, value, scale, clip), begin=False)
+        bench.buffers.offer(flat, scaled(step, value, scale, clip))
     (waiting,) = flat.waiting
     assert len(waiting.origins) == 16
     assert applied_value(waiting) == pytest.approx(expected, rel=4e-3)

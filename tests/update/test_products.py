@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ptm.update.probe import probe
-from lightning_ptm.update.whole_trial import CountedProducts
+from lightning_ptm.update.trial.probe import probe
+from lightning_ptm.update.trial.state_tensors import MatmulFlops
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -14,7 +14,7 @@ from lightning_ptm.update.whole_trial import CountedProducts
 def test_products_of_all_kinds_count(device: str, dtype: torch.dtype) -> None:
     left, right = torch.zeros(3, 4, dtype=dtype, device=device), torch.zeros(4, 5, dtype=dtype, device=device)
     total = torch.zeros(3, 5, dtype=dtype, device=device)
-    with CountedProducts() as counted:
+    with MatmulFlops() as counted:
         left @ right
         torch.addmm(total, left, right)
         total.addmm_(left, right)
@@ -34,11 +34,11 @@ def test_muon_multiplies_what_its_iteration_says() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     (group,) = probe(torch.optim.Muon(parameters)).groups
     for shape in shapes:
-        assert group.products[shape] == {torch.bfloat16: newton_schulz(*shape)}
+        assert group.matmul_flops[shape] == {torch.bfloat16: newton_schulz(*shape)}
 
 
 def test_an_optimizer_of_whole_parameters_need_not_multiply() -> None:
     parameter = torch.nn.Parameter(torch.zeros(40, 24))
     (group,) = probe(torch.optim.Adafactor([parameter])).groups
     # Its factors' outer product is a product of a column and a row.
-    assert sum(group.products[40, 24].values()) <= 2 * 40 * 24
+    assert sum(group.matmul_flops[40, 24].values()) <= 2 * 40 * 24

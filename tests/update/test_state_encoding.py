@@ -25,8 +25,8 @@ from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.block_codec import BLOCK_NUMEL
 from lightning_ptm.terms import Tier, chunk_numel
 from lightning_ptm.update.flat_states import FlatStates
-from lightning_ptm.update.probe import probe
 from lightning_ptm.update.state_encoding import ENCODINGS, VALUES_DTYPE, Bf16, Encoder, Encoding, Int8
+from lightning_ptm.update.trial.probe import probe
 
 both = pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=ENCODINGS)
 

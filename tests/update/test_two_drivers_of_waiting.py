@@ -32,7 +32,6 @@ class Both(SharedCores):
         sizes = [chance.choice([1, 4, 10]) for _ in range(chance.randint(1, 8))]
         spares, room = chance.randint(1, 4), chance.choice([2, 8, 30])
         foreseeable, bound = seed % 2 == 0, chance.choice([0, 1, 2, 4, 16])
-        reach = chance.choice([version_policy.REACH, version_policy.REACH, 16])
         work = sum(sizes) * CHUNK
         rates = SharedCoreRates(
             update_bytes_per_s=28 * work / chance.choice([0.1, 1.0, 5.0]),
@@ -50,10 +49,8 @@ class Both(SharedCores):
             chunk_numel=CHUNK,
             staging=room,
             max_staleness=bound,
-            paced=(not foreseeable or reach >= bound) and bound >= 4,
-            reach=reach,
         )
-        self.bench = WithPlaces(spares=spares, room=room, sizes=sizes, foreseeable=foreseeable, reach=reach)
+        self.bench = WithPlaces(spares=spares, room=room, sizes=sizes, foreseeable=foreseeable)
         self.planned: list[GradientAct] = []
         self.done: list[GradientAct] = []
         self.waiting.told = self.planned.append
@@ -65,13 +62,9 @@ class Both(SharedCores):
         ticks = sequential_trace(build_layout(units, page_size=1 << 16, world_size=1)).ticks
         self.run(Trace(tuple(replace(tick, seconds=1.0) for tick in ticks)), micro_batches=chance.randint(1, 2))
 
-    def _offer(self, flat: _Flat, step: int, *, begin: bool) -> None:
-        self.bench.buffers.offer(self.bench.flats[flat.place], gradient(step), begin=begin)
-        super()._offer(flat, step, begin=begin)
-
-    def _begin(self, flat: _Flat) -> None:
-        self.bench.buffers.begin(self.bench.flats[flat.place])
-        super()._begin(flat)
+    def _offer(self, flat: _Flat, step: int) -> None:
+        self.bench.buffers.offer(self.bench.flats[flat.place], gradient(step))
+        super()._offer(flat, step)
 
     def _hurry(self, flat: _Flat, needed: int) -> None:
         self.bench.buffers.hurry(self.bench.flats[flat.place], needed)

@@ -40,8 +40,8 @@ from lightning_ptm.terms import Tier
 from lightning_ptm.update.flat_states import FlatStates
 from lightning_ptm.update.gradient_source import ShardGradient
 from lightning_ptm.update.pipeline import Pipeline
-from lightning_ptm.update.probe import probe
 from lightning_ptm.update.shadow import ShadowOptimizer, snapshot
+from lightning_ptm.update.trial.probe import probe
 from lightning_ptm.update.update_job import UpdateJob
 from lightning_ptm.update.updater import Updater
 

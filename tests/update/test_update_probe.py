@@ -10,9 +10,9 @@ from devices import HERE, on_device
 from torch import optim
 
 from lightning_ptm.errors import ConfigError, UsageError
-from lightning_ptm.update.probe import probe
 from lightning_ptm.update.shadow import GroupValues, RunViews, ShadowOptimizer, snapshot
-from lightning_ptm.update.traits import Initial
+from lightning_ptm.update.trial.probe import probe
+from lightning_ptm.update.trial.traits import Initial
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -108,7 +108,7 @@ def test_refused_with_class_and_reason_and_remedy(make: Any, reason: str) -> Non
 def test_whole_parameters_with_the_reason_and_the_shapes_of_their_states(make: Any, reason: str, kept: Any) -> None:
     traits = probe(make())
     assert reason in traits.whole
-    assert dict(traits.groups[0].kept[2, 3]) == kept
+    assert dict(traits.groups[0].state_shapes[2, 3]) == kept
 
 
 def test_slots_and_scalars_of_each_group() -> None:
@@ -169,7 +169,7 @@ def test_probing_leaves_the_optimizer_alone() -> None:
 def test_whole_parameters_that_are_large_are_tried_without_their_memory() -> None:
     parameter = torch.nn.Parameter(torch.empty(1 << 20, 1 << 20, device="meta"))
     traits = probe(optim.Adafactor([parameter]))
-    assert dict(traits.groups[0].kept[1 << 20, 1 << 20]) == {"row_var": (1 << 20, 1), "col_var": (1, 1 << 20)}
+    assert dict(traits.groups[0].state_shapes[1 << 20, 1 << 20]) == {"row_var": (1 << 20, 1), "col_var": (1, 1 << 20)}
 
 
 def test_parameters_on_meta() -> None:

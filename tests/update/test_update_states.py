@@ -18,7 +18,7 @@ from lightning_ptm.update.flat_states import FlatStates, shard_segments
 from lightning_ptm.update.gradient_source import TensorGradient
 from lightning_ptm.update.loss_scale import LossScale
 from lightning_ptm.update.norms import greatest, norm_of_power, shard_power
-from lightning_ptm.update.probe import probe
+from lightning_ptm.update.trial.probe import probe
 
 shapes = st.lists(st.tuples(st.integers(0, 40_000)), min_size=1, max_size=12)
 

@@ -16,7 +16,7 @@ from lightning_ptm.planning.version_policy import REACH, Begin
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.gradient_source import ParameterGradients, Transform
 from lightning_ptm.update.lock_free_buffers import Contribution, FlatBuffer, Version
-from lightning_ptm.update.weight_prediction import Earlier, WeightPrediction, can_predict_weights
+from lightning_ptm.update.weight_prediction import WeightPrediction, can_predict_weights
 
 SHAPES = ((3, 7), (64, 130), (1,), (129,), (300, 171), (64,), (33, 65), (8193,))
 
@@ -102,77 +102,6 @@ def test_it_comes_near_what_the_next_update_does(twin_of, name, steps, home) -> 
     twin.updater.drain()
     after = master(twin)
     assert float((foreseen - after).norm() / (now - after).norm()) < tolerance
-
-
-@pytest.mark.parametrize("name", ["adam", "adamw"])
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_what_was_updated_for_several_steps_at_once_is_forecast_as_well(twin_of, name, ahead) -> None:
-    """The target holds what momentum makes of the master, as one more step after these would have left it."""
-    make, _ = OPTIMIZERS[name]
-    twin = twin_of(make)
-    forecast = learn(twin, 12)
-    hyper = twin.hyper()
-    many = WeightPrediction(twin.states, hyper, ahead, forecast)
-    earlier = [hyper] * 5
-    job = twin.job(signs(50), earlier=earlier, merge=True, forecast=many, fresh_target=True)
-    twin.updater.finish(twin.updater.submit(job))
-    twin.updater.drain()
-    merged, foreseen = master(twin), copy(twin)
-    # The same by hand: a step of the same size with a gradient that only keeps the moments as large as they are.
-    again = twin.job([None if each is None else torch.zeros_like(each) for each in signs(0)], fresh_target=True)
-    twin.updater.finish(twin.updater.submit(again))
-    twin.updater.drain()
-    first = 0.9 if name == "adam" else 0.8
-    second = 0.999 if name == "adam" else 0.95
-    alone = (master(twin) - merged) * second**0.5  # zeros let the second moment shrink
-    decayed = -0.01 * 0.1 * merged if name == "adamw" else 0.0
-    alone = alone - decayed * second**0.5
-    wanted = alone * sum(first**step for step in range(ahead))
-    assert float((foreseen - merged - wanted).norm() / wanted.norm()) < 0.05
-    # And it answers to gradients.
-    many.add_(twin.target.tensor(), source(twin, signs(100)), Transform())
-    assert not torch.equal(copy(twin), master(twin))
-
-
-FOLLOWED: dict[str, tuple[Make, float]] = {
-    **OPTIMIZERS,
-    "nesterov": (lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True), 1e-5),
-    # A mean of signs is smaller than each of them, and so is the second moment then.
-    "adam": (lambda groups: optim.Adam(groups, lr=0.01, betas=(0.9, 0.9999)), 0.25),
-    "adamw": (lambda groups: optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9999), weight_decay=0.1), 0.25),
-}
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("name", FOLLOWED)
-@pytest.mark.parametrize("alone", [False, True])
-def test_gradients_that_come_one_by_one_are_followed_by_the_momentum_of_their_sum(twin_of, name, alone) -> None:
-    """They lead to where an update of all of them does, beyond one without gradients."""
-    make, tolerance = FOLLOWED[name]
-    count = 5
-    ours, without = twin_of(make), twin_of(make)
-    forecast = learn(ours, 12)
-    learn(without, 12)
-    base = copy(ours).clone()
-    total: list[torch.Tensor | None] = [torch.zeros(shape) for shape in SHAPES]
-    halved = Transform(unscale=torch.tensor(0.25), clip=torch.tensor(2.0))
-    for step in range(count):
-        coming = signs(100 + step)
-        earlier = Earlier(source(ours, total), halved, step) if step and not alone else None
-        scaled = [None if each is None else each * 2.0 for each in coming]
-        forecast.add_(ours.target.tensor(), source(ours, scaled), halved, 1, earlier)
-        total = [a + b for a, b in zip(total, scaled, strict=True)]  # type: ignore[operator]
-    moved = copy(ours) - base
-    hyper = ours.hyper()
-    for twin, scale in ((ours, 0.5 / count), (without, 0.0)):
-        mean = [None if each is None else each * scale for each in total]
-        job = twin.job(mean, earlier=[hyper] * (count - 1))
-        twin.updater.finish(twin.updater.submit(job))
-        twin.updater.drain()
-    wanted = master(ours) - master(without)
-    error = float((moved - wanted).norm() / wanted.norm())
-    # Without momentum there is nothing that goes on.
-    assert error < tolerance if name == "sgd" or not alone else error > 0.4
 
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
@@ -274,20 +203,9 @@ class Counts(WeightPrediction):
     def __init__(self) -> None:
         self.added: list[tuple[float, int]] = []
         """Value of the gradient, and of the pages that it was added to."""
-        self.followed: list[tuple[float, int]] = []
-        """Value of each sum whose momentum was followed, and the steps in it."""
 
-    def add_(
-        self,
-        values: torch.Tensor,
-        gradient: object,
-        transform: Transform,
-        steps: int = 1,
-        earlier: Earlier | None = None,
-    ) -> None:
+    def add_(self, values: torch.Tensor, gradient: object, transform: Transform, steps: int = 1) -> None:
         self.added.append((first_value(gradient), int(values[0])))
-        if earlier is not None:
-            self.followed.append((first_value(earlier.gradient), earlier.steps))
 
 
 class WithPlaces(Bench):
@@ -312,22 +230,6 @@ def test_a_version_forecasts_what_was_received_and_is_not_in_it() -> None:
     version = flat.slot.collect(3)
     assert version is not None
     assert (version.pages, version.applied, version.seen, version.exact) == (job.target, 1, 3, False)
-
-
-@pytest.mark.parametrize(("reach", "followed"), [(None, []), (3, [(2.0, 1), (6.0, 2)])])
-def test_a_version_that_nobody_has_seen_follows_the_momentum_of_what_waits(reach, followed) -> None:
-    bench = WithPlaces(spares=4, reach=reach)
-    (flat,) = bench.flats
-    forecast = Counts()
-    bench.buffers.offer(flat, gradient(0, 1.0))
-    (job,) = bench.jobs
-    bench.jobs.remove(job)
-    bench.buffers.finish(flat, forecast)
-    for step, value in enumerate((2.0, 4.0, 8.0), start=1):
-        bench.buffers.offer(flat, gradient(step, value), begin=False)
-    # The first of them is alone, and forecasts reach no further than their number.
-    assert [value for value, _ in forecast.added] == [2.0, 4.0, 8.0][: reach or REACH]
-    assert forecast.followed == followed
 
 
 def test_without_a_forecast_any_version_fits() -> None:

@@ -122,7 +122,7 @@ class BackwardPass:
                 case Action.REFUSE:
                     raise UsageError(
                         f"a gradient arrived for unit {self._names[index] or 'root'} after its backward had ended; the "
-                        f"unit is used in a way that two graphs share it; set update_in_backward=False and report this"
+                        f"unit is used in a way that two graphs share it; please report this"
                     )
 
     @not_compiled

@@ -28,7 +28,7 @@ from lightning_ptm.runtime.tensors.parts import Boxes
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.divided_experts import DividedExperts
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.traits import OptimizerTraits
+from lightning_ptm.update.trial.traits import OptimizerTraits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,8 +75,7 @@ class LockFree:
         spares: pages for versions in the making (update/lock_free_buffers.py), beside the homes.
         gradients: pages for gradients on their way; empty where `.grad` itself travels.
         cores: CPU cores that updates may use; cores_in_all: that this rank has.
-        forecast: parameters in use forecast the updates that they lack, `reach` at most.
-        paced_steps: steps between two updates of a flat, where the disk allows them; 1: updates are not held.
+        forecast: parameters in use forecast the updates that they lack.
     """
 
     max_staleness: int
@@ -86,8 +85,6 @@ class LockFree:
     cores: int
     cores_in_all: int
     forecast: bool
-    reach: int
-    paced_steps: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

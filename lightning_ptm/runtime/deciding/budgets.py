@@ -12,7 +12,6 @@ from lightning_ptm.config import Home, Settings, format_bytes, home_tier
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.planning.inventory import pages_of
 from lightning_ptm.planning.layout import ModelLayout
-from lightning_ptm.planning.pace import paced_steps
 from lightning_ptm.planning.placement_data import Budget, PlacementWishes
 from lightning_ptm.runtime.deciding.blueprint import LockFree, Request, ram_tier
 from lightning_ptm.runtime.deciding.build_inventory import in_the_making, travelling
@@ -138,7 +137,6 @@ def lock_free_needs(
         )
     cores = max(1, machine.cores // machine.ranks)
     bound = request.settings.max_staleness
-    paced = paced_steps(bound) if request.settings.hold_updates else 1
     return LockFree(
         bound,
         request.settings.staleness_warmup,
@@ -146,10 +144,7 @@ def lock_free_needs(
         tuple(gradients),
         max(1, cores // 2),
         cores,
-        # Where more are lacking most of the time than it reaches, it would come and go.
-        request.settings.forecast and bound > 0 and (paced == 1 or request.settings.forecast_reach >= bound),
-        request.settings.forecast_reach,
-        paced,
+        request.settings.forecast and bound > 0,
     )
 
 

@@ -68,7 +68,7 @@ from lightning_ptm.runtime.units.discovery import Unit, discover, with_vectors_a
 from lightning_ptm.runtime.units.divided_experts import DividedExperts, divide, expert_layers, experts_of
 from lightning_ptm.runtime.units.shared_storage import overlap
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.traits import GroupTraits, OptimizerTraits
+from lightning_ptm.update.trial.traits import GroupTraits, OptimizerTraits
 
 
 def decide_here(
@@ -178,7 +178,6 @@ class _Room:
     Attributes:
         budget: of pages.
         reduced_at_step: see GradientRoute.
-        at_step: gradients are used when the optimizer steps, not behind each unit's backward.
     """
 
     budget: Budget
@@ -186,7 +185,6 @@ class _Room:
     reduced_at_step: bool
     chunks: int
     staging_bytes: int
-    at_step: bool
 
 
 def _decide(
@@ -302,7 +300,7 @@ def _tried_where_updated(request: Request, asked: _Asked, model: _Model, placeme
 def _keep_the_same(one: GroupTraits, other: GroupTraits) -> bool:
     """Whether two groups keep the same states, whatever these are in pages."""
     pairs = itertools.zip_longest(one.slots, other.slots)
-    return one.kept == other.kept and all(
+    return one.state_shapes == other.state_shapes and all(
         a is not None and b is not None and (a.name, a.dtype) == (b.name, b.dtype) for a, b in pairs
     )
 
@@ -386,8 +384,7 @@ def _make_room(request: Request, machine: Machine, asked: _Asked, model: _Model,
         most = LOCK_FREE_CHUNKS if asked.lock_free else min(STAGING_CHUNKS, max(2, chunk_count(layout)))
         whole = any(flat.updated_whole for flat in layout.flats)
         chunks = staging_chunks(settings, of_one, budget, most, least=1 if whole else 2)
-    at_step = request.keep_gradients or not settings.update_in_backward
-    return _Room(budget, plan, reduced_at_step, chunks, chunks * of_one, at_step)
+    return _Room(budget, plan, reduced_at_step, chunks, chunks * of_one)
 
 
 def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, room: _Room) -> Placement:
@@ -404,7 +401,7 @@ def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, roo
         update_on_device=machine.device_apart or asked.unified,
         own_state_bytes=own_state_bytes(model),
     )
-    keep = room.at_step or asked.lock_free
+    keep = request.keep_gradients or asked.lock_free
     placement = None
     if asked.unified and not keep and any(flat.trainable and model.layout.alone(flat) for flat in model.layout.flats):
         placement = all_in_ram(place_with)
@@ -472,7 +469,7 @@ def _routes(
                 widens=master not in (None, dtype),
                 lock_free=asked.lock_free,
                 reduced_at_step=room.reduced_at_step,
-                outlives_backward=room.at_step if asked.lock_free else placement.keeps_gradients,
+                outlives_backward=request.keep_gradients if asked.lock_free else placement.keeps_gradients,
                 outlives_step=request.gradients_stay,
             )
         found.append(of_flat)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.update.state_encoding import ENCODINGS, VALUES_DTYPE
-from lightning_ptm.update.traits import OptimizerTraits
+from lightning_ptm.update.trial.traits import OptimizerTraits
 
 _DIFFERENCE = frozenset({"square_avg", "grad_avg"})
 """States of a centered RMSprop: the mean of squares and the mean, whose difference is a variance."""

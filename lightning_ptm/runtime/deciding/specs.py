@@ -17,8 +17,8 @@ from lightning_ptm.runtime.deciding.blueprint import Request
 from lightning_ptm.runtime.deciding.unpaged_optimizers import Traits, in_two
 from lightning_ptm.runtime.units.discovery import Unit, UnitParameter
 from lightning_ptm.terms import CODES, Code
-from lightning_ptm.update.probe import probe
-from lightning_ptm.update.traits import OptimizerTraits
+from lightning_ptm.update.trial.probe import probe
+from lightning_ptm.update.trial.traits import OptimizerTraits
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FP32_MODULES = (nn.modules.batchnorm._BatchNorm,)

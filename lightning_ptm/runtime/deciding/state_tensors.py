@@ -21,7 +21,7 @@ from lightning_ptm.update.state_encoding import VALUES_DTYPE
 from lightning_ptm.update.state_layout import StateLayout, lay_out_states, layout_groups, states_of_all_ranks
 
 if TYPE_CHECKING:
-    from lightning_ptm.update.traits import OptimizerTraits
+    from lightning_ptm.update.trial.traits import OptimizerTraits
 
 
 class Flats(Protocol):

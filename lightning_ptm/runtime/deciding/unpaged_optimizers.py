@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.update.probe import probe
-from lightning_ptm.update.traits import OptimizerTraits
+from lightning_ptm.update.trial.probe import probe
+from lightning_ptm.update.trial.traits import OptimizerTraits
 
 if TYPE_CHECKING:
     from lightning_ptm.planning.layout import UnitSpec

@@ -131,9 +131,6 @@ def update_scheduler(
         room=blueprint.staging_chunks,
         cores=blueprint.lock_free.cores,
         forecast=blueprint.lock_free.forecast,
-        reach=blueprint.lock_free.reach,
-        paced=blueprint.lock_free.paced_steps > 1,
-        adds=torch.get_num_threads() >= blueprint.lock_free.cores_in_all,
         default_dtype=default_dtype,
     )
 

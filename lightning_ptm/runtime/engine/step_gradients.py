@@ -27,7 +27,7 @@ from lightning_ptm.runtime.updates.reduction import Reduction
 from lightning_ptm.runtime.updates.updates import FlatUpdate, UpdateScheduler
 from lightning_ptm.update.loss_scale import LossScale
 from lightning_ptm.update.norms import total_norm
-from lightning_ptm.update.traits import OptimizerTraits
+from lightning_ptm.update.trial.traits import OptimizerTraits
 
 
 class StepGradients:

@@ -1,14 +1,12 @@
 """Lock-free updates as compute sees them: gradients go, newer parameters come, and neither waits for the disk
 (section 4.3 of the paper, mended: see ARCHITECTURE.md).
 
-Owns how many steps there were, when the warm-up ends, and whether parameters in use are the masters'. Gradients that go are
-gradient_handoff.py's, versions that come versions.py's; flat_counters.py counts both, and the buffers are the
-buffering thread's
+Owns how many steps there were, when the warm-up ends, and whether parameters in use are the masters'. Versions that come are
+versions.py's; flat_counters.py counts gradients and versions, and the buffers are the buffering thread's
 (update/buffering_thread.py).
 
 I1: in the warm-up, what is read lacks no gradient: the numbers are those of a synchronous run.
 I2: at a drain, produced == applied + skipped for every flat.
-I3: where updates are held back (planning/pace.py), a gradient waits at compute or in the buffers; nobody waits for it.
 """
 
 from __future__ import annotations
@@ -22,11 +20,9 @@ from torch.optim import Optimizer
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
-from lightning_ptm.planning.pace import Pace
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.runtime.updates.flat_counters import FlatCounters
-from lightning_ptm.runtime.updates.gradient_handoff import GradientHandoff
 from lightning_ptm.runtime.updates.updates import FlatUpdate, UpdateScheduler
 from lightning_ptm.runtime.updates.versions import Versions
 from lightning_ptm.update.buffering_thread import BufferingThread, LockFreeFlat
@@ -50,9 +46,7 @@ class LockFreeUpdates(UpdateScheduler):
         warmup: steps of the training in which it may lack none; they end with an iteration.
         room: chunks of master states in flight.
         cores: CPU cores that updates may use.
-        forecast: parameters in use forecast the updates that they lack (update/weight_prediction.py); reach: as many at most.
-        paced: updates are held back as far as the bound allows (planning/pace.py).
-        adds: compute adds up gradients that are held back: the buffering thread would only take cores from it.
+        forecast: parameters in use forecast the updates that they lack (update/weight_prediction.py).
         default_dtype: see UpdateScheduler.
     """
 
@@ -69,9 +63,6 @@ class LockFreeUpdates(UpdateScheduler):
         room: int,
         cores: int,
         forecast: bool,
-        reach: int,
-        paced: bool,
-        adds: bool,
         default_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(flats, optimizers, default_dtype)
@@ -81,7 +72,7 @@ class LockFreeUpdates(UpdateScheduler):
         """After how many steps the training batch in progress began."""
         self._most_steps = 0
         """That a batch has taken; 0: none has ended with a step."""
-        self._clocks = [FlatCounters(flat=flat, reach=reach) for of_unit in flats for flat in of_unit]
+        self._clocks = [FlatCounters(flat=flat) for of_unit in flats for flat in of_unit]
         place = iter(range(len(self._clocks)))
         places = [[next(place) for _ in of_unit] for of_unit in flats]
         self._place_of = {id(clock.flat): place for place, clock in enumerate(self._clocks)}
@@ -104,13 +95,9 @@ class LockFreeUpdates(UpdateScheduler):
             room=room,
             cores=cores,
             learns=not warmup,
-            reach=reach,
         )
-        sizes = [clock.flat.store.layout.shard_numel for clock in self._clocks]
-        pace = Pace(max_staleness, sizes) if paced else None
-        self._handing = GradientHandoff(self._clocks, self._buffering, pace, adds=adds)
         bound = 0 if warmup else max_staleness
-        self.versions = Versions(units, self._clocks, places, self._buffering, self._handing, bound=bound)
+        self.versions = Versions(units, self._clocks, places, self._buffering, bound=bound)
 
     # -- gradients go -------------------------------------------------------------------------------------------------
 
@@ -124,10 +111,10 @@ class LockFreeUpdates(UpdateScheduler):
             self.versions.catch_up([place])
         contribution = Contribution(source, (Origin(self._steps, hyper),), transform, after, discard)
         self.versions.predict_weights(unit, place, contribution)
-        self._clocks[place].received += 1
+        self._clocks[place].hand_over(contribution)
         self._drained = False
         self._given.add(place)
-        self._handing.came(place, contribution, at_once=bool(self._warmup))
+        self._buffering.offer(place, contribution)
 
     def _handed_over(self) -> None:
         return None
@@ -174,7 +161,6 @@ class LockFreeUpdates(UpdateScheduler):
             self._buffering.learn(self._steps)
             self._warmup = 0
             self.versions.bound_is(self._max_staleness)
-            self._handing.drained()
         elif self._most_steps and step + self._most_steps >= self._warmup:
             # What comes of its last step's gradients is read behind the warm-up, and may forecast the next.
             self._buffering.learn(self._steps + self._most_steps - 1)
@@ -201,9 +187,7 @@ class LockFreeUpdates(UpdateScheduler):
                 f"after the backward"
             )
         self.versions.all_over()
-        self._handing.begin(range(len(self._clocks)))
         self._buffering.drain(self.versions.adopt_all)
-        self._handing.drained()
         self._drained = True
         self._check_audit()
 
@@ -234,7 +218,7 @@ class LockFreeUpdates(UpdateScheduler):
     def audit(self) -> tuple[UpdateAudit, ...]:
         """What became of each flat's gradients, this rank's shards of them, up to now. Waits for the buffering thread."""
         return tuple(
-            UpdateAudit(count.name, clock.produced, count.applied, count.pending + clock.held_steps, clock.skipped)
+            UpdateAudit(count.name, clock.produced, count.applied, count.pending, clock.skipped)
             for clock, count in zip(self._clocks, self._buffering.counts(), strict=True)
         )
 

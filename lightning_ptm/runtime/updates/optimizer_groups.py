@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.update.shadow import GroupValues
-from lightning_ptm.update.traits import same_value
+from lightning_ptm.update.trial.traits import same_value
 
 if TYPE_CHECKING:
     from lightning_ptm.runtime.updates.updates import FlatUpdate
@@ -104,8 +104,8 @@ class OptimizerGroups:
         if changed:
             raise UsageError(
                 f"{', '.join(sorted(changed))} in the optimizer's param_groups changed between the backward pass and "
-                f"the step, when units had been updated behind the backward already; change it before the backward pass, in "
-                f"on_before_optimizer_step, or use update_in_backward=False"
+                f"the step, when units had been updated behind the backward already; change it before the backward pass, or "
+                f"in on_before_optimizer_step: where the module or a callback has this hook, units are updated behind it"
             )
 
 

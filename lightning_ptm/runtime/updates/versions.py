@@ -20,7 +20,6 @@ from functools import partial
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.runtime.updates.audits import StalenessStats
 from lightning_ptm.runtime.updates.flat_counters import FlatCounters
-from lightning_ptm.runtime.updates.gradient_handoff import GradientHandoff
 from lightning_ptm.update.buffering_thread import BufferingThread
 from lightning_ptm.update.lock_free_buffers import Contribution
 
@@ -33,7 +32,6 @@ class Versions:
         clocks: of the flats, by place.
         places: of each unit's flats.
         buffering: publishes versions.
-        handing: holds back gradients that versions lack.
         bound: see `bound_is`.
     """
 
@@ -43,7 +41,6 @@ class Versions:
         clocks: Sequence[FlatCounters],
         places: Sequence[Sequence[int]],
         buffering: BufferingThread,
-        handing: GradientHandoff,
         *,
         bound: int,
     ) -> None:
@@ -51,7 +48,6 @@ class Versions:
         self._clocks = clocks
         self._places = places
         self._buffering = buffering
-        self._handing = handing
         # state
         self._read: set[int] = set()
         """Flats, by place, that the micro-batch in progress has read."""
@@ -141,7 +137,7 @@ class Versions:
         if not clock.flat.store.resident:
             self._units[unit].release()
             self._units[unit].evict()
-        clock.add_forecast(contribution, self._handing.earlier(place, contribution))
+        clock.add_forecast(contribution)
 
     def staleness(self, place: int) -> int:
         """Steps whose gradients the newest version lacks."""
@@ -151,12 +147,10 @@ class Versions:
         return [place for place in self._places[unit] if place not in self._read]
 
     def _hurry(self, places: Sequence[int]) -> None:
-        # Others only lack a forecast, which comes without a pass.
-        needed = {place: self._clocks[place].must_include(self.bound) for place in places}
-        self._handing.begin(place for place in places if self._buffering.applied(place) < needed[place])
         for place in places:
-            self._clocks[place].hurried = needed[place]
-            self._buffering.hurry(place, needed[place])
+            clock = self._clocks[place]
+            clock.hurried = clock.must_include(self.bound)
+            self._buffering.hurry(place, clock.hurried)
 
     def _has_news(self, late: Sequence[int]) -> bool:
         if len(self._too_stale(late)) < len(late):
@@ -165,7 +159,7 @@ class Versions:
             return True  # to be asked for
         unread = (place for unit in range(len(self._places)) for place in self._unread(unit))
         # Only what can be collected: one that still lacks a forecast would be news again and again.
-        return any(self._buffering.peek(place, self._clocks[place].offered) is not None for place in unread)
+        return any(self._buffering.peek(place, self._clocks[place].received) is not None for place in unread)
 
     def _too_stale(self, places: Sequence[int]) -> list[int]:
         return [place for place in places if not self._fits(place)]
@@ -177,7 +171,7 @@ class Versions:
             return False  # it is not known what waits
         if self._buffering.waiting(place) > 1:
             self._need_one_more(place)
-        newer = self._buffering.peek(place, clock.offered)
+        newer = self._buffering.peek(place, clock.received)
         if (newer.applied if newer is not None else clock.adopted) < clock.needed:
             return False
         if newer is not None:
@@ -210,7 +204,7 @@ class Versions:
         store = self._units[unit]
         for place in self._unread(unit):
             clock = self._clocks[place]
-            version = self._buffering.collect(place, clock.offered)
+            version = self._buffering.collect(place, clock.received)
             if version is None:
                 continue
             flat = clock.flat.store
@@ -219,6 +213,3 @@ class Versions:
                 store.evict()
             self._buffering.give_back(flat.adopt(version.pages))
             clock.take(version)
-            held = clock.held
-            if held is not None and clock.forecast is not None and clock.received - clock.adopted <= clock.reach:
-                clock.add_forecast(held)

@@ -83,8 +83,6 @@ def draw(seed: int, world_size: int, *, raising: bool = False) -> tuple[Program,
     options: dict[str, Any] = {"enable_checkpointing": drawn.random() < 0.3, "max_epochs": drawn.choice([1, 2])}
     if drawn.random() < 0.3:
         settings["recompute"] = "all"
-    if drawn.random() < 0.3:
-        settings["update_in_backward"] = False
     tier = drawn.choice(TIERS)
     if drawn.random() < 0.3 and tier != "three_tiers":  # whose device tier is too small
         options["precision"] = "64-true"
