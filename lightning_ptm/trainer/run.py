@@ -242,7 +242,7 @@ class Run:
         """For a tensor group's exchanges alone; None without one. Collective."""
         if self.builder.groups.tensor is None or not isinstance(communicator, ProcessGroupCommunicator):
             return None
-        return communicator.part(self._tensor_groups(), exchanging=True)
+        return communicator.subgroup(self._tensor_groups(), exchanging=True)
 
     def _connect_tensor_group(self, exchanging: ProcessGroupCommunicator, engine: Engine) -> None:
         """Its layers exchange in the engine's rounds."""

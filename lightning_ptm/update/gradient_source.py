@@ -205,7 +205,7 @@ class ParameterGradients:
         """Drop the gradients: the job has used them, or has queued their use on the current stream."""
         for gradient in self._flat:
             if gradient is not None:
-                backend.used_here(gradient)  # made by another stream
+                backend.record_use(gradient)  # made by another stream
         self._flat.clear()
 
     def piece(self, segment: Segment) -> torch.Tensor:

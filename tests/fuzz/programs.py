@@ -131,8 +131,6 @@ def draw(seed: int, ranks: int = 1, *, raising: bool = False) -> Program:
     settings: dict[str, Any] = {"page_size": drawn.choice(["64KiB", "64KiB", "76KiB"])}
     if chance(0.4):
         settings["recompute"] = drawn.choice(["all", "every 2nd"])
-    if chance(0.2):
-        settings["update_in_backward"] = False
     lock_free = chance(0.25)
     parameters = drawn.choice(HOMES[:2] if lock_free else HOMES)
     # Ranks that use different units need more memory than the least that a plan counts.

@@ -461,11 +461,11 @@ def test_released_tensor_is_refused_everywhere(make_allocator: MakeAllocator) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"source_start": -1}, "do not lie in a"),
-        ({"source_start": 5000, "numel": 2000}, "do not lie in a"),
-        ({"target_start": 4096, "numel": 3000}, "do not lie in b"),
+        ({"source_start": -1}, "are not in a"),
+        ({"source_start": 5000, "numel": 2000}, "are not in a"),
+        ({"target_start": 4096, "numel": 3000}, "are not in b"),
         ({"target_start": 100}, "multiples of 1024 elements"),
-        ({"numel": -1}, "do not lie in"),
+        ({"numel": -1}, "are not in"),
     ],
 )
 def test_bad_ranges_are_refused(make_allocator: MakeAllocator, arguments: dict[str, int], message: str) -> None:
@@ -502,7 +502,7 @@ def test_copy_within_a_tensor_must_not_overlap_itself(make_allocator: MakeAlloca
         ({"sizes": {Tier.HOST: 1000}}, "host tier has 1000 bytes.*raise host_memory"),
         ({"sizes": {Tier.DEVICE: -1}}, "raise device_memory"),
         ({"sizes": {Tier.DISK: PAGE}}, "no disk_path"),
-        ({"sizes": {Tier.DISK: PAGE, TAPE: PAGE}, "disk_paths": [Path()]}, "disk and tape tiers have no addresses"),
+        ({"sizes": {Tier.DISK: PAGE, TAPE: PAGE}, "disk_paths": [Path()]}, "disk and tape tiers are both on disk"),
     ],
 )
 def test_impossible_settings_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -366,7 +366,7 @@ def test_who_fails_is_heard_of_behind_the_next_exchange(pages: int, heard: str) 
 def begin_before_the_other() -> int:
     """Rank 1 begins to exchange when rank 0 has gone on."""
     group = connect()
-    others = group.part([[0, 1]])
+    others = group.subgroup([[0, 1]])
     flat, found = flat_of(group.rank, torch.float32), Found()
     exchange = RowExchange(group, [paged(flat, flat.paged.numel)])
     if group.rank == 1:

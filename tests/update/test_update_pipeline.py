@@ -498,7 +498,7 @@ def test_a_thread_gives_the_same_bits(twins: list[Twin], tmp_path: Path) -> None
 def test_a_thread_keeps_to_the_cores_beside_the_device(twins: list[Twin], monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.sched_getaffinity(0)
     one = frozenset([min(before)])
-    monkeypatch.setattr(type(backend_here()), "near_cores", lambda self: one)
+    monkeypatch.setattr(type(backend_here()), "numa_cores", lambda self: one)
     seen: list[tuple[frozenset[int], int]] = []
     arithmetic = threading.Event()
 

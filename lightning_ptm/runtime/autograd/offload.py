@@ -154,7 +154,7 @@ class Offload:
             storage = self._mover.storage(sent.away)
         whole = torch.empty(0, dtype=sent.dtype, device=storage.device)
         found = whole.set_(storage, sent.offset, sent.shape, sent.stride)
-        self._backend.used_here(found)  # the caller's stream may be another than the run's, which owns the block
+        self._backend.record_use(found)  # the caller's stream may be another than the run's, which owns the block
         return found
 
     def close(self) -> None:

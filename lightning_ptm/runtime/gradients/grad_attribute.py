@@ -119,7 +119,7 @@ class GradAttribute:
         """What was in `.grad` is the current stream's, which reads it last; autograd may have made it on another one."""
         grad = self._binding.take_gradient(slot)
         if grad is not None and not isinstance(grad, GradPlaceholder):
-            self._backend.used_here(grad)
+            self._backend.record_use(grad)
         return grad
 
     def drop(self) -> None:
@@ -289,7 +289,7 @@ class GradAttribute:
         # Whoever looks may do so on a stream that the run's never waits for: pages keep the order of the run's.
         with nullcontext() if self._stream is None else self._stream.entered():
             value = self._shard.value(slot, self._binding.parameters[slot])
-        self._backend.used_here(value)
+        self._backend.record_use(value)
         return value
 
     # -- behind a step ------------------------------------------------------------------------------------------------

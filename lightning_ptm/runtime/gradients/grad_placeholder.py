@@ -80,7 +80,7 @@ class GradPlaceholder(Tensor):
         elif self._fetch is not None and self._backend is not None:
             # To its user the gradient was there before the fetch: another stream may be behind no more than that.
             self._fetch.order()
-            self._backend.used_here(self._held)  # and may be at it yet when it is let go of
+            self._backend.record_use(self._held)  # and may be at it yet when it is let go of
         return self._held
 
     @classmethod
