@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from lightning_ptm import sharded
 from lightning_ptm.comm import Communicator, raise_on_all_ranks
-from lightning_ptm.config import Settings
+from lightning_ptm.config import Settings, Weights
 from lightning_ptm.errors import ConfigError, some
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.full_params.first_values import Given
@@ -97,13 +97,14 @@ def first_values(
     Raises:
         ConfigError, CheckpointError: on all ranks, when the files cannot be read or do not fit the module.
     """
-    assert settings.weights is not None
-    path = Path(settings.weights).expanduser()
+    asked = settings.pretrained
+    assert asked is not None
+    path = Path(asked.path).expanduser()
     with raise_on_all_ranks(communicator):
         held = _held(path, communicator, progress)
         names = names_of(module, boxes)
-        chosen = _placed(path, held, names, settings.weights_map)
-        _check(path, module, held, names, chosen, settings, warn=communicator.rank == 0)
+        chosen = _placed(path, held, names, asked.key_mapping)
+        _check(path, module, held, names, chosen, asked, warn=communicator.rank == 0)
         if communicator.rank == 0:
             _check_tied(path, held, names, chosen)
     _check_ranks(path, held, chosen, communicator)
@@ -260,7 +261,7 @@ def _check(
     held: Mapping[str, FileTensor],
     names: Names,
     chosen: Mapping[str, Sequence[str]],
-    settings: Settings,
+    asked: Weights,
     *,
     warn: bool,
 ) -> None:
@@ -271,7 +272,7 @@ def _check(
         place.name
         for place in names.places.values()
         if id(place.tensor) not in covered
-        and not any(fnmatchcase(place.name, pattern) for pattern in settings.weights_new)
+        and not any(fnmatchcase(place.name, pattern) for pattern in asked.allow_missing)
         and not any(re.search(pattern, place.name) for pattern in may_lack)
     ]
     unexpected = [
@@ -291,7 +292,7 @@ def _check(
         for target in targets
         if names.places[target].tensor.is_floating_point() and not held[name].dtype.is_floating_point
     ]
-    if differing or (settings.weights_strict and (missing or unexpected)):
+    if differing or (asked.strict and (missing or unexpected)):
         found = [
             _listed("the files lack", missing),
             _listed("the module has no place for", unexpected),

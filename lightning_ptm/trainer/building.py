@@ -118,7 +118,7 @@ class BuildingStrategy(CheckpointingStrategy):
             self._boxes(), self.world_size, self.settings.expert_parallel_size, self._communicator.rank
         ).mesh
         # What ranks with other parts exchange is the module's affair.
-        behind = (Axis.TENSOR,) if self.settings.async_save and fitting else ()
+        behind = (Axis.TENSOR,) if self.settings.checkpoints.async_save and fitting else ()
         communicators = Communicators(mesh, self._communicator, ALONG, behind)
         given = given or self._files_values(self._communicator, progress)
         settings = self._settings_for(trainer)
@@ -138,7 +138,7 @@ class BuildingStrategy(CheckpointingStrategy):
             backend,
             disk_paths=settings.disk_paths,
             recompute=self.settings.recompute_every if fitting else 0,
-            poison=self.settings.poison,
+            poison=self.settings.debug.poison,
             file_ops=self.file_ops,
             given=given,
             events=events,
@@ -205,13 +205,13 @@ class BuildingStrategy(CheckpointingStrategy):
         if group is not None and group is self._tensor_group:
             take_first_rank_s_values(self._module, self.device_mesh["tensor_parallel"].get_group(), self._backend)
         if group is not None:
-            plan, strict = self.settings.tensor_parallel_plan, self.settings.tensor_parallel_plan != "auto"
+            plan, strict = self.settings.tensor_parallel.plan, self.settings.tensor_parallel.plan != "auto"
             self._cut = CutModule(
                 self._module,
                 plan_of(self._module, plan),
                 group,
                 strict=strict,
-                sequence_parallel=self.settings.sequence_parallel,
+                sequence_parallel=self.settings.tensor_parallel.sequence_parallel,
                 proven=proven,
             )
 
@@ -328,7 +328,7 @@ class BuildingStrategy(CheckpointingStrategy):
             rank_zero_info(f"{self.strategy_name} leaves model states in RAM as they are: parameters are rearranged")
             return
         rank_zero_info(f"{self.strategy_name} keeps {states_in_words(self.engine)}")
-        if self._trains and self.settings.restore_weights:
+        if self._trains and self.settings.tuning.restore_weights:
             ranks_here = max(1, self.num_processes)
             warning = restore.foretold(self.engine, ranks_here=ranks_here, whole=self._cut is not None)
             if warning:

@@ -49,7 +49,7 @@ class CheckpointingStrategy(RunningStrategy):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self._ended = after_run.EndedRun()
-        self._saves = SaveQueue(self.settings.failed_save)
+        self._saves = SaveQueue(self.settings.checkpoints.on_failure)
         self._began_with: weakref.ref[LightningModule] | None = None
         self._setting_up = False
         """A run has begun, and there are no pages yet."""
@@ -86,7 +86,7 @@ class CheckpointingStrategy(RunningStrategy):
         self._interruption.settle()
         if not self._unsaved:
             with self._interruption.told():
-                if self.settings.state_dict_type == "sharded":
+                if self.settings.checkpoints.state_dict_type == "sharded":
                     return sharded.module_remainder(self._engine, self._module)
                 return module_states.module_state(self._engine, self._module, keep=self.is_global_zero)
         return {}
@@ -125,7 +125,7 @@ class CheckpointingStrategy(RunningStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._engine is not None and not self._trains and self.settings.state_dict_type == "sharded":
+        if self._engine is not None and not self._trains and self.settings.checkpoints.state_dict_type == "sharded":
             raise UsageError(
                 "a sharded checkpoint in the middle of an evaluation has no place for the states of the fit before; save "
                 "when the evaluation is over, or give save_checkpoint(..., weights_only=True); Lightning's tuner needs a "
@@ -137,7 +137,7 @@ class CheckpointingStrategy(RunningStrategy):
             return after_run.optimizer_state(self._ended, optimizer, self.settings, keep=self.is_global_zero)
         if not self._unsaved:
             with self._interruption.told():
-                if self.settings.state_dict_type == "sharded":
+                if self.settings.checkpoints.state_dict_type == "sharded":
                     return sharded.optimizer_remainder(self._engine, optimizer)
                 return optimizer_states.optimizer_state(self._engine, optimizer, keep=self.is_global_zero)
         return {}
@@ -191,7 +191,7 @@ class CheckpointingStrategy(RunningStrategy):
             tell = self.broadcast if self._engine is None else self._engine.barriers.told
             states = [tell(ours if rank == self.global_rank else None, rank) for rank in ranks]
             checkpoint = randomness.filed(checkpoint, [randomness.received(each) for each in states])
-        if self.settings.state_dict_type == "full":
+        if self.settings.checkpoints.state_dict_type == "full":
             self._saves.save(filepath, lambda: self._write_full(checkpoint, filepath, storage_options))
             return
         if storage_options is not None:
@@ -203,7 +203,7 @@ class CheckpointingStrategy(RunningStrategy):
             return
         # Nobody waits at the end of a run that was cut short, so nobody would hear of a failure.
         cut_short = self._interruption is not None and self._interruption.here
-        behind = self.settings.async_save and self._engine.blueprint.saves_behind and not cut_short
+        behind = self.settings.checkpoints.async_save and self._engine.blueprint.saves_behind and not cut_short
         self._saves.save(filepath, lambda: self._begin_saving(checkpoint, Path(filepath), behind), behind=behind)
 
     def _write_full(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -212,7 +212,7 @@ class CheckpointingStrategy(RunningStrategy):
 
     def _write_now(self, checkpoint: dict[str, Any], path: Path) -> None:
         """A checkpoint of a run, whatever becomes of the others. Raises CheckpointError, OSError."""
-        if self.settings.state_dict_type == "full":
+        if self.settings.checkpoints.state_dict_type == "full":
             self._write_full(checkpoint, path)
         else:
             self._begin_saving(checkpoint, path, False)

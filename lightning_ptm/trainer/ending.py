@@ -138,7 +138,7 @@ class EndingStrategy(BuildingStrategy):
                 told_later.append(error)
         if engine.heap is not None:
             engine.heap.steps_end()  # what follows takes RAM of its own
-        wanted, ranks_here = self.settings.restore_weights, max(1, self.num_processes)
+        wanted, ranks_here = self.settings.tuning.restore_weights, max(1, self.num_processes)
         back = restore.decided(engine, wanted=wanted, ranks_here=ranks_here, whole=self._cut is not None)
         if back is not restore.GivenBack.WRITTEN:
             return back, ""
@@ -163,7 +163,9 @@ class EndingStrategy(BuildingStrategy):
         own, failures = self.settings, []
         # Sharded ones hold parameters as they lie in pages: strided ones in another order than that of their shape.
         strided = any(slot.spec.stride for flat in engine.blueprint.layout.everywhere() for slot in flat.slots)
-        self.settings = dataclasses.replace(own, state_dict_type="full" if strided else "sharded")
+        self.settings = dataclasses.replace(
+            own, checkpoints=dataclasses.replace(own.checkpoints, state_dict_type="full" if strided else "sharded")
+        )
         try:
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=True)
             for place in places:
@@ -229,9 +231,9 @@ class EndingStrategy(BuildingStrategy):
     def _again(self, engine: Engine) -> str:
         """How frozen parameters get their values in a next run of this strategy; empty: by the user alone."""
         self._ended = dataclasses.replace(self._ended, of_files=frozenset(engine.values.of_files))
-        if not engine.values.of_files:
+        if not engine.values.of_files or self.settings.pretrained is None:
             return ""
-        return f"a next run with this strategy reads them from {self.settings.weights} again"
+        return f"a next run with this strategy reads them from {self.settings.pretrained.path} again"
 
     def _uncut(self, whole: Callable[[Tensor, TensorSlice], Tensor] | None = None) -> None:
         """The module's parameters are whole again, if it was cut here.
@@ -277,7 +279,7 @@ class EndingStrategy(BuildingStrategy):
             **dict.fromkeys(of_the_run),
             "_steps": (),
             "_shown_states": {},
-            "_saves": SaveQueue(self.settings.failed_save),
+            "_saves": SaveQueue(self.settings.checkpoints.on_failure),
             "_ended": after_run.EndedRun(weights=True, optimizer_states=not ended),
             "_spent": StaleInCopies(() if without else ended),
         }

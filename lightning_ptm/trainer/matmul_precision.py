@@ -245,16 +245,16 @@ def chosen_wide_matmuls(settings: Settings, dtype: torch.dtype, communicator: Co
         ConfigError: `matmul_precision="fp32"` on a GPU.
     """
     if backend.apart:
-        if settings.matmul_precision == "fp32":
+        if settings.tuning.matmul_precision == "fp32":
             raise ConfigError(
                 f"matmul_precision='fp32' is for CPUs without 16-bit arithmetic, and this run computes on {backend.device}; "
                 f"leave it at 'auto', or set precision='32-true'"
             )
         return False
-    if dtype not in HALVES or settings.matmul_precision == "native":
+    if dtype not in HALVES or settings.tuning.matmul_precision == "native":
         return False
     name = str(dtype).removeprefix("torch.")
-    if settings.matmul_precision == "fp32":
+    if settings.tuning.matmul_precision == "fp32":
         rank_zero_info(f"matmul_precision='fp32': products of {name} are computed in fp32 and rounded once")
         return True
     times = communicator.broadcast_object(_slowdown_here(dtype) if communicator.rank == 0 else None)

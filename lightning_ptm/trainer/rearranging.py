@@ -108,7 +108,7 @@ class RearrangingStrategy(EndingStrategy):
     def _rescue(self, carried: Carried) -> None:
         """There is no engine any more, and will be none."""
         try:
-            if self.settings.restore_weights and carried.rescue(self._module):
+            if self.settings.tuning.restore_weights and carried.rescue(self._module):
                 self._ended = dataclasses.replace(self._ended, weights=True)
         except Exception as error:  # the first one is what is to be heard of
             log.warning("the weights could not be given back to the module: %s", error)

@@ -80,7 +80,7 @@ class AngelPTMStrategy(RearrangingStrategy):
         super().setup_environment()
         self._setting_up = True
         trainer = self._module.trainer
-        if self.settings.resume == "auto" and AutoResume.concerns(trainer):
+        if self.settings.checkpoints.resume == "auto" and AutoResume.concerns(trainer):
             self._resuming = AutoResume(trainer, self._setting_up_together, self.broadcast)
 
     # -- set-up -------------------------------------------------------------------------------------------------------
@@ -103,13 +103,13 @@ class AngelPTMStrategy(RearrangingStrategy):
         self._signals = None
         if fitting:  # as Lightning: an evaluation leaves those of the last fit, which may still be saved
             self._reset_optimizers_and_schedulers()
-        if fitting and self.settings.state_dict_type == "sharded":
+        if fitting and self.settings.checkpoints.state_dict_type == "sharded":
             refuse_sharded(trainer.callbacks)  # type: ignore[attr-defined]
         if fitting and (self._boxes() or self._tensor_group is not None):
             refuse_parts(trainer.callbacks, cut_here=self._tensor_group is not None)  # type: ignore[attr-defined]
         if fitting:
             divided = bool(self._boxes()) or self._tensor_group is not None or self.settings.expert_parallel_size > 1
-            sharded = self.settings.state_dict_type == "sharded"
+            sharded = self.settings.checkpoints.state_dict_type == "sharded"
             refuse_pruning(trainer.callbacks, sharded=sharded, divided=divided)  # type: ignore[attr-defined]
         if fitting and self._layer_sync is not None and self._has_ranks:
             self._synchronize_batch_norms(self._module, self._layer_sync)
