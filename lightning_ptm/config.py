@@ -59,8 +59,6 @@ def format_bytes(count: int | float) -> str:
     raise AssertionError
 
 
-
-
 def _check_switches(settings: Any) -> None:
     """Raises ConfigError where a field whose default is a bool has another value: the text "false" would count as true."""
     for field in dataclasses.fields(settings):

@@ -243,7 +243,7 @@ def _prefixed(path: Path, given: Sequence[str], names: Names) -> Callable[[str],
         name = given[0]
         raise ConfigError(
             f"{name} of {path} could be {' or '.join(rename(name) for _, rename, _ in best)}; say which: "
-            f"weights_map={{'prefix in the files': 'prefix in the module'}}"
+            f"weights=Weights(path, key_mapping={{'prefix in the files': 'prefix in the module'}})"
         )
     return best[0][1]
 
@@ -300,8 +300,9 @@ def _check(
         ]
         raise ConfigError(
             f"{path} does not fit the module, so a run would not start from its weights: {'; '.join(filter(None, found))}. "
-            f"Say with weights_map={{'prefix in the files': 'prefix in the module'}} which name is which (None leaves out "
-            f"what is not wanted), name what is new in weights_new=['*.head.*'], or give weights_strict=False to "
+            f"Say with weights=Weights(key_mapping={{'prefix in the files': 'prefix in the module'}}) which name "
+            f"is which (None leaves out "
+            f"what is not wanted), name what is new in allow_missing=['*.head.*'], or give strict=False to "
             f"initialise what is missing and leave the rest (shapes and kinds must fit in any case)"
         )
     if warn and (missing or unexpected):

@@ -129,7 +129,8 @@ def _refuse(func: HigherOrderOperator) -> NoReturn:
         frame = frame.f_back
     raise ConfigError(
         f"{func.name()} is compiled by torch wherever it is called, which it cannot be while products of 16-bit tensors are "
-        f"computed in fp32 on this CPU; set matmul_precision='native', or precision='32-true', or write it with ordinary "
+        f"computed in fp32 on this CPU; set tuning=Tuning(matmul_precision='native'), or precision='32-true', or "
+        f"write it with ordinary "
         f"operators (torch.where, torch.nn.functional.scaled_dot_product_attention)"
     )
 

@@ -205,7 +205,8 @@ def staging_chunks(settings: Settings, of_one: int, budget: Budget, most: int, *
         chunks = settings.tuning.staging_bytes // of_one
         if chunks < 1:
             raise ConfigError(
-                f"staging_memory is {format_bytes(settings.tuning.staging_bytes)} and one chunk of this optimizer's states takes "
+                f"staging_memory is {format_bytes(settings.tuning.staging_bytes)} and one chunk of this "
+                f"optimizer's states takes "
                 f"{format_bytes(of_one)}; raise staging_memory or lower page_size"
             )
         return chunks

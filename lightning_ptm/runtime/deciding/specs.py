@@ -137,7 +137,7 @@ def _check_strides(specs: Sequence[UnitSpec], request: Request) -> None:
         raise ConfigError(
             f"parameter {strided[0].name} has strides {strided[0].stride} (channels_last, or transposed; {len(strided)} "
             f"such), and state_dict_type='sharded' writes parameters as they lie in pages, where files hold them row by row; "
-            f"use state_dict_type='full', or make them contiguous before the fit"
+            f"use checkpoints=Checkpoints(state_dict_type='full'), or make them contiguous before the fit"
         )
 
 

@@ -39,7 +39,11 @@ def may_be_outside(request: Request, blueprint: Blueprint) -> bool:
 def may_be_unpaged(settings: Settings, wishes: PlacementWishes) -> bool:
     """Whether updates may be outside of pages: nothing but their homes in RAM is asked of model states."""
     in_ram = {wishes.parameter, wishes.master} <= {None, Tier.DEVICE}
-    return in_ram and not (settings.lock_free or settings.encodes_states) and settings.checkpoints.state_dict_type == "full"
+    return (
+        in_ram
+        and not (settings.lock_free or settings.encodes_states)
+        and settings.checkpoints.state_dict_type == "full"
+    )
 
 
 def all_in_ram(place_with: Callable[..., Placement]) -> Placement | None:
