@@ -132,7 +132,7 @@ class PTMCommandLine(LightningCLI):
         strategy = config_value(self, self.config, "trainer.strategy")
         names = {field.name for field in dataclasses.fields(Settings)}
         if isinstance(strategy, Namespace) and strategy.get("class_path", "").endswith(AngelPTMStrategy.__name__):
-            given = vars(strategy.get("init_args") or Namespace())
+            given = (strategy.get("init_args") or Namespace()).as_dict()
             try:
                 Settings(**{name: value for name, value in given.items() if name in names})
             except ConfigError as error:
@@ -207,7 +207,7 @@ class PTMCommandLine(LightningCLI):
         saves = self.trainer.checkpoint_callback
         if isinstance(saves, ModelCheckpoint) and saves.best_model_path:
             path = saves.best_model_path
-            missing = not get_filesystem(path).exists(path)  # with failed_save="go_on"
+            missing = not get_filesystem(path).exists(path)  # with on_failure="warn"
             print(f"no checkpoint: {path} could not be written" if missing else f"checkpoint: {path}")
 
     def _print_losses(self) -> None:

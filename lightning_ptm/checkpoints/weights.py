@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from lightning_ptm import sharded
 from lightning_ptm.comm import Communicator, raise_on_all_ranks
-from lightning_ptm.config import Settings
+from lightning_ptm.config import Settings, Weights
 from lightning_ptm.errors import ConfigError, some
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.full_params.first_values import Given
@@ -104,13 +104,14 @@ def first_values(
     Raises:
         ConfigError, CheckpointError: on all ranks, when the files cannot be read or do not fit the module.
     """
-    assert settings.weights is not None
-    path = Path(settings.weights).expanduser()
+    asked = settings.pretrained
+    assert asked is not None
+    path = Path(asked.path).expanduser()
     with raise_on_all_ranks(communicator):
         held = _held(path, communicator, progress)
         names = names_of(module, boxes)
-        chosen = _placed(path, held, names, settings.weights_map)
-        _check(path, module, held, names, chosen, settings, warn=communicator.rank == 0)
+        chosen = _placed(path, held, names, asked.key_mapping)
+        _check(path, module, held, names, chosen, asked, warn=communicator.rank == 0)
         if communicator.rank == 0:
             _check_tied(path, held, names, chosen)
     _check_ranks(path, held, chosen, communicator)
@@ -249,7 +250,7 @@ def _prefixed(path: Path, given: Sequence[str], names: Names) -> Callable[[str],
         name = given[0]
         raise ConfigError(
             f"{name} of {path} could be {' or '.join(rename(name) for _, rename, _ in best)}; say which: "
-            f"weights_map={{'prefix in the files': 'prefix in the module'}}"
+            f"weights=Weights(path, key_mapping={{'prefix in the files': 'prefix in the module'}})"
         )
     return best[0][1]
 
@@ -267,7 +268,7 @@ def _check(
     held: Mapping[str, FileTensor],
     names: Names,
     chosen: Mapping[str, Sequence[str]],
-    settings: Settings,
+    asked: Weights,
     *,
     warn: bool,
 ) -> None:
@@ -278,7 +279,7 @@ def _check(
         place.name
         for place in names.places.values()
         if id(place.tensor) not in covered
-        and not any(fnmatchcase(place.name, pattern) for pattern in settings.weights_new)
+        and not any(fnmatchcase(place.name, pattern) for pattern in asked.allow_missing)
         and not any(re.search(pattern, place.name) for pattern in may_lack)
     ]
     unexpected = [
@@ -298,7 +299,7 @@ def _check(
         for target in targets
         if names.places[target].tensor.is_floating_point() and not held[name].dtype.is_floating_point
     ]
-    if differing or (settings.weights_strict and (missing or unexpected)):
+    if differing or (asked.strict and (missing or unexpected)):
         found = [
             _listed("the files lack", missing),
             _listed("the module has no place for", unexpected),
@@ -306,8 +307,9 @@ def _check(
         ]
         raise ConfigError(
             f"{path} does not fit the module, so a run would not start from its weights: {'; '.join(filter(None, found))}. "
-            f"Say with weights_map={{'prefix in the files': 'prefix in the module'}} which name is which (None leaves out "
-            f"what is not wanted), name what is new in weights_new=['*.head.*'], or give weights_strict=False to "
+            f"Say with weights=Weights(key_mapping={{'prefix in the files': 'prefix in the module'}}) which name "
+            f"is which (None leaves out "
+            f"what is not wanted), name what is new in allow_missing=['*.head.*'], or give strict=False to "
             f"initialise what is missing and leave the rest (shapes and kinds must fit in any case)"
         )
     if warn and (missing or unexpected):

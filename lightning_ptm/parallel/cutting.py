@@ -78,7 +78,7 @@ class CutModule:
         if not self._by_parameter:
             raise ConfigError(
                 f"tensor_parallel_size={group.size} and nothing of the {type(root).__name__} can be cut: its plan names no "
-                f"layer that it has; use tensor_parallel_size=1, or give a tensor_parallel_plan"
+                f"layer that it has; use tensor_parallel_size=1, or give a plan of tensor_parallel"
             )
         if proven:
             divide = partial(
@@ -113,7 +113,7 @@ class CutModule:
             for attribute, parameter in parameters_in(module).items():
                 if parameter is not None and id(parameter) in inside and id(module) not in holders:
                     raise ConfigError(
-                        f"{name}.{attribute} is one parameter with another that tensor_parallel_plan has a rule for, and "
+                        f"{name}.{attribute} is one parameter with another that tensor_parallel's plan has a rule for, and "
                         f"this module is not in the plan; put both into it (for a head that is tied to an embedding: "
                         f"ColwiseParallel(gather=True) and VocabParallel()), or leave both out"
                     )
@@ -211,7 +211,7 @@ def _refuse_part_of_gradient(name: str, parameter: nn.Parameter, gradient: Tenso
     except RuntimeError as error:  # torch's answer where the gradient of a leaf is returned
         raise UsageError(
             f"torch.autograd.grad asks for the gradient of {name}, of which tensor_parallel_size has this rank compute a "
-            f"part alone; leave its layer out of tensor_parallel_plan, compute with it on one rank, or call backward() and "
+            f"part alone; leave its layer out of tensor_parallel's plan, compute with it on one rank, or call backward() and "
             f"take norms from trainer.strategy.gradient_norm(optimizer)"
         ) from error
 

@@ -146,7 +146,7 @@ class PlanCheck:
                 raise ConfigError(
                     f"{block.name} ({type(block.module).__name__}) gives no tensor of floating-point numbers that its cut "
                     f"could be proven by; let its forward return tensors, or mappings, sequences or data classes of them, or "
-                    f"leave its layers out of tensor_parallel_plan"
+                    f"leave its layers out of tensor_parallel's plan"
                 )
             try:
                 known = self._divide(divided, block.plan)
@@ -194,7 +194,7 @@ class PlanCheck:
         return ConfigError(
             f"{block.name} ({type(block.module).__name__}) cannot be proven: a copy of it, made when the run was set up, "
             f"does not compute ({type(error).__name__}: {error}); hand it what it needs as arguments of its forward, not in "
-            f"attributes that are set before a call, or leave its layers out of tensor_parallel_plan"
+            f"attributes that are set before a call, or leave its layers out of tensor_parallel's plan"
         )
 
     def _refusal(self, block: CheckedBlock, what: str) -> ConfigError:
@@ -206,7 +206,7 @@ class PlanCheck:
         )
         return ConfigError(
             f"with tensor_parallel_size={self._group.size}, {block.name} ({type(block.module).__name__}) {what} when it is "
-            f"cut as tensor_parallel_plan says ({rules}): packed projections need ColwiseParallel(parts=how "
+            f"cut as tensor_parallel's plan says ({rules}): packed projections need ColwiseParallel(parts=how "
             f"many), attributes that "
             f"count heads ColwiseParallel(heads=their names), norms of a rank's own heads Partial(), and what "
             f"follows ColwiseParallel() "
@@ -358,7 +358,8 @@ def _without_weights(block: CheckedBlock) -> nn.Module:
     except Exception as error:
         raise ConfigError(
             f"{block.name} ({type(block.module).__name__}) cannot be copied ({type(error).__name__}: {error}), and a plan of "
-            f"tensor parallelism is proven on a copy of each block; leave it out of tensor_parallel_plan, or let it be copied"
+            f"tensor parallelism is proven on a copy of each block; leave it out of tensor_parallel's plan, or "
+            f"let it be copied"
         ) from error
     for module in made.modules():
         for name, value in list(vars(module).items()):

@@ -54,14 +54,15 @@ class SequenceParallel:
                 f"sequence_parallel=True and {names[0]} compute, beside pairs of ColwiseParallel() and "
                 f"RowwiseParallel() in the same module, "
                 f"what is whole, so that there is nothing that ranks could have parts of the sequence of; use "
-                f"sequence_parallel=False, or leave these layers out of tensor_parallel_plan, or have each pair in a module "
+                f"sequence_parallel=False, or leave these layers out of tensor_parallel's plan, or have each pair "
+                f"in a module "
                 f"of its own"
             )
         raise ConfigError(
             "sequence_parallel=True and no block has layers with ColwiseParallel() and, behind them, "
             "RowwiseParallel() in modules that are "
             "called with a sequence, so that there is nothing that ranks could have parts of the sequence of; use "
-            "sequence_parallel=False, or a tensor_parallel_plan with such pairs"
+            "sequence_parallel=False, or a plan of tensor_parallel with such pairs"
         )
 
     def refuse_elsewhere(self, root: nn.Module) -> None:
@@ -119,5 +120,6 @@ def _refuse_statistics(each: SequenceBlock) -> None:
         if isinstance(module, BatchNorm) and (region is None or region.divided):
             raise ConfigError(
                 f"sequence_parallel=True and {each.block.name}.{name} is a {type(module).__name__}, whose statistics would "
-                f"be of each rank's part of the sequence; use sequence_parallel=False, or a norm that takes tokens one by one"
+                f"be of each rank's part of the sequence; use "
+                f"tensor_parallel=TensorParallel(sequence_parallel=False), or a norm that takes tokens one by one"
             )

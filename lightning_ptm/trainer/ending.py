@@ -114,7 +114,7 @@ class _Ending:
                 self._told_later.append(error)
         if engine.heap is not None:
             engine.heap.steps_end()  # what follows takes RAM of its own
-        wanted, ranks_here = self._run.builder.settings.restore_weights, self._run.builder.place.ranks_here
+        wanted, ranks_here = self._run.builder.settings.tuning.restore_weights, self._run.builder.place.ranks_here
         back = restore.decided(engine, wanted=wanted, ranks_here=ranks_here, whole=self._run.cut is not None)
         if back is not restore.GivenBack.WRITTEN:
             return back, ""
@@ -198,9 +198,10 @@ class _Ending:
         """How frozen parameters get their values in a next run of this strategy; empty: by the user alone."""
         of_files = frozenset(self._engine.values.of_files)
         self._between.note(of_files=of_files)
-        if not of_files:
+        files = self._run.builder.settings.pretrained
+        if not of_files or files is None:
             return ""
-        return f"a next run with this strategy reads them from {self._run.builder.settings.weights} again"
+        return f"a next run with this strategy reads them from {files.path} again"
 
     def _settle_accounts(self, known_audits: tuple[UpdateAudit, ...]) -> None:
         """Before pages go: what can be told of the run afterwards, and which optimizers have lost their states."""

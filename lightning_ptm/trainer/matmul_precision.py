@@ -132,7 +132,8 @@ def _refuse(func: Any) -> NoReturn:
         frame = frame.f_back
     raise ConfigError(
         f"{func.name()} is compiled by torch wherever it is called, which it cannot be while products of 16-bit tensors are "
-        f"computed in fp32 on this CPU; set matmul_precision='native', or precision='32-true', or write it with ordinary "
+        f"computed in fp32 on this CPU; set tuning=Tuning(matmul_precision='native'), or precision='32-true', or "
+        f"write it with ordinary "
         f"operators (torch.where, torch.nn.functional.scaled_dot_product_attention)"
     )
 
@@ -247,16 +248,16 @@ def chosen_wide_matmuls(settings: Settings, dtype: torch.dtype, communicator: Co
         ConfigError: `matmul_precision="fp32"` on a GPU.
     """
     if backend.apart:
-        if settings.matmul_precision == "fp32":
+        if settings.tuning.matmul_precision == "fp32":
             raise ConfigError(
                 f"matmul_precision='fp32' is for CPUs without 16-bit arithmetic, and this run computes on {backend.device}; "
                 f"leave it at 'auto', or set precision='32-true'"
             )
         return False
-    if dtype not in HALVES or settings.matmul_precision == "native":
+    if dtype not in HALVES or settings.tuning.matmul_precision == "native":
         return False
     name = str(dtype).removeprefix("torch.")
-    if settings.matmul_precision == "fp32":
+    if settings.tuning.matmul_precision == "fp32":
         rank_zero_info(f"matmul_precision='fp32': products of {name} are computed in fp32 and rounded once")
         return True
     times = communicator.broadcast_object(_slowdown_here(dtype) if communicator.rank == 0 else None)

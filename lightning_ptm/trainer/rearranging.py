@@ -113,7 +113,7 @@ def lay_out_anew(run: Run) -> None:
 def _rescue(run: Run, carried: Carried) -> None:
     """There is no engine any more, and will be none."""
     try:
-        if run.builder.settings.restore_weights and carried.rescue(run.module):
+        if run.builder.settings.tuning.restore_weights and carried.rescue(run.module):
             run.builder.between.note(weights=True)
     except Exception as error:  # the first one is what is to be heard of
         log.warning("the weights could not be given back to the module: %s", error)

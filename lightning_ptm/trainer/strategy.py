@@ -341,7 +341,7 @@ class AngelPTMStrategy(ParallelStrategy):
             if self.lightning_module is not None:
                 put_device_mesh(self.lightning_module, MeshOfOne())
         trainer = self._module.trainer
-        if self.settings.resume == "auto" and AutoResume.concerns(trainer):
+        if self.settings.checkpoints.resume == "auto" and AutoResume.concerns(trainer):
             assert self._set_up is not None
             self._resuming = AutoResume(trainer, self._set_up.on_all_ranks, self.broadcast)
 
@@ -458,7 +458,7 @@ class AngelPTMStrategy(ParallelStrategy):
         ConfigError: a callback cannot do its work here.
         """
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        sharded, cut_here = self.settings.state_dict_type == "sharded", self._groups.tensor is not None
+        sharded, cut_here = self.settings.checkpoints.state_dict_type == "sharded", self._groups.tensor is not None
         in_parts = bool(declared(self._module, self.boxes())) or cut_here
         if sharded:
             refuse_sharded(callbacks)

@@ -51,7 +51,7 @@ def refuse_sharded(callbacks: Iterable[Callback]) -> None:
         if isinstance(callback, WeightAveraging):
             raise ConfigError(
                 f"{type(callback).__name__} saves two sets of weights, and state_dict_type='sharded' has a place for one; "
-                f"use state_dict_type='full'"
+                f"use checkpoints=Checkpoints(state_dict_type='full')"
             )
 
 

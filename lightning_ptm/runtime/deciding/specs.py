@@ -134,11 +134,11 @@ def _check_strides(specs: Sequence[UnitSpec], request: Request) -> None:
             f"parameter {in_parts.name} has strides {in_parts.stride} (channels_last, or transposed) and is a part of a "
             f"larger one, in which its place is told row by row; make it contiguous before the fit"
         )
-    if strided and request.settings.state_dict_type == "sharded" and request.optimizers:
+    if strided and request.settings.checkpoints.state_dict_type == "sharded" and request.optimizers:
         raise ConfigError(
             f"parameter {strided[0].name} has strides {strided[0].stride} (channels_last, or transposed; {len(strided)} "
             f"such), and state_dict_type='sharded' writes parameters as they lie in pages, where files hold them row by row; "
-            f"use state_dict_type='full', or make them contiguous before the fit"
+            f"use checkpoints=Checkpoints(state_dict_type='full'), or make them contiguous before the fit"
         )
 
 
