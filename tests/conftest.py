@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.settings import merged
 
 # Before torch is imported: tests that run side by side share the cores, and threads that wait for each other on too few
 # cores take many times as long.
@@ -40,12 +41,11 @@ TIERS: dict[str, dict[str, Any]] = {
         "offload_parameters": "host",
         "offload_optimizer": "disk",
     },
-    "lock_free": {"lock_free": True, "max_staleness": 0},
+    "lock_free": {"lock_free": {"max_staleness": 0}},
     "lock_free_three_tiers": {
         "device_memory": "2MiB",
         "host_memory": "64MiB",
-        "lock_free": True,
-        "max_staleness": 0,
+        "lock_free": {"max_staleness": 0},
     },
     "tight": {"device_memory": LEAST, "offload_parameters": "disk", "offload_optimizer": "disk"},
     "tight_recomputed": {
@@ -53,7 +53,7 @@ TIERS: dict[str, dict[str, Any]] = {
         "offload_parameters": "disk",
         "offload_optimizer": "disk",
         "recompute": "all",
-        "poison": False,
+        "debug": {"poison": False},
     },
 }
 """Settings by name. A tier apart from RAM for the device, too small for a whole model, is what `three_tiers` has; in the
@@ -169,7 +169,8 @@ def strategy_at(disk: Path) -> MakeStrategy:
     """`strategy_at("three_tiers", recompute="all")`: a strategy with model states where the name of TIERS says."""
 
     def make(tier: str, **settings: Any) -> AngelPTMStrategy:
-        chosen = {"page_size": "64KiB", "poison": True, "disk_path": disk, **TIERS[tier], **settings}
+        base = {"page_size": "64KiB", "debug": {"poison": True}, "disk_path": disk}
+        chosen = merged(base, TIERS[tier], settings)
         return strategy_with(**chosen)
 
     return make

@@ -127,7 +127,7 @@ def test_a_disk_that_fails_in_mid_run(
 ) -> None:
     files = BreakableFiles()
     # Poisoning writes to the disk by itself, also when all is over.
-    strategy = strategy_at(tier, poison=False)
+    strategy = strategy_at(tier, debug={"poison": False})
     strategy.file_ops = files
     module = built(at(2, lambda module: setattr(files, "fault", fault)))
     with pytest.raises(PageIOError) as caught:
@@ -309,7 +309,7 @@ def test_a_parameter_that_changes_shape_where_edits_are_not_kept(strategy_at: An
 def test_a_parameter_whose_data_is_replaced(strategy_at: Any) -> None:
     """It would go on as if nothing had been written."""
     with pytest.raises(UsageError) as caught:
-        sharded = strategy_at("ram", state_dict_type="sharded")  # which writes pages
+        sharded = strategy_at("ram", checkpoints={"state_dict_type": "sharded"})  # which writes pages
         trainer_with(sharded, precision="32-true").fit(built(at(2, _replace)), batches())
     assert "the data of parameter blocks.1.up.weight was replaced" in str(caught.value)
     assert "edit parameters inside `with strategy.gathered(module):`" in str(caught.value)

@@ -38,7 +38,7 @@ from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.stale_optimizers import renew
 
 
-class Checkpoints:
+class RunCheckpoints:
     """Saves and loads. In each method, `run` is the one in progress.
 
     Args:

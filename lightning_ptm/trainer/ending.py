@@ -26,13 +26,13 @@ from lightning_ptm.runtime.tensors.parts import put_together
 from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
 from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.trainer.building import root_folder
-from lightning_ptm.trainer.checkpointing import Checkpoints
+from lightning_ptm.trainer.checkpointing import RunCheckpoints
 from lightning_ptm.trainer.internals import checkpoints_of
 from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.stale_optimizers import spend
 
 
-def end(run: Run, checkpoints: Checkpoints) -> None:
+def end(run: Run, checkpoints: RunCheckpoints) -> None:
     """Ends a run, or its pages. Collective, where it has not failed."""
     if run.has_pages:
         _Ending(run, checkpoints).end()
@@ -47,7 +47,7 @@ class _Ending:
         checkpoints: of its strategy.
     """
 
-    def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
+    def __init__(self, run: Run, checkpoints: RunCheckpoints) -> None:
         self._run = run
         self._checkpoints = checkpoints
         self._engine = run.engine

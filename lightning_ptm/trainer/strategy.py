@@ -72,7 +72,7 @@ from lightning_ptm.trainer import rearranging
 from lightning_ptm.trainer.auto_resume import AutoResume
 from lightning_ptm.trainer.between_runs import BetweenRuns
 from lightning_ptm.trainer.building import Builder
-from lightning_ptm.trainer.checkpointing import Checkpoints
+from lightning_ptm.trainer.checkpointing import RunCheckpoints
 from lightning_ptm.trainer.device_mesh import MeshOfOne, forget_mesh
 from lightning_ptm.trainer.ending import end, having_states
 from lightning_ptm.trainer.internals import (
@@ -148,7 +148,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self.progress = Progress()
         """When bars of long work appear, if they do."""
         self._between = BetweenRuns()
-        self._checkpoints = Checkpoints(self, self.settings, self._between, self._current_save_ops)
+        self._checkpoints = RunCheckpoints(self, self.settings, self._between, self._current_save_ops)
         # State.
         self._groups = RankGroups()
         """Of the last run that was set up."""
@@ -841,4 +841,4 @@ class AngelPTMStrategy(ParallelStrategy):
     def __setstate__(self, state: dict[str, Any]) -> None:
         kept = {name: value for name, value in state.items() if name != "_spent"}
         super().__setstate__(kept)
-        self._checkpoints = Checkpoints(self, self.settings, self._between, self._current_save_ops)
+        self._checkpoints = RunCheckpoints(self, self.settings, self._between, self._current_save_ops)

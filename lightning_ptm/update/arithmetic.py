@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from lightning_ptm.update.flat_states import Run, Segment
+from lightning_ptm.update.flat_states import Segment, StateRun
 from lightning_ptm.update.gradient_source import GradientReader, ParameterGradients, ShardGradient, TensorGradient
 from lightning_ptm.update.merged_steps import FIRST_MOMENT, MergedSteps
 from lightning_ptm.update.shadow import GroupValues, RunViews
@@ -109,7 +109,7 @@ class Arithmetic:
                 name: states.own_state(name, index, windows[name], firsts[name]) for name in states.state_names(index)
             }
             segment = Segment(index, slot.start, 0, slot.numel, ragged=False)
-            run = Run(group, scalars, slot.start, slot.numel, (segment,))
+            run = StateRun(group, scalars, slot.start, slot.numel, (segment,))
             given = reader.view(run)
             direct = given is not None and _is_direct(job, value, given)
             for hyper in job.steps:
@@ -135,15 +135,15 @@ class Arithmetic:
         return GroupValues(known, progress.job.hyper.number)
 
     @staticmethod
-    def _counted(run: Run, merged: MergedSteps) -> Run:
+    def _counted(run: StateRun, merged: MergedSteps) -> StateRun:
         assert run.scalars is not None
         step = run.scalars.values["step"]
         counted = torch.full_like(step, merged.step) if isinstance(step, torch.Tensor) else merged.step
         return dataclasses.replace(run, scalars=frozen_scalars({**run.scalars.values, "step": counted}))
 
-    def _step(self, chunk: _Chunk, runs: Sequence[Run]) -> None:
+    def _step(self, chunk: _Chunk, runs: Sequence[StateRun]) -> None:
         """One optimizer step."""
-        small: list[Run] = []
+        small: list[StateRun] = []
         small_numel = 0
         for run in runs:
             if run.numel > self._block_numel:
@@ -157,7 +157,7 @@ class Arithmetic:
         if small:
             self._update_small(chunk, small)
 
-    def _update_small(self, chunk: _Chunk, runs: list[Run]) -> None:
+    def _update_small(self, chunk: _Chunk, runs: list[StateRun]) -> None:
         """Several runs in one call."""
         views: list[RunViews] = []
         offset = 0
@@ -177,7 +177,7 @@ class Arithmetic:
             for run, view in zip(runs, views, strict=True):
                 chunk.target.narrow(0, run.start - chunk.start, run.numel).copy_(view.parameter)
 
-    def _update_large(self, chunk: _Chunk, run: Run) -> None:
+    def _update_large(self, chunk: _Chunk, run: StateRun) -> None:
         """One run in several calls."""
         whole = chunk.reader.view(run)
         if whole is None:
@@ -215,17 +215,17 @@ class Arithmetic:
         for view in views if chunk.merged else ():
             view.slots[FIRST_MOMENT].lerp_(view.gradient, chunk.merged[view.group].correction)
 
-    def _cut(self, run: Run) -> Iterator[Run]:
+    def _cut(self, run: StateRun) -> Iterator[StateRun]:
         for start in range(run.start, run.stop, self._block_numel):
             stop = min(start + self._block_numel, run.stop)
             segments = tuple(
                 segment.cut(start, stop) for segment in run.segments if segment.start < stop and segment.stop > start
             )
             if segments:
-                yield Run(run.group, run.scalars, start, stop - start, segments)
+                yield StateRun(run.group, run.scalars, start, stop - start, segments)
 
     @staticmethod
-    def _slot_names(chunk: _Chunk, run: Run) -> tuple[str, ...]:
+    def _slot_names(chunk: _Chunk, run: StateRun) -> tuple[str, ...]:
         return chunk.progress.job.states.slot_names[run.group]
 
     @staticmethod
@@ -251,7 +251,7 @@ class Arithmetic:
 def _end(
     progress: JobUnderWay,
     start: int,
-    runs: Sequence[Run],
+    runs: Sequence[StateRun],
     before: torch.Tensor | None,
     windows: Mapping[str, torch.Tensor],
     *,

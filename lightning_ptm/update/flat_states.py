@@ -65,7 +65,7 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Run:
+class StateRun:
     """Consecutive elements of a shard that one optimizer call treats as one parameter (start in the shard, elements)."""
 
     group: int
@@ -356,7 +356,7 @@ class FlatStates:
         """Whether any slot element in this stretch of the shard holds state already."""
         return any(self._scalars[each.parameter] is not None for each in self.segments_within(start, start + numel))
 
-    def runs(self, start: int, numel: int, present: Sequence[bool]) -> list[Run]:
+    def runs(self, start: int, numel: int, present: Sequence[bool]) -> list[StateRun]:
         """Runs of a stretch of the shard, in order (I3).
 
         Args:
@@ -364,7 +364,7 @@ class FlatStates:
             numel: length; it ends at a multiple of ALIGN_NUMEL or at the end of the shard.
             present: for each parameter of the flat, whether it has a gradient.
         """
-        runs: list[Run] = []
+        runs: list[StateRun] = []
         pending: list[Segment] = []
         owner: tuple[int, ScalarState | None] | None = None
 
@@ -372,7 +372,7 @@ class FlatStates:
             nonlocal owner
             if pending and owner is not None:
                 first, last = pending[0], pending[-1]
-                runs.append(Run(owner[0], owner[1], first.start, last.stop - first.start, tuple(pending)))
+                runs.append(StateRun(owner[0], owner[1], first.start, last.stop - first.start, tuple(pending)))
                 pending.clear()
             owner = None
 

@@ -18,7 +18,7 @@ import torch
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.torch_internals import version_of
-from lightning_ptm.update.flat_states import Run, Segment
+from lightning_ptm.update.flat_states import Segment, StateRun
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.backend import Backend
@@ -92,10 +92,10 @@ def _value(factor: torch.Tensor | None) -> float:
 class GradientReader(Protocol):
     """A shard's gradient, readable where the arithmetic runs."""
 
-    def view(self, run: Run) -> torch.Tensor | None:
+    def view(self, run: StateRun) -> torch.Tensor | None:
         """The run's elements without a copy, 1-D; None when they do not lie in one piece."""
 
-    def read_into(self, target: torch.Tensor, run: Run) -> None:
+    def read_into(self, target: torch.Tensor, run: StateRun) -> None:
         """Copy and cast the run's elements into `target`, shape (run.numel,). Alignment gaps become finite or zero."""
 
 
@@ -106,10 +106,10 @@ class TensorGradient:
         self._tensor = tensor
         self._start = start
 
-    def view(self, run: Run) -> torch.Tensor | None:
+    def view(self, run: StateRun) -> torch.Tensor | None:
         return self._tensor.narrow(0, run.start - self._start, run.numel)
 
-    def read_into(self, target: torch.Tensor, run: Run) -> None:
+    def read_into(self, target: torch.Tensor, run: StateRun) -> None:
         target.copy_(self._tensor.narrow(0, run.start - self._start, run.numel))
         _zero_gaps(target, run)
 
@@ -189,10 +189,10 @@ class ParameterGradients:
         """The gradients that there are, where they lie."""
         return [gradient for gradient in self._flat if gradient is not None]
 
-    def view(self, run: Run) -> torch.Tensor | None:
+    def view(self, run: StateRun) -> torch.Tensor | None:
         return self.piece(run.segments[0]) if len(run.segments) == 1 else None
 
-    def read_into(self, target: torch.Tensor, run: Run) -> None:
+    def read_into(self, target: torch.Tensor, run: StateRun) -> None:
         for segment in run.segments:
             target.narrow(0, segment.start - run.start, segment.numel).copy_(self.piece(segment))
         _zero_gaps(target, run)
@@ -263,7 +263,7 @@ def _clamp_scaled_(gradient: torch.Tensor, how: Transform) -> None:
             gradient.clamp_(min=-each.clamp / factor, max=each.clamp / factor)
 
 
-def _zero_gaps(target: torch.Tensor, run: Run) -> None:
+def _zero_gaps(target: torch.Tensor, run: StateRun) -> None:
     for before, after in zip(run.segments, run.segments[1:], strict=False):
         if after.start > before.stop:
             target.narrow(0, before.stop - run.start, after.start - before.stop).zero_()

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from lightning_ptm.torch_internals import foreach_norm, group_by_device_and_dtype
-from lightning_ptm.update.flat_states import FlatStates, Run, Segment
+from lightning_ptm.update.flat_states import FlatStates, Segment, StateRun
 from lightning_ptm.update.gradient_source import NO_TRANSFORM, GradientReader, Transform
 
 _PIECE_NUMEL = 1 << 20
@@ -45,7 +45,7 @@ def parameter_norms(
     norms: list[torch.Tensor] = []
     for segment in states.segments:
         if present[segment.parameter] and states.groups[segment.parameter] is not None:
-            run = Run(0, None, segment.start, segment.numel, (segment,))
+            run = StateRun(0, None, segment.start, segment.numel, (segment,))
             norms.extend(foreach_norm([caster.values(reader, run)], norm_type))
     return norms
 
@@ -122,7 +122,7 @@ class _Caster:
 
         self._buffer = torch.empty(0, dtype=dtype)
 
-    def values(self, reader: GradientReader, run: Run) -> torch.Tensor:
+    def values(self, reader: GradientReader, run: StateRun) -> torch.Tensor:
         """The run's elements, good until the next call."""
         view = reader.view(run)
         if view is not None and view.dtype == self._dtype and self._transform.is_identity:
@@ -136,8 +136,8 @@ class _Caster:
         return copy
 
 
-def _pieces(segment: Segment) -> Iterator[Run]:
+def _pieces(segment: Segment) -> Iterator[StateRun]:
     for offset in range(0, segment.numel, _PIECE_NUMEL):
         count = min(_PIECE_NUMEL, segment.numel - offset)
         part = Segment(segment.parameter, segment.start + offset, segment.parameter_start + offset, count, False)
-        yield Run(0, None, part.start, count, (part,))
+        yield StateRun(0, None, part.start, count, (part,))

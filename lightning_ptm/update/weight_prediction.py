@@ -21,7 +21,7 @@ import torch
 
 from lightning_ptm.errors import InternalError
 from lightning_ptm.terms import ALIGN_NUMEL
-from lightning_ptm.update.flat_states import FlatStates, Run
+from lightning_ptm.update.flat_states import FlatStates, StateRun
 from lightning_ptm.update.gradient_source import GradientSource, ParameterGradients, Transform
 from lightning_ptm.update.shadow import GroupValues
 from lightning_ptm.update.trial.traits import OptimizerTraits
@@ -152,7 +152,7 @@ class WeightPrediction:
 
     def learn(
         self,
-        run: Run,
+        run: StateRun,
         before: torch.Tensor,
         parameter: torch.Tensor,
         slots: Mapping[str, torch.Tensor],
@@ -184,7 +184,7 @@ class WeightPrediction:
         else:
             self._stretches.insert(place, stretch)
 
-    def _keep_curvature(self, run: Run, moment: torch.Tensor, scale: float) -> None:
+    def _keep_curvature(self, run: StateRun, moment: torch.Tensor, scale: float) -> None:
         if not self._owned:
             self._curvature, self._owned = self._curvature.clone(), True
         first = run.start // ALIGN_NUMEL
@@ -283,7 +283,7 @@ def _squares(blocks: torch.Tensor, *, wide: bool) -> torch.Tensor:
     return norms.square_()
 
 
-def _steps(run: Run, group: Mapping[str, Any]) -> int:
+def _steps(run: StateRun, group: Mapping[str, Any]) -> int:
     """Updates of a run's parameters so far."""
     step = group.get("step", 0) if run.scalars is None else run.scalars.values.get("step", group.get("step", 0))
     return int(step)

@@ -56,7 +56,7 @@ def batches() -> DataLoader[Any]:
 
 def trainer(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
     return quiet_trainer(
-        AngelPTMStrategy(page_size="64KiB", poison=True, state_dict_type="sharded"),
+        AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, checkpoints={"state_dict_type": "sharded"}),
         default_root_dir=folder,
         callbacks=list(callbacks) or None,
         enable_checkpointing=bool(callbacks),

@@ -226,7 +226,7 @@ class Stale(Judged):
 @pytest.mark.parametrize("place", ["lock_free", "lock_free_three_tiers"])
 def test_a_probe_of_a_lock_free_run_lacks_no_update(place: str, strategy_at: MakeStrategy) -> None:
     """Steps read weights that may lack some, and those between them what would be saved."""
-    module = run(Stale, strategy_at(place, max_staleness=8), limit_train_batches=6)
+    module = run(Stale, strategy_at(place, lock_free={"max_staleness": 8}), limit_train_batches=6)
     for found, wanted in zip(module.found, module.wanted, strict=True):
         assert torch.equal(found, wanted)
 

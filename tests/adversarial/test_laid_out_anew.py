@@ -316,7 +316,10 @@ def test_states_that_a_checkpoint_has_of_what_is_frozen_are_there_when_it_trains
         trainer(strategy(), max_epochs=3).fit(module, batches(), ckpt_path=saving.best_model_path)
         return module
 
-    assert_alike(went_on(lambda: strategy_at(home, state_dict_type=kind), "ours"), went_on(lambda: None, "plain"))
+    assert_alike(
+        went_on(lambda: strategy_at(home, checkpoints={"state_dict_type": kind}), "ours"),
+        went_on(lambda: None, "plain"),
+    )
 
 
 class OneElement(Adding):
@@ -328,7 +331,7 @@ class OneElement(Adding):
 
 
 def test_a_parameter_of_one_element_is_no_strided_one(strategy_at: MakeStrategy) -> None:
-    strategy = strategy_at("all_on_disk", state_dict_type="sharded", units=["Linear"])
+    strategy = strategy_at("all_on_disk", checkpoints={"state_dict_type": "sharded"}, units=["Linear"])
     assert_alike(run(OneElement, strategy, max_epochs=2), run(OneElement, None, max_epochs=2))
 
 
@@ -384,7 +387,9 @@ def test_saves_that_are_under_way_are_of_the_time_before(strategy_at: MakeStrate
         read = ShardedCheckpointIO().load_checkpoint
         return [read(folder / f"step={step}.ckpt", weights_only=False)["state_dict"] for step in range(1, 10)]
 
-    ours = weights(strategy_at("all_on_disk", state_dict_type="sharded", async_save=True), tmp_path / "ours")
+    ours = weights(
+        strategy_at("all_on_disk", checkpoints={"state_dict_type": "sharded", "async_save": True}), tmp_path / "ours"
+    )
     for mine, theirs in zip(ours, weights(None, tmp_path / "theirs"), strict=True):
         assert all(torch.equal(mine[name], value) for name, value in theirs.items())
 
@@ -527,7 +532,7 @@ def test_a_disk_that_fails_meanwhile_ends_the_run(strategy_at: MakeStrategy, cal
 def test_a_run_that_fails_meanwhile_saves_nothing_and_gives_back_all_bits_or_none(
     strategy_at: MakeStrategy, tmp_path: Path, call: str, after: int, precision: str, there: bool, kind: str
 ) -> None:
-    strategy = strategy_at("all_on_disk", state_dict_type=kind)
+    strategy = strategy_at("all_on_disk", checkpoints={"state_dict_type": kind})
     strategy.file_ops = Failing(after, **{call: errno.EIO})
     torch.manual_seed(0)
     module = Cut()
@@ -618,7 +623,9 @@ def blocks_of(*parameters: Tensor) -> int:
 
 def test_what_stays_on_disk_is_neither_read_nor_written(strategy_at: MakeStrategy) -> None:
     module = Adding()
-    read, written, of_pages = moved(Adding, strategy_at("masters_on_disk", poison=False), precision="bf16-mixed")
+    read, written, of_pages = moved(
+        Adding, strategy_at("masters_on_disk", debug={"poison": False}), precision="bf16-mixed"
+    )
     assert read == 0
     assert written == blocks_of(*module.blocks[1].parameters()), "masters of what is unfrozen"
     assert of_pages == 2 * sum(each.numel() for each in module.parameters()), "compute parameters, from RAM to RAM"
@@ -626,7 +633,9 @@ def test_what_stays_on_disk_is_neither_read_nor_written(strategy_at: MakeStrateg
 
 def test_what_lies_elsewhere_is_moved_once(strategy_at: MakeStrategy) -> None:
     module = Cut()
-    read, written, of_pages = moved(Cut, strategy_at("masters_on_disk", poison=False), precision="bf16-mixed")
+    read, written, of_pages = moved(
+        Cut, strategy_at("masters_on_disk", debug={"poison": False}), precision="bf16-mixed"
+    )
     was = [module.first.bias, *module.head.parameters(), *module.wide.parameters()]
     assert read == 3 * blocks_of(*was), "masters and two moments"
     root, block = blocks_of(module.first.weight, *was), blocks_of(*module.blocks[1].parameters())
@@ -701,7 +710,7 @@ class Peak(threading.Thread):
 
 @pytest.mark.slow
 def test_memory_holds_no_state_twice(strategy_at: MakeStrategy) -> None:
-    strategy, more_bytes = strategy_at("ram", page_size="1MiB", poison=False), []
+    strategy, more_bytes = strategy_at("ram", page_size="1MiB", debug={"poison": False}), []
 
     def lay_out_anew(run: Run) -> None:
         gc.collect()

@@ -73,7 +73,7 @@ def test_a_run_ends_with_a_plain_trainers_bits(
     device: str | None,
     options: str,
 ) -> None:
-    homes = {**ON_DISK, "staging_memory": staging, **({} if device is None else {"device_memory": device})}
+    homes = {**ON_DISK, "tuning": {"staging_memory": staging}, **({} if device is None else {"device_memory": device})}
     with monkeypatch.context() as patch:
         Disk(patch, slow=True)
         ours = in_least_memory(order, options, lambda host: strategy_at("ram", **homes, host_memory=host))
@@ -85,6 +85,6 @@ def test_a_run_ends_with_a_plain_trainers_bits(
 @pytest.mark.parametrize("tier", ["lock_free", "lock_free_three_tiers"])
 def test_a_lock_free_run_ends_with_a_plain_trainers_bits(strategy_at: Any, order: tuple[int, ...], tier: str) -> None:
     def make(host: str) -> Any:
-        return strategy_at(tier, offload_optimizer="disk", staging_memory="320KiB", host_memory=host)
+        return strategy_at(tier, offload_optimizer="disk", tuning={"staging_memory": "320KiB"}, host_memory=host)
 
     assert_alike(in_least_memory(order, "in the backward", make), plain(order, "in the backward"))

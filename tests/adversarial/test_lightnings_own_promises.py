@@ -77,7 +77,7 @@ def test_a_run_without_an_optimizer_is_saved_and_goes_on(
         def configure_optimizers(self) -> None:
             return None
 
-    trainer = trainer_of(strategy_at(tier, state_dict_type=kind), tmp_path)
+    trainer = trainer_of(strategy_at(tier, checkpoints={"state_dict_type": kind}), tmp_path)
     with pytest.warns(UserWarning, match="will run with no optimizer"):
         trainer.fit(Untrained())
     path = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]

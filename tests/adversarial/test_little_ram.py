@@ -498,7 +498,7 @@ def test_what_the_run_has_frozen_is_kept(strategy_at: MakeStrategy, ram: Ram, tm
 
 @pytest.mark.parametrize("kind", ["sharded", "async"])
 def test_beside_checkpoints_of_the_run(strategy_at: MakeStrategy, ram: Ram, kind: str, tmp_path: Path) -> None:
-    settings = {"state_dict_type": "sharded", "async_save": kind == "async"}
+    settings = {"checkpoints": {"state_dict_type": "sharded", "async_save": kind == "async"}}
     expected, module = plain(lora, max_epochs=2), build_of(lora)
     ram(room_for_trained(module))
     saves = ModelCheckpoint(tmp_path / "saves", every_n_epochs=1, save_top_k=1)
@@ -576,6 +576,6 @@ def test_nothing_is_said_where_all_has_room(strategy_at: MakeStrategy, tmp_path:
 
 def test_nothing_is_written_where_weights_are_not_wanted(strategy_at: MakeStrategy, ram: Ram, tmp_path: Path) -> None:
     ram(0)
-    _, told = fit(build_of(Some), strategy_at("ram", restore_weights=False), tmp_path / "root")
+    _, told = fit(build_of(Some), strategy_at("ram", tuning={"restore_weights": False}), tmp_path / "root")
     assert not [each for each in told if "RAM" in each]
     assert not (tmp_path / "root").exists()

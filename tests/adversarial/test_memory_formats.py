@@ -233,7 +233,7 @@ def test_a_sharded_checkpoint_of_contiguous_weights_is_read_into_them(
     with quietly():
         torch.manual_seed(0)
         module = Twin()
-        first = trainer(strategy_at("ram", state_dict_type="sharded"))
+        first = trainer(strategy_at("ram", checkpoints={"state_dict_type": "sharded"}))
         first.fit(module, vectors())
         first.save_checkpoint(folder)
         expected = {name: value.clone() for name, value in module.state_dict().items()}
@@ -245,7 +245,7 @@ def test_a_sharded_checkpoint_of_contiguous_weights_is_read_into_them(
 
 def test_sharded_checkpoints_refuse_them_at_the_start(strategy_at: MakeStrategy) -> None:
     with pytest.raises(ConfigError, match=r"stem.weight has strides \(1, 66\).*5 such.*use state_dict_type='full'"):
-        trained(Transposed, strategy_at("ram", state_dict_type="sharded"))
+        trained(Transposed, strategy_at("ram", checkpoints={"state_dict_type": "sharded"}))
 
 
 class WithGaps(Twin):

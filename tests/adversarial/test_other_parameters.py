@@ -421,7 +421,10 @@ def test_a_checkpoint_has_the_parameters_of_its_moment(
         trainer(strategy(), max_epochs=3).fit(module, batches(), ckpt_path=Here.folder / "changed.ckpt")
         return module
 
-    assert_alike(went_on(lambda: strategy_at(home, state_dict_type=kind), "ours"), went_on(lambda: None, "plain"))
+    assert_alike(
+        went_on(lambda: strategy_at(home, checkpoints={"state_dict_type": kind}), "ours"),
+        went_on(lambda: None, "plain"),
+    )
 
 
 @pytest.mark.parametrize("home", ON_DISK)
@@ -436,7 +439,7 @@ def test_sharded_checkpoints_behind_training_are_of_the_time_before(
         read = ShardedCheckpointIO().load_checkpoint
         return [read(folder / f"step={step}.ckpt", weights_only=False)["state_dict"] for step in range(1, 10)]
 
-    ours = weights(strategy_at(home, state_dict_type="sharded", async_save=True), tmp_path / "ours")
+    ours = weights(strategy_at(home, checkpoints={"state_dict_type": "sharded", "async_save": True}), tmp_path / "ours")
     for mine, theirs in zip(ours, weights(None, tmp_path / "theirs"), strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], value) for name, value in theirs.items())

@@ -129,7 +129,7 @@ def test_checkpoints(strategy_at: MakeStrategy, tmp_path: Path, kind: str, perma
         found: dict[str, Any] = load(path) if path.is_dir() else torch.load(path, weights_only=False)
         return found
 
-    ours = saved(strategy_at("masters_on_disk", state_dict_type=kind), "ours")
+    ours = saved(strategy_at("masters_on_disk", checkpoints={"state_dict_type": kind}), "ours")
     theirs = saved(None, "theirs")
     assert ours["state_dict"].keys() == theirs["state_dict"].keys()
     assert any("_mask" in name for name in theirs["state_dict"]) is not permanent
@@ -150,7 +150,7 @@ def test_parts_are_not_pruned(sharded: bool, divided: bool) -> None:
 
 def test_masked_weights_are_not_written_as_shards(strategy_at: MakeStrategy) -> None:
     with pytest.raises(ConfigError, match=r"ModelPruning puts masked weights .* make_pruning_permanent=False"):
-        pruned(strategy_at("masters_on_disk", state_dict_type="sharded"), PRUNED["globally"])
+        pruned(strategy_at("masters_on_disk", checkpoints={"state_dict_type": "sharded"}), PRUNED["globally"])
 
 
 class Unfrozen(Validated):

@@ -143,7 +143,7 @@ def test_what_is_done_to_loaded_weights_counts(
     tmp_path: Path,
 ) -> None:
     path = checkpoint_of(tmp_path / "x.ckpt", saved)
-    ours = resumed(kind, strategy_at(home, matmul_precision="native"), path, callback, precision=goes_on)
+    ours = resumed(kind, strategy_at(home, tuning={"matmul_precision": "native"}), path, callback, precision=goes_on)
     assert_alike(ours, resumed(kind, None, path, callback, precision=goes_on))
 
 
@@ -281,5 +281,7 @@ def test_what_a_run_of_64_bits_has_on_disk_is_saved(strategy_at: MakeStrategy, k
             trainer(make(), precision="64-true", max_epochs=2).fit(after, vectors(), ckpt_path=saves.best_model_path)
         return after
 
-    on_disk = resumed(tmp_path / "saved", lambda: strategy_at("masters_on_disk", state_dict_type=kind))
-    assert_alike(on_disk, resumed(tmp_path / "ram", lambda: strategy_at("ram", state_dict_type="full")))
+    on_disk = resumed(tmp_path / "saved", lambda: strategy_at("masters_on_disk", checkpoints={"state_dict_type": kind}))
+    assert_alike(
+        on_disk, resumed(tmp_path / "ram", lambda: strategy_at("ram", checkpoints={"state_dict_type": "full"}))
+    )

@@ -156,7 +156,7 @@ def test_elsewhere_they_are_refused(strategy_at: MakeStrategy, tier: str, build:
 
 
 @pytest.mark.parametrize(
-    ("settings", "options"), [({}, {"precision": "bf16-mixed"}), ({"state_dict_type": "sharded"}, {})]
+    ("settings", "options"), [({}, {"precision": "bf16-mixed"}), ({"checkpoints": {"state_dict_type": "sharded"}}, {})]
 )
 def test_masters_and_sharded_checkpoints_need_pages(
     strategy_at: MakeStrategy, settings: dict[str, Any], options: dict[str, Any]

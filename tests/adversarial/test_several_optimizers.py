@@ -107,7 +107,7 @@ def went_on(folder: Path, first: Any, second: Any, precision: str = "32-true") -
 @pytest.mark.parametrize("place", ["ram", "masters_on_disk", "three_tiers"])
 def test_they_are_saved_and_go_on(strategy_at: MakeStrategy, tmp_path: Path, place: str, kind: str) -> None:
     def ours() -> Any:
-        return strategy_at(place, state_dict_type=kind)
+        return strategy_at(place, checkpoints={"state_dict_type": kind})
 
     plain = went_on(tmp_path / "plain", None, None)
     assert {(0, "exp_avg"), (0, "momentum_buffer")} <= {note for note in plain.notes if isinstance(note, tuple)}
@@ -118,7 +118,7 @@ def test_they_are_saved_and_go_on(strategy_at: MakeStrategy, tmp_path: Path, pla
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_masters_go_on_too(strategy_at: MakeStrategy, tmp_path: Path, kind: str) -> None:
-    made = [strategy_at("masters_on_disk", state_dict_type=kind) for _ in range(2)]
+    made = [strategy_at("masters_on_disk", checkpoints={"state_dict_type": kind}) for _ in range(2)]
     ours = went_on(tmp_path, *made, "bf16-mixed").state_dict()
     uninterrupted = run(Sharing, strategy_at("ram"), max_epochs=2, precision="bf16-mixed").state_dict()
     assert all(torch.equal(ours[name], value) for name, value in uninterrupted.items())

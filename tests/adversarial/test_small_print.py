@@ -225,7 +225,7 @@ def test_storage_options_without_a_plugin_that_knows_them_are_refused_as_lightni
     for strategy, expected in (
         ("auto", (TypeError, "storage_options")),
         (strategy_at("ram"), (TypeError, "storage_options")),
-        (strategy_at("ram", state_dict_type="sharded"), (ConfigError, "storage_options")),
+        (strategy_at("ram", checkpoints={"state_dict_type": "sharded"}), (ConfigError, "storage_options")),
     ):
         run = trainer(strategy, max_steps=1)
         run.fit(net())
@@ -259,7 +259,7 @@ class Stateful(cb.Callback):
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_callbacks_states_load_with_weights_only_as_asked(strategy_at: Any, kind: str, tmp_path: Path) -> None:
     saves = cb.ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    trainer(strategy_at("ram", state_dict_type=kind), callbacks=[saves, Stateful()]).fit(net())
+    trainer(strategy_at("ram", checkpoints={"state_dict_type": kind}), callbacks=[saves, Stateful()]).fit(net())
     for weights_only in (None, True):
         with pytest.raises(CheckpointError, match="weights_only=False"):
             trainer(strategy_at("ram"), callbacks=[Stateful()]).fit(
@@ -286,7 +286,7 @@ def test_optimizer_state_is_visible_after_a_resume(strategy_at: Any, home: str, 
     saves = cb.ModelCheckpoint(dirpath=plain, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     trainer("auto", callbacks=[saves]).fit(net())
     ours = cb.ModelCheckpoint(dirpath=tmp_path / "ours", filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    trainer(strategy_at(home, state_dict_type=kind), callbacks=[ours]).fit(net())
+    trainer(strategy_at(home, checkpoints={"state_dict_type": kind}), callbacks=[ours]).fit(net())
     judge, module = net(Looks), net(Looks)
     trainer("auto").fit(judge, ckpt_path=plain / "step=6.ckpt")
     run = trainer(strategy_at(home))

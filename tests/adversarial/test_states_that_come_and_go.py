@@ -148,7 +148,7 @@ class WithMuonAlone(Judged):
 @pytest.mark.parametrize("home", ["all_on_disk", "three_tiers"])
 def test_products_of_updates_are_the_same_in_whichever_thread_they_run(strategy_at: MakeStrategy, home: str) -> None:
     def trained(build: Callable[[], Judged], at: str) -> Judged:
-        return run(build, strategy_at(at, matmul_precision="fp32"), precision="bf16-true")
+        return run(build, strategy_at(at, tuning={"matmul_precision": "fp32"}), precision="bf16-true")
 
     assert_alike(trained(WithMuonAlone, home), trained(WithMuonAlone, "ram"))
 

@@ -462,7 +462,7 @@ def test_what_lock_free_updates_lack_is_in_a_state_dict(strategy_at: Any) -> Non
         with strategy.gathered(write=False):
             assert torch.equal(state["blocks.2.up.weight"], module.blocks[2].up.weight)
 
-    trainer_with(strategy_at("lock_free", max_staleness=4)).fit(Net(on_train_batch_end=look), batches(6))
+    trainer_with(strategy_at("lock_free", lock_free={"max_staleness": 4})).fit(Net(on_train_batch_end=look), batches(6))
     assert audits == [True] * 6
 
 

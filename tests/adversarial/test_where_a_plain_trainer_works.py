@@ -259,7 +259,10 @@ def test_a_checkpoint_after_an_exception(
         if tier == "ram":
             return
         little_ram(monkeypatch, Net())
-    for name, make in (("ours", lambda: strategy_at(tier, state_dict_type=kind)), ("theirs", lambda: "auto")):
+    for name, make in (
+        ("ours", lambda: strategy_at(tier, checkpoints={"state_dict_type": kind})),
+        ("theirs", lambda: "auto"),
+    ):
         trainer = trainer_with(make())
         with pytest.raises(ValueError, match="enough"):
             trainer.fit(Stops(), batches())
@@ -292,14 +295,14 @@ def test_weights_that_a_run_did_not_put_back(strategy_at: Any, home: str, tmp_pa
     """They raise, a run without a checkpoint is refused, one with it goes on, and they may be loaded."""
     module = Forgotten()
     module.path = tmp_path / "x.ckpt"
-    trainer_with(strategy_at(home, restore_weights=False)).fit(module, batches())
+    trainer_with(strategy_at(home, tuning={"restore_weights": False})).fit(module, batches())
     with pytest.raises(UsageError, match=r"first.weight was read or written, and its values ended with its run"):
         module.first.weight.sum()
     with pytest.raises(
         UsageError, match=r"the values of first.weight.* ended with an earlier run.* give this run a ckpt_path"
     ):
         trainer_with(strategy_at(home)).fit(module, batches())
-    trainer = trainer_with(strategy_at(home, restore_weights=False), max_epochs=2)
+    trainer = trainer_with(strategy_at(home, tuning={"restore_weights": False}), max_epochs=2)
     trainer.fit(module, batches(), ckpt_path=module.path, weights_only=True)
     trainer.strategy.load_model_state_dict(torch.load(module.path))
     theirs = fitted(Net, "auto", max_epochs=2)
@@ -310,7 +313,7 @@ def test_weights_that_a_run_did_not_put_back(strategy_at: Any, home: str, tmp_pa
 def test_a_plain_trainer_reads_sharded_checkpoints(strategy_at: Any, home: str, tmp_path: Path) -> None:
     module = Forgotten()
     module.path = tmp_path / "folder.ckpt"
-    trainer_with(strategy_at(home, state_dict_type="sharded")).fit(module, batches())
+    trainer_with(strategy_at(home, checkpoints={"state_dict_type": "sharded"})).fit(module, batches())
     to_file(module.path, tmp_path / "file.ckpt")
     assert_same(weights_of(Net.load_from_checkpoint(tmp_path / "file.ckpt")), weights_of(module))
     theirs = weights_of(fitted(Net, "auto", max_epochs=2))
@@ -488,11 +491,11 @@ def test_configure_optimizers_sees_the_weights_of_the_checkpoint(
 ) -> None:
     saves = ModelCheckpoint(tmp_path, filename="first", save_last=False)
     module = LooksAtWeights()
-    trainer_with(strategy_at(tier, state_dict_type=kind), enable_checkpointing=True, callbacks=[saves]).fit(
-        module, batches()
-    )
+    trainer_with(
+        strategy_at(tier, checkpoints={"state_dict_type": kind}), enable_checkpointing=True, callbacks=[saves]
+    ).fit(module, batches())
     again = LooksAtWeights()
-    trainer_with(strategy_at(tier, state_dict_type=kind), max_epochs=2).fit(
+    trainer_with(strategy_at(tier, checkpoints={"state_dict_type": kind}), max_epochs=2).fit(
         again, batches(), ckpt_path=tmp_path / "first.ckpt"
     )
     assert_same(again.seen, weights_of(module))

@@ -35,7 +35,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "three tiers, masters on the host": THREE | {"offload_optimizer": "host"},
     "three tiers, lock-free": {"device_memory": "3MiB", "lock_free": True},
     "three tiers, accumulated": THREE | {"accumulate_grad_batches": 2},
-    "checkpoints behind training": {"offload_optimizer": "disk", "state_dict_type": "sharded", "async_save": True},
+    "checkpoints behind training": {
+        "offload_optimizer": "disk",
+        "checkpoints": {"state_dict_type": "sharded", "async_save": True},
+    },
 }
 QUICK = (
     "all on disk",

@@ -63,7 +63,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
             accelerator="cpu",
             devices=1,
             precision="bf16-mixed",
-            strategy=AngelPTMStrategy(page_size="64KiB", state_dict_type=kind),
+            strategy=AngelPTMStrategy(page_size="64KiB", checkpoints={"state_dict_type": kind}),
             max_steps=1,
             logger=False,
             enable_progress_bar=False,

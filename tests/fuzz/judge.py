@@ -58,14 +58,14 @@ def check(program: Program, folder: Path) -> str:
     """What differs from the judge's on this rank; empty where nothing does."""
     disk = folder / "disk"
     disk.mkdir(parents=True, exist_ok=True)
-    common = {"poison": True, "disk_path": disk, "timeout": timedelta(seconds=TIMEOUT_S)}
+    common = {"debug": {"poison": True}, "disk_path": disk, "timeout": timedelta(seconds=TIMEOUT_S)}
 
     def ours() -> Any:
         return strategy_with(**common, **program.strategy_settings())
 
     def judge() -> Any:
         if not program.by_plain_trainer:
-            numbers = {name: value for name, value in program.settings if name in ("page_size", "reduce_gradients")}
+            numbers = {name: value for name, value in program.settings if name in ("page_size", "tuning")}
             return strategy_with(**common, **numbers)
         return "auto" if program.ranks == 1 else _ddp()
 

@@ -26,9 +26,9 @@ OPTIMIZERS = ("SGD", "SGD with momentum", "Adam", "AdamW amsgrad", "RMSprop", "A
 TRUE_PRECISIONS = ("32-true", "64-true", "bf16-true")
 PRECISIONS = (*TRUE_PRECISIONS, "bf16-mixed", "16-mixed")
 SAVES: dict[str, dict[str, Any]] = {
-    "full": {"state_dict_type": "full"},
-    "sharded": {"state_dict_type": "sharded"},
-    "behind": {"state_dict_type": "sharded", "async_save": True},
+    "full": {"checkpoints": {"state_dict_type": "full"}},
+    "sharded": {"checkpoints": {"state_dict_type": "sharded"}},
+    "behind": {"checkpoints": {"state_dict_type": "sharded", "async_save": True}},
 }
 HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_train_epoch_end", "on_validation_end")
 BETWEEN_STEPS = ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_end")
@@ -118,7 +118,7 @@ class Program:
 
     def strategy_settings(self) -> dict[str, Any]:
         memory, parameters, masters, updates = self.home
-        lock_free = {"lock_free": True, "max_staleness": 0} if updates == "lock-free" else {}
+        lock_free = {"lock_free": {"max_staleness": 0}} if updates == "lock-free" else {}
         homes = {"offload_parameters": parameters, "offload_optimizer": masters}
         return {**MEMORY[memory], **homes, **lock_free, **SAVES[self.saves], **dict(self.settings)}
 
@@ -143,7 +143,7 @@ def draw(seed: int, ranks: int = 1, *, raising: bool = False) -> Program:
     optimizer = drawn.choice(OPTIMIZERS if alone else [each for each in OPTIMIZERS if each != "Adafactor"])
     accumulate = drawn.choice([1, 1, 1, 2, 3]) if alone or optimizer != "two" else 1
     if accumulate > 1 and not alone:
-        settings["reduce_gradients"] = "each_step"
+        settings["tuning"] = {"reduce_gradients": "each_step"}
     clip = drawn.choice([(0.1, "norm"), (1e-3, "value")]) if chance(0.3) and (alone or optimizer != "two") else None
     steps = [
         tuple(tuple(drawn.sample(range(BLOCKS), drawn.choice([1, 2, 3, 3, 3]))) for _ in range(ranks))

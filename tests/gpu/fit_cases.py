@@ -14,12 +14,12 @@ HOMES: dict[str, dict[str, Any]] = {
     "masters on disk": {"offload_parameters": "host", "offload_optimizer": "disk", **SMALL},
     "all on disk": {"offload_parameters": "disk", "offload_optimizer": "disk", **SMALL},
 }
-UPDATES: dict[str, dict[str, Any]] = {"synchronous": {}, "lock-free": {"lock_free": True, "max_staleness": 0}}
+UPDATES: dict[str, dict[str, Any]] = {"synchronous": {}, "lock-free": {"lock_free": {"max_staleness": 0}}}
 SAVES: dict[str, dict[str, Any]] = {
     "none": {},
-    "full": {"state_dict_type": "full"},
-    "sharded": {"state_dict_type": "sharded"},
-    "behind": {"state_dict_type": "sharded", "async_save": True},
+    "full": {"checkpoints": {"state_dict_type": "full"}},
+    "sharded": {"checkpoints": {"state_dict_type": "sharded"}},
+    "behind": {"checkpoints": {"state_dict_type": "sharded", "async_save": True}},
 }
 """Of a checkpoint in the middle, from which another run goes on."""
 CLIPS = {"free": None, "clipped": 0.1}

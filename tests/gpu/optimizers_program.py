@@ -119,7 +119,7 @@ HOMES: dict[str, dict[str, Any]] = {
     "disk": {"offload_optimizer": "disk", **SMALL},
     "auto, with room": {"page_size": "64KiB", "device_memory": "64MiB", "host_memory": "64MiB"},
     "auto, without": {"page_size": "64KiB", "device_memory": "1MiB", "host_memory": "64MiB"},
-    "lock-free": {"lock_free": True, "max_staleness": 0, **SMALL},
+    "lock-free": {"lock_free": {"max_staleness": 0}, **SMALL},
 }
 CLASSES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "device": NeedsDevice,
@@ -141,7 +141,7 @@ def became(make: Callable[[Any], torch.optim.Optimizer], settings: dict[str, Any
     trainer = L.Trainer(
         accelerator="cuda",
         devices=1,
-        strategy=AngelPTMStrategy(disk_path=folder, poison=True, **settings),
+        strategy=AngelPTMStrategy(disk_path=folder, debug={"poison": True}, **settings),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -39,9 +39,9 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "keep": {},
-    "host": {"activations": "host"},
-    "recomputed": {"activations": "host", "recompute": "all"},
-    "lock-free": {"lock_free": True, "max_staleness": 0},
+    "host": {"offload_activations": "host"},
+    "recomputed": {"offload_activations": "host", "recompute": "all"},
+    "lock-free": {"lock_free": {"max_staleness": 0}},
 }
 
 
@@ -415,7 +415,7 @@ def check(case: str, folder: Path) -> None:
     settings = {**PLACES[home], **ACTIVATIONS[activations[0] if activations else "keep"]}
     if home == "masters in RAM":
         settings = {**SMALL, **settings, "device_memory": "4MiB"}
-    strategy = {"page_size": "64KiB", "poison": True, "disk_path": folder, **settings}
+    strategy = {"page_size": "64KiB", "debug": {"poison": True}, "disk_path": folder, **settings}
     with told_cases.in_order():
         found = train(name, "gpu", lambda: AngelPTMStrategy(**strategy))
         for what, ours, theirs in zip(("losses", "weights", "notes"), found, expected(name), strict=True):

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from kit.outcomes import Outcome
 from kit.plain_loop import TrainModule, make_trainer, tokens
+from kit.settings import merged
 from kit.stacks import ScheduledStack
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.storage.writer import SaveOps
@@ -74,7 +75,7 @@ def fit(
 
 
 def sharded(strategy_at: Any, tier: str, **settings: Any) -> AngelPTMStrategy:
-    return strategy_at(tier, state_dict_type="sharded", **settings)
+    return strategy_at(tier, **merged(settings, checkpoints={"state_dict_type": "sharded"}))
 
 
 def names_in(folder: Path) -> list[str]:

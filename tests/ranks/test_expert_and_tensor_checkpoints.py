@@ -30,7 +30,12 @@ def path_of(folder: Path, kind: str, layout: str, when: str) -> Path:
 def fit(how: Run, kind: str, seed: int, folder: Path, saves: L.Callback | None, loaded: Path | None) -> Any:
     torch.manual_seed(seed)
     module = build(how.model, how.sizes)
-    settings = {"units": ["Block", "Expert"], "page_size": "64KiB", "poison": True, "disk_path": str(folder / "disk")}
+    settings = {
+        "units": ["Block", "Expert"],
+        "page_size": "64KiB",
+        "debug": {"poison": True},
+        "disk_path": str(folder / "disk"),
+    }
     trainer = quiet_trainer(
         AngelPTMStrategy(tensor_parallel_size=how.tensor, **settings, **KINDS[kind], **how.settings),
         devices=how.ranks,

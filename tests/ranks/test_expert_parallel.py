@@ -96,10 +96,10 @@ ACCUMULATING = Training(MomentumMoE, "64-true", accumulate=2)
         pytest.param(
             2,
             dataclasses.replace(ACCUMULATING, reduce_once=True),
-            {"reduce_gradients": "each_step"},
+            {"tuning": {"reduce_gradients": "each_step"}},
             marks=pytest.mark.slow,
         ),
-        (4, dataclasses.replace(ACCUMULATING, reduce_once=True), {"reduce_gradients": "each_step"}),
+        (4, dataclasses.replace(ACCUMULATING, reduce_once=True), {"tuning": {"reduce_gradients": "each_step"}}),
     ],
     ids=["in_backward", "in_backward_two_groups", "accumulated", "each_step", "each_step_two_groups"],
 )
@@ -322,7 +322,7 @@ def test_weights_of_other_ranks_experts_are_not_used_by_accident(disk: Path) -> 
 def stale(training: Training, folder: Path) -> tuple[Outcome, bool]:
     torch.manual_seed(0)
     module = training.build()
-    settings = {**EXPERTS, "expert_parallel_size": 2, "max_staleness": 2}
+    settings = {**EXPERTS, "expert_parallel_size": 2, "lock_free": {"max_staleness": 2}}
     strategy = make_strategy(folder, "lock_free", **settings)
     balanced: list[bool] = []
 

@@ -53,8 +53,13 @@ def run(
     begins = loaded is None and weights is None
     torch.manual_seed(0 if begins else 1)
     module = MoETower()
-    settings = {"units": ["Expert"], "expert_parallel_size": size, "state_dict_type": kind, "weights": weights}
-    strategy = make_strategy(disk, tier, async_save=kind == "sharded", **settings)
+    settings = {
+        "units": ["Expert"],
+        "expert_parallel_size": size,
+        "checkpoints": {"state_dict_type": kind},
+        "weights": weights,
+    }
+    strategy = make_strategy(disk, tier, checkpoints={"async_save": kind == "sharded"}, **settings)
     callback = SaveTo(saved, SAVED_AFTER if begins else 0)
     trainer = make_trainer(TRAINING, strategy, world_size, callbacks=[callback])
     trainer.fit(module, loader(tokens(TRAINING, world_size), world_size), ckpt_path=loaded)

@@ -55,7 +55,7 @@ RUNS: dict[int, dict[str, Run]] = {
         "in RAM, clipped": Run(DIVIDED, CLIPPED),
         "lock-free": Run(DIVIDED | {"lock_free": True}, {}),
         "three tiers, recomputed": Run(DIVIDED | THREE | {"recompute": "all"}, {}),
-        "reduced once": Run(DIVIDED | {"reduce_gradients": "each_step"}, {"accumulate_grad_batches": 2}),
+        "reduced once": Run(DIVIDED | {"tuning": {"reduce_gradients": "each_step"}}, {"accumulate_grad_batches": 2}),
         "undivided, clipped": Run({}, CLIPPED),
     },
     4: {"three tiers": Run(DIVIDED | THREE, {})},

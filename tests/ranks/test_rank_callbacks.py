@@ -124,7 +124,7 @@ def all_loops_watched(folder: Path, root: Path) -> list[str]:
         HyperParameters(),
     ]
     training = Training(InAllLoops, accumulate=2)
-    strategy = make_strategy(folder, "three_tiers", lock_free=True, max_staleness=1)
+    strategy = make_strategy(folder, "three_tiers", lock_free={"max_staleness": 1})
     logger = CSVLogger(mine, name="", version="logs")
     trainer = make_trainer(training, strategy, 2, callbacks=callbacks, logger=logger, log_every_n_steps=1)
     rows = loader(tokens(training, 2), 2)

@@ -119,7 +119,7 @@ def test_two_ranks_with_accumulation(build: Any, reduced: str, disk: Path) -> No
     """Gradients are reduced after each micro-batch, or once a step."""
     training = Training(build, batches=6, accumulate=2, reduce_once=reduced == "each_step")
     theirs = plain(training, 2)
-    settings, tiers = {"reduce_gradients": reduced}, ["ram", "all_on_disk"]
+    settings, tiers = {"tuning": {"reduce_gradients": reduced}}, ["ram", "all_on_disk"]
     per_rank = run_ranks(fit_in_all_tiers, 2, training, 2, disk, settings, tiers)
     for rank, outcomes in enumerate(per_rank):
         for ours in outcomes.values():
@@ -185,7 +185,7 @@ class StepsInside(ByHand):
 
 def refused(training: Training, folder: Path) -> str:
     with pytest.raises(UsageError) as caught:
-        fit(training, 2, folder, "masters_on_disk", reduce_gradients="each_step")
+        fit(training, 2, folder, "masters_on_disk", tuning={"reduce_gradients": "each_step"})
     return str(caught.value)
 
 

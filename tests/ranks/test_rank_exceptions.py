@@ -98,7 +98,11 @@ def saver(name: str, root: Path) -> Checkpoint:
 def fail(build: Any, kind: str, callback: str, folder: Path, root: Path, *others: L.Callback) -> tuple[str, str, float]:
     strategies._MEET_S = 1.0  # of this rank's process
     training = Training(build, "bf16-mixed")
-    settings = {"state_dict_type": kind} if kind != "behind" else {"state_dict_type": "sharded", "async_save": True}
+    settings = (
+        {"checkpoints": {"state_dict_type": kind}}
+        if kind != "behind"
+        else {"checkpoints": {"state_dict_type": "sharded", "async_save": True}}
+    )
     strategy = make_strategy(folder, "masters_on_disk", **settings)
     callbacks = [*others, saver(callback, root)]
     trainer = make_trainer(training, strategy, 2, enable_checkpointing=True, callbacks=callbacks)

@@ -199,7 +199,7 @@ class Hangs(Tower):
 
 def hang(pipe: str) -> str:
     training = Training(Hangs)
-    strategy = AngelPTMStrategy(page_size="64KiB", poison=True, timeout=timedelta(seconds=5))
+    strategy = AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, timeout=timedelta(seconds=5))
     module = training.build()
     module.pipe = pipe  # type: ignore[attr-defined]
     try:
@@ -228,7 +228,7 @@ def fits_again_alone() -> str:
     for run in range(2):
         if run and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        strategy = AngelPTMStrategy(page_size="64KiB", poison=True)
+        strategy = AngelPTMStrategy(page_size="64KiB", debug={"poison": True})
         try:
             make_trainer(training, strategy, 2).fit(training.build(), loader(tokens(training, 2), 2))
         except Exception as error:

@@ -24,8 +24,8 @@ from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.terms import TIERS
 
 DIVIDED = {"units": ["MixtureOfExperts", "Expert"], "expert_parallel_size": 2}
-BEHIND = {"state_dict_type": "sharded", "async_save": True}
-LOCK_FREE = {"lock_free": True, "max_staleness": 4}
+BEHIND = {"checkpoints": {"state_dict_type": "sharded", "async_save": True}}
+LOCK_FREE = {"lock_free": {"max_staleness": 4}}
 THREE_TIERS = {"device_memory": "2MiB", "host_memory": "64MiB"}
 
 
@@ -133,7 +133,7 @@ def cases(build: Callable[[], Tower], more: dict[str, Any]) -> dict[str, Case]:
         "gradients later": case(TRUE, "three_tiers"),
         "gradients kept": case(MIXED, "three_tiers", 0.5),
         "sums of gradients": case(MIXED, "masters_on_disk", None, 2, **BEHIND),
-        "reduced once": case(TRUE, "all_on_disk", None, 2, reduce_gradients="each_step"),
+        "reduced once": case(TRUE, "all_on_disk", None, 2, tuning={"reduce_gradients": "each_step"}),
         "lock-free": case(MIXED, "ram", **LOCK_FREE),
         "lock-free, saves behind": case(TRUE, "ram", 0.5, **LOCK_FREE, **BEHIND),
         "lock-free, three tiers, saves behind": case(MIXED, "ram", 0.5, **LOCK_FREE, **THREE_TIERS, **BEHIND),

@@ -28,6 +28,7 @@ from kit.ranks.training import (
     plain,
     tokens,
 )
+from kit.settings import merged
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -181,7 +182,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_one_and_three(disk: Path, tmp_path
                 torch.testing.assert_close(weight, uninterrupted[0].weights[name], rtol=0, atol=2e-3)
 
 
-SHARDED = {"state_dict_type": "sharded"}
+SHARDED = {"checkpoints": {"state_dict_type": "sharded"}}
 
 
 def fit_sharded(
@@ -193,7 +194,9 @@ def fit_sharded(
     resume: str | None = None,
     behind: bool = False,
 ) -> Outcome:
-    return fit_two_epochs(world_size, data_ranks, folder, checkpoints, tier, resume, async_save=behind, **SHARDED)
+    return fit_two_epochs(
+        world_size, data_ranks, folder, checkpoints, tier, resume, **merged(SHARDED, checkpoints={"async_save": behind})
+    )
 
 
 @pytest.mark.parametrize(
@@ -247,7 +250,7 @@ def test_each_rank_goes_on_with_its_own_random_numbers(disk: Path, tmp_path: Pat
 
 
 def save_where_one_rank_cannot(world_size: int, folder: Path, target: Path, behind: bool) -> str:
-    strategy = make_strategy(folder, "masters_on_disk", async_save=behind, **SHARDED)
+    strategy = make_strategy(folder, "masters_on_disk", **merged(SHARDED, checkpoints={"async_save": behind}))
 
     class Fails(SaveOps):
         def fsync(self, fd: int) -> None:
@@ -313,7 +316,7 @@ class Stops(L.Callback):
 
 
 def fail_while_saving(world_size: int, folder: Path, root: Path) -> str:
-    strategy = make_strategy(folder, "masters_on_disk", async_save=True, **SHARDED)
+    strategy = make_strategy(folder, "masters_on_disk", **merged(SHARDED, checkpoints={"async_save": True}))
     trainer = make_trainer(WHOLE, strategy, world_size, default_root_dir=root, callbacks=[Stops()])
     with pytest.raises(Exception, match="the user's own") as caught:
         trainer.fit(WHOLE.build(), loader(tokens(WHOLE, world_size), world_size))

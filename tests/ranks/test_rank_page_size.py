@@ -12,7 +12,9 @@ from kit.ranks.training import Training, loader, make_strategy, make_trainer, to
 
 def pages(training: Training, folder: Path) -> int:
     """One rank's part: trains and tells its bytes of a page."""
-    strategy = make_strategy(folder, "masters_on_disk", page_size="auto", staging_memory="64MiB", poison=False)
+    strategy = make_strategy(
+        folder, "masters_on_disk", page_size="auto", tuning={"staging_memory": "64MiB"}, debug={"poison": False}
+    )
     seen: list[int] = []
 
     class Seen(L.Callback):

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[Training, dict[str, Any]]] = {
     "accumulated": (Training(Tower, accumulate=2), {"device_memory": "2MiB", **HOST}),
     "clipped": (Training(Tower, clip=1.0), {"device_memory": "2MiB", **HOST}),
     "recomputed": (Training(Tower), {"device_memory": "2MiB", **HOST, "recompute": "all"}),
-    "reduced once a step": (Training(Tower, accumulate=2), {"reduce_gradients": "each_step"}),
+    "reduced once a step": (Training(Tower, accumulate=2), {"tuning": {"reduce_gradients": "each_step"}}),
     "lock-free": (Training(Tower), {"device_memory": "2MiB", "offload_parameters": "host", "lock_free": True}),
     "divided experts": (Training(MoETower), {"device_memory": "8MiB", **HOST, **DIVIDED}),
     "divided experts, recomputed": (

@@ -89,7 +89,7 @@ def test_accumulation(world_size: int, precision: str, tiers: list[str], disk: P
 @pytest.mark.parametrize("build", [Tower, Uneven, SkipsAnother])
 def test_accumulation_that_is_reduced_once_a_step(build: Any, precision: str, tiers: list[str], disk: Path) -> None:
     training = Training(build, precision, batches=6, accumulate=3, reduce_once=True)
-    ours = outcomes(training, 2, disk, tiers, reduce_gradients="each_step")
+    ours = outcomes(training, 2, disk, tiers, tuning={"reduce_gradients": "each_step"})
     for rank, theirs in enumerate(expected(training, 2)):
         ours[rank].assert_equal(theirs)
 
@@ -111,7 +111,7 @@ def reductions(training: Training, folder: Path, reduce_gradients: str) -> int:
             return Counting(self._backend, self._timeout, events)
 
     torch.manual_seed(0)
-    strategy = Strategy(page_size="64KiB", reduce_gradients=reduce_gradients)
+    strategy = Strategy(page_size="64KiB", tuning={"reduce_gradients": reduce_gradients})
     make_trainer(training, strategy, 2).fit(training.build(), loader(tokens(training, 2), 2))
     return count
 

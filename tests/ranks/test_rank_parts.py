@@ -127,12 +127,11 @@ def run(how: Run, disk: Path) -> tuple[list[float], dict[str, Tensor]]:
         module = Model(how.parts, rank, 0 if begins else 10)
         strategy = InParts(
             page_size="64KiB",
-            poison=True,
+            debug={"poison": True},
             disk_path=str(disk),
             units=["Block"],
             timeout=timedelta(seconds=60),
-            state_dict_type=kind,
-            async_save=kind == "sharded",
+            checkpoints={"state_dict_type": kind, "async_save": kind == "sharded"},
             weights=how.weights,
             **TIERS[how.tier],
         )

@@ -49,9 +49,9 @@ def save_in_tiers(world_size: int, folder: Path, root: Path, tiers: Sequence[str
     for tier in tiers:
         torch.manual_seed(0)
         module = EPOCH.build()
-        late = {"max_staleness": 1} if tier == "lock_free" else {}
+        late = {"lock_free": {"max_staleness": 1}} if tier == "lock_free" else {}
         keep = ModelCheckpoint(root / tier, filename="{epoch}")
-        strategy = make_strategy(folder, state_dict_type="sharded", **{**PLACES[tier], **late})
+        strategy = make_strategy(folder, checkpoints={"state_dict_type": "sharded"}, **{**PLACES[tier], **late})
         trainer = make_trainer(EPOCH, strategy, world_size, enable_checkpointing=True, callbacks=[keep])
         trainer.fit(module, loader(tokens(EPOCH, world_size), world_size))
         outcomes[tier] = outcome_of(module)
@@ -80,7 +80,7 @@ def go_on_in_tiers(
         torch.manual_seed(5)
         module = EPOCH.build()
         settings = PLACES[places[(places.index(tier) + further) % len(places)]]
-        strategy = make_strategy(folder, state_dict_type="sharded", **settings)
+        strategy = make_strategy(folder, checkpoints={"state_dict_type": "sharded"}, **settings)
         saves = SavesAgain(again / f"{tier}.ckpt")
         trainer = make_trainer(EPOCH, strategy, world_size, max_epochs=2, callbacks=[saves])
         rows = loader(tokens(EPOCH, world_size), world_size)

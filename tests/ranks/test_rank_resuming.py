@@ -32,7 +32,7 @@ class Began(L.Callback):
 def go_on(world_size: int, folder: Path, kept: Path, kind: str, epochs: int, save_top_k: int = 1) -> int:
     torch.manual_seed(0)
     module, began = TRAINING.build(), Began()
-    strategy = make_strategy(folder, state_dict_type=kind, resume="auto")
+    strategy = make_strategy(folder, checkpoints={"state_dict_type": kind, "resume": "auto"})
     keep = ModelCheckpoint(kept, filename="{step}", save_last="link", save_top_k=save_top_k)
     options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [keep, began], "max_epochs": epochs}
     trainer = make_trainer(TRAINING, strategy, world_size, **options)

@@ -18,9 +18,13 @@ from lightning_ptm.errors import RankError
 DIFFERENT: list[tuple[dict[str, Any], str, str]] = [
     ({"precision": "bf16-mixed"}, "precision='bf16-mixed'", "precision='32-true'"),
     ({"page_size": "auto"}, "page_size='auto'", "a page_size"),
-    ({"matmul_precision": "native"}, "matmul_precision='native'", "matmul_precision='auto'"),
-    ({"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}, "tensor_parallel_size=2", "tensor_parallel_size=1"),
-    ({"async_save": True, "state_dict_type": "sharded"}, "async_save=True", "async_save=False"),
+    ({"tuning": {"matmul_precision": "native"}}, "matmul_precision='native'", "matmul_precision='auto'"),
+    (
+        {"tensor_parallel_size": 2, "tensor_parallel": {"plan": PLAN}},
+        "tensor_parallel_size=2",
+        "tensor_parallel_size=1",
+    ),
+    ({"checkpoints": {"async_save": True, "state_dict_type": "sharded"}}, "async_save=True", "async_save=False"),
 ]
 
 

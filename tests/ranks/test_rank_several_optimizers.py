@@ -106,7 +106,7 @@ def epochs(folder: Path, root: Path, tier: str, kind: str, resumed: bool) -> dic
     """Two epochs, saved after each; or the second one alone, from the save after the first."""
     torch.manual_seed(5 if resumed else 0)
     training, module = Training(Turns), Turns()
-    strategy = make_strategy(folder, tier, state_dict_type=kind)
+    strategy = make_strategy(folder, tier, checkpoints={"state_dict_type": kind})
     keep = ModelCheckpoint(root, filename="again" if resumed else "{epoch}", save_top_k=-1)
     trainer = make_trainer(training, strategy, RANKS, max_epochs=2, enable_checkpointing=True, callbacks=[keep])
     path = str(root / "epoch=0.ckpt") if resumed else None

@@ -30,7 +30,9 @@ def train(
     torch.manual_seed(0 if path is None else 5)
     module = EPOCH.build()
     keep = ModelCheckpoint(root, filename="{epoch}", save_top_k=-1)
-    strategy = make_strategy(folder, state_dict_type="sharded", optimizer_state_dtype=word, **TIERS[tier])
+    strategy = make_strategy(
+        folder, checkpoints={"state_dict_type": "sharded"}, optimizer_state_dtype=word, **TIERS[tier]
+    )
     callbacks = [*options.pop("callbacks", ()), keep]
     trainer = make_trainer(EPOCH, strategy, world_size, enable_checkpointing=True, callbacks=callbacks, **options)
     trainer.fit(module, loader(tokens(EPOCH, world_size), world_size), ckpt_path=None if path is None else str(path))
@@ -72,7 +74,7 @@ def in_a_tensor_group(ranks: int, tensor: int, word: str, folder: Path, path: Pa
     saves = SaveIn(folder / "start.ckpt", folder / "later.ckpt")
     given = {
         "optimizer_state_dtype": word,
-        "state_dict_type": "sharded",
+        "checkpoints": {"state_dict_type": "sharded"},
         "offload_optimizer": "disk",
         "disk_path": str(folder / "disk"),
     }

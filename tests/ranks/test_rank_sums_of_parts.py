@@ -126,7 +126,7 @@ def run(ranks: int, parts: int, saved: Path, settings: dict[str, Any]) -> tuple[
     rank, data_ranks = int(os.environ["RANK"]), ranks // parts
     torch.manual_seed(0)
     module = Model(parts, rank)
-    strategy = InParts(page_size="64KiB", poison=True, timeout=timedelta(seconds=60), **settings)
+    strategy = InParts(page_size="64KiB", debug={"poison": True}, timeout=timedelta(seconds=60), **settings)
     trainer = quiet_trainer(
         strategy,
         devices=ranks,

@@ -147,7 +147,7 @@ class Watched(AngelPTMStrategy):
     """Weighs what its set-up does."""
 
     def setup(self, trainer: Any) -> None:
-        with Peak() as peak, Reads(Path(str(self.settings.weights))) as reads:
+        with Peak() as peak, Reads(Path(str(self.settings.pretrained.path))) as reads:
             super().setup(trainer)
         self.seen = peak.more, reads.bytes
 

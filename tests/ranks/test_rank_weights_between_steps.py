@@ -19,7 +19,7 @@ from lightning_ptm import AngelPTMStrategy, UsageError
 HOMES: dict[str, dict[str, Any]] = {
     "ram": {},
     "all_on_disk": {"offload_optimizer": "disk", "offload_parameters": "disk"},
-    "lock_free": {"lock_free": True, "max_staleness": 0},
+    "lock_free": {"lock_free": {"max_staleness": 0}},
 }
 Notes = list[dict[str, Tensor]]
 
@@ -58,7 +58,9 @@ def fitted(strategy: Any, **options: Any) -> Notes:
 def everything(folder: Path) -> tuple[Notes, dict[str, Notes], str]:
     theirs = fitted("ddp")
     ours = {
-        home: fitted(AngelPTMStrategy(page_size="64KiB", poison=True, disk_path=folder, **settings), closed=True)
+        home: fitted(
+            AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, disk_path=folder, **settings), closed=True
+        )
         for home, settings in HOMES.items()
     }
     try:

@@ -138,7 +138,7 @@ def found_here(build: type[Net], home: str, folder: Path, **settings: Any) -> li
 def test_ranks_do_it_together(build: type[Net], home: str, reduced: str, disk: Path) -> None:
     plain = trained(PutsBack if build is OthersOnEachRank else build, None, disk, 1)
     expected = [*(each.detach().clone() for each in plain.parameters()), *plain.noted]
-    for found in run_ranks(partial(found_here, reduce_gradients=reduced), 2, build, home, disk):
+    for found in run_ranks(partial(found_here, tuning={"reduce_gradients": reduced}), 2, build, home, disk):
         assert len(found) == len(expected)
         for value, other in zip(found, expected, strict=True):
             torch.testing.assert_close(value, other, rtol=0, atol=1e-12)

@@ -29,7 +29,7 @@ def read(path: Path) -> dict[str, Any]:
 def save(training: Training, world_size: int, folder: Path, root: Path, tier: str, kind: str) -> None:
     torch.manual_seed(0)
     keep: list[L.Callback] = [ModelCheckpoint(root, filename="{epoch}")]
-    strategy = make_strategy(folder, tier, state_dict_type=kind)
+    strategy = make_strategy(folder, tier, checkpoints={"state_dict_type": kind})
     trainer = make_trainer(training, strategy, world_size, enable_checkpointing=True, callbacks=keep)
     trainer.fit(training.build(), loader(tokens(training, world_size), world_size))
 
@@ -38,7 +38,7 @@ def go_on(training: Training, world_size: int, folder: Path, root: Path, again: 
     """Loads, saves what was loaded, and trains another epoch."""
     torch.manual_seed(5)
     module = training.build()
-    strategy = make_strategy(folder, tier, state_dict_type=kind)
+    strategy = make_strategy(folder, tier, checkpoints={"state_dict_type": kind})
     trainer = make_trainer(training, strategy, world_size, max_epochs=2, callbacks=[SavesAgain(again)])
     rows = loader(tokens(training, world_size), world_size)
     trainer.fit(module, rows, ckpt_path=str(root / "epoch=0.ckpt"))

@@ -71,7 +71,14 @@ def kept_by_a_rank() -> dict[tuple[str, float, str], int]:
             model.configure_model()
             if how != "one rank":
                 sequence = how == "sequence"
-                CutModule(model, plan_of(model, "auto"), group, strict=False, sequence_parallel=sequence, proven=False)
+                CutModule(
+                    model,
+                    plan_of(model, "auto"),
+                    group,
+                    strict=False,
+                    tensor_parallel={"sequence_parallel": sequence},
+                    proven=False,
+                )
             for name, compute in PARTS.items():
                 found[name, dropout, how] = kept_bytes(model, compute)
     dist.destroy_process_group()
@@ -144,7 +151,7 @@ def kept_when_recomputed(disk: Path) -> dict[bool, int]:
     for sequence in (False, True):
         watch = Kept(SIZES["width"])
         how = Run("gpt", 2, 2, sizes=SIZES, steps=2)
-        train(how, disk, watch, recompute="all", sequence_parallel=sequence)
+        train(how, disk, watch, recompute="all", tensor_parallel={"sequence_parallel": sequence})
         found[sequence] = watch.bytes
     return found
 
@@ -174,7 +181,7 @@ def exchanges(disk: Path) -> dict[str, list[int]]:
     found = {}
     for recompute in ("none", "all", "every 2nd"):
         watch = Exchanges()
-        train(Run("gpt", 2, 2, steps=3), disk, watch, recompute=recompute, sequence_parallel=True)
+        train(Run("gpt", 2, 2, steps=3), disk, watch, recompute=recompute, tensor_parallel={"sequence_parallel": True})
         found[recompute] = watch.of_steps[1:]
     return found
 

@@ -56,7 +56,14 @@ class Measured(RankGroup):
 
 
 def cut(model: LanguageModel, group: Any, *, sequence: bool) -> LanguageModel:
-    CutModule(model, plan_of(model, "auto"), group, strict=False, sequence_parallel=sequence, proven=False)
+    CutModule(
+        model,
+        plan_of(model, "auto"),
+        group,
+        strict=False,
+        tensor_parallel={"sequence_parallel": sequence},
+        proven=False,
+    )
     return model
 
 

@@ -152,7 +152,7 @@ def resumed_by_itself(folder: Path, epochs: int) -> tuple[int, dict[str, torch.T
     module = module_of()
     saves = ModelCheckpoint(folder, save_last=True)
     options = {"max_epochs": epochs, "callbacks": [saves], "enable_checkpointing": True}
-    trainer_of(2, 2, {"resume": "auto"}, **options).fit(module, loader(8))
+    trainer_of(2, 2, {"checkpoints": {"resume": "auto"}}, **options).fit(module, loader(8))
     return len(module.losses), weights_of(module)
 
 

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow  # some thirty fits of one to four ranks
 
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
-    "sharded": {"state_dict_type": "sharded"},
-    "behind": {"state_dict_type": "sharded", "async_save": True, "offload_optimizer": "disk"},
+    "sharded": {"checkpoints": {"state_dict_type": "sharded"}},
+    "behind": {"checkpoints": {"state_dict_type": "sharded", "async_save": True}, "offload_optimizer": "disk"},
 }
 LAYOUTS = ((1, 1), (2, 1), (2, 2), (4, 2))
 """Ranks, and among how many of them layers are cut."""

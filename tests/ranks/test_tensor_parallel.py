@@ -35,7 +35,7 @@ def test_it_learns_what_one_rank_learns(ranks: int, tensor: int, tier: str, whol
 OVER_GLOO = {
     "with data, masters on disk": Run("gpt", 4, 2, "masters_on_disk", way="gloo"),
     "all on disk": Run("gpt", 2, 2, "all_on_disk", way="gloo"),
-    "between sequences": Run("gpt", 2, 2, settings={"sequence_parallel": True}, way="gloo"),
+    "between sequences": Run("gpt", 2, 2, settings={"tensor_parallel": {"sequence_parallel": True}}, way="gloo"),
     "units given up": Run("gpt", 2, 2, "all_on_disk", evictions=0, way="gloo"),
 }
 

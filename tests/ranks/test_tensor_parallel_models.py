@@ -29,7 +29,7 @@ HELD = {
     "qwen3": Run("qwen3", 4, 2),
     "mixtral": Run("mixtral", 2, 2, settings={"recompute": "all"}),
     "gemma": Run("gemma", 2, 2, "all_on_disk"),
-    "gpt2": Run("gpt2", 2, 2, settings={"tensor_parallel_plan": GPT2_PLAN}),
+    "gpt2": Run("gpt2", 2, 2, settings={"tensor_parallel": {"plan": GPT2_PLAN}}),
     "llama with LoRA": Run("llama", 2, 2, "masters_on_disk", sizes={"lora": True}),
 }
 QUICK = ("experts",)

@@ -33,8 +33,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "recompute": "all",
     },
     "lock-free, every 2nd recomputed": {"lock_free": True, "recompute": "every 2nd"},
-    "parts of the sequence": {"sequence_parallel": True},
-    "parts of the sequence, recomputed": {"sequence_parallel": True, "recompute": "all"},
+    "parts of the sequence": {"tensor_parallel": {"sequence_parallel": True}},
+    "parts of the sequence, recomputed": {"tensor_parallel": {"sequence_parallel": True}, "recompute": "all"},
 }
 QUICK = [(2, "three tiers, recomputed")]
 

@@ -185,7 +185,9 @@ class CutByItself(BoringModel):
 
 
 def of_distributed_parameters() -> str:
-    strategy = AngelPTMStrategy(tensor_parallel_size=2, tensor_parallel_plan={"layer": ColwiseParallel(gather=True)})
+    strategy = AngelPTMStrategy(
+        tensor_parallel_size=2, tensor_parallel={"plan": {"layer": ColwiseParallel(gather=True)}}
+    )
     with pytest.raises(ConfigError) as refused:
         L.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False).fit(
             CutByItself()

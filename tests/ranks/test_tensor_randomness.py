@@ -99,14 +99,14 @@ def saved(ranks: int, tensor: int, kind: str, path: Path, inside: float) -> Draw
     """Three steps and a checkpoint, then three more."""
     module = module_of(inside=inside, outside=0.5)
     callbacks = [SaveAfterOneEpoch(path)]
-    trainer = trainer_of(ranks, tensor, {"state_dict_type": kind}, max_epochs=2, callbacks=callbacks)
+    trainer = trainer_of(ranks, tensor, {"checkpoints": {"state_dict_type": kind}}, max_epochs=2, callbacks=callbacks)
     trainer.fit(module, loader(2 * STEPS * (ranks // tensor)))
     return masks_of(module)
 
 
 def resumed(ranks: int, tensor: int, kind: str, path: Path, inside: float) -> Drawn:
     module = module_of(seed=1, inside=inside, outside=0.5)
-    trainer = trainer_of(ranks, tensor, {"state_dict_type": kind}, max_epochs=2)
+    trainer = trainer_of(ranks, tensor, {"checkpoints": {"state_dict_type": kind}}, max_epochs=2)
     trainer.fit(module, loader(2 * STEPS * (ranks // tensor)), ckpt_path=path)
     return masks_of(module)
 

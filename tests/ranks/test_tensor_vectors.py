@@ -21,7 +21,7 @@ from lightning_ptm.errors import CapacityError
 SETTINGS: dict[str, dict[str, Any]] = {
     "in RAM": {},
     "on disk, recomputed": {"offload_parameters": "disk", "offload_optimizer": "disk", "recompute": "all"},
-    "lock-free": {"lock_free": True, "max_staleness": 0, "offload_optimizer": "disk"},
+    "lock-free": {"lock_free": {"max_staleness": 0}, "offload_optimizer": "disk"},
     "beside compute": {"device_memory": "2MiB"},
 }
 QUICK = ("in RAM",)
@@ -291,7 +291,7 @@ def plain_training(module: TwoPasses) -> list[float]:
 def test_files_of_sharded_checkpoints_are_those_of_one_rank(settings: str, disk: Path, tmp_path: Path) -> None:
     """The same names, in the same files at the same places; values but for rounding."""
     names = ["plain", "frozen", "left out", "two optimizers by turns"]
-    chosen = {**SETTINGS[settings], "state_dict_type": "sharded", "async_save": True}
+    chosen = {**SETTINGS[settings], "checkpoints": {"state_dict_type": "sharded", "async_save": True}}
     for ranks in (1, 2):
         run_ranks(train, ranks, ranks, names, chosen, str(disk), str(tmp_path / str(ranks)))
     for name in names:

@@ -88,7 +88,13 @@ def test_a_run_trains_saves_and_goes_on_with_the_same_numbers(
             assert any("slow" in link for link in strategy.statistics().links)
 
     def train(folder: str, resume: Path | None = None) -> Outcome:
-        strategy = cls(page_size="64KiB", poison=True, disk_path=disk, state_dict_type=kind, **SIZES[sizes])
+        strategy = cls(
+            page_size="64KiB",
+            debug={"poison": True},
+            disk_path=disk,
+            checkpoints={"state_dict_type": kind},
+            **SIZES[sizes],
+        )
         found, _ = fit(strategy, tmp_path / folder, resume, callbacks=[Seen()], accumulate_grad_batches=accumulate)
         return found
 

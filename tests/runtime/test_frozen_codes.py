@@ -155,8 +155,8 @@ def test_matrices_of_frozen_units_alone_are_coded_and_take_the_bytes_of_their_co
 def test_a_checkpoint_holds_the_rounded_values_and_going_on_from_it_changes_no_bit(
     strategy_at, tmp_path: Path, kind: str, code: str, home: str, then: str, precision: str
 ) -> None:
-    settings = {"frozen_dtype": code, "state_dict_type": "full" if kind == "full" else "sharded"}
-    settings |= {"async_save": kind == "async"}
+    settings = {"frozen_dtype": code, "checkpoints": {"state_dict_type": "full" if kind == "full" else "sharded"}}
+    settings |= {"checkpoints": {"async_save": kind == "async"}}
     once, again = strategy_at(home, **settings), strategy_at(then, **settings)
     never, _ = run(once, tmp_path / "never", build=Adapted, precision=precision)
     checkpoint = tmp_path / "never" / "epoch=0.ckpt"
@@ -211,7 +211,7 @@ def test_with_a_loss_scale_adapters_learn_on_the_same_codes(strategy_at, tier: s
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_what_is_exported_are_the_rounded_values(strategy_at, tmp_path: Path, kind: str) -> None:
-    strategy = strategy_at("masters_on_disk", frozen_dtype="nf4", state_dict_type=kind)
+    strategy = strategy_at("masters_on_disk", frozen_dtype="nf4", checkpoints={"state_dict_type": kind})
     trained, _ = run(strategy, tmp_path, build=Adapted, precision="bf16-mixed")
     main(["export", str(tmp_path / "last.ckpt"), str(tmp_path / "out")])
     found = load_file(tmp_path / "out" / "model.safetensors")

@@ -80,12 +80,11 @@ def sgd(parameters: Any) -> Any:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "nothing asked": {},
-    "saves behind": {"state_dict_type": "sharded", "async_save": True},
-    "little staging": {"staging_memory": "1MiB"},
+    "saves behind": {"checkpoints": {"state_dict_type": "sharded", "async_save": True}},
+    "little staging": {"tuning": {"staging_memory": "1MiB"}},
     "states of 8 bits, saves behind": {
         "optimizer_state_dtype": "int8",
-        "state_dict_type": "sharded",
-        "async_save": True,
+        "checkpoints": {"state_dict_type": "sharded", "async_save": True},
     },
 }
 
@@ -140,7 +139,7 @@ def test_an_evaluation(strategy_at: Any, tier: str) -> None:
 
 def test_saves_behind_have_buffers_for_frozen_weights_on_disk(strategy_at: Any) -> None:
     """SGD keeps nothing, so nothing else in fp32 is on disk."""
-    strategy = strategy_at("all_on_disk", state_dict_type="sharded", async_save=True)
+    strategy = strategy_at("all_on_disk", checkpoints={"state_dict_type": "sharded", "async_save": True})
     found: list[Any] = []
 
     class Looks(L.Callback):
@@ -211,7 +210,7 @@ class ThreeDtypes(L.LightningModule):
 
 
 def test_a_save_finds_a_page_for_each_dtype_on_disk(strategy_at: Any, tmp_path: Path) -> None:
-    strategy = strategy_at("all_on_disk", state_dict_type="sharded")
+    strategy = strategy_at("all_on_disk", checkpoints={"state_dict_type": "sharded"})
     rows: list[Any] = []
 
     class Saves(L.Callback):

@@ -156,7 +156,11 @@ def test_a_plan_fits_wherever_the_run_does(strategy_at, host_memory) -> None:
     for order in (IN_TURN, IN_FLIGHT, ALL_FIRST):
         looks = Looks()
         strategy = strategy_at(
-            "all_on_disk", host_memory=host_memory, staging_memory="2MiB", poison=False, page_size="64KiB"
+            "all_on_disk",
+            host_memory=host_memory,
+            tuning={"staging_memory": "2MiB"},
+            debug={"poison": False},
+            page_size="64KiB",
         )
         fit(lambda order=order: Large(order), LARGE, strategy, "32-true", callbacks=[looks])
         assert looks.ticks[-1] == 1 + 4 * 4 + 4 * 5, "no plan was found for what the run does"

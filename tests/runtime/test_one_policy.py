@@ -31,7 +31,7 @@ def logs(strategy: Any, patch: pytest.MonkeyPatch, *, slow: bool, **options: Any
 
 LATE = {"gradient_clip_val": 1.0}
 """Updates come at the step."""
-LITTLE = {"staging_memory": "2MiB"}
+LITTLE = {"tuning": {"staging_memory": "2MiB"}}
 NARROW = {**LITTLE, "host_memory": "2944KiB"}
 """Of RAM, so that compute waits for updates where the gradients of more than two units do."""
 

@@ -112,7 +112,7 @@ SEEN = {
 def test_a_run_shows_what_takes_long_with_bytes_and_rate(strategy_at, kind: str, tmp_path: Path) -> None:
     first, then = SEEN[kind]
     for resume, wanted in ((None, first), (tmp_path / "run" / "epoch=0.ckpt", first | then)):
-        strategy = strategy_at("masters_on_disk", state_dict_type=kind)
+        strategy = strategy_at("masters_on_disk", checkpoints={"state_dict_type": kind})
         strategy.progress = AT_ONCE
         with on_terminal() as terminal:
             fit(strategy, tmp_path / ("again" if resume else "run"), resume, enable_progress_bar=True)
@@ -169,7 +169,7 @@ def test_what_is_written_behind_training_is_shown_when_it_is_waited_for(strategy
                 shown.wait(60)
             super().fsync(fd)
 
-    strategy = sharded(strategy_at, "masters_on_disk", async_save=True)
+    strategy = sharded(strategy_at, "masters_on_disk", checkpoints={"async_save": True})
     strategy.progress, strategy.save_ops = AT_ONCE, Slow()
     with on_terminal(lambda text: shown.set() if "saving epoch=0.ckpt" in text else None) as terminal:
         fit(strategy, tmp_path, enable_progress_bar=True)

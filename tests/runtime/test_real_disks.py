@@ -17,6 +17,7 @@ import torch
 from kit.checkpoint_runs import BATCHES, names_in, same
 from kit.plain_loop import make_trainer
 from kit.real_disks import break_down, fill, mounted
+from kit.settings import merged
 from kit.stacks import ScheduledStack
 
 from lightning_ptm import AngelPTMStrategy, CheckpointError, PageIOError
@@ -26,9 +27,9 @@ from lightning_ptm.sharded import load
 SIZE = 64 << 20
 SAVES: dict[str, dict[str, Any]] = {
     "full": {},
-    "sharded": {"state_dict_type": "sharded"},
-    "async": {"state_dict_type": "sharded", "async_save": True},
-    "lock-free": {"state_dict_type": "sharded", "async_save": True, "lock_free": True, "max_staleness": 0},
+    "sharded": {"checkpoints": {"state_dict_type": "sharded"}},
+    "async": {"checkpoints": {"state_dict_type": "sharded", "async_save": True}},
+    "lock-free": {"checkpoints": {"state_dict_type": "sharded", "async_save": True}, "lock_free": {"max_staleness": 0}},
 }
 
 
@@ -95,7 +96,9 @@ def check_kept(kept: Path, expected: Path) -> None:
 @pytest.fixture
 def expected(tmp_path: Path) -> Path:
     """Checkpoints of a run in RAM."""
-    trained(AngelPTMStrategy(state_dict_type="full"), SavesAfterSteps(tmp_path / "expected", lambda: None))
+    trained(
+        AngelPTMStrategy(checkpoints={"state_dict_type": "full"}), SavesAfterSteps(tmp_path / "expected", lambda: None)
+    )
     return tmp_path / "expected"
 
 
@@ -107,7 +110,7 @@ def test_a_save_finds_the_disk_full_that_has_the_pages(
 ) -> None:
     with mounted(tmp_path / "disk", "ext4", SIZE) as disk:
         saves = SavesAfterSteps(disk / "kept", lambda: fill(disk))
-        strategy = make(disk, **SAVES[kind], failed_save="go_on" if goes_on else "stop")
+        strategy = make(disk, **merged(SAVES[kind], checkpoints={"on_failure": "warn" if goes_on else "stop"}))
         if goes_on:
             with pytest.warns(UserWarning, match=f"the run goes on.*{os.strerror(errno.ENOSPC)}"):
                 ours = trained(strategy, saves)

@@ -371,7 +371,7 @@ class _Kept(L.Callback):
 )
 def test_freed_memory_is_kept_where_there_is_enough(strategy_at, tier, precision, freed, kept) -> None:
     seen = _Kept()
-    make_trainer(strategy_at(tier, freed_memory=freed), precision=precision, callbacks=[seen]).fit(
+    make_trainer(strategy_at(tier, tuning={"freed_memory": freed}), precision=precision, callbacks=[seen]).fit(
         make(), BATCHES.loader()
     )
     assert seen.freed is kept
@@ -383,6 +383,6 @@ def test_freed_memory_is_kept_where_there_is_enough(strategy_at, tier, precision
 def test_freed_memory_goes_back_where_ram_is_short(strategy_at, monkeypatch, tier, freed, kept) -> None:
     monkeypatch.setattr(machine, "free_host_bytes", lambda: 8 << 20)
     seen = _Kept()
-    strategy = strategy_at(tier, freed_memory=freed, host_memory="64MiB")
+    strategy = strategy_at(tier, tuning={"freed_memory": freed}, host_memory="64MiB")
     make_trainer(strategy, callbacks=[seen]).fit(make(), BATCHES.loader())
     assert seen.freed is kept

@@ -52,7 +52,7 @@ IN_RAM = {"ram": {}, "masters_on_host": {"device_memory": "2MiB", "host_memory":
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_it_is_what_the_run_would_have_saved(strategy_at, kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
     def strategy() -> Any:
-        return strategy_at("ram", state_dict_type=kind, **settings)
+        return strategy_at("ram", checkpoints={"state_dict_type": kind}, **settings)
 
     inside, after = tmp_path / "inside.ckpt", tmp_path / "after.ckpt"
     never, _ = fit(strategy(), tmp_path / "never", build=Odd)
@@ -79,7 +79,9 @@ def test_states_that_ram_has_no_room_for_have_ended(
     strategy_at, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restore, "free_host_bytes", room_for_weights_alone)
-    outcome, trainer = fit(strategy_at("masters_on_disk", state_dict_type=kind), tmp_path / "run", max_epochs=1)
+    outcome, trainer = fit(
+        strategy_at("masters_on_disk", checkpoints={"state_dict_type": kind}), tmp_path / "run", max_epochs=1
+    )
     with pytest.raises(UsageError, match=r"save inside the run, as ModelCheckpoint does, or give .*weights_only=True"):
         trainer.save_checkpoint(tmp_path / "x.ckpt")
     trainer.save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
@@ -89,7 +91,7 @@ def test_states_that_ram_has_no_room_for_have_ended(
 
 
 def test_weights_that_were_not_given_back_have_ended(strategy_at, tmp_path: Path) -> None:
-    trainer = make_trainer(sharded(strategy_at, "ram", restore_weights=False), max_epochs=1)
+    trainer = make_trainer(sharded(strategy_at, "ram", tuning={"restore_weights": False}), max_epochs=1)
     trainer.fit(Full(), BATCHES.loader())
     with pytest.raises(UsageError, match=r"not put back into the module.*save inside the run"):
         trainer.save_checkpoint(tmp_path / "x.ckpt")

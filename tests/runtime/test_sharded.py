@@ -158,7 +158,7 @@ def test_last_finds_the_newest_and_old_ones_are_removed(strategy_at, tmp_path: P
 @cache
 def undamaged(base: Path) -> Path:
     place = Path(mkdtemp(dir=base))
-    strategy = AngelPTMStrategy(page_size="64KiB", poison=True, state_dict_type="sharded")
+    strategy = AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, checkpoints={"state_dict_type": "sharded"})
     fit(strategy, place)
     return place / "last.ckpt"
 
@@ -317,7 +317,7 @@ def test_places_where_no_checkpoint_can_be(strategy_at, tmp_path: Path) -> None:
 
 def test_a_setting_that_does_not_exist() -> None:
     with pytest.raises(ConfigError, match="use 'full' or 'sharded'"):
-        AngelPTMStrategy(state_dict_type="shared")
+        AngelPTMStrategy(checkpoints={"state_dict_type": "shared"})
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_rounded_states_train_almost_as_exact_ones(word: str, in_ram: dict[str, 
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk"])
 def test_going_on_equals_never_having_stopped(strategy_at, home: str, kind: str, word: str, tmp_path: Path) -> None:
     def strategy() -> AngelPTMStrategy:
-        return strategy_at(home, optimizer_state_dtype=word, state_dict_type=kind)
+        return strategy_at(home, optimizer_state_dtype=word, checkpoints={"state_dict_type": kind})
 
     never, _ = fit(strategy(), tmp_path / "never")
     again, _ = fit(strategy(), tmp_path / "again", tmp_path / "never" / "epoch=0.ckpt", seed=1)
@@ -76,8 +76,8 @@ def test_checkpoints_of_any_kind_hold_the_fp32_that_pages_stand_for(strategy_at,
     found = []
     for name, settings in {
         "full": {},
-        "sharded": {"state_dict_type": "sharded"},
-        "behind": {"state_dict_type": "sharded", "async_save": True},
+        "sharded": {"checkpoints": {"state_dict_type": "sharded"}},
+        "behind": {"checkpoints": {"state_dict_type": "sharded", "async_save": True}},
     }.items():
         fit(strategy_at("masters_on_disk", optimizer_state_dtype=word, **settings), tmp_path / name)
         found.append(states_in(tmp_path / name / "epoch=1.ckpt"))
@@ -107,10 +107,15 @@ def test_a_run_goes_on_from_checkpoints_of_runs_with_other_states(
     strategy_at, first: str, second: str, kind: str, tmp_path: Path
 ) -> None:
     never, _ = fit(sharded(strategy_at, "ram") if kind == "sharded" else strategy_at("ram"), tmp_path / "never")
-    fit(strategy_at("masters_on_disk", optimizer_state_dtype=first, state_dict_type=kind), tmp_path / "first")
+    fit(
+        strategy_at("masters_on_disk", optimizer_state_dtype=first, checkpoints={"state_dict_type": kind}),
+        tmp_path / "first",
+    )
     path = tmp_path / "first" / "epoch=0.ckpt"
     again, _ = fit(
-        strategy_at("masters_on_disk", optimizer_state_dtype=second, state_dict_type=kind), tmp_path / "second", path
+        strategy_at("masters_on_disk", optimizer_state_dtype=second, checkpoints={"state_dict_type": kind}),
+        tmp_path / "second",
+        path,
     )
     for mine, theirs in zip(again.losses, never.losses[HALF:], strict=True):
         assert abs(float(mine) / float(theirs) - 1) < 0.02

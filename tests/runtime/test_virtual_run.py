@@ -62,12 +62,12 @@ def replayed(found: Blueprint, fixed_pages: int = 0, *, follows: bool = True) ->
         ),
         # Reduced once a step, from `.grad`: nothing until the end, when all are laid out.
         (
-            {"machine": CLUSTER, "ranks": 2, "keep_gradients": True, "reduce_gradients": "each_step"},
+            {"machine": CLUSTER, "ranks": 2, "keep_gradients": True, "tuning": {"reduce_gradients": "each_step"}},
             True,
             [7, 7, 7, 7, 7, 7, 4, 2, 12],
         ),
         (
-            {"machine": CLUSTER, "ranks": 2, "keep_gradients": True, "reduce_gradients": "each_step"},
+            {"machine": CLUSTER, "ranks": 2, "keep_gradients": True, "tuning": {"reduce_gradients": "each_step"}},
             False,
             [7, 7, 7, 7, 7, 7, 7, 7, 7],
         ),

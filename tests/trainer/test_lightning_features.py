@@ -197,7 +197,7 @@ def test_options_and_callbacks(strategy_at, tier, name) -> None:
 @cache
 def not_averaged() -> dict[str, Tensor]:
     """What training without such a callback leaves under mixed precision."""
-    return fitted(AngelPTMStrategy(page_size="64KiB", poison=True), precision="bf16-mixed")["state"]  # type: ignore[no-any-return]
+    return fitted(AngelPTMStrategy(page_size="64KiB", debug={"poison": True}), precision="bf16-mixed")["state"]  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow_unless("ram-WeightAveraging", "three_tiers-WeightAveraging", "lock_free_three_tiers-<lambda>")
@@ -216,7 +216,9 @@ def test_masters_are_averaged_under_mixed_precision(strategy_at, tier, averaging
 
 def test_sharded_checkpoints_have_no_place_for_averages(strategy_at) -> None:
     with pytest.raises(ConfigError, match=r"EMAWeightAveraging saves two sets of weights.*use state_dict_type='full'"):
-        trainer(strategy_at("ram", state_dict_type="sharded"), callbacks=[cb.EMAWeightAveraging()]).fit(model())
+        trainer(
+            strategy_at("ram", checkpoints={"state_dict_type": "sharded"}), callbacks=[cb.EMAWeightAveraging()]
+        ).fit(model())
 
 
 @pytest.mark.slow_unless("three_tiers-32-true")
@@ -291,7 +293,7 @@ def test_a_checkpoint_after_the_run(strategy_at, tier, tmp_path) -> None:
 
 @pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_weights_that_were_not_put_back_are_not_saved(strategy_at, tier, tmp_path) -> None:
-    run = trainer(strategy_at(tier, restore_weights=False), max_epochs=1)
+    run = trainer(strategy_at(tier, tuning={"restore_weights": False}), max_epochs=1)
     run.fit(model())
     with pytest.raises(UsageError, match="not put back"):
         run.save_checkpoint(tmp_path / "x.ckpt")

@@ -42,7 +42,7 @@ class Regression(LightningModule):
 
 
 def ours(**settings: Any) -> AngelPTMStrategy:
-    return AngelPTMStrategy(page_size="64KiB", poison=True, **settings)
+    return AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, **settings)
 
 
 def fit(strategy: Strategy, plugin: Any, resume: Path | None = None, max_epochs: int = 1) -> tuple[Regression, Trainer]:
@@ -98,7 +98,7 @@ def others(name: str) -> Strategy:
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_another_strategy_goes_on_with_our_scale(kind: str, tmp_path: Path) -> None:
-    strategy = ours(state_dict_type=kind)
+    strategy = ours(checkpoints={"state_dict_type": kind})
     _, trainer = fit(strategy, AngelPTMPrecision("16-mixed", LossScale(SCALE, growth_interval=GROWTH)))
     path = tmp_path / "x.ckpt"
     trainer.save_checkpoint(path)

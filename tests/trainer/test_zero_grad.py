@@ -40,7 +40,7 @@ class ByHand(LightningModule):
 def losses(**settings: Any) -> Tensor:
     torch.manual_seed(0)
     model = ByHand()
-    trainer = quiet_trainer(AngelPTMStrategy(page_size="64KiB", poison=True, **settings), max_steps=4)
+    trainer = quiet_trainer(AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, **settings), max_steps=4)
     data = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
     trainer.fit(model, DataLoader(TensorDataset(data), batch_size=4))
     return torch.stack(model.losses)

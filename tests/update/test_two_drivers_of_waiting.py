@@ -48,7 +48,7 @@ class Both(SharedCores):
             rates,
             chunk_numel=CHUNK,
             staging=room,
-            max_staleness=bound,
+            lock_free={"max_staleness": bound},
         )
         self.bench = WithPlaces(spares=spares, room=room, sizes=sizes, foreseeable=foreseeable)
         self.planned: list[GradientAct] = []

@@ -287,7 +287,7 @@ def resumed_from_a_copy(folder: Path) -> list[str]:
     training, rank = Training(Tower, batches=2), int(os.environ["RANK"])
     data, told = loader(tokens(training, 2), 2), []
     for kind in ("full", "sharded"):
-        strategy = make_strategy(folder, "ram", state_dict_type=kind)
+        strategy = make_strategy(folder, "ram", checkpoints={"state_dict_type": kind})
         trainer = make_trainer(training, strategy, 2)
         trainer.fit(training.build(), data)
         trainer.save_checkpoint(folder / kind)

@@ -53,7 +53,7 @@ class Place:
         os.environ.setdefault("RANK", "0")
         strategy = AngelPTMStrategy(
             page_size="64KiB",
-            poison=True,
+            debug={"poison": True},
             disk_path=str(self.disk),
             tensor_parallel_size=self.tensor,
             timeout=timedelta(seconds=60),
@@ -205,7 +205,7 @@ def activations_in_ram(place: Place) -> Seen:
     decide._check_device_of_its_own = lambda machine: None
     offload.LEAST_BYTES = 512
     module, sent = seeded(PreciseGPT), Sent()
-    place.trainer({"activations": "host"}, callbacks=[sent]).fit(module, loader())
+    place.trainer({"offload_activations": "host"}, callbacks=[sent]).fit(module, loader())
     return {"went": sent.count > 0, **learnt(module)}
 
 
@@ -260,7 +260,7 @@ def exported(place: Place) -> Seen:
             def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
                 trainer.save_checkpoint(path / "inside")  # noqa: B023 called in this round
 
-        trainer = place.trainer({"state_dict_type": kind}, callbacks=[Save()])
+        trainer = place.trainer({"checkpoints": {"state_dict_type": kind}}, callbacks=[Save()])
         trainer.fit(module, loader())
         trainer.save_checkpoint(path / "behind", weights_only=True)
         for when in ("inside", "behind"):

@@ -104,10 +104,10 @@ def trainer_of(
     os.environ.setdefault("RANK", "0")
     own: dict[str, Any] = {
         "page_size": "64KiB",
-        "poison": True,
+        "debug": {"poison": True},
         "units": ["Block"],
         "tensor_parallel_size": tensor,
-        "tensor_parallel_plan": PLAN if tensor > 1 else "auto",
+        "tensor_parallel": {"plan": PLAN if tensor > 1 else "auto"},
         "timeout": timedelta(seconds=60),
     }
     options: dict[str, Any] = {"devices": ranks, "precision": "64-true", "max_epochs": 1, "num_sanity_val_steps": 0}

@@ -304,7 +304,7 @@ def _train(how: Run, disk: Path, *callbacks: L.Callback) -> Outcome:
     module = build(how.model, how.sizes)
     strategy = AngelPTMStrategy(
         page_size="64KiB",
-        poison=True,
+        debug={"poison": True},
         disk_path=str(disk),
         tensor_parallel_size=how.tensor,
         timeout=timedelta(seconds=60),

@@ -27,6 +27,7 @@ from kit.memory import LEAST, strategy_with
 from kit.outcomes import Outcome
 from kit.products import products_of
 from kit.ranks.models import VOCABULARY, Tower
+from kit.settings import merged
 from lightning_ptm import AngelPTMStrategy
 
 BATCH = 4
@@ -42,7 +43,7 @@ TIERS: dict[str, dict[str, Any]] = {
         "offload_parameters": "host",
         "offload_optimizer": "disk",
     },
-    "lock_free": {"lock_free": True, "max_staleness": 0},
+    "lock_free": {"lock_free": {"max_staleness": 0}},
 }
 """Where model states live, as settings of the strategy."""
 PLACES = {**TIERS, "tight": {"device_memory": LEAST, "offload_parameters": "disk", "offload_optimizer": "disk"}}
@@ -96,7 +97,8 @@ def loader(rows: Tensor, world_size: int, batch_size: int = BATCH) -> DataLoader
 
 def make_strategy(folder: Path | str, tier: str = "ram", **settings: Any) -> AngelPTMStrategy:
     """With the smallest pages, poisoned when they are released."""
-    chosen = {"page_size": "64KiB", "poison": True, "disk_path": str(folder), **PLACES[tier], **settings}
+    base = {"page_size": "64KiB", "debug": {"poison": True}, "disk_path": str(folder)}
+    chosen = merged(base, PLACES[tier], settings)
     return strategy_with(timeout=timedelta(seconds=TIMEOUT_S), **chosen)
 
 
