@@ -1,8 +1,9 @@
-"""torch's parametrizations that are put on and taken off within a forward, as PEFT does for LoRA on packed experts
-(`target_parameters`).
+"""Support for torch parametrizations that are registered and removed within a forward, as PEFT does for LoRA on packed
+experts (`target_parameters`).
 
-Owns nothing. Putting one on gives the parameter the data that it has (`parameter.set_(parameter)`), which changes nothing and
-which torch counts as a write; what is written to a parameter in pages is lost, so writes are refused (binding.py).
+Owns nothing. Registering a parametrization sets the parameter's data to itself (`parameter.set_(parameter)`), which
+changes nothing but which torch counts as a write. Writes to parameters in pages are refused, since they would be lost
+(binding.py).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 _SETS_DATA = "_maybe_set"
-"""What torch puts a parametrization on with; takes the tensor and whose data it gets."""
+"""torch's function that registering calls, with the target tensor and the tensor whose data it gets."""
 
 
 @contextmanager
 def parametrizing_is_no_write() -> Iterator[None]:
-    """Inside, a parametrization that leaves its parameter's data alone does not count as a write to it."""
+    """Inside, a parametrization that leaves its parameter's data unchanged does not count as a write to it."""
     original: Any = getattr(parametrize, _SETS_DATA, None)
     if original is None:
         yield
