@@ -164,7 +164,7 @@ def test_a_parameter_is_updated_with_the_group_that_it_is_in(in_backward: bool, 
         first["params"].append(torch.nn.Parameter(torch.zeros(3)))
         assert it.updates.groups.outgrown(0)
         with pytest.raises(
-            UsageError, match=r"shape \(3,\) was put into a group of SGD during the run.* between two batches"
+            UsageError, match=r"shape \(3,\) was put into a group of SGD during a batch.* between two batches"
         ):
             it.step()
         first["params"].pop()

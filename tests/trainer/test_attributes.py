@@ -62,7 +62,7 @@ OF_LIGHTNING = {
 NOT_YET = {
     "before_change": "gradients are made before the updates that they wait for (runtime/engine/engine.py)",
     "while_waiting": "as before_change",
-    "give_units_up": "gradients are made before the executor",
+    "release_idle_units": "gradients are made before the executor",
     "sampling": "a model is told how to sample (commands/generate.py)",
     "told": "as sampling",
 }

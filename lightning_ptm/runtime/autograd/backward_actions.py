@@ -87,7 +87,7 @@ class BackwardActions:
         self._not_updated = []
         self._of_the_loss = False
 
-    # -- called by the hooks ----------------------------------------------------------------------------------------------
+    # -- called by the hooks -------------------------------------------------------------------------------------------
 
     def another_gradient(self, unit: int, parameter: Tensor) -> None:
         """Moves a parameter's `.grad` into its pages before a further gradient of the same pass is added to it.
@@ -119,7 +119,7 @@ class BackwardActions:
         for flat in self._all_flats():
             flat.gradient.grad_attribute.resolve()
         for flat in self._all_flats():
-            flat.gradient.grad_attribute.used.follow_forgetting()
+            flat.gradient.grad_attribute.used.drop_removed()
             flat.gradient.grad_attribute.hide()
 
     def backward_ended(self) -> None:

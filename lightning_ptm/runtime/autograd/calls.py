@@ -160,7 +160,7 @@ class Calls:
         """Returns the state of `unit`."""
         return self._units[unit].state
 
-    # -- forward ------------------------------------------------------------------------------------------------------
+    # -- forward -------------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Forgets all calls: those whose backward has not come will have none."""
@@ -184,7 +184,7 @@ class Calls:
             entry.missing += self._trained(unit)
         entry.recomputed += 1
 
-    # -- backward -----------------------------------------------------------------------------------------------------
+    # -- backward ------------------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
         """Begins a backward pass: every unit is at rest."""

@@ -166,7 +166,7 @@ class Hooks:
         finally:
             self._saved.end(0)
 
-    # -- forward ------------------------------------------------------------------------------------------------------
+    # -- forward -------------------------------------------------------------------------------------------------------
 
     def _attach(self, unit: Unit, recompute: bool) -> None:
         if self._stores[unit.index].elsewhere:
@@ -315,7 +315,7 @@ class Hooks:
                 tensor.register_hook(OwnHook(self._output_gradient, index))
             self._completion.watch_graph_exits(index, call, outputs)
 
-    # -- backward -----------------------------------------------------------------------------------------------------
+    # -- backward ------------------------------------------------------------------------------------------------------
 
     @not_compiled
     @on_compute_stream

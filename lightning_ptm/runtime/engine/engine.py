@@ -389,8 +389,8 @@ class Engine:
             self.offload = activations_offload(self.module, self.backend, self.stream, self.allocator, self.events)
             self._undo.callback(self.offload.close)
         for flat in self._all_flats():
-            flat.gradient.shard.give_units_up = self.executor.release_all
-            self._undo.callback(flat.gradient.grad_attribute.let_go)
+            flat.gradient.shard.release_idle_units = self.executor.release_all
+            self._undo.callback(flat.gradient.grad_attribute.make_plain)
             self._undo.callback(flat.gradient.shard.end_additions)
         self.backwards: BackwardActions = BackwardActions(
             blueprint.units,
