@@ -53,9 +53,9 @@ def decided(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = Fals
     if (engine.barriers.failed and not engine.communicator.alone) or engine.values.unknown or not wanted:
         return GivenBack.NONE
     every, trained = _needed(engine, ranks_here, whole=whole)
-    if engine.barriers.all_say(every <= free_host_bytes()):
+    if engine.barriers.all_agree(every <= free_host_bytes()):
         return GivenBack.ALL
-    return GivenBack.TRAINED if engine.barriers.all_say(trained <= free_host_bytes()) else GivenBack.WRITTEN
+    return GivenBack.TRAINED if engine.barriers.all_agree(trained <= free_host_bytes()) else GivenBack.WRITTEN
 
 
 def _untouched_bytes(engine: Engine) -> int:
@@ -195,7 +195,7 @@ def optimizer_states(
     in_memory, on_disk = engine.optimizer_state_bytes(on_disk=False), engine.optimizer_state_bytes(on_disk=True)
     room = free_host_bytes() // 2 if on_disk else free_host_bytes()
     # Ranks that hold different experts may keep them in different tiers.
-    if not engine.barriers.all_say(in_memory + on_disk <= room):
+    if not engine.barriers.all_agree(in_memory + on_disk <= room):
         return False
     for optimizer in optimizers:
         give_back_optimizer_state(engine, optimizer, keep=optimizer in kept)

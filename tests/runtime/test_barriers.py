@@ -134,7 +134,7 @@ def test_a_rank_waits_at_a_point_for_one_that_is_before_it_and_takes_part_in_wha
 def test_ranks_meet_before_they_tell_each_other_whether_all_has_gone_well() -> None:
     """Others may still gather what they need of this one for it."""
     it = Rank()
-    with it.barriers.together():
+    with it.barriers.errors_on_all_ranks():
         assert it.other.rounds == []
     assert it.other.rounds_before == [1]
 

@@ -64,7 +64,7 @@ def test_a_bound_may_change() -> None:
     driven.produced(2, 2, 2)
     driven.it.begin_iteration(training=True)
     assert driven.it.pending(1)
-    driven.it.bound_is(2)
+    driven.it.set_bound(2)
     assert not driven.it.pending(1) and driven.it.bound == 2
 
 
@@ -90,7 +90,7 @@ def test_a_step_ends_the_reading_of_its_optimizers_flats_alone() -> None:
         driven.buffering.publish(place, 1)
     driven.it.adopt_all()
     assert [flat.pages for flat in driven.flats] == ["0 with 1", "1 with 1", "first"]
-    driven.it.no_graph_needs({2})
+    driven.it.release_reads({2})
     driven.it.adopt_all()
     assert driven.flats[2].pages == "2 with 1"
 
@@ -104,7 +104,7 @@ def test_what_was_read_before_newer_values_came_is_told() -> None:
     assert driven.it.newer_than_read() == [driven.clocks[1]]  # the third was not read
     driven.clocks[0].exact = False
     assert driven.it.newer_than_read() == driven.clocks[:2]
-    driven.it.all_over()
+    driven.it.release_all_reads()
     assert driven.it.newer_than_read() == []
 
 

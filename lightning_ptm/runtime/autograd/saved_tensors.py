@@ -1,12 +1,12 @@
-"""Saved-tensor hooks that replace page memory in the autograd graph by names, so that pages may be released (design
-section 4).
+"""Saved-tensor hooks that put names in place of page memory into the autograd graph, so that pages may be released.
 
-Owns the saved-tensor hooks in force during steps and calls of units. Does not decide when pages move.
+Owns the saved-tensor hooks in force during steps and calls of units (section 4 of the design). Does not decide when
+pages move.
 
-I1: a saved tensor whose storage is in pages is packed by name (parameter, offset, shape, strides, dtype) and, when the
-    backward reads it, read from wherever the parameter is then, whichever unit computes and whoever saves it. A saved
-    tensor that is in pages and is not part of a parameter is refused. For parameters that never move, torch's own
-    version check applies.
+I1: a saved tensor whose storage is in pages is packed by name (parameter, offset, shape, strides, dtype). When the
+    backward reads it, it is taken from wherever the parameter is then, whichever unit computes and whichever saves it.
+    A saved tensor that is in pages and is not part of a parameter is refused. For parameters that never move, torch's
+    own version check applies.
 I2: saved-tensor hooks of others keep their effect on all other tensors, whether they were entered around ours or
     inside.
 I3: with `offload_activations="host"`, the other tensors that a call of a unit saves go to runtime/autograd/offload.py,

@@ -189,10 +189,10 @@ class GradAttribute:
         if not self._shown and not self.used.any and all(each is None for each in self.partial_sums):
             return
         for slot, parameter in enumerate(self._binding.parameters):
-            elsewhere = self.partial_sums[slot] is not None or parameter.grad is self._shown.get(slot, self)
-            elsewhere |= self.used.is_mixed_sum(slot)
+            is_partial = self.partial_sums[slot] is not None or parameter.grad is self._shown.get(slot, self)
+            is_partial |= self.used.is_mixed_sum(slot)
             # the engine itself has registered one
-            if elsewhere and len(parameter._post_accumulate_grad_hooks or ()) > 1:
+            if is_partial and len(parameter._post_accumulate_grad_hooks or ()) > 1:
                 raise UsageError(
                     f"{self._names[slot]} has a hook of register_post_accumulate_grad_hook, which would find only "
                     "this backward pass's gradient in .grad, since the sum of earlier passes is in pages; use "

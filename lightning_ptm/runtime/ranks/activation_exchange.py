@@ -115,8 +115,8 @@ class ActivationExchange:
         what = f"the {name} of {layer or 'no layer'} ({phase}, {tuple(value.shape)}, {value.dtype})"
         self._since.append(what)
         if self._met != self._executor.occasions:
-            told = f"{self._issued} {self._digest} {what}"
-            self._barriers.meet_group(self._group, self._communicator.world_size, told)
+            description = f"{self._issued} {self._digest} {what}"
+            self._barriers.meet_group(self._group, self._communicator.world_size, description)
             self._met = self._executor.occasions
             self._since = [what]
         self._issued += 1

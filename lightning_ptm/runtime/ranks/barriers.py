@@ -105,7 +105,7 @@ class Barriers:
         """Nothing collective happens here any more; set by `fail`."""
         self._differences = ""
         """Why this rank is about to lay out its pages again; part of the error on the other ranks if these are not."""
-        self._told: dict[str, str] = {}
+        self._must_match: dict[str, str] = {}
         """Values that must be equal on all ranks, as text, by description."""
         self._since = 0
         """Iterations since the last barrier of all ranks: evaluation may have more batches on one rank than on another.
@@ -156,17 +156,17 @@ class Barriers:
         self._gather(Gathering(group << 24 | number, size), Together.EXCHANGE)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def errors_on_all_ranks(self) -> Iterator[None]:
         """Raises an exception of the block on all ranks, if any rank raised one. Collective, at the end of the block."""
         with raise_on_all_ranks(self._communicator, partial(self.meet, Together.BY_HAND, "results")):
             yield
 
-    def told(self, value: Any, source: int = 0) -> Any:
+    def broadcast(self, value: Any, source: int = 0) -> Any:
         """Broadcasts a value of one rank to all. Collective."""
         self.meet(Together.BY_HAND, f"value of rank {source}")
         return self._communicator.broadcast_object(value, source)
 
-    def all_say(self, yes: bool) -> bool:
+    def all_agree(self, yes: bool) -> bool:
         """Whether `yes` is true on all ranks. Collective."""
         self.meet(Together.BY_HAND, "question")
         refused = torch.tensor([0 if yes else 1], dtype=torch.int64)
@@ -186,7 +186,7 @@ class Barriers:
                 "all ranks"
             )
 
-    def rearranged(self, differences: str) -> None:
+    def check_relayout(self, differences: str) -> None:
         """Waits for all ranks before pages are laid out again because parameters have changed.
 
         Args:
@@ -229,16 +229,16 @@ class Barriers:
         others = [each for each in Together if seen & each & ~mine]
         if not others:
             return
-        told = f"rank {self._communicator.rank} {doing} and another rank {others[0]}"
+        situation = f"rank {self._communicator.rank} {doing} and another rank {others[0]}"
         if seen & Together.END_OF_EPOCH and seen & (Together.TRAINING_BATCH | Together.TRAINING_STEP):
-            reason = f"{told}: they got different numbers of training batches; {_AS_MANY_BATCHES}"
+            reason = f"{situation}: they got different numbers of training batches; {_AS_MANY_BATCHES}"
         elif seen & Together.REARRANGED:
-            reason = f"{told}, so they would wait for each other for ever; {_ALIKE}"
+            reason = f"{situation}, so they would wait for each other for ever; {_ALIKE}"
         elif seen & Together.BY_HAND:
-            reason = f"{told}, so they would wait for each other for ever; {_ON_ALL_RANKS}"
+            reason = f"{situation}, so they would wait for each other for ever; {_ON_ALL_RANKS}"
         else:
             reason = (
-                f"{told}, so they would wait for each other for ever; call collectives and step optimizers on all "
+                f"{situation}, so they would wait for each other for ever; call collectives and step optimizers on all "
                 f"ranks, equally often, and {_AS_MANY_BATCHES}"
             )
         self.agreement.give_up(reason)
@@ -252,20 +252,20 @@ class Barriers:
         """
         self.agreement.compare(ranks, done)
 
-    def loss_is(self, loss: float) -> None:
+    def record_loss(self, loss: float) -> None:
         """Records this rank's loss; the ranks of its tensor group compare theirs at their next barrier."""
         self.agreement.compare_number(loss)
         rank = self._communicator.rank
         group = next(number for number, ranks in enumerate(self.agreement.alike) if rank in ranks)
-        self._told[f"the loss in tensor group {group}"] = f"{loss:.6g}"
+        self._must_match[f"the loss in tensor group {group}"] = f"{loss:.6g}"
 
-    def hyper_parameters_are(self, numbers: Mapping[str, str]) -> str:
+    def record_hyper_parameters(self, numbers: Mapping[str, str]) -> str:
         """Records the hyper-parameters that optimizers update with, by description.
 
         Returns:
             The deed of a training step that begins with them, as `come_together` compares it.
         """
-        self._told.update(numbers)
+        self._must_match.update(numbers)
         return repr(sorted(numbers.items()))
 
     def _check_alike(self, seen: int) -> None:
@@ -289,15 +289,15 @@ class Barriers:
         """
         ranks = range(self._communicator.world_size)
         place = f"{self._differences} ({whereabouts()})" if self._differences else whereabouts()
-        ours = (reason, place, self._communicator.exchanged(), self._told)
-        told = [
+        ours = (reason, place, self._communicator.exchanged(), self._must_match)
+        states = [
             self._communicator.broadcast_object(ours if rank == self._communicator.rank else None, rank)
             for rank in ranks
         ]
-        reason = reason or next((each for each, *_ in told if each), "a rank has given up")
-        places = ", ".join(f"rank {rank} {place}" for rank, (_, place, *_) in enumerate(told))
-        exchanged = {rank: each for rank, (_, _, each, _) in enumerate(told)}
-        text = f"{explained(reason, exchanged)}{_differences([each for *_, each in told])} [{places}]"
+        reason = reason or next((each for each, *_ in states if each), "a rank has given up")
+        places = ", ".join(f"rank {rank} {place}" for rank, (_, place, *_) in enumerate(states))
+        exchanged = {rank: each for rank, (_, _, each, _) in enumerate(states)}
+        text = f"{explained(reason, exchanged)}{_differences([each for *_, each in states])} [{places}]"
         self.fail(text)
         return text
 
@@ -320,17 +320,17 @@ class Barriers:
         self._check_nobody_else(self.reach(position), 0, "is in an optimizer step")
 
 
-def _differences(told: Sequence[Mapping[str, str]]) -> str:
+def _differences(values: Sequence[Mapping[str, str]]) -> str:
     """Text of the values that differ between ranks but must be equal.
 
     Args:
-        told: by rank.
+        values: by rank.
     """
     found = []
-    for name in dict.fromkeys(name for each in told for name in each):
-        values = {rank: each[name] for rank, each in enumerate(told) if name in each}
-        if len(set(values.values())) > 1:
-            found.append(f"{name} is " + ", ".join(f"{value} on rank {rank}" for rank, value in values.items()))
+    for name in dict.fromkeys(name for each in values for name in each):
+        found_by_rank = {rank: each[name] for rank, each in enumerate(values) if name in each}
+        if len(set(found_by_rank.values())) > 1:
+            found.append(f"{name} is " + ", ".join(f"{value} on rank {rank}" for rank, value in found_by_rank.items()))
     return f" ({'; '.join(found[:3])})" if found else ""
 
 

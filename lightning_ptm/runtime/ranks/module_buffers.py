@@ -108,8 +108,8 @@ class ModuleBuffers:
         digest = int.from_bytes(blake2b("\n".join(kinds).encode(), digest_size=7).digest(), "big")
         most, least = self._communicator.all_reduce(torch.tensor([digest, -digest]), maximum=True).tolist()
         if most != -least:
-            told = self._communicator.broadcast_object(kinds)
-            other = next((kind for kind in kinds if kind not in told), "")
+            kinds_0 = self._communicator.broadcast_object(kinds)
+            other = next((kind for kind in kinds if kind not in kinds_0), "")
             raise RankError(
                 f"ranks have different buffers of modules{other and f' (here {other}, which rank 0 has not)'}, so "
                 "rank 0's cannot be copied when a step begins; register the same buffers on all ranks, or name those "

@@ -139,7 +139,7 @@ class LockFreeUpdates(UpdateScheduler):
     def abandon(self) -> None:
         super().abandon()
         self._graph_open = False  # the backward of the failed iteration will never come
-        self.versions.all_over()
+        self.versions.release_all_reads()
         self._given.clear()
 
     # -- adopting parameters -------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class LockFreeUpdates(UpdateScheduler):
             self.versions.catch_up(range(len(self._clocks)))
             self._buffering.learn(self._steps)
             self._warmup = 0
-            self.versions.bound_is(self._max_staleness)
+            self.versions.set_bound(self._max_staleness)
         elif self._most_steps and step + self._most_steps >= self._warmup:
             # The version with its last step's gradients is read after the warm-up, and may predict weights.
             self._buffering.learn(self._steps + self._most_steps - 1)
@@ -187,7 +187,7 @@ class LockFreeUpdates(UpdateScheduler):
                 "between a forward and its backward), so reading it now would mix two versions; with lock_free=True "
                 "do this before the forward or after the backward"
             )
-        self.versions.all_over()
+        self.versions.release_all_reads()
         self._buffering.drain(self.versions.adopt_all)
         self._drained = True
         self._check_audit()
@@ -201,7 +201,7 @@ class LockFreeUpdates(UpdateScheduler):
 
     def make_room(self) -> None:
         self._buffering.check()
-        self.versions.no_graph_needs(self._given)
+        self.versions.release_reads(self._given)
         self.versions.make_room()
 
     def start(self) -> None:

@@ -6,10 +6,10 @@ flat_gradient.py.
 I1: all ranks agree on every reduction, and run them in the same order. A rank without gradients contributes zeros; a
     rank that does not hold the unit takes no part.
 I2: gradients left unreduced are reduced with the unit's next gradients, or at the latest when the step needs them.
-I3: a unit whose holders have all requested its reduction gets no more gradients in this pass. If some ranks only took
+I3: a unit whose holders have all requested its reduction gets no more gradients in this pass. If some holders only took
     part, gradients may still come.
-I4: sums over several passes are reduced once per sum, as DDP does it: until all holders of such a unit have finished
-    its backward in the last pass, its gradients stay unreduced, and otherwise the step reduces them.
+I4: the sum that ranks have accumulated over several passes is reduced once, as DDP does it: if not all holders of such
+    a unit finish its backward in the last pass, its gradients stay unreduced until the step reduces them.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ class Reduction:
         self._release_idle_units = release_idle_units
 
         self._scattered: set[int] = set()
-        """Units with a reduction in this step that not all holders requested, whether it was made or postponed."""
+        """Units with a reduction in this step that not all holders requested, whether it was run or postponed."""
         self._may_postpone = any(flat.gradient.route.reduced_at_step for of_unit in flats for flat in of_unit)
         self._postponing = False
         self._postponed: list[int] = []
-        """Units whose gradients may be waiting in `.grad`, in the order in which a step reduces them. Equal on all
-        ranks, except for experts."""
+        """Units whose gradients may be waiting in `.grad`, in the order in which a step reduces them.
+
+        Equal on all ranks, except for experts.
+        """
         self._settling = False
         """Whether the step is reducing what is left: inside `collect_postponed`."""
         self._left: list[FlatUpdate] = []

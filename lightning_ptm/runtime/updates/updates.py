@@ -37,8 +37,10 @@ from lightning_ptm.update.updater import Updater
 
 @dataclasses.dataclass(slots=True)
 class FlatUpdate:
-    """A trainable flat as one optimizer updates it: parameters, gradients and master states. Several optimizers share
-    masters."""
+    """A trainable flat as one optimizer updates it: parameters, gradients and master states.
+
+    Optimizers that update the same flat share its master weights.
+    """
 
     store: FlatStore
     gradient: FlatGradient

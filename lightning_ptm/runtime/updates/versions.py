@@ -32,7 +32,7 @@ class Versions:
         clocks: counters of the flats, by place.
         places: places of each unit's flats.
         buffering: publishes versions.
-        bound: see `bound_is`.
+        bound: see `set_bound`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Versions:
         """Number of steps whose gradients a parameter in use may lack. Read by others."""
         self.stats = StalenessStats()
 
-    def bound_is(self, bound: int) -> None:
+    def set_bound(self, bound: int) -> None:
         """Sets the number of steps whose gradients a parameter in use may lack from now on."""
         self.bound = bound
 
@@ -76,11 +76,11 @@ class Versions:
         self.stats.add_step()
         self._read -= {place for place, clock in enumerate(self._clocks) if clock.flat.optimizer == optimizer}
 
-    def no_graph_needs(self, places: Iterable[int]) -> None:
+    def release_reads(self, places: Iterable[int]) -> None:
         """Marks flats as no longer needed by any graph."""
         self._read.difference_update(places)
 
-    def all_over(self) -> None:
+    def release_all_reads(self) -> None:
         """Marks all flats as no longer needed by any graph."""
         self._read.clear()
 
@@ -169,7 +169,8 @@ class Versions:
         """Whether there is a version that may be read."""
         clock = self._clocks[place]
         if self._buffering.offers(place) < clock.changed:
-            return False  # the buffering thread has not sorted the gradients yet
+            # the buffering thread has not taken the latest gradients yet, so how many kinds are pending is unknown
+            return False
         if self._buffering.waiting(place) > 1:
             self._need_one_more(place)
         newer = self._buffering.peek(place, clock.received)
