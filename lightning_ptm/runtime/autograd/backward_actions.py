@@ -97,8 +97,10 @@ class BackwardActions:
         self._reduction.add_up(unit, parameter)
 
     def unit_backward_ended(self, unit: int) -> None:
-        """Reduces or offloads the unit's complete gradients, and starts the update of the unit before it if that is
-        ready."""
+        """Reduces or offloads a unit's complete gradients, and starts the update of the unit before it.
+
+        That update is left out if no step is armed, if the pass is not of the loss, or if further gradients may come.
+        """
         if not self._flats[unit]:
             return
         if not self._stores[unit].resident and not self._executor.called(unit):
@@ -114,8 +116,10 @@ class BackwardActions:
             self._update_ready(self._not_updated.pop(0))
 
     def backward_begins(self) -> None:
-        """Prepares every `.grad` for accumulation: shown gradients are hidden, gradients that the user let go of are
-        forgotten."""
+        """Prepares every `.grad` for accumulation.
+
+        Placeholders are removed, and gradients that the user has removed are forgotten.
+        """
         for flat in self._all_flats():
             flat.gradient.grad_attribute.resolve()
         for flat in self._all_flats():

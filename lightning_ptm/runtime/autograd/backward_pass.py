@@ -139,8 +139,7 @@ class BackwardPass:
         self._listener.backward_ended()
 
     def give_up(self) -> None:
-        """Ends a pass in its middle, if one is in progress: the executor's leases are returned, gradients are not
-        handled."""
+        """Ends a pass in its middle: the executor's leases are returned, gradients are left as they are."""
         for index in range(len(self._names)):
             self._executor.leave_backward(index)
         self.forget()

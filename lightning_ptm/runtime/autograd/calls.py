@@ -177,8 +177,10 @@ class Calls:
         self._units[unit].blind_calls += 1
 
     def blind_call_recomputed(self, unit: int) -> None:
-        """Counts a blind call that a reentrant checkpoint recomputes. Each has a backward of its own, with gradients
-        for all."""
+        """Counts a blind call that a reentrant checkpoint recomputes.
+
+        Each such call has a backward of its own, with gradients for all trained parameters.
+        """
         entry = self._units[unit]
         if entry.recomputed:
             entry.missing += self._trained(unit)
@@ -221,8 +223,10 @@ class Calls:
         return self._step(unit, CallEvent.GRADIENT)
 
     def inputs(self, unit: int, call: int) -> tuple[Action, ...]:
-        """Handles the gradients of a call's inputs having been computed. Inputs shared by micro-batches may have part
-        of theirs only."""
+        """Handles that the gradients of a call's inputs have been computed.
+
+        An input shared with other micro-batches may have only a part of its gradient.
+        """
         entry = self._units[unit]
         if call not in entry.calls or not self._in_this_pass(entry, call):
             return ()
@@ -237,8 +241,10 @@ class Calls:
         return Action.END in self._next(entry, CallEvent.INPUTS, besides=call)[1]
 
     def end_pass(self) -> Iterable[tuple[int, tuple[Action, ...]]]:
-        """Yields the remaining actions of each unit, the last unit first. Each must be carried out before the next is
-        taken."""
+        """Yields the remaining actions of each unit, the last unit first.
+
+        The actions of each unit must be carried out before the next unit is taken.
+        """
         for unit in reversed(range(len(self._units))):
             yield unit, self._step(unit, CallEvent.PASS_ENDS)
 

@@ -40,8 +40,10 @@ class ForwardWrapper(_Wrapped):
 
 
 class RecomputedForwardWrapper(_Wrapped):
-    """Wrapper around the recomputed part of a unit's forward: the checkpoint stores the arguments of the inner forward,
-    not those of the wrapper."""
+    """Wrapper around the recomputed part of a unit's forward.
+
+    The checkpoint stores the arguments of the inner forward, not those of the wrapper.
+    """
 
 
 def stand_in(module: nn.Module, forward: Forward) -> Callable[[], None]:

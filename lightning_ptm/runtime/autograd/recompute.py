@@ -134,8 +134,10 @@ _nothing = object()
 
 
 class _ModuleContents:
-    """References to all objects that modules hold: attributes and registered members, and the contents of containers
-    among these, recursively through modules and containers but not through objects of other classes.
+    """References to all objects that modules hold, and what is needed to restore them.
+
+    These are attributes, registered members and the contents of containers among them, recursively through modules and
+    containers but not through objects of other classes.
 
     Args:
         roots: modules.
@@ -348,8 +350,7 @@ class _StateBefore:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Restores the state inside the block, with copies of tensors and containers; changes made inside are
-        discarded."""
+        """Restores the state inside the block; tensors and containers are copies, so changes made inside are discarded."""
         for key, (_, value, version) in self._tensors.items():
             if key not in self._before and value._version != version:
                 refuse_changed(value, version)
@@ -372,8 +373,7 @@ class _StateBefore:
             self._train(self._trained, trained)
 
     def _train(self, now: list[bool], then: list[bool]) -> None:
-        """Sets `requires_grad` of parameters from `now` to `then`: autograd saves nothing for parameters that are not
-        trained."""
+        """Sets `requires_grad` of parameters from `now` to `then`: autograd saves nothing for frozen parameters."""
         if now != then:
             for parameter, wanted in zip(self._contents.parameters, then, strict=True):
                 parameter.requires_grad_(wanted)
@@ -554,8 +554,7 @@ class _SaveSampler:
 
 
 class _SavedFingerprint:
-    """The properties of a saved tensor that the checkpoint compares: shape, dtype, device, and a fingerprint if
-    `_SaveSampler` took one."""
+    """What the checkpoint compares of a saved tensor: shape, dtype, device, and a sample if `_SaveSampler` took one."""
 
     __slots__ = ("_known", "_tensor", "sample")
 
@@ -635,8 +634,7 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 
 @contextmanager
 def none_kept() -> Iterator[None]:
-    """Inside, `once` exchanges without storing: for work other than the unit's forward, which is not recomputed with
-    it."""
+    """Inside, `once` exchanges without storing, for work that is not recomputed with the unit's forward."""
     before, _of_thread.exchanges = getattr(_of_thread, "exchanges", None), None
     try:
         yield
@@ -800,8 +798,7 @@ def recomputed_units(count: int, every: int) -> frozenset[int]:
 
 
 def recomputed_around(units: Sequence[Unit], recomputed: Collection[int]) -> dict[int, int]:
-    """By index of a unit inside a recomputed unit, the outermost recomputed unit around it, with which it is
-    recomputed.
+    """By index of a unit inside a recomputed unit, the outermost recomputed unit around it.
 
     Args:
         units: all units of a model, in their order: a unit comes before those inside it.

@@ -158,8 +158,10 @@ class SavedTensors:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Keeps page memory away from hooks that others enter inside the block (I1, I2): autograd calls only the
-        innermost hooks."""
+        """Keeps page memory away from hooks that others enter inside the block (I1, I2).
+
+        Such hooks would get it, since autograd calls only the innermost hooks.
+        """
         if not self._releases_parameters or self._watching_depth:
             yield
             return
@@ -192,8 +194,8 @@ class SavedTensors:
             unit = found.binding.layout.unit
             if not self._executor.leased(unit):
                 self._executor.hold(unit)
-            # If no gradient needs the tensor, the checkpoint stores it for as long as the graph, so this is no copy and
-            # no count.
+            # If no gradient needs the tensor, the checkpoint stores it for as long as the graph, so it is neither
+            # copied nor counted as a use.
             return keep(found.binding.unpack(found, copied=False, counted=False))
 
         pack.__module__ = _CHECKPOINT  # how `inside_checkpoint` recognizes it

@@ -136,8 +136,9 @@ class FlatGradient:
             grad_attribute.show_set_aside(shown)
 
     def collect(self, present: Sequence[bool] | None = None) -> None:
-        """Moves the gradients from the parameters to the pages at the end of the unit's backward. Collective if several
-        ranks share the gradient.
+        """Moves the gradients from the parameters to the pages at the end of the unit's backward.
+
+        Collective if several ranks share the gradient.
 
         Args:
             present: which parameters have a gradient on any rank; by default, those that have one here.
@@ -246,8 +247,7 @@ class FlatGradient:
             self.shard.use_up()
 
     def hand_over(self) -> None:
-        """Drops `.grad` once a job holds the gradients and nothing else needs them, so that memory is free when the job
-        ends."""
+        """Drops `.grad` once a job holds the gradients, so that their memory is free when the job ends."""
         if self.in_place:
             self._content.spend_uncollected(self.grad_attribute.uncollected())
             self.grad_attribute.drop()

@@ -1,5 +1,4 @@
-"""The `.grad` attribute of a flat's parameters: autograd's gradients, the user's view of gradients in pages, and the
-user's changes.
+"""The `.grad` attribute of a flat's parameters: what autograd puts there, what users see there and what they change.
 
 Owns what `.grad` shows while the gradient is in pages (grad_placeholder.py), and sums that are kept in addition to
 `.grad`. The pages belong to gradient_shard.py, and the tensors that a step leaves in `.grad` to used_gradients.py.
@@ -91,8 +90,7 @@ class GradAttribute:
 
     @property
     def is_forgotten(self) -> bool:
-        """Whether the user has set every shown `.grad` to None and the pages still hold the gradient
-        (`module.zero_grad()`)."""
+        """Whether the user has set every shown `.grad` to None (`module.zero_grad()`) while the pages hold gradients."""
         gradients = self._binding.gradients()
         return (
             bool(self._shown) and not any(self.uncollected()) and all(gradients[slot] is None for slot in self._shown)
@@ -214,8 +212,10 @@ class GradAttribute:
         return given
 
     def set_aside(self, given: Sequence[int]) -> dict[int, GradPlaceholder]:
-        """Removes the placeholders until `show_set_aside`, and clears the pages of parameters to which a gradient was
-        assigned."""
+        """Removes the placeholders until `show_set_aside`.
+
+        The pages of parameters to which the user assigned a gradient are set to zero.
+        """
         shown, self._shown = self._shown, {}
         for slot in shown:
             self._binding.parameters[slot].grad = None
@@ -288,10 +288,10 @@ class GradAttribute:
     # -- after a step --------------------------------------------------------------------------------------------------
 
     def retire(self, *, clipped: bool, scratch: bool = False) -> None:
-        """Leaves unreadable placeholders in `.grad` after a step has used the gradients, where a plain loop would still
-        find these.
+        """Leaves unreadable placeholders in `.grad` after a step has used the gradients.
 
-        That is so if the gradient is gone or was clipped on its way to the update. Lightning forgets gradients next.
+        In a plain loop, gradients would still be there. Here they are gone or were clipped on their way to the update.
+        Lightning forgets gradients next.
 
         Args:
             clipped: the update has changed its copy of the gradient.

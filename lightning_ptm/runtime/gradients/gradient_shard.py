@@ -39,8 +39,11 @@ if TYPE_CHECKING:
 
 
 class GradientContent:
-    """Which parameters' gradients the pages of a flat hold, and which a step has used. `count` is the number of
-    parameters."""
+    """Which parameters' gradients the pages of a flat hold, and which a step has used.
+
+    Args:
+        count: number of parameters.
+    """
 
     def __init__(self, count: int) -> None:
         self.filled = False
@@ -143,8 +146,10 @@ class GradientShard:
     # -- pages ---------------------------------------------------------------------------------------------------------
 
     def use_up(self) -> None:
-        """Returns the pages after an update has read them. They are device pages, so no transfer into them is in
-        flight."""
+        """Returns the pages to their supply after an update has read them.
+
+        They are device pages, so no transfer into them is in flight.
+        """
         if self._pages is not None:
             self._supply.give_back(self.give_away())
 
@@ -268,8 +273,10 @@ class GradientShard:
         self.settle()
 
     def value(self, slot: int, parameter: Tensor) -> Tensor:
-        """A copy of one parameter's gradient, with the parameter's device and dtype. The flat must be whole on this
-        rank."""
+        """A copy of one parameter's gradient, with the parameter's device and dtype.
+
+        The flat must be whole on this rank.
+        """
         values = self._arrangement.view(self.on_device(), slot)
         copy = values.to(device=parameter.device, dtype=parameter.dtype, copy=True)
         self.settle()
@@ -329,10 +336,10 @@ class GradientShard:
         return contiguous_device_pages(self._allocator, name, numel, dtype or self._parameter_dtype)
 
     def take_sum_buffers(self) -> Sequence[PagedTensor]:
-        """Device buffers of one page each for the sum so far, if it is in pages without addresses and must be added to
-        or widened.
+        """Takes device buffers of one page each for adding to a sum in pages without addresses, or for widening to its
+        dtype.
 
-        Returns an empty list otherwise. The buffers need not be contiguous.
+        Returns an empty list if neither is needed. The buffers need not be contiguous.
 
         Raises:
             CapacityError: there are too few; nothing is taken.
@@ -352,8 +359,12 @@ class GradientShard:
         return taken
 
     def add(self, part: PagedTensor, so_far: Sequence[PagedTensor]) -> None:
-        """Adds `part` (shard_numel,) to the pages, which may be read (I2), through `so_far` if any, and releases
-        `part`."""
+        """Adds `part` to the pages and releases it.
+
+        Args:
+            part: (shard_numel,), on the device.
+            so_far: buffers of `take_sum_buffers`, if any; the pages must be ready to be read (I2).
+        """
         pages = self._pages
         assert pages is not None
         if pages.tier.addressable and (pages.tier.computes or self.content.filled or self.widens):

@@ -63,8 +63,11 @@ class UsedGradients:
         return self._left.get(slot)
 
     def leave(self, slot: int, shown: GradPlaceholder | None) -> None:
-        """Leaves a placeholder in `.grad` after a step has used the gradient; reuses `shown`, the one in `.grad`, if
-        any."""
+        """Leaves a placeholder in `.grad` after a step has used the gradient.
+
+        Args:
+            shown: the placeholder that is in `.grad` already, if any; it is reused.
+        """
         if shown is not None:
             self._left[slot] = shown
             shown.retire(partial(refuse_gradient, self._names[slot], _USED))

@@ -71,8 +71,7 @@ class ActivationExchange:
         communicator.deadlock_detector.ask(self.since_met)
 
     def meet_again(self) -> None:
-        """Makes the group gather before its next exchange, since a rank may request that exchange, or another one,
-        alone.
+        """Makes the group gather before its next exchange, since a rank may request an exchange alone.
 
         Must be called at the same points of a module's calls on all ranks of the group, or where the group gathers for
         the next exchange anyway.
@@ -80,8 +79,10 @@ class ActivationExchange:
         self._met = None
 
     def computes(self, batch: str) -> None:
-        """Records what the group computes next; the next gathering compares this on all ranks, and all raise if it
-        differs."""
+        """Records what the group computes next, as text.
+
+        The next gathering compares this on all ranks of the group, and all raise if it differs.
+        """
         self.meet_again()
         what = OF_A_BATCH + batch
         self._digest = crc32(what.encode(), self._digest)

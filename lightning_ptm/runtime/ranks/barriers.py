@@ -200,8 +200,10 @@ class Barriers:
         self._differences = ""
 
     def come_together(self, what: Together, deed: str = "", flags: int = 0) -> int:
-        """Waits until all ranks have come, and takes part in their collectives until then; returns the union of all
-        flags.
+        """Waits until all ranks have come, and takes part in their collectives until then.
+
+        Returns:
+            The union of the flags that ranks came with.
 
         Raises:
             RankError: other ranks have come for something else.
@@ -282,10 +284,9 @@ class Barriers:
             )
 
     def _explained(self, reason: str) -> str:
-        """Collects reason and position of all ranks into one error text. Collective, and the last collective of the
-        run.
+        """Collects reason and position of all ranks into one error text. Collective.
 
-        The reason is this rank's, or that of the first rank that gives one.
+        The reason is this rank's, or that of the first rank that gives one. No collective may follow in the run.
         """
         ranks = range(self._communicator.world_size)
         place = f"{self._differences} ({whereabouts()})" if self._differences else whereabouts()

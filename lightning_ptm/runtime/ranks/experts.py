@@ -1,9 +1,8 @@
-"""Expert parallelism: exchange of tokens with the ranks that hold the experts. divided_experts.py decides which experts
-are divided.
+"""Expert parallelism: exchange of tokens with the ranks that hold the experts.
 
-Owns the groups set on the model's layers with experts, and the counts of tokens. A layer is any module whose class has
-an attribute `expert_group` (None if experts are not divided) and whose `experts` is a ModuleList; it calls
-`expert_group.compute` in place of its experts (models/moe.py is one).
+Owns the groups set on the model's layers with experts, and the counts of tokens. divided_experts.py decides which
+experts are divided. A layer is any module whose class has an attribute `expert_group` (None if experts are not divided)
+and whose `experts` is a ModuleList; it calls `expert_group.compute` in place of its experts (models/moe.py is one).
 
 I1: a group agrees on every exchange first, as on a collective of pages, so no rank waits for one that does something
     else.
@@ -37,8 +36,9 @@ Call = Callable[[Tensor, list[int]], Tensor]
 
 @dataclasses.dataclass(slots=True)
 class TokenStats:
-    """Counts of rows in this rank's forward passes, without recomputed ones. A token counts once for each expert that
-    it is routed to.
+    """Counts of rows in this rank's forward passes, without recomputed ones.
+
+    A token counts once for each expert that it is routed to.
 
     Attributes:
         exchanges: calls of layers.

@@ -143,8 +143,11 @@ class Reduction:
         return True
 
     def reclaim(self, wait: bool) -> bool:
-        """Releases device pages of gradients that have left (with `wait`: waits for them). Returns whether any page was
-        freed."""
+        """Releases device pages of gradients that have reached their home. Returns whether any page was freed.
+
+        Args:
+            wait: also waits for gradients in flight.
+        """
         if wait:
             freed = [flat.gradient.shard.give_back(wait=True) for flats in self._flats for flat in flats]
             return any(freed)
@@ -159,8 +162,10 @@ class Reduction:
         self._scattered.clear()
 
     def complete(self, unit: int) -> bool:
-        """Whether a unit whose gradients were reduced gets no more of them in this pass (I3). The same on all its
-        holders."""
+        """Whether a unit whose gradients were reduced gets no more of them in this pass (I3).
+
+        The answer is the same on all its holders.
+        """
         return unit not in self._scattered
 
     def forget(self) -> None:

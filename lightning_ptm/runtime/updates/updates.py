@@ -176,8 +176,10 @@ class UpdateScheduler(abc.ABC):
         return hyper
 
     def _kinds_of(self, optimizer: int) -> Iterator[tuple[ShadowOptimizer, FlatStates, int, ScalarState | None]]:
-        """Yields each kind of parameter of an optimizer: its shadow optimizer, states of one such flat, its group, and
-        its scalars."""
+        """Yields each kind of parameter of an optimizer.
+
+        A kind is a shadow optimizer, the states of one such flat, a group, and the scalar states.
+        """
         found = set[tuple[int, int, int]]()
         for _, flat in self.groups.flats_of(optimizer):
             shadow = self._shadow_in(self._trials, flat)
@@ -197,8 +199,10 @@ class UpdateScheduler(abc.ABC):
         self._update(unit, flat, hyper, transform)
 
     def settle_first(self) -> None:
-        """Waits, before a forward with another default dtype, for first updates: optimizers create states in the
-        default dtype."""
+        """Waits for first updates before a forward that has another default dtype.
+
+        Optimizers create states in the default dtype during their first update.
+        """
         if self._default_dtype is not None and self._first_under_way:
             self.finish_all()
         self._first_under_way = False
@@ -225,8 +229,10 @@ class UpdateScheduler(abc.ABC):
         return self._torn or self.in_mid_step
 
     def check_stepped(self) -> None:
-        """Raises UsageError, between two steps, if units were updated during a backward pass for a step that was never
-        taken."""
+        """Raises UsageError if units were updated during a backward pass for a step that was never taken.
+
+        Called between two steps.
+        """
         for flats in self._flats:
             for flat in flats:
                 if flat.done_this_step:
