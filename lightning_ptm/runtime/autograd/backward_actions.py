@@ -55,7 +55,7 @@ class BackwardActions:
         self._barriers = barriers
         self._alone = alone
 
-        self._number = 0
+        self._passes = 0
         """Number of backward passes in this iteration so far."""
         self._not_updated: list[int] = []
         self._of_the_loss = False
@@ -64,7 +64,7 @@ class BackwardActions:
         by others."""
 
     def iteration_begins(self) -> None:
-        self._number = 0
+        self._passes = 0
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -128,9 +128,9 @@ class BackwardActions:
 
     def backward_ended(self) -> None:
         self._executor.compute_timing.rest()
-        self._number += 1
+        self._passes += 1
         self._updates.graph_ended()
-        self._barriers.reach(self._number)
+        self._barriers.reach(self._passes)
         while self._not_updated:
             self._update_ready(self._not_updated.pop(0))
         if not self._updates.armed:

@@ -633,7 +633,7 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 
 
 @contextmanager
-def none_kept() -> Iterator[None]:
+def ignoring_stored_exchanges() -> Iterator[None]:
     """Inside, `once` exchanges without storing, for work that is not recomputed with the unit's forward."""
     before, _of_thread.exchanges = getattr(_of_thread, "exchanges", None), None
     try:

@@ -243,7 +243,7 @@ class GradAttribute:
             parameter = self._binding.parameters[slot]
             grad = parameter.grad
             if grad is shown:
-                values = shown.held
+                values = shown.fetched_values
                 # Values are compared, since a write through a view leaves no other trace.
                 if values is not None and not torch.equal(values, self._shard.value(slot, parameter)):
                     if self.clipped_later:
@@ -314,7 +314,9 @@ class GradAttribute:
         for parameter in self._binding.parameters:
             left = parameter.grad
             if isinstance(left, GradPlaceholder):
-                left = parameter.grad = None if left.held is None else left.held.to(parameter.device, parameter.dtype)
+                left = parameter.grad = (
+                    None if left.fetched_values is None else left.fetched_values.to(parameter.device, parameter.dtype)
+                )
             if left is not None and left.device != parameter.device:
                 parameter.grad = left.to(parameter.device, parameter.dtype)
 

@@ -39,7 +39,7 @@ class GradPlaceholder(Tensor):
     def __init__(self, parameter: Tensor, read: Callable[[], Tensor], backend: Backend | None = None) -> None:
         self._read = read
         self._backend = backend
-        self._held: Tensor | None = None
+        self._fetched_values: Tensor | None = None
         self._fetch: Mark | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -67,20 +67,20 @@ class GradPlaceholder(Tensor):
         self._read = read
 
     @property
-    def held(self) -> Tensor | None:
+    def fetched_values(self) -> Tensor | None:
         """The fetched values, which the user may have changed; None: not fetched."""
-        return self._held
+        return self._fetched_values
 
     def _fetched(self) -> Tensor:
-        if self._held is None:
+        if self._fetched_values is None:
             with torch.no_grad():
-                self._held = self._read()
+                self._fetched_values = self._read()
             self._fetch = self._backend.mark() if self._backend is not None else None
         elif self._fetch is not None and self._backend is not None:
             # For the user the gradient existed before the fetch, so the user's stream may not have waited for it.
             self._fetch.order()
-            self._backend.used_here(self._held)  # this stream may still read it when it is freed
-        return self._held
+            self._backend.used_here(self._fetched_values)  # this stream may still read it when it is freed
+        return self._fetched_values
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

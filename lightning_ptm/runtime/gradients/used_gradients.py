@@ -47,20 +47,20 @@ class UsedGradients:
         self._names = names
         self._shard = shard
         # state
-        self._left: dict[int, GradPlaceholder] = {}
+        self._placeholders: dict[int, GradPlaceholder] = {}
         """The placeholders that the latest step has left in `.grad`."""
         self.any = False
         """Whether a step has left placeholders that have not all been seen to be removed. Read by others."""
         self._added_to: list[int] = []
         """Slots of placeholders to which a backward pass has added since."""
-        self._sums: dict[int, GradPlaceholder] = {}
+        self._unreadable_sums: dict[int, GradPlaceholder] = {}
         """By slot, the unreadable placeholder in `.grad` after such a pass."""
-        self._shown: set[int] = set()
+        self._shown_sums: set[int] = set()
         """Slots of those that stand for a gradient in pages."""
 
     def of(self, slot: int) -> GradPlaceholder | None:
         """The placeholder that a step has left for a parameter."""
-        return self._left.get(slot)
+        return self._placeholders.get(slot)
 
     def leave(self, slot: int, shown: GradPlaceholder | None) -> None:
         """Leaves a placeholder in `.grad` after a step has used the gradient.
@@ -69,22 +69,22 @@ class UsedGradients:
             shown: the placeholder that is in `.grad` already, if any; it is reused.
         """
         if shown is not None:
-            self._left[slot] = shown
+            self._placeholders[slot] = shown
             shown.retire(partial(refuse_gradient, self._names[slot], _USED))
         else:
-            parameter, left = self._binding.parameters[slot], self._left.get(slot)
-            if left is None or left.held is not None:  # its fetched values are of an earlier step
+            parameter, left = self._binding.parameters[slot], self._placeholders.get(slot)
+            if left is None or left.fetched_values is not None:  # its fetched values are of an earlier step
                 left = GradPlaceholder(parameter, partial(refuse_gradient, self._names[slot], _USED))
-                self._left[slot] = left
+                self._placeholders[slot] = left
             with torch._C.DisableTorchFunctionSubclass():
                 parameter.grad = left
         self.any = True
 
     def drop_removed(self) -> None:
         """Before a backward pass or step: drops slots whose placeholder the user has removed."""
-        if self._added_to and self._sums:
+        if self._added_to and self._unreadable_sums:
             gradients = self._binding.gradients()
-            self._added_to = [slot for slot, each in self._sums.items() if gradients[slot] is each]
+            self._added_to = [slot for slot, each in self._unreadable_sums.items() if gradients[slot] is each]
             if not self._added_to:
                 self._forget_all()
 
@@ -93,11 +93,11 @@ class UsedGradients:
         if self.any and not self._added_to:
             # A pass run by the user, in a step after which Lightning has still to forget gradients.
             self._added_to = self._still_there()
-            self._withdraw({slot: self._left[slot] for slot in self._added_to})
+            self._withdraw({slot: self._placeholders[slot] for slot in self._added_to})
             if not self._added_to:
                 self._forget_all()
-        self._withdraw({slot: each for slot, each in self._sums.items() if slot not in self._shown})
-        self._sums = {}
+        self._withdraw({slot: each for slot, each in self._unreadable_sums.items() if slot not in self._shown_sums})
+        self._unreadable_sums = {}
 
     def _withdraw(self, gradients: Mapping[int, GradPlaceholder]) -> None:
         """Removes these placeholders from `.grad`, since autograd cannot add to them."""
@@ -111,17 +111,17 @@ class UsedGradients:
         Args:
             shown: the placeholders for gradients in pages, by slot.
         """
-        self._shown = set(shown)
+        self._shown_sums = set(shown)
         for slot in self._added_to:
             parameter, refuse = self._binding.parameters[slot], partial(self._refuse_sum, slot)
             with torch._C.DisableTorchFunctionSubclass():  # parameter guards must not intercept this
                 if slot in shown:
                     shown[slot].retire(refuse)
                 elif parameter.grad is None:  # this pass computed no gradient for it
-                    parameter.grad = self._left[slot]
+                    parameter.grad = self._placeholders[slot]
                 elif not isinstance(parameter.grad, GradPlaceholder):
                     parameter.grad = GradPlaceholder(parameter, refuse)
-                self._sums[slot] = parameter.grad  # type: ignore[assignment]
+                self._unreadable_sums[slot] = parameter.grad  # type: ignore[assignment]
 
     def is_mixed_sum(self, slot: int) -> bool:
         """Whether `.grad` of a plain loop would be the sum of a used gradient and later ones."""
@@ -157,11 +157,11 @@ class UsedGradients:
         """Forgets all placeholders."""
         self.any = False
         self._added_to = []
-        self._sums = {}
+        self._unreadable_sums = {}
 
     def _still_there(self) -> list[int]:
         gradients: Sequence[Tensor | None] = self._binding.gradients()
-        return [at for at, grad in enumerate(gradients) if grad is not None and grad is self._left.get(at)]
+        return [at for at, grad in enumerate(gradients) if grad is not None and grad is self._placeholders.get(at)]
 
     def _forget_all(self) -> None:
         self._shard.content.forget()

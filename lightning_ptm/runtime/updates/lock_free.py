@@ -73,11 +73,11 @@ class LockFreeUpdates(UpdateScheduler):
         """Number of steps before the training batch in progress."""
         self._most_steps = 0
         """Largest number of steps that a batch has taken; 0: no batch has ended with a step."""
-        self._clocks = [FlatCounters(flat=flat) for of_unit in flats for flat in of_unit]
-        place = iter(range(len(self._clocks)))
+        self._counters = [FlatCounters(flat=flat) for of_unit in flats for flat in of_unit]
+        place = iter(range(len(self._counters)))
         places = [[next(place) for _ in of_unit] for of_unit in flats]
-        self._place_of = {id(clock.flat): place for place, clock in enumerate(self._clocks)}
-        self._given: set[int] = set()
+        self._place_of = {id(counter.flat): place for place, counter in enumerate(self._counters)}
+        self._handed_off: set[int] = set()
         """Flats, by place, whose gradients of the step in progress were handed off: no graph of this step needs them
         any more."""
         self._steps = 0
@@ -90,8 +90,8 @@ class LockFreeUpdates(UpdateScheduler):
         self._buffering = BufferingThread(
             updater,
             [
-                LockFreeFlat(_buffer(clock.flat, updater, forecast), clock.flat.states, self.shadow(clock.flat))
-                for clock in self._clocks
+                LockFreeFlat(_buffer(counter.flat, updater, forecast), counter.flat.states, self.shadow(counter.flat))
+                for counter in self._counters
             ],
             spares,
             room=room,
@@ -99,7 +99,7 @@ class LockFreeUpdates(UpdateScheduler):
             learns=not warmup,
         )
         bound = 0 if warmup else max_staleness
-        self.versions = Versions(units, self._clocks, places, self._buffering, bound=bound)
+        self.versions = Versions(units, self._counters, places, self._buffering, bound=bound)
 
     # -- handing off gradients -----------------------------------------------------------------------------------------
 
@@ -113,9 +113,9 @@ class LockFreeUpdates(UpdateScheduler):
             self.versions.catch_up([place])
         contribution = Contribution(source, (Origin(self._steps, hyper),), transform, after, discard)
         self.versions.predict_weights(unit, place, contribution)
-        self._clocks[place].hand_over(contribution)
+        self._counters[place].hand_over(contribution)
         self._drained = False
-        self._given.add(place)
+        self._handed_off.add(place)
         self._buffering.offer(place, contribution)
 
     def _handed_over(self) -> None:
@@ -125,22 +125,22 @@ class LockFreeUpdates(UpdateScheduler):
         self._steps += 1
         self._graph_open = False
         self.versions.stepped(optimizer)
-        self._given.clear()
+        self._handed_off.clear()
         self.versions.adopt_all()  # frees pages of old versions that no graph needs for further updates
 
     def skip(self, optimizer: int) -> None:
         for _, flat in self.groups.flats_of(optimizer):
             if flat.gradient.any:
-                self._clocks[self._place_of[id(flat)]].skip()
+                self._counters[self._place_of[id(flat)]].skip()
         self._graph_open = False
-        self._given.clear()
+        self._handed_off.clear()
         super().skip(optimizer)
 
     def abandon(self) -> None:
         super().abandon()
         self._graph_open = False  # the backward of the failed iteration will never come
         self.versions.release_all_reads()
-        self._given.clear()
+        self._handed_off.clear()
 
     # -- adopting parameters -------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class LockFreeUpdates(UpdateScheduler):
         self._most_steps = max(self._most_steps, self._steps - self._batch_began)
         self._batch_began = self._steps
         if step >= self._warmup:
-            self.versions.catch_up(range(len(self._clocks)))
+            self.versions.catch_up(range(len(self._counters)))
             self._buffering.learn(self._steps)
             self._warmup = 0
             self.versions.set_bound(self._max_staleness)
@@ -201,7 +201,7 @@ class LockFreeUpdates(UpdateScheduler):
 
     def make_room(self) -> None:
         self._buffering.check()
-        self.versions.release_reads(self._given)
+        self.versions.release_reads(self._handed_off)
         self.versions.make_room()
 
     def start(self) -> None:
@@ -213,14 +213,14 @@ class LockFreeUpdates(UpdateScheduler):
     @property
     def updates_per_step(self) -> float:
         """Number of updates of a flat per step that had a gradient for it, so far."""
-        possible = sum(clock.received for clock in self._clocks)
+        possible = sum(counter.received for counter in self._counters)
         return self._buffering.updates / possible if possible else 0.0
 
     def audit(self) -> tuple[UpdateAudit, ...]:
         """The audit of each flat's gradients (this rank's shards) up to now. Waits for the buffering thread."""
         return tuple(
-            UpdateAudit(count.name, clock.produced, count.applied, count.pending, clock.skipped)
-            for clock, count in zip(self._clocks, self._buffering.counts(), strict=True)
+            UpdateAudit(count.name, counter.produced, count.applied, count.pending, counter.skipped)
+            for counter, count in zip(self._counters, self._buffering.counts(), strict=True)
         )
 
     def _check_audit(self) -> None:

@@ -62,9 +62,9 @@ class Reduction:
 
         Equal on all ranks, except for experts.
         """
-        self._settling = False
+        self._in_step = False
         """Whether the step is reducing what is left: inside `collect_postponed`."""
-        self._left: list[FlatUpdate] = []
+        self._collected: list[FlatUpdate] = []
         """Flats whose gradients were collected, and which may hold device pages that they no longer need."""
 
     @contextmanager
@@ -87,17 +87,17 @@ class Reduction:
             return
         if all(flat.gradient.in_place for flat in flats):
             return
-        self._let_sums_come()
+        self._limit_additions_in_flight()
         if not any(flat.store.layout.shared for flat in flats):
             self._no_longer_postponed(unit)
             for flat in flats:
                 self._with_room(flat.gradient.collect)
-            self._left += flats
+            self._collected += flats
             return
         missing = not all(all(flat.gradient.grad_attribute.uncollected()) for flat in flats)
-        flag = _MISSING * missing | _LAST * self._settling
+        flag = _MISSING * missing | _LAST * self._in_step
         decision = self._agreement.request(NeededCollective(Operation.REDUCE, unit, flag))
-        if not self._left_to_the_step(decision):
+        if not self._postponed_to_step(decision):
             self._reduce(decision)
             return
         for flat in flats:
@@ -121,20 +121,20 @@ class Reduction:
                 "a step, clipping or gradient_norm inside `block_backward_sync`, where gradients are not reduced "
                 "yet, so they are not those of all ranks; end the block before it"
             )
-        self._settling = True
+        self._in_step = True
         try:
             while self._postponed:
                 self.collect(self._postponed[0])
         finally:
-            self._settling = False
+            self._in_step = False
 
     def take_part(self, decision: Decision) -> None:
         """Takes part in another rank's reduction of a unit whose backward has not ended here, or never will."""
-        self._let_sums_come()
-        if not self._left_to_the_step(decision):
+        self._limit_additions_in_flight()
+        if not self._postponed_to_step(decision):
             self._reduce(decision)
 
-    def _left_to_the_step(self, decision: Decision) -> bool:
+    def _postponed_to_step(self, decision: Decision) -> bool:
         """Whether the reduction is left to the step (I4). The same on all holders of the unit."""
         unit = decision.request.unit
         if decision.unanimous or decision.flags & _LAST or unit not in self._postponed:
@@ -151,10 +151,10 @@ class Reduction:
         if wait:
             freed = [flat.gradient.shard.give_back(wait=True) for flats in self._flats for flat in flats]
             return any(freed)
-        if not self._left:  # the usual case at a tick
+        if not self._collected:  # the usual case at a tick
             return False
-        freed = [flat.gradient.shard.give_back(wait=False) for flat in self._left]
-        self._left = [flat for flat in self._left if flat.gradient.shard.in_flight]
+        freed = [flat.gradient.shard.give_back(wait=False) for flat in self._collected]
+        self._collected = [flat for flat in self._collected if flat.gradient.shard.in_flight]
         return any(freed)
 
     def begin_step(self) -> None:
@@ -195,11 +195,11 @@ class Reduction:
                 start += count
         for index, flat in enumerate(flats):
             self._with_room(partial(flat.gradient.collect, None if present is None else present[index]))
-        self._left += flats
+        self._collected += flats
 
-    def _let_sums_come(self) -> None:
+    def _limit_additions_in_flight(self) -> None:
         """Waits for additions in RAM if the host is too many units ahead of the device."""
-        adding = [flat for flat in self._left if flat.gradient.shard.adds_in_ram]
+        adding = [flat for flat in self._collected if flat.gradient.shard.adds_in_ram]
         ahead = [*dict.fromkeys(flat.store.layout.unit for flat in adding)][-UNITS_AHEAD:]
         for flat in adding:
             if flat.store.layout.unit not in ahead:

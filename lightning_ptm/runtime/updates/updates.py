@@ -333,12 +333,12 @@ def _differ(known: GroupValues, now: GroupValues) -> bool:
     if len(known.groups) != len(now.groups):
         return True
     return any(
-        old.keys() != new.keys() or any(_other(key, old[key], value) for key, value in new.items())
+        old.keys() != new.keys() or any(_value_differs(key, old[key], value) for key, value in new.items())
         for old, new in zip(known.groups, now.groups, strict=True)
     )
 
 
-def _other(key: str, old: Any, new: Any) -> bool:
+def _value_differs(key: str, old: Any, new: Any) -> bool:
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
         return False  # comparing device tensors would wait for the device
     if key in ("lr", "initial_lr") and isinstance(old, float | int) and isinstance(new, float | int):

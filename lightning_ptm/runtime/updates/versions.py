@@ -29,7 +29,7 @@ class Versions:
 
     Args:
         units: stores by unit.
-        clocks: counters of the flats, by place.
+        counters: counters of the flats, by place.
         places: places of each unit's flats.
         buffering: publishes versions.
         bound: see `set_bound`.
@@ -38,14 +38,14 @@ class Versions:
     def __init__(
         self,
         units: Sequence[UnitStore],
-        clocks: Sequence[FlatCounters],
+        counters: Sequence[FlatCounters],
         places: Sequence[Sequence[int]],
         buffering: BufferingThread,
         *,
         bound: int,
     ) -> None:
         self._units = units
-        self._clocks = clocks
+        self._counters = counters
         self._places = places
         self._buffering = buffering
         # state
@@ -74,7 +74,7 @@ class Versions:
         on. Graphs that use flats of other optimizers may still be alive.
         """
         self.stats.add_step()
-        self._read -= {place for place, clock in enumerate(self._clocks) if clock.flat.optimizer == optimizer}
+        self._read -= {place for place, counter in enumerate(self._counters) if counter.flat.optimizer == optimizer}
 
     def release_reads(self, places: Iterable[int]) -> None:
         """Marks flats as no longer needed by any graph."""
@@ -87,9 +87,9 @@ class Versions:
     def newer_than_read(self) -> list[FlatCounters]:
         """Flats that were read in this micro-batch and whose values a drain would change."""
         return [
-            clock
-            for place, clock in enumerate(self._clocks)
-            if place in self._read and (clock.received > clock.adopted or not clock.exact)
+            counter
+            for place, counter in enumerate(self._counters)
+            if place in self._read and (counter.received > counter.adopted or not counter.exact)
         ]
 
     # -- reads of units ------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Versions:
         """Requests the updates that free gradient pages, while compute waits for these (I3)."""
         # Only flats with several pending contributions: pages of the others are returned once the buffering thread has
         # added up what it received.
-        piled = [place for place in range(len(self._clocks)) if self._buffering.waiting(place) > 1]
+        piled = [place for place in range(len(self._counters)) if self._buffering.waiting(place) > 1]
         piled = [place for place in piled if place not in self._read]
         for place in piled:
             self._need_one_more(place)
@@ -131,65 +131,65 @@ class Versions:
 
     def predict_weights(self, unit: int, place: int, contribution: Contribution) -> None:
         """Moves the parameters that compute reads by the predicted effect of a contribution that comes now."""
-        clock = self._clocks[place]
+        counter = self._counters[place]
         published = self._buffering.published(place)
-        if clock.forecast is None or not clock.foresees(self.bound, published=published):
+        if counter.forecast is None or not counter.foresees(self.bound, published=published):
             return
-        if not clock.flat.store.resident:
+        if not counter.flat.store.resident:
             self._units[unit].release()
             self._units[unit].evict()
-        clock.add_forecast(contribution)
+        counter.add_forecast(contribution)
 
     def staleness(self, place: int) -> int:
         """Number of steps whose gradients the newest version lacks."""
-        return self._clocks[place].received - self._buffering.applied(place)
+        return self._counters[place].received - self._buffering.applied(place)
 
     def _unread(self, unit: int) -> list[int]:
         return [place for place in self._places[unit] if place not in self._read]
 
     def _hurry(self, places: Sequence[int]) -> None:
         for place in places:
-            clock = self._clocks[place]
-            clock.hurry(clock.must_include(self.bound))
-            self._buffering.hurry(place, clock.hurried)
+            counter = self._counters[place]
+            counter.hurry(counter.must_include(self.bound))
+            self._buffering.hurry(place, counter.hurried)
 
     def _has_news(self, late: Sequence[int]) -> bool:
         if len(self._too_stale(late)) < len(late):
             return True
-        if any(self._clocks[place].must_include(self.bound) > self._clocks[place].hurried for place in late):
+        if any(self._counters[place].must_include(self.bound) > self._counters[place].hurried for place in late):
             return True  # has to be requested
         unread = (place for unit in range(len(self._places)) for place in self._unread(unit))
         # Only versions that can be adopted: one that still lacks a prediction would count as news again and again.
-        return any(self._buffering.peek(place, self._clocks[place].received) is not None for place in unread)
+        return any(self._buffering.peek(place, self._counters[place].received) is not None for place in unread)
 
     def _too_stale(self, places: Sequence[int]) -> list[int]:
         return [place for place in places if not self._fits(place)]
 
     def _fits(self, place: int) -> bool:
         """Whether there is a version that may be read."""
-        clock = self._clocks[place]
-        if self._buffering.offers(place) < clock.changed:
+        counter = self._counters[place]
+        if self._buffering.offers(place) < counter.changed:
             # the buffering thread has not taken the latest gradients yet, so how many kinds are pending is unknown
             return False
         if self._buffering.waiting(place) > 1:
             self._need_one_more(place)
-        newer = self._buffering.peek(place, clock.received)
-        if (newer.applied if newer is not None else clock.adopted) < clock.needed:
+        newer = self._buffering.peek(place, counter.received)
+        if (newer.applied if newer is not None else counter.adopted) < counter.needed:
             return False
         if newer is not None:
-            return clock.received - newer.applied <= self.bound
-        return clock.may_read(self.bound)
+            return counter.received - newer.applied <= self.bound
+        return counter.may_read(self.bound)
 
     def _need_one_more(self, place: int) -> None:
         """Requires the oldest pending contribution of a flat in the next version to be read (I3)."""
-        self._clocks[place].need(self._buffering.applied(place) + 1)
+        self._counters[place].need(self._buffering.applied(place) + 1)
 
     def _renew(self, unit: int, places: Sequence[int]) -> None:
         """Adopts the newest version of a unit at its first read in the micro-batch (I1)."""
         self._adopt(unit)
         self._read.update(places)
         if self._training:
-            staleness = max(self._clocks[place].received - self._clocks[place].adopted for place in places)
+            staleness = max(self._counters[place].received - self._counters[place].adopted for place in places)
             self.stats.add_read(staleness)
 
     # -- adoption ------------------------------------------------------------------------------------------------------
@@ -202,13 +202,13 @@ class Versions:
     def _adopt(self, unit: int) -> None:
         store = self._units[unit]
         for place in self._unread(unit):
-            clock = self._clocks[place]
-            version = self._buffering.collect(place, clock.received)
+            counter = self._counters[place]
+            version = self._buffering.collect(place, counter.received)
             if version is None:
                 continue
-            flat = clock.flat.store
+            flat = counter.flat.store
             if not flat.resident:
                 store.release()
                 store.evict()
             self._buffering.give_back(flat.adopt(version.pages))
-            clock.take(version)
+            counter.take(version)
