@@ -39,7 +39,9 @@ class LockFreeUpdates(UpdateScheduler):
     """Hands gradients to the buffering thread, and waits for updates only to bound staleness.
 
     Args:
-        units: stores by unit; flats: all trainable flats, by unit; optimizers: the user's.
+        units: stores by unit.
+        flats: all trainable flats, by unit.
+        optimizers: the user's.
         updater: not running yet; the buffering thread uses it until `close`.
         spares: pages for versions being built, as counted by `VersionPolicy`.
         max_staleness: number of steps whose gradients a parameter in use may lack.
@@ -47,7 +49,7 @@ class LockFreeUpdates(UpdateScheduler):
         room: number of chunks of master states in flight.
         cores: number of CPU cores that updates may use.
         forecast: whether parameters in use predict the updates that they lack (update/weight_prediction.py).
-        default_dtype: see UpdateScheduler.
+        default_dtype, number_of_step: see UpdateScheduler.
     """
 
     def __init__(

@@ -350,12 +350,14 @@ class SynchronousUpdates(UpdateScheduler):
     """Updates after which a unit is read again only once the update is done.
 
     Owns the pending jobs of each unit.
-    I4: a unit with a pending job is not read before that job is done (`finish`).
-    I5: gradients that wait for the disk take at most `gradient_room_bytes`, or those of one unit; beyond that, compute
+
+    I5: a unit with a pending job is not read before that job is done (`finish`).
+    I6: gradients that wait for the disk take at most `gradient_room_bytes`, or those of one unit; beyond that, compute
         waits.
 
     Args:
-        units: stores by unit; flats, optimizers and default_dtype: as above.
+        units: stores by unit.
+        flats, optimizers, default_dtype, number_of_step: see UpdateScheduler.
         updater: runs the jobs.
         gradient_room_bytes: how many bytes of gradients may wait for their update during the backward pass.
         in_thread: the updater works in a thread of its own.
@@ -400,7 +402,7 @@ class SynchronousUpdates(UpdateScheduler):
         for unit in list(self._pending):
             self.pending(unit)
         while (first := first_to_wait_for(self._waiting_bytes(), self._gradient_room_bytes)) is not None:
-            self.finish(first)  # I5
+            self.finish(first)  # I6
 
     def _stepped(self, optimizer: int) -> None:
         self.progress()
