@@ -92,8 +92,8 @@ MEETINGS = {
     "the same in another way": (
         Together.BY_HAND,
         Together.BY_HAND,
-        "rank 0 reads, edits or saves weights in another way than another rank, so their states would "
-        "differ; save_checkpoint and gathered need",
+        "rank 0 reads, edits or saves weights in another way than another rank, so their collectives would "
+        "not match; save_checkpoint and gathered need",
     ),
 }
 

@@ -87,7 +87,7 @@ class FlatGradient:
         return any(self.grad_attribute.present())
 
     def waits_for_step(self, *, used_are_forgotten: bool) -> bool:
-        """Whether there is a gradient that no step has used, outside `.grad` or on its way to pages.
+        """Whether a gradient that no step has used is in pages, or on its way there.
 
         Args:
             used_are_forgotten: a used gradient in pages is forgotten before the next backward pass or step, so it does

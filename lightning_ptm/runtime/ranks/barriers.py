@@ -102,18 +102,18 @@ class Barriers:
         self._communicator = communicator
         self.agreement = Agreement(communicator.exchange, participate, communicator.rank, teams, self._explained)
         self.failed = False
-        """Nothing collective happens here any more; set by `fail`."""
+        """Whether the run has failed: this rank starts no collective any more. Set by `fail`."""
         self._differences = ""
         """Why this rank is about to lay out its pages again; part of the error on the other ranks if these are not."""
         self._must_match: dict[str, str] = {}
         """Values that must be equal on all ranks, as text, by description."""
-        self._since = 0
+        self._iterations_since = 0
         """Iterations since the last barrier of all ranks: evaluation may have more batches on one rank than on another.
         """
 
     def iteration_begins(self) -> None:
         """Counts an iteration of this rank."""
-        self._since += 1
+        self._iterations_since += 1
 
     def fail(self, reason: str) -> None:
         """Marks the run as failed, and informs the other ranks."""
@@ -140,7 +140,7 @@ class Barriers:
         """
         self._gather(gathering, Together.COLLECTIVE)
         if gathering.size == self._communicator.world_size:
-            self._since = 0
+            self._iterations_since = 0
 
     def meet_group(self, group: int, size: int, exchange: str) -> None:
         """Waits for the ranks of a tensor group before they exchange activations; the other ranks may be anywhere.
@@ -179,7 +179,7 @@ class Barriers:
             )
         seen = self.agreement.gather(dataclasses.replace(gathering, flag=what))
         if seen is not None:
-            self._check_nobody_else(seen, what, str(what))
+            self._check_same_reason(seen, what, str(what))
             self.agreement.give_up(
                 f"rank {self._communicator.rank} {what} and another rank is in another one, or in one with other "
                 "ranks, so they would wait for each other for ever; issue the same collectives in the same order on "
@@ -210,8 +210,8 @@ class Barriers:
         """
         number = int.from_bytes(blake2b(deed.encode(), digest_size=5).digest(), "big")
         seen = self.agreement.reach(Boundary(TOGETHER + number, what | flags))
-        self._since = 0
-        self._check_nobody_else(seen, what, str(what))
+        self._iterations_since = 0
+        self._check_same_reason(seen, what, str(what))
         self._check_alike(seen)
         if seen & DIFFERENT and what is Together.TRAINING_STEP:
             self.agreement.give_up(
@@ -222,12 +222,12 @@ class Barriers:
         if seen & DIFFERENT:
             remedy = _ALIKE if what is Together.REARRANGED else _ON_ALL_RANKS
             self.agreement.give_up(
-                f"rank {self._communicator.rank} {what} in another way than another rank, so their states would "
-                f"differ; {remedy}"
+                f"rank {self._communicator.rank} {what} in another way than another rank, so their collectives would "
+                f"not match; {remedy}"
             )
         return seen
 
-    def _check_nobody_else(self, seen: int, mine: int, doing: str) -> None:
+    def _check_same_reason(self, seen: int, mine: int, doing: str) -> None:
         others = [each for each in Together if seen & each & ~mine]
         if not others:
             return
@@ -308,7 +308,7 @@ class Barriers:
         Raises:
             RankError: ranks of a tensor group have exchanged different things.
         """
-        seen = self.agreement.reach(Boundary(self._since * 2 * STEP_ENDS + position, flags))
+        seen = self.agreement.reach(Boundary(self._iterations_since * 2 * STEP_ENDS + position, flags))
         self._check_alike(seen)
         return seen
 
@@ -318,7 +318,7 @@ class Barriers:
         Raises:
             RankError: other ranks are at a barrier for something else.
         """
-        self._check_nobody_else(self.reach(position), 0, "is in an optimizer step")
+        self._check_same_reason(self.reach(position), 0, "is in an optimizer step")
 
 
 def _differences(values: Sequence[Mapping[str, str]]) -> str:

@@ -244,7 +244,7 @@ def test_weights_of_one_rank_alone_are_an_error_of_all(build: type[Alone], disk:
 
 def test_what_others_do_otherwise_is_no_partner(disk: Path) -> None:
     """Rank 0 reads weights in a hook, and both save a checkpoint after it."""
-    differs = "reads, edits or saves weights in another way than another rank, so their states would differ"
+    differs = "reads, edits or saves weights in another way than another rank, so their collectives would not match"
     cases = [
         Ending(
             Gathers,
