@@ -144,7 +144,7 @@ class _Ending:
         with self._checkpoints.of_type("full" if strided else "sharded"):
             checkpoint = checkpoints_of(trainer).dump_checkpoint(weights_only=True)
             for place in places:
-                path = Path(engine.barriers.told(str(_unused(place, trainer.global_step))))
+                path = Path(engine.barriers.broadcast(str(_unused(place, trainer.global_step))))
                 try:
                     self._checkpoints.write_now(self._run, checkpoint, path)
                 except (CheckpointError, OSError) as error:

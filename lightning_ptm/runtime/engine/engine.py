@@ -389,8 +389,8 @@ class Engine:
             self.offload = activations_offload(self.module, self.backend, self.stream, self.allocator, self.events)
             self._undo.callback(self.offload.close)
         for flat in self._all_flats():
-            flat.gradient.shard.give_units_up = self.executor.release_all
-            self._undo.callback(flat.gradient.grad_attribute.let_go)
+            flat.gradient.shard.release_idle_units = self.executor.release_all
+            self._undo.callback(flat.gradient.grad_attribute.make_plain)
             self._undo.callback(flat.gradient.shard.end_additions)
         self.backwards: BackwardActions = BackwardActions(
             blueprint.units,
@@ -448,7 +448,7 @@ class Engine:
         if self._module_buffers is not None and self._module_buffers.changed():
             flags |= _CHANGED_BUFFERS
         if mode is Mode.TRAIN:
-            deed = "" if self.communicator.alone else self.barriers.hyper_parameters_are(self._hyper_parameters())
+            deed = "" if self.communicator.alone else self.barriers.record_hyper_parameters(self._hyper_parameters())
             seen, together = self.barriers.come_together(Together.TRAINING_STEP, deed, flags), True
         else:
             seen = self.barriers.reach(0, flags)
@@ -534,7 +534,7 @@ class Engine:
             before, self._loss = self._loss, loss.detach()
             told = before if self.backend.apart else self._loss
             if told is not None:
-                self.barriers.loss_is(float(told))
+                self.barriers.record_loss(float(told))
 
     def _all_flats(self) -> Iterator[FlatUpdate]:
         return (flat for flats in self.flats for flat in flats)

@@ -211,7 +211,7 @@ class StepGradients:
         for flat in (each for flats in self._flats for each in flats):
             flat.gradient.grad_attribute.resolve()
         for _, flat in self._updates.groups.flats_of(optimizer):
-            flat.gradient.follow()
+            flat.gradient.apply_user_changes()
 
     def _collect_postponed(self, position: int) -> None:
         """Reduces all gradients that are still in `.grad`, on all ranks, which meet at `position`."""
