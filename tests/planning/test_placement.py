@@ -228,7 +228,7 @@ def test_homes_that_do_not_exist_are_refused(
 
 def test_each_flat_needs_the_size_of_its_master_states() -> None:
     layout = even_layout([1, 1])
-    with pytest.raises(ConfigError, match="1 sizes of master states for 2 flats"):
+    with pytest.raises(ConfigError, match="1 sizes of master states were given for 2 flats"):
         place(
             layout,
             [12],

@@ -210,7 +210,7 @@ def test_a_plan_for_another_trace_is_found() -> None:
     layout, placement, plan, trace, budget = VALID["one rank, roomy"]
     with pytest.raises(InternalError, match="the plan has 8 ticks, the trace 7"):
         simulate(layout, placement, plan, Trace(trace.ticks[:-1]), budget)
-    with pytest.raises(InternalError, match="stands behind trigger"):
+    with pytest.raises(InternalError, match="comes after trigger"):
         simulate(layout, placement, replace(plan, tasks=plan.tasks[::-1]), trace, budget)
 
 

@@ -1,8 +1,9 @@
-"""The process's heap during a run on a CPU: what becomes of memory that a step has freed, and how far it may grow.
+"""The process's heap during a run on a CPU: whether freed memory is kept, and a ceiling for its growth.
 
-Freed memory is kept for the next step, or given back to the system (memory/malloc.py). Where RAM is short, a ceiling
-(memory/memory_limit.py) has an allocation fail that would have the kernel kill the process, and the run ends with a sentence.
-Knows no pages: this is about activations and gradients, which PyTorch takes from the C library.
+Freed memory is kept for the next step, or returned to the system (memory/malloc.py). Where RAM is short, a ceiling
+(memory/memory_limit.py) makes an allocation fail for which the kernel would otherwise kill the process, and the run
+ends with a CapacityError. Knows no pages: this concerns activations and gradients, which PyTorch allocates from the C
+library.
 """
 
 from __future__ import annotations
@@ -20,21 +21,23 @@ from lightning_ptm.memory.memory_limit import MemoryLimit, wanted_bytes
 from lightning_ptm.runtime.machine.machine import free_host_bytes, free_swap_bytes
 
 _RESERVE_BYTES = 1 << 30
-"""With less RAM than this free, a run that has kept freed memory gives it back from then on."""
+"""When less RAM than this is free, a run that has kept freed memory returns it from then on."""
 
 _LOOK_S = 0.5
-"""Free RAM is looked for in a dozen of the system's files, which takes 2 ms."""
+"""Least time between two readings of free RAM, which read a dozen system files and take 2 ms."""
 _LOOK_WITHIN_S = 0.1
 """The same within a step, where there is a ceiling."""
 
 
 _WATCHED_BYTES = 8 << 30
-"""With less RAM left to a rank than this there is a ceiling: elsewhere a library that maps much and uses little of it would
-meet one."""
+"""There is a ceiling only if a rank has less RAM left than this.
+
+With more RAM, the ceiling would hit libraries that map much memory and use little of it.
+"""
 _BESIDE_HEAP_BYTES = 24 << 20
-"""That a ceiling leaves to what it does not count: page tables, sockets, memory that processes share, holes of the heap."""
+"""Bytes below the ceiling for memory that it does not count: page tables, sockets, shared memory, fragmentation."""
 _BESIDE_HEAP_SHARE = 1 / 64
-"""The same, as a share of what is left."""
+"""The same, as a share of the free bytes."""
 
 
 SETTING_UP = "setting up the run"
@@ -50,7 +53,7 @@ _IN_A_STEP = (
 
 
 class Freed(enum.Enum):
-    """What becomes of it."""
+    """What happens to freed memory."""
 
     STAYS = "stays for the next step"
     SMALL_STAYS = "stays for the next step, but for large blocks, into whose holes nothing as large may fit"
@@ -58,12 +61,15 @@ class Freed(enum.Enum):
 
 
 class Heap:
-    """The process's heap during one run on a CPU. The settings are the process's: the newest run decides, until it ends.
+    """The process's heap during one run on a CPU.
+
+    The settings are global to the process: those of the newest run apply until it ends.
 
     Args:
-        ranks_here: that share the machine's RAM.
-        pages_take: bytes of RAM that the run's pages will take and have not taken yet.
-        follows: there are pages of a run before, whose RAM comes back as new ones are laid: no ceiling meanwhile.
+        ranks_here: number of ranks that share the machine's RAM.
+        pages_take: returns the bytes of RAM that the run's pages will take and have not taken yet.
+        follows: pages of a previous run still exist, and their RAM is freed while new ones are allocated: no ceiling
+            during that.
     """
 
     def __init__(
@@ -83,7 +89,7 @@ class Heap:
             self._put_ceiling(free_host_bytes())
 
     def between_steps(self) -> None:
-        """Freed activations of the last step leave the process, unless they may stay."""
+        """Returns freed activations of the last step to the system, unless they are kept, and updates the ceiling."""
         looks = monotonic() - self._looked_s >= _LOOK_S
         free = 0
         if looks:
@@ -98,27 +104,28 @@ class Heap:
             self._put_ceiling(free)
 
     def within_step(self) -> None:
-        """What threads and libraries have mapped meanwhile and do not use counts no longer. Cheap."""
+        """Updates the ceiling: memory that threads and libraries have mapped since and do not use must not count.
+        Cheap."""
         if self._watched and monotonic() - self._looked_s >= _LOOK_WITHIN_S:
             self._looked_s = monotonic()
             self._put_ceiling(free_host_bytes())
 
     def steps_end(self) -> None:
-        """No step follows: nothing comes back for what they have freed."""
+        """Returns freed memory to the system, because no step follows that would use it again."""
         trim()
 
     def close(self) -> None:
-        """The run has ended: its settings would be those of whatever the process does next."""
+        """Ends the run's settings, which would otherwise apply to everything that the process does next."""
         self._ceiling.lift()
         end_settings()
         trim()
 
     @contextmanager
     def refusals_in_words(self, doing: str) -> Iterator[None]:
-        """Inside, what the ceiling refuses is a CapacityError that says what was lacking for what.
+        """Context that turns an allocation failure caused by the ceiling into a CapacityError.
 
         Args:
-            doing: such as "the backward pass".
+            doing: the activity that the error names, such as "the backward pass".
         """
         try:
             yield
@@ -146,6 +153,6 @@ class Heap:
         remedy = _IN_SET_UP if doing == SETTING_UP else _IN_A_STEP
         free = format_bytes(free_host_bytes())
         return (
-            f"{doing} asked for {what}, and RAM has {free} free within the limits of this process's control groups{kept}; it "
-            f"was refused, since the system would have killed the process; {remedy}"
+            f"{doing} asked for {what}, and RAM has {free} free within the limits of this process's control groups{kept}; "
+            f"the allocation was refused, since the system would have killed the process; {remedy}"
         )
