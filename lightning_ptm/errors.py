@@ -16,7 +16,7 @@ def some(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def in_a_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Returns the class and message of an error in one line.
 
     If the message contains a traceback (of a DataLoader's worker), only its first and last lines are kept.

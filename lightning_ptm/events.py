@@ -73,17 +73,17 @@ class Events:
         self._listeners: tuple[Listener, ...] = ()
 
     @property
-    def heard(self) -> bool:
+    def active(self) -> bool:
         """Whether there is any listener."""
         return bool(self._listeners)
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         """Passes an event that has ended to all listeners."""
         for listener in self._listeners:
             listener(event)
 
     @contextmanager
-    def heard_by(self, listener: Listener) -> Iterator[None]:
+    def subscribed(self, listener: Listener) -> Iterator[None]:
         """Context in which `listener` receives each event that ends."""
         with self._lock:
             self._listeners = (*self._listeners, listener)

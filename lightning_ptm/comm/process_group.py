@@ -337,12 +337,12 @@ def _stripes(flat: FlatLayout, full: Tensor, shard: Tensor) -> list[tuple[Tensor
 
 def _told(events: Events, name: str, full: Tensor) -> Callable[[], None] | None:
     """What the end of a collective that begins now has to tell; None while nobody listens."""
-    if not events.heard:
+    if not events.active:
         return None
     began_s, size_bytes = perf_counter(), full.nbytes
 
     def done() -> None:
         event = Event(EventKind.COLLECTIVE, "ranks", name, began_s, perf_counter(), bytes=size_bytes)
-        events.tell(event)
+        events.emit(event)
 
     return done

@@ -219,12 +219,12 @@ class Copier:
         return transfer
 
     def _tell(self, started: StartedCopy, end_s: float) -> None:
-        if self._events.heard:
+        if self._events.active:
             copy = started.copy
             track = f"{copy.source.tier.name}_to_{copy.target.tier.name}".lower()
             # Of the two names, one is often that of a buffer; the home's tells more.
             home = max(copy.source, copy.target, key=lambda tensor: tensor.tier.distance)
-            self._events.tell(Event(EventKind.COPY, track, home.name, started.began_s, end_s, bytes=copy.length_bytes))
+            self._events.emit(Event(EventKind.COPY, track, home.name, started.began_s, end_s, bytes=copy.length_bytes))
 
     def _finish(self, started: StartedCopy, error: BaseException | None) -> None:
         self._let_go(started.holds)

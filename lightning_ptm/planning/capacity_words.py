@@ -76,7 +76,7 @@ def tick_label(layout: ModelLayout, trace: Trace, tick: int) -> str:
     return f"tick {tick} ({layout.units[at.unit].name or 'the root'} {at.phase.value})"
 
 
-def device_refusal(
+def device_capacity_error(
     layout: ModelLayout,
     trace: Trace,
     tick: int,

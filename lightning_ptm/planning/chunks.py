@@ -91,7 +91,7 @@ class Job(abc.ABC, Generic[F, C]):
         """Starts of the chunks that have not begun, in reverse order."""
         self.active: list[C] = []
         """Chunks whose reads were issued, in order of issue."""
-        self.lacking: list[C] = []
+        self.incomplete: list[C] = []
         """The active chunks that are not `whole`."""
         self.predecessor: Self | None = None
         """The previous job on the same flat, until it has ended."""
@@ -134,7 +134,7 @@ class ChunkEvent(enum.Enum):
 class ChunkAct(Generic[F]):
     """A decision of the scheduler, for listeners."""
 
-    doing: ChunkEvent
+    event: ChunkEvent
     flat: F
     start: int = 0
     numel: int = 0
@@ -175,15 +175,15 @@ class Chunks(Generic[F, J, C]):
     """The scheduler: job queue, read-ahead and staging budget of one optimizer pipeline.
 
     Args:
-        hands: carries out the decisions.
+        actions: carries out the decisions.
         staging: the number of chunks that may hold buffers at once.
     """
 
-    def __init__(self, hands: ChunkActions[F, J, C], *, staging: float) -> None:
-        self._hands = hands
+    def __init__(self, actions: ChunkActions[F, J, C], *, staging: float) -> None:
+        self._actions = actions
         self.staging = staging
 
-        self.told: Callable[[ChunkAct[F]], None] | None = None
+        self.on_decision: Callable[[ChunkAct[F]], None] | None = None
         """Listener for decisions, called in order."""
         self.queue: list[J] = []
         """Jobs with arithmetic left, in the order of service."""
@@ -206,15 +206,15 @@ class Chunks(Generic[F, J, C]):
         while place and self.queue[place - 1].turn > job.turn:
             place -= 1
         self.queue.insert(place, job)
-        if self.told is not None:
-            self.told(ChunkAct(ChunkEvent.SUBMITTED, flat, numel=job.cuts.numel))
+        if self.on_decision is not None:
+            self.on_decision(ChunkAct(ChunkEvent.SUBMITTED, flat, numel=job.cuts.numel))
         self._wanted = [wanted for wanted in self._wanted if wanted.flat is not flat]
         for chunk in [chunk for chunk in self._ahead if chunk.flat is flat]:
             self._ahead.remove(chunk)
             if job.streams and chunk.start in job.waiting:
                 job.waiting.remove(chunk.start)
                 job.active.append(chunk)
-                job.lacking.append(chunk)
+                job.incomplete.append(chunk)
             else:
                 self._abandoned.append(chunk)
 
@@ -231,7 +231,7 @@ class Chunks(Generic[F, J, C]):
             self.queue.insert(0, first)
             first = None if first.may_start() else first.predecessor
 
-    def forget_ahead(self) -> None:
+    def drop_read_ahead(self) -> None:
         """Drops the chunks that were read ahead, because their pages may be about to change."""
         self._wanted.clear()
         self._abandoned.extend(self._ahead)
@@ -312,10 +312,10 @@ class Chunks(Generic[F, J, C]):
             if not job.streams or not job.may_start() or not (job.reads_ahead or job.has_gradient()):
                 continue
             # Also after a job that found no room: these chunks hold the buffers that it waits for (I4).
-            for chunk in [*job.lacking]:
-                moved = self._hands.read(job, chunk) or chunk.whole or moved
+            for chunk in [*job.incomplete]:
+                moved = self._actions.read(job, chunk) or chunk.whole or moved
                 if chunk.whole:
-                    job.lacking.remove(chunk)
+                    job.incomplete.remove(chunk)
             while room and job.waiting and not self._is_busy(job.flat, job.waiting[-1]):
                 if self._held >= self.staging and not self._make_room(job):
                     room = False
@@ -323,7 +323,7 @@ class Chunks(Generic[F, J, C]):
                 start = job.waiting.pop()
                 chunk = self._read(job, job.active, job.flat, start, job.cuts.length_from(start))
                 if not chunk.whole:
-                    job.lacking.append(chunk)
+                    job.incomplete.append(chunk)
                 moved = True
         return self._issue_ahead() or moved if room and self._wanted else moved
 
@@ -343,11 +343,11 @@ class Chunks(Generic[F, J, C]):
         return moved
 
     def _read(self, job: J | None, among: list[C], flat: F, start: int, numel: int) -> C:
-        chunk = self._hands.chunk(flat, start, numel)
+        chunk = self._actions.chunk(flat, start, numel)
         among.append(chunk)
         self._held += 1
-        self._hands.read(job, chunk)
-        self._tell(ChunkEvent.READ, chunk)
+        self._actions.read(job, chunk)
+        self._report(ChunkEvent.READ, chunk)
         return chunk
 
     def _is_busy(self, flat: F, start: int) -> bool:
@@ -369,17 +369,17 @@ class Chunks(Generic[F, J, C]):
             for chunk in reversed(job.active):
                 if chunk.readable():
                     self._free(job.active, chunk, ChunkEvent.GIVEN_UP)
-                    if chunk in job.lacking:
-                        job.lacking.remove(chunk)
+                    if chunk in job.incomplete:
+                        job.incomplete.remove(chunk)
                     job.waiting.append(chunk.start)
                     return True
         return False
 
-    def _free(self, among: list[C], chunk: C, doing: ChunkEvent) -> None:
-        self._hands.free(chunk)  # first: it raises the error of a failed write while other transfers may be in flight
+    def _free(self, among: list[C], chunk: C, event: ChunkEvent) -> None:
+        self._actions.free(chunk)  # first: it raises the error of a failed write while other transfers may be in flight
         among.remove(chunk)
         self._held -= 1
-        self._tell(doing, chunk)
+        self._report(event, chunk)
 
     def _next_ready(self, job: J) -> C | None:
         if not job.may_start() or not job.has_gradient():
@@ -388,7 +388,7 @@ class Chunks(Generic[F, J, C]):
             if not job.waiting:
                 return None
             start = job.waiting.pop()
-            job.active.append(self._hands.chunk(job.flat, start, job.cuts.length_from(start)))
+            job.active.append(self._actions.chunk(job.flat, start, job.cuts.length_from(start)))
             return job.active[-1]
         for chunk in job.active:
             if chunk.whole and chunk.readable():
@@ -396,13 +396,13 @@ class Chunks(Generic[F, J, C]):
         return None
 
     def _compute(self, job: J, chunk: C) -> None:
-        writes = self._hands.update(job, chunk)
+        writes = self._actions.update(job, chunk)
         job.active.remove(chunk)
-        self._tell(ChunkEvent.COMPUTED, chunk)
+        self._report(ChunkEvent.COMPUTED, chunk)
         if writes:
             self._writing.append(chunk)
         elif job.streams:
-            self._hands.free(chunk)
+            self._actions.free(chunk)
             self._held -= 1
         if job.computed:
             self._end(job)
@@ -410,10 +410,10 @@ class Chunks(Generic[F, J, C]):
     def _end(self, job: J) -> None:
         self.queue.remove(job)
         job.ended = True
-        self._hands.end(job)
-        if self.told is not None:
-            self.told(ChunkAct(ChunkEvent.ENDED, job.flat, numel=job.cuts.numel))
+        self._actions.end(job)
+        if self.on_decision is not None:
+            self.on_decision(ChunkAct(ChunkEvent.ENDED, job.flat, numel=job.cuts.numel))
 
-    def _tell(self, doing: ChunkEvent, chunk: C) -> None:
-        if self.told is not None:
-            self.told(ChunkAct(doing, chunk.flat, chunk.start, chunk.numel))
+    def _report(self, event: ChunkEvent, chunk: C) -> None:
+        if self.on_decision is not None:
+            self.on_decision(ChunkAct(event, chunk.flat, chunk.start, chunk.numel))

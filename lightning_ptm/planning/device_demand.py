@@ -75,8 +75,8 @@ def gradient_demands(layout: ModelLayout, uses: Uses, unit: int, gradients: Grad
     use = uses.units[unit]
     passing = gradients.pass_through
     yield from full_gradient_demands(layout, uses, unit, gradients)
-    reduced = pages_beside_full_gradients(layout, unit, gradients, alone=False)
-    added = pages_beside_full_gradients(layout, unit, gradients, alone=True)
+    reduced = extra_gradient_pages(layout, unit, gradients, needs_no_reduction=False)
+    added = extra_gradient_pages(layout, unit, gradients, needs_no_reduction=True)
     for written in gradient_spans(use, passing=passing):
         # The destination of the reduction, or of the addition, exists while the full gradients are read.
         leaves = written.end + 1
@@ -95,18 +95,18 @@ def full_gradient_demands(layout: ModelLayout, uses: Uses, unit: int, gradients:
     """
     use = uses.units[unit]
     passing = gradients.pass_through
-    for alone in (False, True):
-        pages = layout.full_gradient_pages(unit, alone=alone)
-        if not pages or (alone and gradients.home.computes and gradients.outlive_backward):
+    for needs_no_reduction in (False, True):
+        pages = layout.full_gradient_pages(unit, needs_no_reduction=needs_no_reduction)
+        if not pages or (needs_no_reduction and gradients.home.computes and gradients.outlive_backward):
             continue  # written straight to their home
         for written in gradient_spans(use, passing=passing):
             # If they pass through and no other rank shares them, the full gradients are the shard.
-            end = use.ticks[-1] if passing and alone else written.end
+            end = use.ticks[-1] if passing and needs_no_reduction else written.end
             yield Demand(compute_instant(written.first), trigger_instant(end + 1), pages)
 
 
-def pages_beside_full_gradients(
-    layout: ModelLayout, unit: int, gradients: Gradients, *, alone: bool | None = None
+def extra_gradient_pages(
+    layout: ModelLayout, unit: int, gradients: Gradients, *, needs_no_reduction: bool | None = None
 ) -> int:
     """Returns the pages that exist in addition to a unit's full gradients while these leave.
 
@@ -115,12 +115,12 @@ def pages_beside_full_gradients(
     then.
 
     Args:
-        alone: count only flats that are, or are not, `ModelLayout.alone`; None: all flats.
+        needs_no_reduction: count only flats that are, or are not, `ModelLayout.needs_no_reduction`; None: all flats.
     """
     pages = 0
     for flat in layout.flats_of(unit):
-        if flat.trainable and alone in (None, layout.alone(flat)):
-            reduced = 0 if layout.alone(flat) else flat.shard_pages
+        if flat.trainable and needs_no_reduction in (None, layout.needs_no_reduction(flat)):
+            reduced = 0 if layout.needs_no_reduction(flat) else flat.shard_pages
             whole = gradients.add_up_in_buffer and not flat.shared
             pages += max(reduced, round_up(flat.gradient_bytes, layout.page_size) // layout.page_size if whole else 0)
     return pages

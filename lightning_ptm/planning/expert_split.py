@@ -101,4 +101,4 @@ def divided(split: ExpertSplit, members: Mapping[int, int], scaled_by: int) -> M
     """
     # An expert's tokens come from its whole group, so its gradients are those of all ranks' losses.
     by_member = sharing_along(split.mesh, (Axis.DATA, Axis.TENSOR), scaled_by)
-    return replace(shared_by_all(split.mesh), apart={unit: by_member[member] for unit, member in members.items()})
+    return replace(shared_by_all(split.mesh), by_unit={unit: by_member[member] for unit, member in members.items()})

@@ -107,7 +107,7 @@ class FetchPolicy:
         self._by_need = dict.fromkeys(sorted(by_need))
         self.refcounts = UnitRefcounts(count)
         self.plan_cursor = PlanCursor()
-        self.told: Callable[[Task], None] = _nobody
+        self.on_decision: Callable[[Task], None] = _ignore
         # state
         self._waiting: list[Task] = []
         self._expected: deque[int] = deque()
@@ -117,16 +117,16 @@ class FetchPolicy:
 
     # -- the iteration -------------------------------------------------------------------------------------------------
 
-    def begin(self, made: tuple[Plan, Trace] | None, traced: Trace | None, *, begins_again: bool) -> None:
+    def begin(self, made: tuple[Plan, Trace] | None, traced: Trace | None, *, may_repeat: bool) -> None:
         """Starts an iteration. Args as `PlanCursor.begin`."""
-        self.plan_cursor.begin(made, traced, begins_again=begins_again)
+        self.plan_cursor.begin(made, traced, may_repeat=may_repeat)
 
     def end(self) -> None:
         """Ends the iteration with the plan's last tasks."""
         self._waiting = []
         self._expected.clear()
         self._perform(self.plan_cursor.last_tasks())
-        self.refcounts.let_go_all()
+        self.refcounts.unhold_all()
         self.plan_cursor.forget()
 
     def abandon(self) -> None:
@@ -142,10 +142,10 @@ class FetchPolicy:
         `bring` and `computes` must follow. Returns the tick's number; for a unit in `by_need`, the number of the
         enclosing tick.
         """
-        if self.plan_cursor.goes_round(unit, phase):
+        if self.plan_cursor.begins_next_round(unit, phase):
             self._perform(self.plan_cursor.last_tasks())
             self._perform(self.plan_cursor.first_tasks())
-            self.plan_cursor.go_round()
+            self.plan_cursor.start_next_round()
         self._units.reclaim(False)  # the plan assumes that gradients have left before the tick's fetches
         if phase is Phase.FORWARD:
             self.refcounts.take(unit)
@@ -157,18 +157,18 @@ class FetchPolicy:
 
     def computes(self, unit: int) -> None:
         """Reports that `unit`, after `enter` and `bring`, computes."""
-        self.told(Task(Operation.COMPUTE, unit, Kind.FULL, self.plan_cursor.now))
-        self.has_come(unit)
+        self.on_decision(Task(Operation.COMPUTE, unit, Kind.FULL, self.plan_cursor.now))
+        self.mark_used(unit)
 
     def _perform(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             match task.operation:
                 case Operation.RELEASE:
-                    if not self.refcounts.leased(task.unit):
-                        self.told(task)
+                    if not self.refcounts.referenced(task.unit):
+                        self.on_decision(task)
                         self._units.release(task.unit)
                 case Operation.EVICT:
-                    self.told(task)
+                    self.on_decision(task)
                     self._units.evict(task.unit)
                 case Operation.FETCH | Operation.GATHER:
                     self._fetch_ahead(task)
@@ -195,7 +195,7 @@ class FetchPolicy:
         self._expected = deque(units)
         self._fetch_expected()
 
-    def has_come(self, unit: int) -> None:
+    def mark_used(self, unit: int) -> None:
         """Removes `unit`, which is being used, and the units before it from the expected ones, and fetches the next."""
         if unit in self._expected:
             while self._expected.popleft() != unit:
@@ -206,7 +206,7 @@ class FetchPolicy:
         if self._expected:
             self._fetch_ahead(self._full(self._expected[0]))
 
-    def take_part(self, unit: int) -> bool:
+    def join_gather(self, unit: int) -> bool:
         """Joins an all-gather that other ranks requested, if this rank wants `unit` and has room.
 
         Returns whether the fetch of `unit` started.
@@ -235,10 +235,10 @@ class FetchPolicy:
 
     def _fetch_ahead(self, task: Task) -> None:
         if self._waits(task):
-            self.told(task)
+            self.on_decision(task)
             self._waiting.append(task)
         elif self._starts(task):
-            self.told(task)
+            self.on_decision(task)
         else:
             # The plan counts whole units, but a late release may still hold pages. Then `bring` fetches this unit.
             self.misses += 1
@@ -274,10 +274,10 @@ class FetchPolicy:
             self._units.evict(unit)
 
     def _movable(self, unit: int) -> bool:
-        return not self.refcounts.leased(unit) and self._units.movable(unit)
+        return not self.refcounts.referenced(unit) and self._units.movable(unit)
 
     def _give_up(self, unit: int) -> None:
-        self.told(Task(Operation.RELEASE, unit, Kind.FULL, self.plan_cursor.now))
+        self.on_decision(Task(Operation.RELEASE, unit, Kind.FULL, self.plan_cursor.now))
         self._units.release(unit)
         self._units.evict(unit)
 
@@ -295,7 +295,7 @@ class FetchPolicy:
         while True:
             try:
                 self._start(task)
-                self.told(task)
+                self.on_decision(task)
                 return
             except CapacityError:
                 if self._units.reclaim(True):
@@ -309,9 +309,9 @@ class FetchPolicy:
                     raise
                 # They were fetched for an all-gather that was next in the plan and that did not happen.
                 for other in spare:
-                    self.told(Task(Operation.EVICT, other, Kind.PARAMETER, self.plan_cursor.now))
+                    self.on_decision(Task(Operation.EVICT, other, Kind.PARAMETER, self.plan_cursor.now))
                     self._units.evict(other)
 
 
-def _nobody(task: Task) -> None:
+def _ignore(task: Task) -> None:
     """Default listener: ignores the decision."""

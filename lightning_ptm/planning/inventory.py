@@ -129,7 +129,7 @@ class Inventory:
         return uses_in_words(tier, {what.value: size for what, size in self.by_what(tier).items()}, unified)
 
 
-NOTHING = Inventory(0, ())
+EMPTY = Inventory(0, ())
 
 
 def with_room(

@@ -361,7 +361,7 @@ class ModelLayout:
         units: the units of the whole model.
         flats: flats of the units that this rank holds.
         first_flats: per unit the index of its first flat, and len(flats) at the end.
-        elsewhere: by unit, the flats of the units that only other ranks hold, numbered as if each were the only unit.
+        remote_flats: by unit, the flats of the units that only other ranks hold, numbered as if each were the only unit.
     """
 
     units: tuple[UnitSpec, ...]
@@ -369,17 +369,17 @@ class ModelLayout:
     page_size: int
     world_size: int
     first_flats: tuple[int, ...]
-    elsewhere: Mapping[int, tuple[FlatLayout, ...]]
+    remote_flats: Mapping[int, tuple[FlatLayout, ...]]
 
     @property
     def shared(self) -> bool:
         """Whether several ranks share the model, so that they gather parameters and reduce gradients."""
         return self.world_size > 1
 
-    def everywhere(self) -> Iterator[FlatLayout]:
+    def all_flats(self) -> Iterator[FlatLayout]:
         """Yields the flats of all units, unit by unit, whichever rank holds them."""
         for unit in range(len(self.units)):
-            yield from self.elsewhere.get(unit) or self.flats_of(unit)
+            yield from self.remote_flats.get(unit) or self.flats_of(unit)
 
     def of(self, rank: int) -> ModelLayout:
         """Returns the layout of another rank that holds the same units."""
@@ -407,7 +407,7 @@ class ModelLayout:
         """Returns the pages of one rank's shard of a unit's gradients: one per stripe of its trainable flats."""
         return sum(flat.shard_pages for flat in self.flats_of(unit) if flat.trainable)
 
-    def alone(self, flat: FlatLayout) -> bool:
+    def needs_no_reduction(self, flat: FlatLayout) -> bool:
         """Returns whether the gradient of a flat on this rank is the run's gradient, without any reduction.
 
         That needs two things: no other rank shares the flat, and all ranks have slices of its parameters, so that they
@@ -433,14 +433,18 @@ class ModelLayout:
             flat for flat in self.flats_of(unit) if flat.shared or not in_place or flat.code is not None
         )
 
-    def full_gradient_pages(self, unit: int, *, alone: bool | None = None) -> int:
+    def full_gradient_pages(self, unit: int, *, needs_no_reduction: bool | None = None) -> int:
         """Returns the pages of a unit's gradients before their reduction.
 
         Args:
-            alone: count only flats that are, or are not, `alone`; None: all flats.
+            needs_no_reduction: count only flats that are, or are not, `needs_no_reduction`; None: all flats.
         """
         trainable = [flat for flat in self.flats_of(unit) if flat.trainable]
-        return self._run_pages(flat for flat in trainable if alone is None or self.alone(flat) is alone)
+        return self._run_pages(
+            flat
+            for flat in trainable
+            if needs_no_reduction is None or self.needs_no_reduction(flat) is needs_no_reduction
+        )
 
     def _run_pages(self, flats: Iterable[FlatLayout]) -> int:
         return sum(round_up(flat.padded_bytes, self.page_size) // self.page_size for flat in flats)
@@ -470,7 +474,7 @@ def build_layout(
     page_size: int,
     world_size: int,
     shared_by: Mapping[int, int] = _BY_ALL,
-    elsewhere: Collection[int] = (),
+    remote_units: Collection[int] = (),
     rank: int = 0,
 ) -> ModelLayout:
     """Lays out a model: a flat per (dtype, trainable, optimizers, code, parts, partial) of each unit.
@@ -484,7 +488,7 @@ def build_layout(
         world_size: number of ranks.
         shared_by: by index of a unit that not all ranks share, how many ranks share it. Parameters that are slices are
             shared by fewer ranks, since each rank has one slice: by that number divided by `parts`.
-        elsewhere: units that other ranks hold, and this one does not.
+        remote_units: units that other ranks hold, and this one does not.
         rank: the rank whose shard is described where ranks own whole parameters, in units that all ranks share.
 
     Raises:
@@ -502,14 +506,14 @@ def build_layout(
             members.setdefault(_family(parameter), {}).setdefault((parameter.parts, parameter.partial), []).append(
                 parameter
             )
-        first, ranks = 0 if unit in elsewhere else len(flats), shared_by.get(unit, world_size)
+        first, ranks = 0 if unit in remote_units else len(flats), shared_by.get(unit, world_size)
         # The sort is stable: dtypes stay in the order in which they first occur.
         alike = [each for key in sorted(members, key=lambda key: not key[0]) for each in members[key].items()]
         of_unit = tuple(
             _flat(unit, index, parameters, page_size, ranks // parts, owners, rank)
             for index, ((parts, _), parameters) in enumerate(alike, first)
         )
-        if unit in elsewhere:
+        if unit in remote_units:
             others[unit] = of_unit
         else:
             flats += of_unit

@@ -16,12 +16,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.planning.capacity_words import device_refusal, format_bytes, setting_for, tier_in_words, with_uses
+from lightning_ptm.planning.capacity_words import (
+    device_capacity_error,
+    format_bytes,
+    setting_for,
+    tier_in_words,
+    with_uses,
+)
 from lightning_ptm.planning.device_demand import (
     Demand,
+    extra_gradient_pages,
     gradient_demands,
     gradient_linger,
-    pages_beside_full_gradients,
     parameter_demands,
 )
 from lightning_ptm.planning.home_bytes import Bytes, HomeBytes, less
@@ -220,7 +226,7 @@ class _Problem:
             + self._layout.gathered_pages(unit)
             + 2 * (self._layout.full_gradient_pages(unit) + max(beside, self._layout.trainable_pages(unit)))
             for unit, home in enumerate(parameter_homes)
-            for beside in (pages_beside_full_gradients(self._layout, unit, self._gradients(home)),)
+            for beside in (extra_gradient_pages(self._layout, unit, self._gradients(home)),)
         )
         return Placement(
             homes=homes,
@@ -259,7 +265,7 @@ class _Problem:
                 missing.append((unit, max(size)))
             homes.append(away if tier is None else tier)
         if missing:
-            raise self._homeless(missing, Kind.PARAMETER, self._slower_tiers(self._wishes.parameter))
+            raise self._no_home_error(missing, Kind.PARAMETER, self._slower_tiers(self._wishes.parameter))
         return homes
 
     def _place_masters(self) -> list[Tier]:
@@ -282,7 +288,7 @@ class _Problem:
                 homes.append(Tier.DEVICE if tier is None else tier)
         if missing:
             devices = (Tier.DEVICE,) if wish is None and self._caches_masters else ()
-            raise self._homeless(missing, Kind.MASTER, devices + slower)
+            raise self._no_home_error(missing, Kind.MASTER, devices + slower)
         return homes
 
     def _move_in(self, unit: int, away: Tier) -> bool:
@@ -356,7 +362,7 @@ class _Problem:
         left = min(self._left[Tier.DEVICE])
         have_pages = left // self._layout.page_size
         only_ram = self._unified and not self._budget[Tier.DISK]
-        return device_refusal(
+        return device_capacity_error(
             self._layout,
             self._trace,
             self._demand.peak_instant() // 2,
@@ -370,7 +376,7 @@ class _Problem:
             uses=self._given[Tier.DEVICE],
         )
 
-    def _homeless(self, missing: list[tuple[int, int]], kind: Kind, tiers: Sequence[Tier]) -> CapacityError:
+    def _no_home_error(self, missing: list[tuple[int, int]], kind: Kind, tiers: Sequence[Tier]) -> CapacityError:
         need_bytes = sum(size for _, size in missing)
         first, last = (self._layout.units[missing[at][0]].name or "root" for at in (0, -1))
         names = f"{len(missing)} units ({first} to {last})" if len(missing) > 1 else first

@@ -51,7 +51,7 @@ class Plan:
         first = bisect_left(self.tasks, trigger, key=_trigger)
         return self.tasks[first : bisect_left(self.tasks, trigger + 1, first, key=_trigger)]
 
-    def beside(self, tasks: Iterable[Task]) -> Plan:
+    def with_tasks(self, tasks: Iterable[Task]) -> Plan:
         """Returns a plan with further tasks, in issue order."""
         order = {operation: rank for rank, operation in enumerate(ISSUE_ORDER)}
         return Plan(

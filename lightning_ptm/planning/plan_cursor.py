@@ -23,7 +23,7 @@ class PlanCursor:
     def __init__(self) -> None:
         self._made: tuple[Plan, Trace] | None = None
         self._traced: Trace | None = None
-        self._begins_again = False
+        self._may_repeat = False
         self._following = False
         self._repeating = False
         self.tick = 0
@@ -31,23 +31,23 @@ class PlanCursor:
         self.now = 0
         """Index of the tick in progress; 0 before the first. Others read it, more than once a tick."""
 
-    def begin(self, made: tuple[Plan, Trace] | None, traced: Trace | None, *, begins_again: bool) -> None:
+    def begin(self, made: tuple[Plan, Trace] | None, traced: Trace | None, *, may_repeat: bool) -> None:
         """Starts an iteration.
 
         Args:
             made: the plan to follow, and the trace that it is for.
             traced: this rank's own newest trace.
-            begins_again: after the end of the plan or trace, the iteration may continue at the tick after the root's,
+            may_repeat: after the end of the plan or trace, the iteration may continue at the tick after the root's,
                 as if it had ended and another had begun, while the root stays live (token-by-token generation).
         """
-        self._made, self._traced, self._begins_again = made, traced, begins_again
+        self._made, self._traced, self._may_repeat = made, traced, may_repeat
         self.tick = self.now = 0
         self._following, self._repeating = made is not None, traced is not None
 
     def forget(self) -> None:
         """Drops plan and trace: the iteration is over, or has failed."""
         self._made = self._traced = None
-        self._begins_again = self._following = self._repeating = False
+        self._may_repeat = self._following = self._repeating = False
 
     @property
     def followed(self) -> bool:
@@ -75,9 +75,9 @@ class PlanCursor:
         """Returns the tasks after the plan's last tick, if the plan was followed to the end."""
         return self._made[0].tasks_at(self.tick) if self.followed and self._made is not None else ()
 
-    def goes_round(self, unit: int, phase: Phase) -> bool:
+    def begins_next_round(self, unit: int, phase: Phase) -> bool:
         """Returns whether the tick that begins is the second tick of another round."""
-        if not self._begins_again:
+        if not self._may_repeat:
             return False
         if self.followed:
             return self._made is not None and _is_at(self._made[1], 1, unit, phase)
@@ -88,7 +88,7 @@ class PlanCursor:
         them."""
         return self._made[0].tasks_at(0) if self.followed and self._made is not None else ()
 
-    def go_round(self) -> None:
+    def start_next_round(self) -> None:
         """Moves to the position after the first tick of another round."""
         self.tick, self.now = 1, 0
 

@@ -17,7 +17,7 @@ from lightning_ptm.planning.plan import Plan
 def layout_lines(layout: ModelLayout) -> Iterator[str]:
     """Yields a line for each parameter: its position, whichever rank holds it, and the optimizers that train it."""
     yield f"pages of {layout.page_size} bytes"
-    for place, flat in enumerate(layout.everywhere()):
+    for place, flat in enumerate(layout.all_flats()):
         for slot in flat.slots:
             spec = slot.spec
             cut = "" if spec.box is None else f", {spec.box.cut}"

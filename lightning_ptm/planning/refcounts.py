@@ -25,7 +25,7 @@ class UnitRefcounts:
         """Returns whether `unit` is held until the iteration, or its backward, ends."""
         return unit in self._held
 
-    def leased(self, unit: int) -> bool:
+    def referenced(self, unit: int) -> bool:
         """Returns whether `unit` is used or held."""
         return self.used(unit) or unit in self._held
 
@@ -50,14 +50,14 @@ class UnitRefcounts:
         self._backward.discard(unit)
 
     def hold(self, unit: int) -> None:
-        """Holds `unit` until `let_go` or the end of the iteration."""
+        """Holds `unit` until `unhold` or the end of the iteration."""
         self._held.add(unit)
 
-    def let_go(self, unit: int) -> None:
+    def unhold(self, unit: int) -> None:
         """Ends the hold of `unit`."""
         self._held.discard(unit)
 
-    def let_go_all(self) -> None:
+    def unhold_all(self) -> None:
         """Ends all holds, at the end of the iteration."""
         self._held.clear()
 

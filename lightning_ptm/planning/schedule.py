@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_ptm.planning.capacity_words import device_refusal
+from lightning_ptm.planning.capacity_words import device_capacity_error
 from lightning_ptm.planning.device_demand import gradient_demands, gradient_linger
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.lifetime import Uses, uses_of
@@ -129,7 +129,7 @@ class _Scheduler:
             for demand in gradient_demands(self._layout, self._uses, unit, self._placement.gradients(unit)):
                 demand.add_to(self._occupancy)
         if self._occupancy.peak() > self._limit:
-            raise device_refusal(
+            raise device_capacity_error(
                 self._layout,
                 self._trace,
                 self._occupancy.peak_instant() // 2,

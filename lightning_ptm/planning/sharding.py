@@ -83,7 +83,7 @@ class ShardGroup:
         return self.losses / self.scaled_by
 
     @property
-    def alone(self) -> bool:
+    def needs_no_reduction(self) -> bool:
         """Whether a rank's gradient is the run's gradient, without any reduction."""
         return self.losses == len(self.ranks) == 1
 
@@ -130,17 +130,17 @@ class ModelSharding:
     """The table of sharding classes.
 
     Attributes:
-        everybody: the classes of units that all ranks share.
-        apart: by unit, the classes of units that only some ranks share.
+        common: the classes of units that all ranks share.
+        by_unit: by unit, the classes of units that only some ranks share.
     """
 
     mesh: Mesh
-    everybody: UnitShardGroup
-    apart: Mapping[int, UnitShardGroup] = field(default_factory=dict)
+    common: UnitShardGroup
+    by_unit: Mapping[int, UnitShardGroup] = field(default_factory=dict)
 
     def of(self, unit: int) -> UnitShardGroup:
         """Returns the classes of a unit."""
-        return self.apart.get(unit, self.everybody)
+        return self.by_unit.get(unit, self.common)
 
     def of_flat(self, flat: FlatLayout) -> ShardGroup:
         """Returns the class of a flat."""
@@ -151,26 +151,26 @@ class ModelSharding:
 
     def shared_by(self) -> dict[int, int]:
         """Returns, for each unit that only some ranks hold, how many do."""
-        return {unit: len(sharing.whole.ranks) for unit, sharing in self.apart.items()}
+        return {unit: len(sharing.whole.ranks) for unit, sharing in self.by_unit.items()}
 
     @property
     def in_parts(self) -> bool:
         """Whether ranks have slices of parameters (tensor parallelism)."""
         return self.mesh.sizes.get(Axis.TENSOR, 1) > 1
 
-    def elsewhere(self, rank: int) -> frozenset[int]:
+    def remote_units(self, rank: int) -> frozenset[int]:
         """Returns the units that other ranks hold, and this one does not."""
-        return frozenset(unit for unit, sharing in self.apart.items() if rank not in sharing.whole.ranks)
+        return frozenset(unit for unit, sharing in self.by_unit.items() if rank not in sharing.whole.ranks)
 
     @property
-    def alike(self) -> tuple[Axis, ...]:
+    def sharding_axes(self) -> tuple[Axis, ...]:
         """The axes along which ranks hold the same units."""
-        classes = [self.everybody, *self.apart.values()]
+        classes = [self.common, *self.by_unit.values()]
         return tuple(axis for axis in self.mesh.sizes if all(axis in sharing.whole.axes for sharing in classes))
 
 
 def shared_by_all(mesh: Mesh) -> ModelSharding:
     """Returns the table where all ranks share all units; slices of parameters are shared by the ranks with the same
     slice."""
-    (everybody,) = sharing_along(mesh, tuple(mesh.sizes))
-    return ModelSharding(mesh, everybody)
+    (common,) = sharing_along(mesh, tuple(mesh.sizes))
+    return ModelSharding(mesh, common)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_ptm.errors import CapacityError, InternalError
-from lightning_ptm.planning.capacity_words import device_refusal, format_bytes, tick_label
+from lightning_ptm.planning.capacity_words import device_capacity_error, format_bytes, tick_label
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.placement_data import Budget, Placement
 from lightning_ptm.planning.plan import Plan, Task
@@ -198,7 +198,7 @@ class _Replay:
         before = self._trigger - 1
         complete = self._complete.get(before, [])
         for unit in complete:
-            beside = self._beside_gradients(unit, alone=False)
+            beside = self._beside_gradients(unit, needs_no_reduction=False)
             self._hold(beside)  # They are written while the full gradients are read.
             self._used -= self._gradient_pages.pop(unit, 0)
             if self._passes(unit):
@@ -206,7 +206,7 @@ class _Replay:
             else:
                 self._leaving += beside
         for unit in complete:
-            self._used -= self._beside_gradients(unit, alone=True)
+            self._used -= self._beside_gradients(unit, needs_no_reduction=True)
             if not self._passes(unit):
                 self._used -= self._own_gradient_pages.pop(unit, 0)
         for unit in {*self._gradient_pages, *self._own_gradient_pages}:
@@ -226,15 +226,15 @@ class _Replay:
                 self._write_gradients(unit)
         for unit in self._complete.get(self._trigger, ()):
             # The unit's last gradient may arrive after autograd has entered the next unit.
-            self._hold(self._beside_gradients(unit, alone=True))
+            self._hold(self._beside_gradients(unit, needs_no_reduction=True))
 
     def _write_gradients(self, unit: int) -> None:
         at_home = self._placement.homes[unit].gradient is Tier.DEVICE and self._placement.keeps_gradients
         if unit not in self._gradient_pages:
-            self._gradient_pages[unit] = self._full_gradient_pages(unit, alone=False)
+            self._gradient_pages[unit] = self._full_gradient_pages(unit, needs_no_reduction=False)
             self._hold(self._gradient_pages[unit])
         if unit not in self._own_gradient_pages and not at_home:
-            self._own_gradient_pages[unit] = self._full_gradient_pages(unit, alone=True)
+            self._own_gradient_pages[unit] = self._full_gradient_pages(unit, needs_no_reduction=True)
             self._hold(self._own_gradient_pages[unit])
 
     def _check_homes(self) -> None:
@@ -281,7 +281,7 @@ class _Replay:
             raise self._too_many(self._used)
 
     def _too_many(self, pages: int) -> CapacityError:
-        return device_refusal(
+        return device_capacity_error(
             self._layout,
             self._trace,
             self._trigger,
@@ -312,28 +312,27 @@ class _Replay:
             count = self._page_counts[unit, kind] = sum(-(-size // self._layout.page_size) for size in sizes)
         return count
 
-    def _beside_gradients(self, unit: int, *, alone: bool) -> int:
+    def _beside_gradients(self, unit: int, *, needs_no_reduction: bool) -> int:
         """Returns the pages that receive a unit's full gradients when they leave, by reduction or by addition to a sum.
 
         The addition to a shard happens after the full gradients are freed, and fits into their pages.
         """
         to_device = self._placement.sums_gradients and not self._placement.homes[unit].gradient.addressable
         pages = 0
-        for flat in self._gradients_of(unit, alone=alone):
-            reduced = 0 if alone else flat.longest_shard_bytes
+        for flat in self._gradients_of(unit, needs_no_reduction=needs_no_reduction):
+            reduced = 0 if needs_no_reduction else flat.longest_shard_bytes
             so_far = flat.gradient_bytes if to_device and not flat.shared else 0
             pages += -(-max(reduced, so_far) // self._layout.page_size)
         return pages
 
-    def _full_gradient_pages(self, unit: int, *, alone: bool) -> int:
-        flats = self._gradients_of(unit, alone=alone)
+    def _full_gradient_pages(self, unit: int, *, needs_no_reduction: bool) -> int:
+        flats = self._gradients_of(unit, needs_no_reduction=needs_no_reduction)
         return sum(-(-flat.padded_bytes // self._layout.page_size) for flat in flats)
 
-    def _gradients_of(self, unit: int, *, alone: bool) -> list[FlatLayout]:
-        """Returns the trainable flats whose gradient no other rank has a part of (`alone`), or the other trainable
-        flats."""
+    def _gradients_of(self, unit: int, *, needs_no_reduction: bool) -> list[FlatLayout]:
+        """Returns the trainable flats whose gradient needs, or does not need, a reduction."""
         flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable]
-        return [flat for flat in flats if self._layout.alone(flat) is alone]
+        return [flat for flat in flats if self._layout.needs_no_reduction(flat) is needs_no_reduction]
 
     def _tier_uses(self, peaks: list[int]) -> tuple[TierUse, ...]:
         uses: list[TierUse] = []

@@ -13,7 +13,7 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.terms import TIERS, Link, Tier
 
 
-def way(tier: Tier, there: Collection[Tier]) -> list[Tier]:
+def path_to_compute(tier: Tier, there: Collection[Tier]) -> list[Tier]:
     """Returns the tiers that bytes of `tier` pass on their way to compute, `tier` itself first.
 
     Args:
@@ -25,19 +25,19 @@ def way(tier: Tier, there: Collection[Tier]) -> list[Tier]:
     return [each for each in passed if each is tier or each in there or each.computes]
 
 
-def crossed(source: Tier, target: Tier, there: Collection[Tier]) -> list[Link]:
+def links_between(source: Tier, target: Tier, there: Collection[Tier]) -> list[Link]:
     """Returns the links that a copy crosses: toward compute as far as the two paths differ, then back.
 
     Args:
         there: the tiers of the run.
     """
-    up, down = way(source, there), way(target, there)
+    up, down = path_to_compute(source, there), path_to_compute(target, there)
     links = [tier.link_toward for tier in up if tier not in down]
     links += [tier.link_back for tier in reversed(down) if tier not in up]
     return [link for link in links if link is not None]
 
 
-def check_further(tiers: Collection[Tier]) -> None:
+def check_added_tiers(tiers: Collection[Tier]) -> None:
     """Checks tiers that are added to the built-in `TIERS`.
 
     Raises:
@@ -50,7 +50,7 @@ def check_further(tiers: Collection[Tier]) -> None:
                 f"a further tier has the name {tier.name}, which another tier has, so they cannot be told apart; give it "
                 "its own name"
             )
-        if tier.computes or not way(tier, ())[-1].computes:
+        if tier.computes or not path_to_compute(tier, ())[-1].computes:
             raise ConfigError(
                 f"the further tier {tier.name} {'computes' if tier.computes else 'leads to no tier that computes'}; units "
                 f"compute in {Tier.DEVICE.name} alone: give it computes=False and a tier `toward` that"

@@ -57,10 +57,10 @@ class GradientAct:
     """A decision of the policy, for listeners: the flat, the number of contributions, and whether versions forecast
     them."""
 
-    doing: GradientEvent
+    event: GradientEvent
     flat: int
     steps: int
-    foreseen: bool = False
+    is_forecast: bool = False
 
 
 @dataclass(slots=True)
@@ -84,13 +84,13 @@ class Flat:
     Args:
         kind: kind of its pages: pages of one kind are interchangeable.
         size: what it counts against `room`.
-        foreseeable: whether its optimizer's updates can be forecast.
+        can_forecast: whether its optimizer's updates can be forecast.
     """
 
-    def __init__(self, kind: Hashable, size: int = 1, *, foreseeable: bool = False) -> None:
+    def __init__(self, kind: Hashable, size: int = 1, *, can_forecast: bool = False) -> None:
         self.kind = kind
         self.size = size
-        self.foreseeable = foreseeable
+        self.can_forecast = can_forecast
 
         self.place = -1
         """Index among all flats."""
@@ -165,9 +165,9 @@ class VersionPolicy(Generic[F]):
         self._total = Counter(self._free)
         self._room = room
         self.learns_from = 0 if learns else None
-        self._in_hand: list[F] = []
+        self._running: list[F] = []
 
-        self.told: Callable[[GradientAct], None] | None = None
+        self.on_decision: Callable[[GradientAct], None] | None = None
         """Listener for decisions, called in order."""
 
     def offer(self, flat: F, step: int, which: Hashable = None, *, unseen: int | None = None) -> GradientAct:
@@ -180,15 +180,15 @@ class VersionPolicy(Generic[F]):
                 and will read it with this contribution forecast (I3).
         """
         flat.received += 1
-        foreseen = unseen is not None and flat.received - unseen <= REACH
+        is_forecast = unseen is not None and flat.received - unseen <= REACH
         if unseen is not None:
             flat.exact = False
         last = flat.sums[-1] if flat.sums else None
         if last is not None and last.which == which:
             last.steps += 1
-            return self._tell(GradientAct(GradientEvent.ADDED, flat.place, 1, foreseen))
+            return self._report(GradientAct(GradientEvent.ADDED, flat.place, 1, is_forecast))
         flat.sums.append(_Sum(which, step, 1))
-        return self._tell(GradientAct(GradientEvent.WAITS, flat.place, 1, foreseen))
+        return self._report(GradientAct(GradientEvent.WAITS, flat.place, 1, is_forecast))
 
     def learn(self, step: int) -> None:
         """Makes jobs of this step's gradients, and of later ones, learn forecasts."""
@@ -214,14 +214,14 @@ class VersionPolicy(Generic[F]):
         taken, flat.taken = flat.taken, None
         if taken is None:
             raise InternalError(f"the end of a job of flat {flat.place} was reported, but the flat has no job")
-        self._in_hand.remove(flat)
+        self._running.remove(flat)
         flat.urgent = False
         flat.applied += taken.steps
         flat.late = flat.pending
         flat.learned = flat.learned or learned
-        foreseen = flat.learned and bool(flat.sums) and flat.late <= REACH
-        flat.exact = not learned and not foreseen
-        return self._tell(GradientAct(GradientEvent.PUBLISHED, flat.place, taken.steps, foreseen))
+        is_forecast = flat.learned and bool(flat.sums) and flat.late <= REACH
+        flat.exact = not learned and not is_forecast
+        return self._report(GradientAct(GradientEvent.PUBLISHED, flat.place, taken.steps, is_forecast))
 
     def want_exact(self) -> list[F]:
         """Requests jobs that publish exact parameters where the newest version is a forecast; returns these flats.
@@ -236,7 +236,7 @@ class VersionPolicy(Generic[F]):
     @property
     def idle(self) -> bool:
         """Whether no contribution is pending and no job runs."""
-        return not self._in_hand and not any(flat.sums for flat in self.flats)
+        return not self._running and not any(flat.sums for flat in self.flats)
 
     def next_jobs(self) -> list[Begin[F]]:
         """Returns the jobs that begin now, as far as there is room: flats that compute waits for first, then the
@@ -245,25 +245,25 @@ class VersionPolicy(Generic[F]):
         ready.sort(key=lambda flat: (not flat.urgent, flat.sums[0].since))
         begun = []
         for flat in ready:
-            held = sum(other.size for other in self._in_hand)
-            if not flat.urgent and len(self._in_hand) >= _BETWEEN and held + flat.size > self._room:
+            held = sum(other.size for other in self._running)
+            if not flat.urgent and len(self._running) >= _BETWEEN and held + flat.size > self._room:
                 break
             # Where a kind has several spare page sets, the last is for urgent flats (I4).
             if self._free[flat.kind] > (0 if flat.urgent or self._total[flat.kind] == 1 else 1):
                 self._free[flat.kind] -= 1
-                self._in_hand.append(flat)
+                self._running.append(flat)
                 flat.taken = flat.sums.pop(0)
                 steps = flat.taken.steps
                 learns = self.learns_from is not None and flat.taken.since >= self.learns_from
-                learns = learns and flat.foreseeable and 0 < steps <= REACH
+                learns = learns and flat.can_forecast and 0 < steps <= REACH
                 ahead = min(max(1, flat.late), REACH) if learns else 0
                 begun.append(Begin(flat, steps, steps > REACH, ahead))
-                self._tell(GradientAct(GradientEvent.BEGINS, flat.place, steps))
+                self._report(GradientAct(GradientEvent.BEGINS, flat.place, steps))
         return begun
 
-    def _tell(self, act: GradientAct) -> GradientAct:
-        if self.told is not None:
-            self.told(act)
+    def _report(self, act: GradientAct) -> GradientAct:
+        if self.on_decision is not None:
+            self.on_decision(act)
         return act
 
 
@@ -313,7 +313,7 @@ class Reading:
         lacks = self.received - self.adopted
         return lacks <= max_staleness and (not self.learned or forecasts_all(self.received, self.adopted, self.seen))
 
-    def foresees(self, max_staleness: int, *, published: bool) -> bool:
+    def should_forecast(self, max_staleness: int, *, published: bool) -> bool:
         """Returns whether the version in use is to be advanced by a forecast of the contribution that arrives now.
 
         It is not if a newer version has been `published`, which contains or forecasts that contribution itself.

@@ -262,10 +262,10 @@ class Pipeline:
             self._arithmetic.update(progress, chunk.start, chunk.numel, windows, whole_target=whole_target)
         ended = perf_counter()
         self.stats.add_chunk(ended - started)
-        if self._events.heard:
+        if self._events.active:
             flat = chunk.flat.flat
             name = f"flat {flat.index} [{chunk.start}:{chunk.start + chunk.numel}]"
-            self._events.tell(Event(EventKind.UPDATE, progress.tier.name.lower(), name, started, ended))
+            self._events.emit(Event(EventKind.UPDATE, progress.tier.name.lower(), name, started, ended))
         truth = TARGET if progress.job.states.master is not None else PARAMETER
         for column in self._of(chunk, progress.staged):
             if column.writes:

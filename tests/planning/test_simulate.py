@@ -85,7 +85,7 @@ def test_every_plan_that_is_made_simulates_clean(problem: tuple[ModelLayout, Tra
         assert use.bytes_per_tick[use.peak_tick] == use.peak_bytes == max(use.bytes_per_tick)
     for task in gradient_tasks(layout, placement, trace):
         with pytest.raises(InternalError, match="no plan issues that"):
-            simulate(layout, placement, plan.beside([task]), trace, budget)
+            simulate(layout, placement, plan.with_tasks([task]), trace, budget)
 
 
 @settings(max_examples=80, deadline=None)

@@ -261,7 +261,7 @@ LEASES: dict[str, tuple[Callable[[Executor], None], Callable[[Executor], None]]]
     "a backward": (lambda it: it.enter(1, B), lambda it: it.leave_backward(1)),
     "the end of a backward": (lambda it: it.enter(1, B), lambda it: it.end_backward(1)),
     "one who reads": (lambda it: reads(it, 1), lambda it: it.leave(1)),
-    "one who holds": (lambda it: it.hold(1), lambda it: it.stay(1, held=False)),
+    "one who holds": (lambda it: it.hold(1), lambda it: it.keep_held(1, held=False)),
     "the end of a held backward": (lambda it: it.hold(1), lambda it: it.end_backward(1)),
     "the iteration": (lambda it: it.hold(1), lambda it: it.end()),
     "one that failed": (lambda it: it.enter(1, B), lambda it: it.abandon()),
@@ -398,10 +398,10 @@ def test_an_iteration_is_traced_again_once_the_order_has_changed(second: tuple[i
 
 def test_a_rank_alone_plans_when_all_are_together() -> None:
     with run(2) as it:
-        it.executor.begin(TRAIN, trace=True, together=False)
+        it.executor.begin(TRAIN, trace=True, all_ranks=False)
         it.forward(0, 1)
-        it.executor.begin(TRAIN, trace=False, together=False)
-        it.executor.end(together=False)
+        it.executor.begin(TRAIN, trace=False, all_ranks=False)
+        it.executor.end(all_ranks=False)
         assert it.traced == []
         it.executor.begin(FORWARD, trace=False)
         assert [(mode, [tick.unit for tick in each.ticks]) for mode, each in it.traced] == [(TRAIN, [0, 1])]
@@ -573,13 +573,13 @@ def test_ticks_are_told_when_they_are_over() -> None:
         told: list[Event] = []
         it.executor.begin(TRAIN, trace=False)
         it.forward(0)
-        with it.events.heard_by(told.append):
+        with it.events.subscribed(told.append):
             it.executor.enter(1, F)
             it.executor.leave(1)
             assert [event for event in told if event.kind is EventKind.TICK] == []
             it.executor.enter(2, B)
-            it.executor.compute_timing.rest()
-            it.executor.compute_timing.rest()
+            it.executor.compute_timing.end_tick()
+            it.executor.compute_timing.end_tick()
         assert [(e.track, e.name, e.index) for e in told if e.kind is EventKind.TICK] == [
             ("train", "parts.0 forward", 1),
             ("train", "parts.1 backward", 2),

@@ -184,7 +184,7 @@ class SavedTensors:
             if found is None:
                 return keep(tensor)
             unit = found.binding.layout.unit
-            if not self._executor.leased(unit):
+            if not self._executor.referenced(unit):
                 self._executor.hold(unit)
             # Of what no gradient asks for, the checkpoint keeps this for as long as the graph.
             return keep(found.binding.unpack(found, copied=False, counted=False))
@@ -250,9 +250,9 @@ class SavedTensors:
         if isinstance(saved, _HandedOn):
             return saved.unpack(saved.packed)
         unit = saved.binding.layout.unit
-        self._executor.saved_is_read(unit)
+        self._executor.note_saved_read(unit)
         # Without a lease the unit may be given up by the next fetch, before autograd has computed with what it gets here.
-        passing = not self._executor.leased(unit)
+        passing = not self._executor.referenced(unit)
         if not self._stores[unit].live:
             with self._stream.entered():
                 self._executor.require(unit)

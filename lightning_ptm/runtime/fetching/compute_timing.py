@@ -44,29 +44,29 @@ class ComputeTiming:
         self.stall_s: dict[str, float] = {"fetch": 0.0, "update": 0.0}
         """Seconds that compute waited, by cause. Others read it."""
 
-    def tick(self, unit: str, phase: Phase, index: int, mode: Mode | None) -> None:
+    def begin_tick(self, unit: str, phase: Phase, index: int, mode: Mode | None) -> None:
         """Begins a tick of the unit with this name, in an iteration of `mode`; None: outside of iterations, nothing
         is recorded."""
-        if self._events.heard and mode is not None:
+        if self._events.active and mode is not None:
             name = f"{unit or 'root'} {phase.value}"
             self._open_tick = _OpenTick(mode.value, name, perf_counter(), index, self._used_bytes())
 
-    def rest(self) -> None:
+    def end_tick(self) -> None:
         """Ends the tick in progress: nothing computes until the next tick."""
         opened, self._open_tick = self._open_tick, None
         if opened is not None:
             most = tuple(max(pair) for pair in zip(opened.tier_bytes, self._used_bytes(), strict=True))
             now_s = perf_counter()
-            self._events.tell(
+            self._events.emit(
                 Event(EventKind.TICK, opened.track, opened.name, opened.began_s, now_s, opened.index, tier_bytes=most)
             )
 
-    def forget(self) -> None:
+    def drop_tick(self) -> None:
         """Drops the tick in progress, which failed."""
         self._open_tick = None
 
     def stalled(self, cause: str, unit: str, began_s: float, end_s: float) -> None:
         """Records that compute has waited for the unit with this name."""
         self.stall_s[cause] += end_s - began_s
-        if self._events.heard and end_s - began_s > _LEAST_STALL_S:
-            self._events.tell(Event(EventKind.STALL, cause, unit or "root", began_s, end_s))
+        if self._events.active and end_s - began_s > _LEAST_STALL_S:
+            self._events.emit(Event(EventKind.STALL, cause, unit or "root", began_s, end_s))

@@ -8,7 +8,7 @@ evicted. Other files own the choice of the next plan (plan_selection.py), the op
 I1: a unit is live while one of its calls is in progress.
 I2: with several ranks, all ranks agree on every all-gather before it starts.
 I3: all ranks trace, and so make new plans, in the same iterations: the callers of `begin` and `end` have agreed on
-    `trace` with all ranks, and say whether all ranks take part (`together`). A rank that continues alone for some
+    `trace` with all ranks, and say whether all ranks take part (`all_ranks`). A rank that continues alone for some
     batches makes its plans when all ranks take part again.
 I4: this rank requests an all-gather of its own accord at occasions only. It reaches these at the same points of a
     module's calls, forward and backward, whatever it has fetched. User code between calls of units runs after one
@@ -116,44 +116,44 @@ class Executor:
             )
         return self.plans.trace(mode) is None
 
-    def begin(self, mode: Mode, *, trace: bool, together: bool = True) -> None:
+    def begin(self, mode: Mode, *, trace: bool, all_ranks: bool = True) -> None:
         """Starts an iteration, and ends the one before if it is open.
 
         Args:
             trace: whether to trace it; all ranks have agreed on that (I3).
-            together: whether all ranks take part, so that collectives are allowed.
+            all_ranks: whether all ranks take part, so that collectives are allowed.
         """
-        if together:
+        if all_ranks:
             self.plans.make()
-        self.end(together=together)
+        self.end(all_ranks=all_ranks)
         self._mode = mode
         self.guard_policy.begin_iteration()
-        self.fetching.begin(self.plans.planned(mode), self.plans.trace(mode), begins_again=mode is Mode.FORWARD)
+        self.fetching.begin(self.plans.planned(mode), self.plans.trace(mode), may_repeat=mode is Mode.FORWARD)
         self._tracing = trace
         self._called.clear()
         if self._tracing:
             self._tracer.start()
 
-    def end(self, *, together: bool = True) -> None:
-        """Ends the iteration: performs the plan's last tasks and makes a plan from the trace. `together`: as in
+    def end(self, *, all_ranks: bool = True) -> None:
+        """Ends the iteration: performs the plan's last tasks and makes a plan from the trace. `all_ranks`: as in
         `begin`."""
         if self._mode is None:
             return
-        self.compute_timing.rest()
+        self.compute_timing.end_tick()
         self.occasions += 1
         known = self.fetching.plan_cursor.followed or self.fetching.plan_cursor.repeated
         mode, self._mode = self._mode, None
         self.fetching.end()
         if self._tracing and self.fetching.plan_cursor.tick:
-            self.plans.has_come(mode, self._tracer.finish())
-            if together:
+            self.plans.add_trace(mode, self._tracer.finish())
+            if all_ranks:
                 self.plans.make()
         elif not known:
             self.plans.order_changed(mode)
 
     def abandon(self) -> None:
         """Drops a failed iteration, and the references of its calls."""
-        self.compute_timing.forget()
+        self.compute_timing.drop_tick()
         self._mode = None
         self.fetching.abandon()
         self.guard_policy.abandon()
@@ -163,7 +163,7 @@ class Executor:
 
         `leave` must follow, in a backward `leave_backward`.
         """
-        self.compute_timing.rest()
+        self.compute_timing.end_tick()
         self.occasions += 1
         index = self.fetching.enter(unit, phase)
         store = self._stores[unit]
@@ -173,11 +173,11 @@ class Executor:
         self.require(unit)
         self.fetching.computes(unit)
         if self._tracing and unit not in self._by_need:
-            live = (index for index in range(len(self._stores)) if self._refcounts.leased(index))
+            live = (index for index in range(len(self._stores)) if self._refcounts.referenced(index))
             self._tracer.tick(
                 unit, phase, tuple(index for index in live if index not in self._by_need), self.guard_policy.passes
             )
-        self.compute_timing.tick(store.unit.name, phase, index, self._mode)
+        self.compute_timing.begin_tick(store.unit.name, phase, index, self._mode)
         self._at_tick()
 
     def use(self, unit: int) -> None:
@@ -201,7 +201,7 @@ class Executor:
     def end_backward(self, unit: int) -> None:
         """Ends the backward as `leave_backward`, and the hold of the unit."""
         self.leave_backward(unit)
-        self._refcounts.let_go(unit)
+        self._refcounts.unhold(unit)
 
     def _left(self, unit: int) -> None:
         if not self.guard_policy.computing and not self.used(unit):
@@ -213,9 +213,9 @@ class Executor:
         """Returns whether a call of `unit`, or its backward, is in progress."""
         return self._refcounts.used(unit)
 
-    def leased(self, unit: int) -> bool:
+    def referenced(self, unit: int) -> bool:
         """Returns whether `unit` is used or held, and so is not evicted."""
-        return self._refcounts.leased(unit)
+        return self._refcounts.referenced(unit)
 
     def held(self, unit: int) -> bool:
         """Returns whether `unit` is held."""
@@ -229,27 +229,27 @@ class Executor:
         """Keeps `unit` gathered until the iteration ends (it is used outside its own forward)."""
         self._refcounts.hold(unit)
         self.require(unit)
-        self.fetching.has_come(unit)
+        self.fetching.mark_used(unit)
 
-    def stay(self, unit: int, *, held: bool) -> None:
+    def keep_held(self, unit: int, *, held: bool) -> None:
         """Continues or ends the hold of `unit`; fetches it again where it was evicted since its backward ended."""
         if held:
             self.hold(unit)
         else:
-            self._refcounts.let_go(unit)
+            self._refcounts.unhold(unit)
 
     def expect(self, units: Sequence[int]) -> None:
         """Announces the units that are called next; see FetchPolicy."""
         self.occasions += 1
         self.fetching.expect(units)
 
-    def saved_is_read(self, unit: int) -> None:
+    def note_saved_read(self, unit: int) -> None:
         """Counts an occasion when a saved tensor of `unit` is read in a backward.
 
         `require` follows where the unit is not live. Ranks differ in that only where the unit has no reference (I4,
         I1).
         """
-        self.occasions += not self._refcounts.leased(unit)
+        self.occasions += not self._refcounts.referenced(unit)
 
     def read_held(self, unit: int) -> None:
         """Makes a unit readable that is held and so is on the device: waits for its update.
@@ -301,6 +301,6 @@ class Executor:
     def take_part(self, unit: int) -> None:
         """Takes part in an all-gather that other ranks requested: keeps the result if there is room for it."""
         self._finish_update(unit)
-        if not self.fetching.take_part(unit):
+        if not self.fetching.join_gather(unit):
             for flat in self._stores[unit].flats:
                 flat.contribute(self._read)

@@ -44,7 +44,7 @@ class PlanSelection:
         """Returns the newest complete trace of an iteration of `mode`; None after an iteration of another order."""
         return self._traced.get(mode)
 
-    def has_come(self, mode: Mode, trace: Trace) -> None:
+    def add_trace(self, mode: Mode, trace: Trace) -> None:
         """Queues the trace of a complete iteration for planning."""
         if mode is Mode.FORWARD:
             trace = one_pass(trace)

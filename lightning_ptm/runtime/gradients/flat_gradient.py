@@ -106,7 +106,7 @@ class FlatGradient:
     @property
     def adds_in_pages(self) -> bool:
         """Whether sums over passes are made in pages, as a single device makes them in `.grad`."""
-        return not self.in_place and self._sharing.alone
+        return not self.in_place and self._sharing.needs_no_reduction
 
     # -- it comes -----------------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class FlatGradient:
         self.stepped = False
         self.shard.settle()
         layout, pages = self.store.layout, self.shard.reserve()
-        if self._sharing.alone and pages.tier.computes:
+        if self._sharing.needs_no_reduction and pages.tier.computes:
             self.shard.add_where_they_are(self.grad_attribute.take)
             return
         full = self.shard.take("full gradient", layout.padded_numel)

@@ -67,17 +67,22 @@ class Heap:
 
     Args:
         ranks_here: number of ranks that share the machine's RAM.
-        pages_take: returns the bytes of RAM that the run's pages will take and have not taken yet.
+        pending_page_bytes: returns the bytes of RAM that the run's pages will take and have not taken yet.
         follows: pages of a previous run still exist, and their RAM is freed while new ones are allocated: no ceiling
             during that.
     """
 
     def __init__(
-        self, freed: Freed, *, ranks_here: int = 1, pages_take: Callable[[], int] = lambda: 0, follows: bool = False
+        self,
+        freed: Freed,
+        *,
+        ranks_here: int = 1,
+        pending_page_bytes: Callable[[], int] = lambda: 0,
+        follows: bool = False,
     ) -> None:
         self._keep = freed is not Freed.LEAVES
         self._ranks_here = ranks_here
-        self._pages_take = pages_take
+        self._pending_page_bytes = pending_page_bytes
         self._ceiling = MemoryLimit()
         self._watched = False
         self._looked_s = -math.inf
@@ -121,7 +126,7 @@ class Heap:
         trim()
 
     @contextmanager
-    def refusals_in_words(self, doing: str) -> Iterator[None]:
+    def explain_failures(self, doing: str) -> Iterator[None]:
         """Context that turns an allocation failure caused by the ceiling into a CapacityError.
 
         Args:
@@ -138,7 +143,7 @@ class Heap:
             raise CapacityError(self._lacking(doing, first)) from error
 
     def _put_ceiling(self, free: int) -> None:
-        left = (free + free_swap_bytes()) // self._ranks_here - self._pages_take()
+        left = (free + free_swap_bytes()) // self._ranks_here - self._pending_page_bytes()
         left -= max(_BESIDE_HEAP_BYTES, int(left * _BESIDE_HEAP_SHARE))
         self._watched = left < _WATCHED_BYTES
         if self._watched:
@@ -147,7 +152,7 @@ class Heap:
             self._ceiling.lift()
 
     def _lacking(self, doing: str, error: BaseException) -> str:
-        wanted, pages = wanted_bytes(error), self._pages_take()
+        wanted, pages = wanted_bytes(error), self._pending_page_bytes()
         what = "more memory" if wanted is None else f"{format_bytes(wanted)} at once"
         kept = f", of which pages of this run will take {format_bytes(pages)}" if pages else ""
         remedy = _IN_SET_UP if doing == SETTING_UP else _IN_A_STEP

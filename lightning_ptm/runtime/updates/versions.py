@@ -132,7 +132,7 @@ class Versions:
         """Brings the parameters that compute has to where this contribution, which comes now, is expected to take them."""
         clock = self._clocks[place]
         published = self._buffering.published(place)
-        if clock.forecast is None or not clock.foresees(self.bound, published=published):
+        if clock.forecast is None or not clock.should_forecast(self.bound, published=published):
             return
         if not clock.flat.store.resident:
             self._units[unit].release()
