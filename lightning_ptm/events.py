@@ -21,8 +21,10 @@ class EventKind(enum.Enum):
     TICK = "tick"
     """One forward or backward of a unit, until the next tick or the end of the pass; on CUDA, the time to launch it."""
     COPY = "copy"
-    """A transfer between tiers, or of activations. On a CUDA stream: from the launch, for the duration of the copy
-    itself."""
+    """A transfer between tiers, or of activations.
+
+    On a CUDA stream: from the launch, for the duration of the copy itself.
+    """
     COLLECTIVE = "collective"
     """An all-gather or a reduction, from its start until a waiting thread had the result."""
     UPDATE = "update"
@@ -59,8 +61,10 @@ class Event:
 
 
 Listener = Callable[[Event], None]
-"""Callback for each event, on any thread, including those that move pages: it must be quick, take no lock of the
-runtime, and not raise."""
+"""Callback for each event, on any thread, including those that move pages.
+
+It must be quick, take no lock of the runtime, and not raise.
+"""
 
 
 class Events:

@@ -13,8 +13,10 @@ BLOCK_BYTES = 4096
 """Alignment of every page, every disk transfer and every buffer that a disk transfer touches (O_DIRECT)."""
 
 MIN_PAGE_BYTES = 64 * 1024
-"""Smallest page size. A page is a multiple of `BLOCK_BYTES`; a smaller page costs more bookkeeping than it saves
-bytes."""
+"""Smallest page size, in bytes; a page is a multiple of `BLOCK_BYTES`.
+
+A smaller page costs more bookkeeping than it saves bytes.
+"""
 
 ALIGN_NUMEL = 64
 """Alignment of parameters inside their flat, in elements.
@@ -142,8 +144,10 @@ def is_page_size(size: int) -> bool:
 
 
 def chunk_numel(page_size: int) -> int:
-    """Returns the elements of a flat that one pass of an update or a save moves: about a page of float32, in whole
-    disk blocks of any dtype."""
+    """Returns the elements of a flat that one pass of an update or a save moves.
+
+    That is about a page of float32, in whole disk blocks of any dtype.
+    """
     return max(1, page_size // (4 * BLOCK_BYTES)) * BLOCK_BYTES
 
 
@@ -199,5 +203,7 @@ class Operation(enum.Enum):
     OFFLOAD = "offload"
     UPDATE = "update"
     EXCHANGE = "exchange"
-    """Exchange of tokens with experts of other ranks, or of activations in a tensor-parallel group. It depends on
-    the batch, so no plan contains it."""
+    """Exchange of tokens with experts of other ranks, or of activations in a tensor-parallel group.
+
+    It depends on the batch, so no plan contains it.
+    """

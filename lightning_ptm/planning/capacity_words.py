@@ -68,8 +68,10 @@ def with_uses(text: str, tier: Tier, uses: Mapping[str, int], unified: bool = Fa
 
 
 def tick_label(layout: ModelLayout, trace: Trace, tick: int) -> str:
-    """Returns a tick's label: 'tick 7 (layers.3 backward)'; for the trigger after the last tick 'after the last
-    tick'."""
+    """Returns the label of a tick for messages: 'tick 7 (layers.3 backward)'.
+
+    The trigger after the last tick is 'after the last tick'.
+    """
     if tick >= len(trace.ticks):
         return "after the last tick"
     at = trace.ticks[tick]

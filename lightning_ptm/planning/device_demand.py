@@ -45,15 +45,15 @@ def early_triggers(spans: tuple[Span, ...]) -> tuple[int, ...]:
 
 
 def parameter_demands(
-    layout: ModelLayout, uses: Uses, unit: int, offload_parameters: Tier, *, comfortable: bool
+    layout: ModelLayout, uses: Uses, unit: int, parameter_home: Tier, *, comfortable: bool
 ) -> Iterator[Demand]:
     """Returns the demands of a unit's gathered flats, and of the shard pages that are fetched for the gather.
 
     Flats that no other rank shares are used in place if their home is the device; otherwise they are fetched straight
     into their full runs of pages.
     """
-    full_pages = layout.full_pages(unit, in_place=offload_parameters.computes)
-    shard_pages = 0 if offload_parameters.computes else layout.gathered_pages(unit)
+    full_pages = layout.full_pages(unit, in_place=parameter_home.computes)
+    shard_pages = 0 if parameter_home.computes else layout.gathered_pages(unit)
     if not full_pages:
         return
     spans = uses.units[unit].spans()

@@ -70,8 +70,11 @@ class Units(Protocol):
         """Frees the unit's fetched shards, if it holds any."""
 
     def reclaim(self, wait: bool) -> bool:
-        """Frees pages of gradients that have left the device (`wait`: once they have); returns whether any were
-        freed."""
+        """Frees pages of gradients that have left the device; returns whether any were freed.
+
+        Args:
+            wait: wait until gradients that are leaving have left.
+        """
 
 
 @dataclass(slots=True)
@@ -117,9 +120,9 @@ class FetchPolicy:
 
     # -- the iteration -------------------------------------------------------------------------------------------------
 
-    def begin(self, made: tuple[Plan, Trace] | None, traced: Trace | None, *, may_repeat: bool) -> None:
+    def begin(self, planned: tuple[Plan, Trace] | None, traced: Trace | None, *, may_repeat: bool) -> None:
         """Starts an iteration. Args as `PlanCursor.begin`."""
-        self.plan_cursor.begin(made, traced, may_repeat=may_repeat)
+        self.plan_cursor.begin(planned, traced, may_repeat=may_repeat)
 
     def end(self) -> None:
         """Ends the iteration with the plan's last tasks."""

@@ -114,8 +114,10 @@ class Inventory:
         return self.held_bytes(tier, *Lifetime)
 
     def by_what(self, tier: Tier) -> dict[What, int]:
-        """Returns the bytes of a tier's pages by purpose; a page that tensors share counts for the first tensor in
-        it."""
+        """Returns the bytes of a tier's pages by purpose.
+
+        A page that tensors share counts for the first tensor in it.
+        """
         found: dict[What, int] = {}
         filled = _Filled(self.page_size)
         for row in self.rows:
@@ -124,8 +126,11 @@ class Inventory:
         return {what: size for what, size in found.items() if size}
 
     def in_words(self, tier: Tier, unified: bool = False) -> str:
-        """Returns the largest purposes of a tier's pages as text, empty if it has none. `unified`: the device tier
-        is RAM."""
+        """Returns the largest purposes of a tier's pages as text; empty if the tier has no pages.
+
+        Args:
+            unified: the device tier is RAM.
+        """
         return uses_in_words(tier, {what.value: size for what, size in self.by_what(tier).items()}, unified)
 
 
@@ -162,8 +167,10 @@ def _room(what: What, tier: Tier, pages: int, page_size: int) -> Row:
 
 
 def pages_of(rows: Iterable[Row], page_size: int) -> int:
-    """Returns the pages of one tier that `rows` fill if they are allocated in this order and nothing is freed
-    meanwhile."""
+    """Returns the pages of one tier that `rows` fill.
+
+    The rows are allocated in this order, and nothing is freed meanwhile.
+    """
     filled = _Filled(page_size)
     return sum(map(filled.add, rows))
 

@@ -253,8 +253,10 @@ class FlatLayout:
 
     @property
     def shard_pages(self) -> int:
-        """Pages of a rank's shard, the longest one where shards differ: one per stripe if there are stripes, fewer
-        if quantized."""
+        """Pages of a rank's shard, or of the longest shard where they differ.
+
+        There is one per stripe if there are stripes, and fewer if the flat is quantized.
+        """
         return -(-self.longest_shard_bytes // (self.piece_numel * self.itemsize))
 
     @property
@@ -395,8 +397,10 @@ class ModelLayout:
         return self.flats[self.first_flats[unit] : self.first_flats[unit + 1]]
 
     def gathers(self, unit: int) -> bool:
-        """Returns whether a unit's parameters are sharded, so that ranks gather them. An expert may be whole on one
-        rank."""
+        """Returns whether a unit's parameters are sharded, so that ranks gather them.
+
+        An expert may be whole on one rank, and then is not gathered.
+        """
         return any(flat.shared for flat in self.flats_of(unit))
 
     def shard_pages(self, unit: int) -> int:
@@ -459,8 +463,10 @@ class ModelLayout:
         return sum((flat.padded_numel - sum(slot.numel for slot in flat.slots)) * flat.itemsize for flat in self.flats)
 
     def padding_share(self) -> float:
-        """Returns padding as a share of all bytes, which is the same for each kind of model states; 0.0 for an empty
-        model."""
+        """Returns padding as a share of all bytes; 0.0 for an empty model.
+
+        The share is the same for each kind of model states.
+        """
         total_bytes = sum(flat.padded_bytes for flat in self.flats)
         return self.padding_bytes() / total_bytes if total_bytes else 0.0
 

@@ -50,8 +50,10 @@ class Occupancy:
         return low
 
     def earliest(self, floor: int, last: int, limit: int) -> int:
-        """Returns the smallest instant x >= floor such that none of x..last has more than `limit` pages; last + 1 if
-        none."""
+        """Returns the smallest instant x >= floor such that none of x..last has more than `limit` pages.
+
+        Returns last + 1 if there is none.
+        """
         if floor > last:
             return last + 1
         blocking = self._last_above(1, 0, self._size - 1, floor, last, limit)

@@ -241,8 +241,10 @@ class _Problem:
         )
 
     def _place_parameters(self, resident: bool) -> list[Tier]:
-        """Places parameters (with gradients, where these need homes): device as far as they fit, then host, then
-        disk."""
+        """Places parameters: on the device as far as they fit, then on the host, then on the disk.
+
+        Gradients are placed with them, where gradients need homes.
+        """
         if resident:
             for unit in self._units:
                 self._add(self._demands(unit, Tier.DEVICE))
@@ -328,22 +330,20 @@ class _Problem:
         tiers = self._budget if wish is None else (wish,)
         return tuple(tier for tier in tiers if not tier.computes and self._budget[tier])
 
-    def _gradient_home(self, offload_parameters: Tier) -> Tier:
+    def _gradient_home(self, parameter_home: Tier) -> Tier:
         # Where the device is RAM, the update reads passing gradients in place: a write to disk would gain nothing.
-        return Tier.DEVICE if self._unified and not self._keep_gradients else offload_parameters
+        return Tier.DEVICE if self._unified and not self._keep_gradients else parameter_home
 
-    def _demands(self, unit: int, offload_parameters: Tier) -> list[Demand]:
-        gradients = self._gradients(offload_parameters)
-        demands = list(
-            parameter_demands(self._layout, self._uses, unit, offload_parameters, comfortable=self._comfortable)
-        )
+    def _demands(self, unit: int, parameter_home: Tier) -> list[Demand]:
+        gradients = self._gradients(parameter_home)
+        demands = list(parameter_demands(self._layout, self._uses, unit, parameter_home, comfortable=self._comfortable))
         demands += gradient_demands(self._layout, self._uses, unit, gradients)
         if self._comfortable:
             demands += gradient_linger(self._layout, self._uses, unit, gradients)
         return demands
 
-    def _gradients(self, offload_parameters: Tier) -> Gradients:
-        return Gradients(self._gradient_home(offload_parameters), self._keep_gradients, self._sums_gradients)
+    def _gradients(self, parameter_home: Tier) -> Gradients:
+        return Gradients(self._gradient_home(parameter_home), self._keep_gradients, self._sums_gradients)
 
     def _add(self, demands: Iterable[Demand]) -> None:
         for demand in demands:
@@ -354,8 +354,7 @@ class _Problem:
             demand.take_from(self._demand)
 
     def _parameter_bytes(self, unit: int, home: Tier) -> Bytes:
-        """Returns the bytes of a unit's parameter homes, and of its gradient homes where gradients do not pass
-        through."""
+        """Returns the bytes of a unit's parameter homes, and of its gradient homes if it has any."""
         return self._bytes.parameters(unit, gradients=self._keep_gradients or not self._gradient_home(home).computes)
 
     def _device_error(self) -> CapacityError:

@@ -21,7 +21,7 @@ class PlanCursor:
     """The position in one iteration; `begin` resets it."""
 
     def __init__(self) -> None:
-        self._made: tuple[Plan, Trace] | None = None
+        self._planned: tuple[Plan, Trace] | None = None
         self._traced: Trace | None = None
         self._may_repeat = False
         self._following = False
@@ -31,28 +31,28 @@ class PlanCursor:
         self.now = 0
         """Index of the tick in progress; 0 before the first. Others read it, more than once a tick."""
 
-    def begin(self, made: tuple[Plan, Trace] | None, traced: Trace | None, *, may_repeat: bool) -> None:
+    def begin(self, planned: tuple[Plan, Trace] | None, traced: Trace | None, *, may_repeat: bool) -> None:
         """Starts an iteration.
 
         Args:
-            made: the plan to follow, and the trace that it is for.
+            planned: the plan to follow, and the trace that it is for.
             traced: this rank's own newest trace.
             may_repeat: after the end of the plan or trace, the iteration may continue at the tick after the root's,
                 as if it had ended and another had begun, while the root stays live (token-by-token generation).
         """
-        self._made, self._traced, self._may_repeat = made, traced, may_repeat
+        self._planned, self._traced, self._may_repeat = planned, traced, may_repeat
         self.tick = self.now = 0
-        self._following, self._repeating = made is not None, traced is not None
+        self._following, self._repeating = planned is not None, traced is not None
 
     def forget(self) -> None:
         """Drops plan and trace: the iteration is over, or has failed."""
-        self._made = self._traced = None
+        self._planned = self._traced = None
         self._may_repeat = self._following = self._repeating = False
 
     @property
     def followed(self) -> bool:
         """Whether the iteration in progress has followed its plan, tick by tick, to the end."""
-        return self._following and self._made is not None and self.tick == self._made[0].tick_count
+        return self._following and self._planned is not None and self.tick == self._planned[0].tick_count
 
     @property
     def repeated(self) -> bool:
@@ -65,28 +65,30 @@ class PlanCursor:
         self.tick += 1
         if self._repeating and self._traced is not None:
             self._repeating = _is_at(self._traced, index, unit, phase)
-        if self._following and self._made is not None:
-            self._following = _is_at(self._made[1], index, unit, phase)
+        if self._following and self._planned is not None:
+            self._following = _is_at(self._planned[1], index, unit, phase)
             if self._following:
-                return self._made[0].tasks_at(index)
+                return self._planned[0].tasks_at(index)
         return ()
 
     def last_tasks(self) -> Sequence[Task]:
         """Returns the tasks after the plan's last tick, if the plan was followed to the end."""
-        return self._made[0].tasks_at(self.tick) if self.followed and self._made is not None else ()
+        return self._planned[0].tasks_at(self.tick) if self.followed and self._planned is not None else ()
 
     def begins_next_round(self, unit: int, phase: Phase) -> bool:
         """Returns whether the tick that begins is the second tick of another round."""
         if not self._may_repeat:
             return False
         if self.followed:
-            return self._made is not None and _is_at(self._made[1], 1, unit, phase)
+            return self._planned is not None and _is_at(self._planned[1], 1, unit, phase)
         return self.repeated and self._traced is not None and _is_at(self._traced, 1, unit, phase)
 
     def first_tasks(self) -> Sequence[Task]:
-        """Returns the tasks of the plan's first tick, if the plan was followed to the end: another round begins with
-        them."""
-        return self._made[0].tasks_at(0) if self.followed and self._made is not None else ()
+        """Returns the tasks of the plan's first tick, with which another round begins.
+
+        Returns none if the plan was not followed to the end.
+        """
+        return self._planned[0].tasks_at(0) if self.followed and self._planned is not None else ()
 
     def start_next_round(self) -> None:
         """Moves to the position after the first tick of another round."""
@@ -97,9 +99,9 @@ class PlanCursor:
 
         Without a plan, it returns the unit's number.
         """
-        if self._made is None:
+        if self._planned is None:
             return unit
-        ticks = self._made[1].ticks
+        ticks = self._planned[1].ticks
         for index in range(self.tick, len(ticks)):
             if unit in ticks[index].live:
                 return index

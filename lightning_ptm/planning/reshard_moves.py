@@ -33,8 +33,10 @@ class ShardRange:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A copy of `numel` elements of a parameter: from offset `place` of rank `source` to offset `to` of rank
-    `target`."""
+    """A copy of `numel` elements of a parameter between two shards, or within one.
+
+    The source is at offset `place` of rank `source`'s shard, the target at offset `to` of rank `target`'s shard.
+    """
 
     parameter: int
     source: int

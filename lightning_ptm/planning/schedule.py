@@ -31,8 +31,10 @@ from lightning_ptm.terms import Kind, Operation, Tier
 
 @dataclass(slots=True)
 class _Stay:
-    """An interval in which a unit's copy is on the device: enters at `trigger`, is needed from tick `need`, leaves
-    after `end`."""
+    """An interval of ticks in which a unit's copy is on the device.
+
+    The copy enters at `trigger`, is needed from tick `need`, and leaves after `end`.
+    """
 
     unit: int
     position: int
@@ -140,8 +142,7 @@ class _Scheduler:
             )
 
     def _overlap_one_tick(self) -> None:
-        """Advances copies to one tick before their need, and lets gradients leave during the next tick, where memory
-        permits."""
+        """Advances copies to one tick before their need, and lets gradients leave one tick later, if memory permits."""
         for stay in self._by_need(self._full):
             early = max(stay.need - 1, 0)
             if not self._layout.shared:

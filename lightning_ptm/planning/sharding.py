@@ -35,8 +35,10 @@ class Axis(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The ranks by their coordinates along axes, the outermost axis first: neighbouring ranks differ along the last
-    one."""
+    """The ranks by their coordinates along axes, the outermost axis first.
+
+    Neighbouring ranks differ along the last axis.
+    """
 
     sizes: Mapping[Axis, int]
 
@@ -55,8 +57,8 @@ class Mesh:
         """Returns all ranks, in groups that differ along `axes` alone; groups are in the order of their first ranks."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            elsewhere = tuple(self.coordinate(rank, axis) for axis in self.sizes if axis not in axes)
-            found.setdefault(elsewhere, []).append(rank)
+            others = tuple(self.coordinate(rank, axis) for axis in self.sizes if axis not in axes)
+            found.setdefault(others, []).append(rank)
         return tuple(map(tuple, found.values()))
 
 
@@ -112,13 +114,13 @@ def sharing_along(mesh: Mesh, axes: Collection[Axis], scaled_by: int = 1) -> tup
     for the group.
     """
     axes = tuple(axis for axis in mesh.sizes if axis in axes)
-    alike = tuple(axis for axis in axes if axis is not Axis.TENSOR)
-    first_parts = {ranks[0]: ranks for ranks in mesh.groups(alike)}
+    same_slice_axes = tuple(axis for axis in axes if axis is not Axis.TENSOR)
+    first_parts = {ranks[0]: ranks for ranks in mesh.groups(same_slice_axes)}
     all_losses, losses = mesh.world_size, mesh.world_size // mesh.sizes.get(Axis.TENSOR, 1)
     return tuple(
         UnitShardGroup(
             ShardGroup(axes, ranks, all_losses, scaled_by),
-            ShardGroup(alike, first_parts[ranks[0]], losses, scaled_by),
+            ShardGroup(same_slice_axes, first_parts[ranks[0]], losses, scaled_by),
             ShardGroup(axes, ranks, losses, scaled_by),
         )
         for ranks in mesh.groups(axes)
@@ -170,7 +172,9 @@ class ModelSharding:
 
 
 def shared_by_all(mesh: Mesh) -> ModelSharding:
-    """Returns the table where all ranks share all units; slices of parameters are shared by the ranks with the same
-    slice."""
+    """Returns the table where all ranks share all units.
+
+    Slices of parameters are shared by the ranks with the same slice.
+    """
     (common,) = sharing_along(mesh, tuple(mesh.sizes))
     return ModelSharding(mesh, common)

@@ -90,8 +90,10 @@ class _Replay:
                 if tick.phase is Phase.BACKWARD and self._pages(unit, Kind.GRADIENT):
                     backward_ends.setdefault(unit, {})[tick.passes] = number
         self._complete: dict[int, list[int]] = {}
-        """By tick, the units whose gradients are complete after it: in this pass, or in all passes if the gradients
-        pass through."""
+        """Units whose gradients are complete after a tick, by tick.
+
+        Complete in this backward pass, or, if the gradients pass through, in all passes.
+        """
         for unit in sorted(backward_ends):
             ends = backward_ends[unit].values()
             for end in [max(ends)] if self._passes(unit) else ends:

@@ -54,8 +54,14 @@ class GradientEvent(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GradientAct:
-    """A decision of the policy, for listeners: the flat, the number of contributions, and whether versions forecast
-    them."""
+    """A decision of the policy, for listeners.
+
+    Attributes:
+        event: what happened.
+        flat: index of the flat.
+        steps: number of contributions.
+        is_forecast: whether versions forecast these contributions.
+    """
 
     event: GradientEvent
     flat: int
@@ -239,8 +245,10 @@ class VersionPolicy(Generic[F]):
         return not self._running and not any(flat.sums for flat in self.flats)
 
     def next_jobs(self) -> list[Begin[F]]:
-        """Returns the jobs that begin now, as far as there is room: flats that compute waits for first, then the
-        oldest gradients."""
+        """Returns the jobs that begin now, as far as there is room.
+
+        Flats that compute waits for come first, then those with the oldest gradients.
+        """
         ready = [flat for flat in self.flats if flat.may_begin]
         ready.sort(key=lambda flat: (not flat.urgent, flat.sums[0].since))
         begun = []

@@ -45,8 +45,11 @@ class ComputeTiming:
         """Seconds that compute waited, by cause. Others read it."""
 
     def begin_tick(self, unit: str, phase: Phase, index: int, mode: Mode | None) -> None:
-        """Begins a tick of the unit with this name, in an iteration of `mode`; None: outside of iterations, nothing
-        is recorded."""
+        """Begins a tick of the unit with this name.
+
+        Args:
+            mode: kind of the iteration; None: there is no iteration, and nothing is recorded.
+        """
         if self._events.active and mode is not None:
             name = f"{unit or 'root'} {phase.value}"
             self._open_tick = _OpenTick(mode.value, name, perf_counter(), index, self._used_bytes())

@@ -135,8 +135,11 @@ class Executor:
             self._tracer.start()
 
     def end(self, *, all_ranks: bool = True) -> None:
-        """Ends the iteration: performs the plan's last tasks and makes a plan from the trace. `all_ranks`: as in
-        `begin`."""
+        """Ends the iteration: performs the plan's last tasks and makes a plan from the trace.
+
+        Args:
+            all_ranks: as in `begin`.
+        """
         if self._mode is None:
             return
         self.compute_timing.end_tick()
@@ -294,8 +297,10 @@ class Executor:
             ) from error
 
     def release_all(self) -> None:
-        """Releases all full flats that are not in use (before an evaluation outside of the loops, at the end of a
-        run)."""
+        """Releases all full flats that are not in use.
+
+        Called before an evaluation outside of the trainer's loops, and at the end of a run.
+        """
         self.fetching.release_all()
 
     def take_part(self, unit: int) -> None:

@@ -52,8 +52,10 @@ class PlanSelection:
         self._due.append((mode, trace))
 
     def order_changed(self, mode: Mode) -> None:
-        """Drops the newest trace: an iteration followed neither its plan nor that trace, so the next one is to be
-        traced."""
+        """Drops the newest trace, so that the next iteration is traced.
+
+        Called after an iteration that followed neither its plan nor that trace.
+        """
         self._traced.pop(mode, None)
 
     def make(self) -> None:

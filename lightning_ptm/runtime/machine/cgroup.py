@@ -51,8 +51,10 @@ def free_swap_bytes() -> int:
 
 
 def cores() -> int:
-    """Returns the whole cores that this process's groups and their ancestors allow, by quota and by cpuset; at least
-    1."""
+    """Returns the whole cores that this process's groups and their ancestors allow; at least 1.
+
+    Both quotas and cpusets count.
+    """
     count = NO_LIMIT
     for folder, version in _groups("cpu"):
         if version == 1:

@@ -80,8 +80,10 @@ def free_host_bytes() -> int:
 
 
 def free_swap_bytes() -> int:
-    """Returns the bytes that the system, within this process's control groups, may swap out before it kills a
-    process."""
+    """Returns the bytes that the system may swap out before it kills a process.
+
+    The limits of this process's control groups count.
+    """
     try:
         return min(_memory_info("SwapFree:", default=0), cgroup.free_swap_bytes())
     except (OSError, ValueError):
