@@ -117,7 +117,7 @@ def device_capacity_error(
     verb = "needs" if label.startswith("tick") else "the plan needs"
     text = (
         f"{label} {verb} {need_pages} pages at once ({format_bytes(need_pages * layout.page_size)}), {where} "
-        f"has {have_pages} of {format_bytes(layout.page_size)} beside {format_bytes(reserved_bytes)} of homes and "
+        f"has {have_pages} of {format_bytes(layout.page_size)} after {format_bytes(reserved_bytes)} for homes and "
         f"staging; raise {setting} or use smaller units"
     )
     return CapacityError(with_uses(text, Tier.DEVICE, uses, unified))

@@ -207,7 +207,7 @@ class FetchPolicy:
 
     def _fetch_expected(self) -> None:
         if self._expected:
-            self._fetch_ahead(self._full(self._expected[0]))
+            self._fetch_ahead(self._unplanned_fetch(self._expected[0]))
 
     def join_gather(self, unit: int) -> bool:
         """Joins an all-gather that other ranks requested, if this rank wants `unit` and has room.
@@ -216,7 +216,7 @@ class FetchPolicy:
         """
         # An expert that this rank does not expect would stay on the device until room is short.
         wanted = unit not in self._by_need or unit in self._expected
-        return wanted and not self._units.fetched(unit) and self._starts(self._full(unit), agreed=True)
+        return wanted and not self._units.fetched(unit) and self._try_start(self._unplanned_fetch(unit), agreed=True)
 
     def pump(self) -> None:
         """Starts the fetches that waited for an update, where it has arrived."""
@@ -224,10 +224,10 @@ class FetchPolicy:
         for task in waiting:
             if self._waits(task):
                 self._waiting.append(task)
-            elif not self._starts(task):
+            elif not self._try_start(task):
                 self.misses += 1
 
-    def _full(self, unit: int) -> Task:
+    def _unplanned_fetch(self, unit: int) -> Task:
         """Returns a task to fetch a unit outside of the plan."""
         return Task(
             Operation.GATHER if self._units.gathers(unit) else Operation.FETCH, unit, Kind.FULL, self.plan_cursor.now
@@ -240,20 +240,20 @@ class FetchPolicy:
         if self._waits(task):
             self.on_decision(task)
             self._waiting.append(task)
-        elif self._starts(task):
+        elif self._try_start(task):
             self.on_decision(task)
         else:
             # The plan counts whole units, but a late release may still hold pages. Then `bring` fetches this unit.
             self.misses += 1
 
-    def _starts(self, task: Task, *, agreed: bool = False) -> bool:
+    def _try_start(self, task: Task, *, agreed: bool = False) -> bool:
         """Starts a fetch if there is room without evicting anything that the plan keeps; returns whether it started."""
         while True:
             try:
                 self._start(task, agreed=agreed)
                 return True
             except CapacityError:
-                if not self._units.reclaim(False) and not self._give_up_by_need():
+                if not self._units.reclaim(False) and not self._evict_by_need():
                     return False
 
     def _start(self, task: Task, *, agreed: bool = False) -> None:
@@ -279,22 +279,22 @@ class FetchPolicy:
     def _movable(self, unit: int) -> bool:
         return not self.refcounts.referenced(unit) and self._units.movable(unit)
 
-    def _give_up(self, unit: int) -> None:
+    def _evict(self, unit: int) -> None:
         self.on_decision(Task(Operation.RELEASE, unit, Kind.FULL, self.plan_cursor.now))
         self._units.release(unit)
         self._units.evict(unit)
 
-    def _give_up_by_need(self) -> bool:
+    def _evict_by_need(self) -> bool:
         """Evicts a unit that is in no plan and is not expected; returns whether there was one."""
         for unit in self._by_need:
             if self._movable(unit) and unit not in self._expected:
-                self._give_up(unit)
+                self._evict(unit)
                 return True
         return False
 
     def _make_room_and_start(self, unit: int) -> None:
         """Evicts units, farthest next use first, until `unit` fits; raises CapacityError if it cannot."""
-        task = self._full(unit)
+        task = self._unplanned_fetch(unit)
         while True:
             try:
                 self._start(task)
@@ -305,7 +305,7 @@ class FetchPolicy:
                     continue  # the shortest wait: these gradients are leaving anyway
                 victims = [other for other in self._all if other != unit and self._movable(other)]
                 if victims:
-                    self._give_up(max(victims, key=self.plan_cursor.next_use))
+                    self._evict(max(victims, key=self.plan_cursor.next_use))
                     continue
                 spare = [other for other in self._all if other != unit and self._units.has_spare_shards(other)]
                 if not spare:

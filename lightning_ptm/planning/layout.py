@@ -607,7 +607,10 @@ def _check(units: Sequence[UnitSpec], page_size: int, world_size: int) -> None:
     for unit in units:
         for parameter in unit.parameters:
             if any(size < 0 for size in parameter.shape):
-                raise ConfigError(f"parameter {parameter.name} has shape {parameter.shape}; sizes must be at least 0")
+                raise ConfigError(
+                    f"parameter {parameter.name} has shape {parameter.shape}, so its number of elements is not defined; "
+                    "use sizes of at least 0"
+                )
             if parameter.itemsize not in (1, 2, 4, 8, 16):
                 raise ConfigError(
                     f"parameter {parameter.name} of dtype {parameter.dtype} has {parameter.itemsize} bytes per "

@@ -67,7 +67,8 @@ def uses_of(trace: Trace, unit_count: int) -> Uses:
     for number, tick in enumerate(trace.ticks):
         if tick.live[-1] >= unit_count:
             raise ConfigError(
-                f"tick {number} uses unit {tick.live[-1]}, the model has {unit_count}; the trace is another model's"
+                f"tick {number} uses unit {tick.live[-1]}, but the model has {unit_count} units, so the trace is of another "
+                "model; trace this one"
             )
         for unit in tick.live:
             ticks[unit].append(number)

@@ -52,6 +52,6 @@ def check_added_tiers(tiers: Collection[Tier]) -> None:
             )
         if tier.computes or not path_to_compute(tier, ())[-1].computes:
             raise ConfigError(
-                f"the further tier {tier.name} {'computes' if tier.computes else 'leads to no tier that computes'}; units "
-                f"compute in {Tier.DEVICE.name} alone: give it computes=False and a tier `toward` that"
+                f"the further tier {tier.name} {'computes' if tier.computes else 'leads to no tier that computes'}, but "
+                f"units compute in {Tier.DEVICE.name} alone; give it computes=False and a tier `toward` that leads there"
             )

@@ -46,7 +46,10 @@ class Tick:
                 f"unit {self.unit} computes in a tick in which only units {self.live} are live; add it to them"
             )
         if list(self.live) != sorted(set(self.live)) or self.live[0] < 0:
-            raise ConfigError(f"live units {self.live} of a tick must be distinct, sorted and not negative")
+            raise ConfigError(
+                f"live units {self.live} of a tick are not distinct, sorted and at least 0, so they cannot be looked up; "
+                "sort them"
+            )
         if self.non_model_bytes < 0 or self.seconds < 0:
             raise ConfigError(f"a tick of unit {self.unit} has negative bytes or seconds; measure again")
 

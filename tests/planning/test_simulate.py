@@ -194,7 +194,7 @@ def test_a_plan_that_exceeds_the_device_is_refused_by_tick() -> None:
         CapacityError, match=r"tick \d+ \(.* (for|back)ward\) needs 14 pages at once .* has 12 of 64 KiB.*host_memory"
     ):
         simulate(layout, placement, plan, trace, smaller)
-    with pytest.raises(CapacityError, match=r"homes on the disk tier .* raise disk_memory"):
+    with pytest.raises(CapacityError, match=r"homes and staging on the disk tier .* raise disk_memory"):
         simulate(layout, placement, plan, trace, Budget({**budget, Tier.DISK: PAGE}))
 
 

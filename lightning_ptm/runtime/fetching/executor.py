@@ -193,20 +193,20 @@ class Executor:
         """Ends the call that `enter` or `use` began."""
         self.occasions += 1
         self._refcounts.give_back(unit)
-        self._left(unit)
+        self._close_unused(unit)
 
     def leave_backward(self, unit: int) -> None:
         """Ends the backward that `enter` began, or suspends it; does nothing where it has ended already."""
         if self._refcounts.in_backward(unit):
             self._refcounts.give_back_backward(unit)
-            self._left(unit)
+            self._close_unused(unit)
 
     def end_backward(self, unit: int) -> None:
         """Ends the backward as `leave_backward`, and the hold of the unit."""
         self.leave_backward(unit)
         self._refcounts.unhold(unit)
 
-    def _left(self, unit: int) -> None:
+    def _close_unused(self, unit: int) -> None:
         if not self.guard_policy.computing and not self.used(unit):
             self._stores[unit].close()
         if self._tracing:
@@ -292,7 +292,7 @@ class Executor:
         except CapacityError as error:
             name = store.unit.name or "the root unit"
             raise CapacityError(
-                f"{name} needs {store.full_bytes} bytes gathered on the device, and no other unit there can be given up "
+                f"{name} needs {store.full_bytes} bytes gathered on the device, and no other unit there can be evicted "
                 f"({error}); raise device_memory (host_memory on a CPU-only machine) or use smaller units"
             ) from error
 

@@ -44,7 +44,7 @@ class GuardPolicy:
 
     def computation_begins(self, phase: Phase) -> None:
         """Opens parameters for a step, or a backward pass, whose code may read them."""
-        self._now(phase, begun=True)
+        self._note(phase, begun=True)
         for store in self._closing:
             if not store.late or store.unit.index in self.waited_for:
                 store.open()
@@ -52,12 +52,12 @@ class GuardPolicy:
     def computation_ends(self, phase: Phase) -> None:
         """Closes parameters after a step, or a backward pass; counts only a backward pass that had begun."""
         self.passes += phase is Phase.BACKWARD and self._in_backward
-        self._now(phase, begun=False)
+        self._note(phase, begun=False)
         for store in self._closing if not self.computing else ():
             if not self._used(store.unit.index):
                 store.close()
 
-    def _now(self, phase: Phase, *, begun: bool) -> None:
+    def _note(self, phase: Phase, *, begun: bool) -> None:
         if phase is Phase.BACKWARD:
             self._in_backward = begun
         else:
