@@ -24,12 +24,12 @@ class What(enum.Enum):
     MASTERS = "master parameters"
     STATES = "optimizer states"
     GRADIENTS = "gradients"
-    STAGING = "staging of updates"
-    SAVES = "buffers of saves"
-    VERSIONS = "versions in the making"
+    STAGING = "staging buffers"
+    SAVES = "save buffers"
+    VERSIONS = "new versions"
     TRANSIT = "values in transit"
-    GATHERED = "units in use"
-    ENDS = "ends of pages"
+    GATHERED = "gathered units"
+    ENDS = "page ends"
     """Page ends: bytes that were counted when homes were chosen and that the homes do not fill.
 
     They come from gradients that stay in `.grad` after all, or from staging that takes less. These pages are free:
@@ -42,7 +42,7 @@ class Lifetime(enum.Enum):
 
     RUN = "from set-up to the end"
     FIRST_GRADIENT = "from the first gradient to the end"
-    PASSING = "now and then"
+    PASSING = "temporarily"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Parameter guards: when parameters may be read by code outside of their unit's calls.
 
-This concerns parameters that are not the precise ones (master weights). Owns whether a step or a backward pass is in
-progress, how many backward passes of the iteration are over, and which units' updates have been waited for. Opens and
-closes stores; the executor knows which stores are in use.
+This concerns compute parameters that are not the master weights themselves. Owns whether a step or a backward pass is
+in progress, how many backward passes of the iteration are over, and which units' updates have been waited for. Opens
+and closes stores; the executor knows which stores are in use.
 
 I1: parameters are open while a step, a backward pass or a call of their unit is in progress. A unit whose updates no
     step waits for (`late`) is opened by a step only once its update has been waited for.

@@ -109,8 +109,10 @@ class Heap:
             self._put_ceiling(free)
 
     def within_step(self) -> None:
-        """Updates the ceiling: memory that threads and libraries have mapped since and do not use must not count.
-        Cheap."""
+        """Updates the ceiling within a step; cheap.
+
+        Memory that threads and libraries have mapped since the last update and do not use must not count.
+        """
         if self._watched and monotonic() - self._looked_s >= _LOOK_WITHIN_S:
             self._looked_s = monotonic()
             self._put_ceiling(free_host_bytes())
