@@ -283,8 +283,8 @@ class Clock:
         """Begin the reads that the chunk lacks; its gradient's, where that is elsewhere, once it is there."""
         loads = self._chunk_loads(chunk)
         missing = loads.states if chunk.begin() else []
-        chunk.note_reads(whole=update is not None and (not loads.gradient or update.has_gradient()))
-        if chunk.whole:
+        chunk.note_reads(all_reads_begun=update is not None and (not loads.gradient or update.has_gradient()))
+        if chunk.all_reads_begun:
             missing = [*missing, *loads.gradient]
         ends_s = self._queues.carry(Operation.UPDATE, chunk.flat.unit, missing, self._now.s)
         chunk.read_until(max(chunk.ready_s, ends_s))

@@ -295,7 +295,7 @@ class SharedCores:
     def read(self, job: _Job | None, chunk: TimedChunk[_Flat]) -> bool:
         """Read its master states."""
         chunk.read_until(self._transfer(chunk))
-        chunk.note_reads(whole=True)
+        chunk.note_reads(all_reads_begun=True)
         return True
 
     def update(self, job: _Job, chunk: TimedChunk[_Flat]) -> bool:

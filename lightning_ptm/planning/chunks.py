@@ -35,17 +35,17 @@ class Chunk(abc.ABC, Generic[F]):
     """A range of a flat's shard in the pipeline, in elements.
 
     Attributes:
-        whole: whether the reads of everything that its job needs have begun.
+        all_reads_begun: whether the reads of everything that its job needs have begun.
     """
 
     flat: F
     start: int
     numel: int
-    whole: bool = False
+    all_reads_begun: bool = False
 
-    def note_reads(self, *, whole: bool) -> None:
-        """Records that reads have begun. `whole`: of everything that the job needs."""
-        self.whole = whole
+    def note_reads(self, *, all_reads_begun: bool) -> None:
+        """Records that reads have begun. `all_reads_begun`: of everything that the job needs."""
+        self.all_reads_begun = all_reads_begun
 
     @abc.abstractmethod
     def readable(self) -> bool:
@@ -92,7 +92,7 @@ class Job(abc.ABC, Generic[F, C]):
         self.active: list[C] = []
         """Chunks whose reads were issued, in order of issue."""
         self.incomplete: list[C] = []
-        """The active chunks that are not `whole`."""
+        """The active chunks that are not `all_reads_begun`."""
         self.predecessor: Self | None = None
         """The previous job on the same flat, until it has ended."""
         self.ended = False
@@ -313,8 +313,8 @@ class Chunks(Generic[F, J, C]):
                 continue
             # Also after a job that found no room: these chunks hold the buffers that it waits for (I4).
             for chunk in [*job.incomplete]:
-                moved = self._actions.read(job, chunk) or chunk.whole or moved
-                if chunk.whole:
+                moved = self._actions.read(job, chunk) or chunk.all_reads_begun or moved
+                if chunk.all_reads_begun:
                     job.incomplete.remove(chunk)
             while room and job.waiting and not self._is_busy(job.flat, job.waiting[-1]):
                 if self._held >= self.staging and not self._make_room(job):
@@ -322,7 +322,7 @@ class Chunks(Generic[F, J, C]):
                     break
                 start = job.waiting.pop()
                 chunk = self._read(job, job.active, job.flat, start, job.cuts.length_from(start))
-                if not chunk.whole:
+                if not chunk.all_reads_begun:
                     job.incomplete.append(chunk)
                 moved = True
         return self._issue_ahead() or moved if room and self._wanted else moved
@@ -391,7 +391,7 @@ class Chunks(Generic[F, J, C]):
             job.active.append(self._actions.chunk(job.flat, start, job.cuts.length_from(start)))
             return job.active[-1]
         for chunk in job.active:
-            if chunk.whole and chunk.readable():
+            if chunk.all_reads_begun and chunk.readable():
                 return chunk
         return None
 

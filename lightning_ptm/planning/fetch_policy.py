@@ -114,7 +114,7 @@ class FetchPolicy:
         # state
         self._waiting: list[Task] = []
         self._expected: deque[int] = deque()
-        self.uses = Lookups()
+        self.lookups = Lookups()
         self.misses = 0
         """Fetches that were late, or for which there was no room in time."""
 
@@ -185,11 +185,11 @@ class FetchPolicy:
             CapacityError: no other unit can be evicted for it.
         """
         if self._units.live(unit):
-            self.uses.kept += 1
+            self.lookups.kept += 1
         elif self._units.fetched(unit):
-            self.uses.ahead += 1
+            self.lookups.ahead += 1
         else:
-            self.uses.late += 1
+            self.lookups.late += 1
             self.misses += 1
             self._make_room_and_start(unit)
 

@@ -218,7 +218,9 @@ class Pipeline:
                 chunk.reads[column.role] = self._allocator.copy(column.home, buffer, source_start=start, numel=numel)
                 self.stats.add_read(numel * column.home.dtype.itemsize)
         # What was read ahead may be more than the job needs: one without any gradient only copies the master parameter.
-        chunk.note_reads(whole=progress is not None and all(column.role in chunk.buffers for column in columns))
+        chunk.note_reads(
+            all_reads_begun=progress is not None and all(column.role in chunk.buffers for column in columns)
+        )
         return bool(missing)
 
     def free(self, chunk: JobChunk) -> None:

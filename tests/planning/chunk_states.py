@@ -57,7 +57,7 @@ class ChunkState(NamedTuple):
     flat: str
     start: int
     buffers: int
-    whole: bool
+    all_reads_begun: bool
     reading: bool
     writing: bool
 
@@ -117,7 +117,7 @@ class ModelChunk(Chunk[str]):
         return not self.writing
 
     def frozen(self) -> ChunkState:
-        return ChunkState(self.flat, self.start, self.buffers, self.whole, self.reading, self.writing)
+        return ChunkState(self.flat, self.start, self.buffers, self.all_reads_begun, self.reading, self.writing)
 
 
 class ModelJob(Job[str, ModelChunk]):
@@ -176,7 +176,7 @@ class Model:
         policy._held = sum(1 for _ in self.holders())
 
     def _thawed(self, state: ChunkState) -> ModelChunk:
-        chunk = ModelChunk(state.flat, state.start, 1, state.whole)
+        chunk = ModelChunk(state.flat, state.start, 1, state.all_reads_begun)
         chunk.model, chunk.buffers, chunk.reading, chunk.writing = self, state.buffers, state.reading, state.writing
         return chunk
 
@@ -235,7 +235,7 @@ class Model:
         missing = wanted & ~chunk.buffers
         chunk.buffers |= missing
         chunk.reading = chunk.reading or bool(missing & (STATES | GRADIENT))
-        chunk.note_reads(whole=job is not None and chunk.buffers & columns == columns)
+        chunk.note_reads(all_reads_begun=job is not None and chunk.buffers & columns == columns)
         return bool(missing)
 
     def update(self, job: ModelJob, chunk: ModelChunk) -> bool:

@@ -103,14 +103,14 @@ def _first_without_room_ends_it(chunks: Any) -> bool:
             continue
         for chunk in [*job.incomplete]:
             moved = chunks._actions.read(job, chunk) or moved
-            if chunk.whole:
+            if chunk.all_reads_begun:
                 job.incomplete.remove(chunk)
         while job.waiting and not chunks._is_busy(job.flat, job.waiting[-1]):
             if chunks._held >= chunks.staging and not chunks._make_room(job):
                 return moved
             start = job.waiting.pop()
             chunk = chunks._read(job, job.active, job.flat, start, job.cuts.length_from(start))
-            if not chunk.whole:
+            if not chunk.all_reads_begun:
                 job.incomplete.append(chunk)
             moved = True
     return chunks._issue_ahead() or moved

@@ -66,7 +66,7 @@ class Bench:
         if chunk not in self.held:
             self.held.append(chunk)
             self.reading.append(chunk)
-        chunk.note_reads(whole=job is not None)
+        chunk.note_reads(all_reads_begun=job is not None)
         return True
 
     def update(self, job: HandJob, chunk: HandChunk) -> bool:

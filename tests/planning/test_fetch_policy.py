@@ -127,7 +127,7 @@ def test_what_a_plan_has_is_told_with_its_tick() -> None:
     assert it.call(1) == ["release 0 at 1", "fetch 2 at 1"]
     it.fetching.end()
     assert it.told() == ["release 1 at 2"] and it.shelf.there == [2]
-    assert (it.fetching.uses.ahead, it.fetching.misses) == (2, 0)
+    assert (it.fetching.lookups.ahead, it.fetching.misses) == (2, 0)
 
 
 def test_another_order_leaves_the_plan_for_good() -> None:

@@ -140,7 +140,7 @@ def test_a_plan_is_followed_tick_by_tick() -> None:
             assert moved == [["fetch 1"], ["fetch 2"], ["release 1", "fetch 3"], ["release 2"]]
             it.executor.end()
             assert it.parts.logged() == ["release 3"] and it.parts.live == []
-        uses = it.executor.fetching.uses
+        uses = it.executor.fetching.lookups
         assert (uses.kept, uses.ahead, uses.late, it.executor.fetching.misses) == (0, 6, 0, 0)
 
 
@@ -162,7 +162,7 @@ def test_another_order_is_slower_and_never_wrong() -> None:
         it.executor.begin(TRAIN, trace=False)
         assert it.forward(0, 2, 1, 3, 1)[1:] == [["fetch 2"], [], ["release 2", "fetch 3"], []]
         it.executor.end()
-        assert it.executor.fetching.uses.late == 2 and it.executor.fetching.misses == 2
+        assert it.executor.fetching.lookups.late == 2 and it.executor.fetching.misses == 2
         it.executor.begin(TRAIN, trace=False)  # the next one may follow it again
         it.parts.logged()
         it.executor.release_all()
@@ -207,7 +207,7 @@ def test_a_forward_plan_begins_again_behind_the_root() -> None:
         assert it.forward(1, 2, 1, 2, 1, 2) == [["fetch 2"], ["release 1"], *one_pass, *one_pass]
         assert not it.executor.wants_trace(FORWARD)
         it.executor.end()
-        assert it.executor.fetching.uses.late == 0
+        assert it.executor.fetching.lookups.late == 0
 
 
 def test_a_training_plan_does_not_begin_again() -> None:
@@ -230,7 +230,7 @@ def test_units_are_fetched_on_use_and_given_up_farthest_use_first() -> None:
         assert it.forward(0, 1, 2, 3) == [[], ["fetch 1"], ["fetch 2"], ["release 1", "fetch 3"]]
         assert it.call(3, B) == [] == it.call(2, B)
         assert it.call(1, B) == ["release 3", "fetch 1"]
-        uses = it.executor.fetching.uses
+        uses = it.executor.fetching.lookups
         assert (uses.kept, uses.ahead, uses.late) == (2, 0, 4)
 
 
@@ -443,7 +443,7 @@ def test_expected_units_come_one_ahead_and_make_no_ticks() -> None:
         it.executor.fetching.expect([2, 4, 3])
         assert it.parts.logged() == ["fetch 2"]
         assert it.forward(2, 4, 3) == [["fetch 4"], ["fetch 3"], []]
-        assert it.executor.fetching.uses.ahead == 4 and it.executor.fetching.uses.late == 0
+        assert it.executor.fetching.lookups.ahead == 4 and it.executor.fetching.lookups.late == 0
         it.forward(1)
         assert not it.executor.wants_trace(TRAIN)  # the plan was followed all along
         it.executor.end()
