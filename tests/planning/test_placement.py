@@ -191,7 +191,9 @@ def test_states_without_a_home_are_named_with_the_setting_to_raise() -> None:
 
 def test_a_refusal_tells_what_has_the_bytes() -> None:
     layout = even_layout([1, 2, 2])
-    told = r"raise host_memory or give a disk_path \(the host tier is for master states \d+ KiB, staging buffers 64 KiB\)$"
+    told = (
+        r"raise host_memory or give a disk_path \(the host tier is for master states \d+ KiB, staging buffers 64 KiB\)$"
+    )
     with pytest.raises(CapacityError, match=told):
         placed(layout, pages(100, host=10), update_on_device=False, staging_bytes=PAGE)
     told = r"\(the host tier is for parameters and gradients 640 KiB\)$"

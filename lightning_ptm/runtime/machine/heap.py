@@ -118,8 +118,25 @@ class Heap:
             self._put_ceiling(free_host_bytes())
 
     def steps_end(self) -> None:
-        """Returns freed memory to the system, because no step follows that would use it again."""
+        """Returns freed memory to the system: no step follows that would use it again, and pages take no more than
+        they have."""
         trim()
+        self._pending_page_bytes = lambda: 0
+        if self._watched:
+            self._put_ceiling(free_host_bytes())
+
+    def weights_are_written(self) -> None:
+        """Lifts the ceiling, which must not prevent the trained weights from being written to disk.
+
+        The writer's threads map stacks of 8 MiB and use a few KiB of them.
+        """
+        self._ceiling.lift()
+        self._watched = False
+
+    def free_bytes(self) -> int:
+        """Returns the RAM that the ranks of this machine may still take: free RAM, as far as the ceiling allows."""
+        free, left = free_host_bytes(), self._ceiling.left_bytes()
+        return free if left is None else min(free, left * self._ranks_here)
 
     def close(self) -> None:
         """Ends the run's settings, which would otherwise apply to everything that the process does next."""
