@@ -48,7 +48,7 @@ class Both(SharedCores):
             rates,
             chunk_numel=CHUNK,
             staging=room,
-            lock_free={"max_staleness": bound},
+            max_staleness=bound,
         )
         self.bench = WithPlaces(spares=spares, room=room, sizes=sizes, can_forecast=can_forecast)
         self.planned: list[GradientAct] = []
