@@ -38,14 +38,14 @@ class Log:
         self.asked.append(f"require {unit}")
         fetch(self.parts, unit)
 
-    def leased(self, unit: int) -> bool:
+    def referenced(self, unit: int) -> bool:
         return unit in self.in_use
 
     def hold(self, unit: int) -> None:
         self.asked.append(f"hold {unit}")
         self.in_use.add(unit)
 
-    def saved_is_read(self, unit: int) -> None:
+    def note_saved_read(self, unit: int) -> None:
         self.read.append(unit)
 
     def begin(self, name: str) -> None:

@@ -78,7 +78,7 @@ def run(
         made.take_over()
         it = Run(made, optimizers, room)
         for row in made.blueprint.inventory.rows:
-            if row.what.value == "staging of updates":
+            if row.what.value == "staging buffers":
                 it.updater.take_staging(row.tier, getattr(torch, row.dtype), row.count)
         try:
             yield it

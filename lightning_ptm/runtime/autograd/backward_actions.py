@@ -127,7 +127,7 @@ class BackwardActions:
             flat.gradient.grad_attribute.hide()
 
     def backward_ended(self) -> None:
-        self._executor.compute_timing.rest()
+        self._executor.compute_timing.end_tick()
         self._passes += 1
         self._updates.graph_ended()
         self._barriers.reach(self._passes)
@@ -136,7 +136,7 @@ class BackwardActions:
         if not self._updates.armed:
             for flat in self._all_flats():
                 flat.gradient.grad_attribute.show()
-        self._executor.stay(0, held=self.in_step)
+        self._executor.keep_held(0, held=self.in_step)
 
     def progress(self) -> None:
         self._updates.progress()

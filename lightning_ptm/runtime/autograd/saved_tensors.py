@@ -200,7 +200,7 @@ class SavedTensors:
             if found is None:
                 return keep(tensor)
             unit = found.binding.layout.unit
-            if not self._executor.leased(unit):
+            if not self._executor.referenced(unit):
                 self._executor.hold(unit)
             # If no gradient needs the tensor, the checkpoint stores it for as long as the graph, so it is neither
             # copied nor counted as a use.
@@ -267,9 +267,9 @@ class SavedTensors:
         if isinstance(saved, _PackedByOthers):
             return saved.unpack(saved.packed)
         unit = saved.binding.layout.unit
-        self._executor.saved_is_read(unit)
-        # Without a lease the next fetch may release the unit before autograd has computed with this tensor.
-        passing = not self._executor.leased(unit)
+        self._executor.note_saved_read(unit)
+        # Without a reference the next fetch may release the unit before autograd has computed with this tensor.
+        passing = not self._executor.referenced(unit)
         if not self._stores[unit].live:
             with self._stream.entered():
                 self._executor.require(unit)

@@ -217,5 +217,5 @@ class StepGradients:
         """Reduces all gradients that are still in `.grad`, on all ranks, which meet at `position`."""
         self._barriers.reach_step(position)
         self._reduction.collect_postponed()
-        if self._blueprint.holders.apart:
+        if self._blueprint.holders.by_unit:
             self._barriers.reach(position)  # others may have more units to reduce: what follows may be collective

@@ -109,7 +109,7 @@ class FlatGradient:
     @property
     def adds_in_pages(self) -> bool:
         """Whether gradients of several passes are summed in pages, as plain PyTorch sums them in `.grad`."""
-        return not self.in_place and self._sharing.alone
+        return not self.in_place and self._sharing.needs_no_reduction
 
     # -- collecting ----------------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class FlatGradient:
         self.stepped = False
         self.shard.settle()
         layout, pages = self.store.layout, self.shard.reserve()
-        if self._sharing.alone and pages.tier.computes:
+        if self._sharing.needs_no_reduction and pages.tier.computes:
             self.shard.add_on_device(self.grad_attribute.take)
             return
         full = self.shard.take("full gradient", layout.padded_numel)

@@ -339,7 +339,7 @@ class GradAttribute:
     # -- refusals ------------------------------------------------------------------------------------------------------
 
     def _check_alone(self, slot: int, what: str) -> None:
-        if not self._sharing.alone:
+        if not self._sharing.needs_no_reduction:
             raise UsageError(
                 f".grad of {self._names[slot]} {what}, and each of several ranks has a part of that gradient alone, "
                 "so no rank has its values; clip with gradient_clip_val or self.clip_gradients, and take the norm "

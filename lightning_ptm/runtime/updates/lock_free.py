@@ -247,5 +247,5 @@ def _buffer(flat: FlatUpdate, updater: Updater, forecast: bool) -> FlatBuffer:
         flat.store.binding.dtype,
         len(layout.slots),
         size=len(chunk_bounds_of(layout, updater.chunk_numel).starts),
-        foreseeable=forecast and can_predict_weights(flat.states.traits),
+        can_forecast=forecast and can_predict_weights(flat.states.traits),
     )

@@ -133,7 +133,7 @@ class Versions:
         """Moves the parameters that compute reads by the predicted effect of a contribution that comes now."""
         counter = self._counters[place]
         published = self._buffering.published(place)
-        if counter.forecast is None or not counter.foresees(self.bound, published=published):
+        if counter.forecast is None or not counter.should_forecast(self.bound, published=published):
             return
         if not counter.flat.store.resident:
             self._units[unit].release()
