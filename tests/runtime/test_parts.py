@@ -188,7 +188,7 @@ def test_a_part_whose_elements_lie_in_another_order_is_refused() -> None:
     module = Halves()
     module.blocks[1].weight = nn.Parameter(module.blocks[1].weight.detach().t().contiguous().t())
     with pytest.raises(
-        ConfigError, match=r"blocks.1.weight has strides .* is a part of a larger one.*make it contiguous"
+        ConfigError, match=r"blocks.1.weight has strides .* is a slice of a larger one.*make it contiguous"
     ):
         of_halves(module, ranks=2)
 

@@ -260,9 +260,7 @@ class ByMuon(ScheduledStack):
 
 
 def test_an_optimizer_of_whole_parameters_is_refused(strategy_at) -> None:
-    with pytest.raises(
-        ConfigError, match="optimizer_state_dtype encodes states of optimizers that treat each element on its own"
-    ):
+    with pytest.raises(ConfigError, match="optimizer_state_dtype encodes states of element-wise optimizers"):
         trained(strategy_at("ram", optimizer_state_dtype="int8"), ByMuon)
 
 
