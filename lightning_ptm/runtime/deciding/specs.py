@@ -207,15 +207,16 @@ def traits_of(
             where = ""
             if request.backend.apart and device == request.backend.device:
                 where = (
-                    f". Updates run on {device} here, where the master weights are; if the class needs tensors in RAM, set "
+                    f". Updates run on {device} here, where master weights and optimizer states are; if the class needs "
+                    f"tensors in RAM, set "
                     f"offload_optimizer='host' or 'disk'"
                 )
             elif request.backend.apart:
                 instead = "lock_free=False and " if request.settings.lock_free else ""
                 where = (
-                    f". Updates run on the CPU here, since master weights are in RAM or on disk; if the class needs tensors "
-                    f"on {request.backend.device}, set {instead}offload_optimizer='device', with enough device_memory for "
-                    f"them (if the optimizer keeps no states, offload_parameters='device')"
+                    f". Updates run on the CPU here, since master weights and optimizer states are in RAM or on disk; if "
+                    f"the class needs tensors on {request.backend.device}, set {instead}offload_optimizer='device', with "
+                    f"enough device_memory for them (if the optimizer keeps no states, offload_parameters='device')"
                 )
             raise OptimizerRefusedError(f"{error}{where}", device) from (error.__cause__ or error)
     return known[key]

@@ -1,7 +1,7 @@
-"""What torch tells of calls and of their graphs: tensors in arguments, ways from node to node, who listens to a gradient.
+"""Inspection of calls and autograd graphs: tensors in arguments, walks over graph nodes, hooks on gradients.
 
-Owns nothing. Reads what is private to torch, so that nobody else in the runtime has to; changes the order of hooks of ours
-only (`before_outputs`).
+Owns nothing. Contains the runtime's uses of torch's private autograd interfaces. Changes only the order of our own hooks
+(`before_outputs`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lightning_ptm.errors import UsageError
 not_compiled = partial(
     torch.compiler.disable, reason="angel_ptm fetches weights here; compile units (a transformer's blocks) one by one"
 )
-"""torch.compile must neither trace a hook nor remember what it did: the compiled code is cut in two around it."""
+"""Decorator of hooks, which torch.compile must not trace: it makes a graph break around each call."""
 
 _OPAQUE = (str, int, float, type, nn.Module, types.ModuleType, types.FunctionType, types.MethodType, partial)
-"""Kinds of arguments that hold no tensors of a call."""
+"""Types of arguments that contain no tensors of a call."""
 
 DERIVATIVES = "a derivative of torch.func (grad, vjp, jvp, jacrev, hessian...)"
 
@@ -36,29 +36,29 @@ def in_backward() -> bool:
 
 @torch.compiler.disable
 def in_transform() -> bool:
-    """Whether this is computed inside of a transform of torch.func, such as vmap."""
+    """Whether this thread is inside a transform of torch.func, such as vmap."""
     return bool(torch._C._functorch.maybe_current_level() is not None)
 
 
 def in_derivative() -> bool:
-    """Whether this is computed inside of a derivative of torch.func, which autograd's hooks hear nothing of. Not to be asked
-    where torch.compile traces."""
+    """Whether this thread is inside a derivative of torch.func, which does not call autograd hooks. Must not be called while
+    torch.compile traces."""
     stack = torch._C._functorch.get_interpreter_stack() if torch._C._functorch.maybe_current_level() else None
     kinds = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
     return stack is not None and any(each.key() in kinds for each in stack)
 
 
 def refuse_derivative(unit: str) -> NoReturn:
-    """Raises UsageError: a unit of that name is called inside of a derivative of torch.func."""
+    """Raises UsageError: the unit of that name is called inside a derivative of torch.func."""
     raise UsageError(
-        f"{unit or 'the root'} is called inside of {DERIVATIVES}, which keeps its weights for longer "
-        f"than its pages are there; use torch.autograd.grad(output, inputs), or keep everything in RAM, in a true "
+        f"{unit or 'the root'} is called inside of {DERIVATIVES}, which uses its weights after its pages are "
+        f"released; use torch.autograd.grad(output, inputs), or keep everything in RAM, in a true "
         f"precision on one rank"
     )
 
 
 def double_backward() -> UsageError:
-    """The error of a backward pass that is to be differentiated in its turn."""
+    """Returns the error for a backward pass with `create_graph=True`."""
     return UsageError(
         "backward with create_graph=True (double backward) was started; a unit's parameters may be released "
         "before the second pass reads them, so this is refused; compute that loss in a module outside this "
@@ -67,14 +67,15 @@ def double_backward() -> UsageError:
 
 
 def refuse_double_backward() -> None:
-    """Raises UsageError: a gradient is computed so that it can be differentiated in its turn."""
+    """Raises UsageError if the present backward pass has `create_graph=True`."""
     # Gradients run with grad mode off unless create_graph is set (a recomputed forward turns it on for itself).
     if torch.is_grad_enabled():
         raise double_backward()
 
 
 def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples, dicts, dataclasses and other objects, but modules; out of vmap's wrappers."""
+    """Yields all tensors in nested lists, tuples, dicts, dataclasses and other objects except modules; unwraps functorch
+    tensors."""
     if isinstance(value, Tensor):
         while torch._C._functorch.is_functorch_wrapped_tensor(value):
             value = torch._C._functorch.get_unwrapped(value)
@@ -83,7 +84,7 @@ def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
     seen = {} if seen is None else seen
     if isinstance(value, _OPAQUE) or id(value) in seen:
         return
-    seen[id(value)] = value  # which keeps its id from others
+    seen[id(value)] = value  # keeps the object alive, so that its id is not reused
     items: Iterable[Any] = ()
     if isinstance(value, Mapping):
         items = value.values()
@@ -98,12 +99,12 @@ def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
 
 
 class OwnHook(partial[Any]):
-    """A hook of ours on a tensor."""
+    """Hook on a tensor that the runtime has registered, not the user."""
 
 
 def others_hear_of(tensor: Tensor) -> bool:
-    """Whether somebody else is to get a tensor's gradient (`register_hook`, `retain_grad`). Hooks over several tensors, ours
-    among them, change no gradient and do not count."""
+    """Whether the user receives a tensor's gradient (`register_hook`, `retain_grad`). Hooks over several tensors, including
+    ours, do not count, since they change no gradient."""
     hooks = (tensor._backward_hooks or {}).values()
     return tensor.retains_grad or any(
         not isinstance(each, OwnHook) and getattr(each, "__module__", "") != torch.autograd.graph.__name__
@@ -112,7 +113,8 @@ def others_hear_of(tensor: Tensor) -> bool:
 
 
 def before_outputs(tensor: Tensor, key: int) -> None:
-    """A hook on what a unit takes is called before those on it as what another unit gave, which were there first."""
+    """Moves the hook `key`, on a unit's input, before our hooks on the same tensor as another unit's output, which were
+    registered earlier."""
     hooks = tensor._backward_hooks
     assert hooks is not None
     ids = list(hooks)
@@ -123,16 +125,20 @@ def before_outputs(tensor: Tensor, key: int) -> None:
 
 
 def nodes_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Of tensors that are no leaves, and of what they are views of."""
+    """Returns the graph nodes of non-leaf tensors and of their bases."""
     bases = (tensor._base for tensor in tensors)
     return tuple(each.grad_fn for each in (*tensors, *bases) if each is not None and each.grad_fn is not None)
 
 
 def ways_out(outputs: Sequence[Tensor], began: int, known: Sequence[Any], inside: frozenset[int]) -> tuple[Any, ...]:
-    """The nodes of a call's graph that hand gradients to others than `known` and the parameters `inside`, by id.
+    """Returns the nodes of a call's graph that pass gradients out of it: to nodes from before the call other than `known`, or
+    to leaves other than `inside`.
 
     Args:
-        began: nodes with a lower number are of before the call.
+        outputs: outputs of the call.
+        began: sequence number of the call's first node; nodes with lower numbers are from before the call.
+        known: nodes at which the walk stops.
+        inside: ids of the unit's parameters.
     """
     found: dict[Any, None] = {}
     ours = [node for node in nodes_of(outputs) if node._sequence_nr() >= began]
