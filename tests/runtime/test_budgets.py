@@ -131,8 +131,8 @@ def test_cores_of_updates(cores: int, ranks: int, ours: int, updates: int) -> No
     ("options", "count", "waits"),
     [
         ({}, 0, Waits.IN_GRAD),
-        ({"device_memory": "8MiB"}, 2, Waits.TRAVELLING),
-        ({"compute": BF16, "mixed": True, "sums_gradients": True}, 2, Waits.TRAVELLING),
+        ({"device_memory": "8MiB"}, 2, Waits.QUEUED),
+        ({"compute": BF16, "mixed": True, "sums_gradients": True}, 2, Waits.QUEUED),
     ],
 )
 @pytest.mark.parametrize("keep", [False, True])

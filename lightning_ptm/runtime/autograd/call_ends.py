@@ -18,7 +18,13 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.runtime.autograd.calls import Calls
-from lightning_ptm.runtime.tensors.autograd_graphs import before_outputs, in_backward, nodes_of, tensors_in, ways_out
+from lightning_ptm.runtime.tensors.autograd_graphs import (
+    exit_nodes,
+    in_backward,
+    nodes_of,
+    run_before_output_hooks,
+    tensors_in,
+)
 from lightning_ptm.runtime.units.discovery import Unit
 
 Told = Callable[[int, int, Any], None]
@@ -69,7 +75,7 @@ class CallCompletion:
             self._hooks.append(torch.autograd.graph.register_multi_grad_hook(told_of, done, mode="all"))
             first: Any = torch.autograd.graph.register_multi_grad_hook(told_of, come, mode="all")
             for tensor, each in zip(told_of, first.handles, strict=True):
-                before_outputs(tensor, each.id)
+                run_before_output_hooks(tensor, each.id)
             self._hooks.append(first)
         return call
 
@@ -95,7 +101,7 @@ class CallCompletion:
             # Besides those of the inputs, which calls of several micro-batches may share, so that nobody waits for a call
             # in vain, and none is missed: what changes an output in place may leave no way to its own node.
             self._nodes[call] += nodes_of(outputs)
-        nodes = ways_out(outputs, self._began[index], known, self._inside[index])
+        nodes = exit_nodes(outputs, self._began[index], known, self._inside[index])
         if not nodes and outputs:
             return
         another = self.calls.called(index)

@@ -41,7 +41,7 @@ class Request:
         mixed: whether fp32 master weights are kept.
         changes_default_dtype: whether torch's default dtype differs between the forward and the optimizer's step.
         keep_gradients: whether gradients outlive the backward pass (accumulation, clipping by norm, manual optimization).
-        gradients_stay: whether gradients also outlive the step, until the user clears them (manual optimization).
+        gradients_outlive_step: whether gradients also outlive the step, until the user clears them (manual optimization).
         sums_gradients: whether a step may use the sum of several backward passes (accumulation, manual optimization).
         backend: backend of the device that ranks compute on; optimizers are tried on this device.
         rearranges: whether parameters will be unfrozen, moved to other groups, or given other data during the run.
@@ -57,7 +57,7 @@ class Request:
     mixed: bool
     backend: Backend
     keep_gradients: bool
-    gradients_stay: bool
+    gradients_outlive_step: bool
     sums_gradients: bool
     rearranges: bool = False
     changes_default_dtype: bool = False
@@ -101,7 +101,7 @@ class Blueprint:
         traits: traits of the optimizers of each flat, in their order and in the updated dtype; empty for frozen flats.
         unified: whether RAM is the device tier (CPU without a device budget).
         lock_free: resources of lock-free updates; None for synchronous updates.
-        saves_behind: whether checkpoints are written in the background while training continues.
+        saves_in_background: whether checkpoints are written in the background while training continues.
         activations_to_host: whether saved tensors are offloaded to RAM between forward and backward.
         experts: units that are experts divided over ranks; None where all ranks hold all units.
         holders: ranks that hold each unit; the same on all ranks.
@@ -129,7 +129,7 @@ class Blueprint:
     trace: Trace
     staging_chunks: int
     lock_free: LockFree | None
-    saves_behind: bool
+    saves_in_background: bool
     activations_to_host: bool
     experts: DividedExperts | None
     holders: ModelSharding
@@ -216,6 +216,7 @@ class Blueprint:
         return any(each is not None and each.outlives_backward for each in self.routes)
 
     def trained_flats(self) -> Iterator[FlatLayout]:
+        """Yields the flats that some optimizer updates in pages."""
         return (flat for flat in self.layout.flats if self.traits[flat.index])
 
 

@@ -17,7 +17,7 @@ from lightning_ptm.planning.inventory import pages_of
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.placement_data import Budget, PlacementWishes
 from lightning_ptm.runtime.deciding.blueprint import LockFree, Request, ram_tier
-from lightning_ptm.runtime.deciding.build_inventory import in_the_making, travelling
+from lightning_ptm.runtime.deciding.build_inventory import queued_gradients_row, spare_versions_row
 from lightning_ptm.runtime.machine.machine import SHORT_RAM_BYTES, Machine
 from lightning_ptm.terms import Tier
 
@@ -78,7 +78,7 @@ def pages_budget(settings: Settings, machine: Machine, unified: bool) -> Budget:
     return Budget({Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk})
 
 
-def smaller_first(settings: Settings, budget: Budget, ram: Tier) -> tuple[Budget, ...]:
+def budgets_to_try(settings: Settings, budget: Budget, ram: Tier) -> tuple[Budget, ...]:
     """Returns the budgets to try in turn: the whole one; smaller ones first where RAM is short and host_memory is not set.
 
     How much RAM a step needs in addition to pages is unknown before the first step. A budget that is too small costs
@@ -90,7 +90,7 @@ def smaller_first(settings: Settings, budget: Budget, ram: Tier) -> tuple[Budget
     return tuple(budget.without(ram, whole - whole * part // _SHARES) for part in range(_FIRST_SHARE, _SHARES + 1))
 
 
-def beside_whole_gradients(budget: Budget, layout: ModelLayout) -> Budget:
+def without_whole_gradients(budget: Budget, layout: ModelLayout) -> Budget:
     """Returns the budget less the unsharded gradients that every rank holds in `.grad` until the step.
 
     Raises:
@@ -134,14 +134,14 @@ def lock_free_needs(
     )
     spares, gradients = [], []
     for (numel, dtype, gradient_dtype), count in kinds.items():
-        pages = pages_of((in_the_making(ram, numel, dtype, 1),), layout.page_size)
+        pages = pages_of((spare_versions_row(ram, numel, dtype, 1),), layout.page_size)
         making = min(count, max(_SPARES, _SPARE_PAGES // pages))
-        spares.append(in_the_making(ram, numel, dtype, making))
+        spares.append(spare_versions_row(ram, numel, dtype, making))
         if in_place and gradient_dtype is dtype:
             continue  # `.grad` itself is queued for the update
         # One that waits per flat, one per running update, one that arrives; and one more per flat kept for the step.
         gradients.append(
-            travelling(ram, numel, gradient_dtype, count * (2 if request.keep_gradients else 1) + making + 1)
+            queued_gradients_row(ram, numel, gradient_dtype, count * (2 if request.keep_gradients else 1) + making + 1)
         )
     cores = max(1, machine.cores // machine.ranks)
     bound = request.settings.max_staleness
@@ -156,7 +156,7 @@ def lock_free_needs(
     )
 
 
-def beside_bytes(plan: LockFree, layout: ModelLayout, *, in_place: bool, twice: bool) -> int:
+def lock_free_bytes(plan: LockFree, layout: ModelLayout, *, in_place: bool, twice: bool) -> int:
     """Returns the RAM that lock-free updates need in addition to staging and homes (which include one gradient per flat).
 
     Args:
@@ -175,7 +175,7 @@ def beside_bytes(plan: LockFree, layout: ModelLayout, *, in_place: bool, twice: 
     return pages_of((*plan.spares, *plan.gradients), page) * page - in_pages + (in_grad if twice else 0)
 
 
-def without(budget: Budget, size: int, ram: Tier) -> Budget:
+def without_lock_free(budget: Budget, size: int, ram: Tier) -> Budget:
     """Returns the budget less the `size` bytes of RAM of lock-free updates.
 
     Raises:
@@ -189,7 +189,7 @@ def without(budget: Budget, size: int, ram: Tier) -> Budget:
     return budget.without(ram, size)
 
 
-def beside_scratch(budget: Budget, size: int, ram: Tier, *, whole: bool) -> Budget:
+def without_scratch(budget: Budget, size: int, ram: Tier, *, whole: bool) -> Budget:
     """Returns the budget less the scratch buffers of updates (a whole gradient, or decoded states) in each tier where
     updates may run.
 

@@ -1,7 +1,7 @@
 """Inventory of a blueprint: one row for each allocation of homes, gradients, updates and saves, in the order of set-up.
 
 Counts only. `planning/inventory.py` defines a row; engine/pages.py and the engine allocate them. Decisions that precede the
-choice of homes use `travelling` and `in_the_making`, and state_tensors.py, to size the rows of lock-free updates.
+choice of homes use `queued_gradients_row` and `spare_versions_row` to size the rows of lock-free updates.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def build_inventory(blueprint: Blueprint) -> Inventory:
         *_states(blueprint),
         *_kept_gradients(blueprint),
         *_staging(blueprint),
-        *(save_rows(blueprint) if blueprint.saves_behind else ()),
+        *(save_rows(blueprint) if blueprint.saves_in_background else ()),
         *(lock_free.spares if lock_free is not None else ()),
         *_later_gradients(blueprint),
     ]
@@ -64,7 +64,7 @@ def build_inventory(blueprint: Blueprint) -> Inventory:
     return with_room(rows, blueprint.layout.page_size, transit, _gathered_bytes(blueprint), counted)
 
 
-def stocked(blueprint: Blueprint, settings: Settings, machine: Machine) -> Blueprint:
+def with_inventory(blueprint: Blueprint, settings: Settings, machine: Machine) -> Blueprint:
     """Returns the blueprint with its inventory and the decisions that depend on it: staging, freed memory, gradient room."""
     if machine.device_apart and not blueprint.placement.streams:
         blueprint = _with_spare_staging(blueprint, settings)
@@ -134,12 +134,12 @@ def _narrow_gradients(blueprint: Blueprint) -> bool:
     return narrow[True] > narrow[False]
 
 
-def in_the_making(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:
+def spare_versions_row(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:
     """Returns the row of spare versions, which lock-free updates write while compute reads the homes."""
     return row_of(What.VERSIONS, ram, numel, dtype, count=count, name="version in the making")
 
 
-def travelling(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:
+def queued_gradients_row(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:
     """Returns the row of gradients queued for lock-free updates; its pages belong to no particular flat."""
     return row_of(What.GRADIENTS, ram, numel, dtype, count=count, name="gradient")
 
@@ -286,7 +286,7 @@ def save_rows(blueprint: Blueprint) -> Iterator[Row]:
 def _transit_pages(blueprint: Blueprint) -> int:
     """Returns the pages that `PageIOBuffers.for_now` needs: one per dtype that a save reads, unless saves have buffers for
     the whole run."""
-    return max(_TRANSIT_PAGES, 0 if blueprint.saves_behind else sum(1 for _ in save_rows(blueprint)))
+    return max(_TRANSIT_PAGES, 0 if blueprint.saves_in_background else sum(1 for _ in save_rows(blueprint)))
 
 
 def _gathered_bytes(blueprint: Blueprint) -> int:
@@ -326,7 +326,7 @@ def _counted_bytes(blueprint: Blueprint, rows: list[Row], transit: Mapping[Tier,
     counted[blueprint.ram] += pages_of((*travel, *beside), page) * page
     if blueprint.lock_free is not None:  # their homes were counted one by one
         counted[blueprint.ram] -= sum(
-            flat.gradient_bytes for flat in blueprint.trained_flats() if blueprint.route(flat).waits is Waits.TRAVELLING
+            flat.gradient_bytes for flat in blueprint.trained_flats() if blueprint.route(flat).waits is Waits.QUEUED
         )
     return counted
 

@@ -37,17 +37,17 @@ from lightning_ptm.runtime.deciding.budgets import (
     LOCK_FREE_CHUNKS,
     STAGING_CHUNKS,
     agreed,
-    beside_bytes,
-    beside_scratch,
-    beside_whole_gradients,
+    budgets_to_try,
+    lock_free_bytes,
     lock_free_needs,
     pages_budget,
-    smaller_first,
     staging_chunks,
     wishes_of,
-    without,
+    without_lock_free,
+    without_scratch,
+    without_whole_gradients,
 )
-from lightning_ptm.runtime.deciding.build_inventory import stocked
+from lightning_ptm.runtime.deciding.build_inventory import with_inventory
 from lightning_ptm.runtime.deciding.encoded_states import encoded_traits
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, route
 from lightning_ptm.runtime.deciding.specs import (
@@ -207,7 +207,7 @@ def _decide(
     def decided(asked: _Asked) -> Blueprint:
         model = _lay_out(request, asked, world_size, rank)
         budget = _whole_budget(request, machine, asked, agree)
-        budgets = smaller_first(request.settings, budget, ram_tier(unified=asked.unified))
+        budgets = budgets_to_try(request.settings, budget, ram_tier(unified=asked.unified))
         for number, each in enumerate(budgets, start=1):
             try:
                 room = _make_room(request, machine, asked, model, each, rank)
@@ -218,7 +218,7 @@ def _decide(
                     raise
         model = _tried_where_updated(request, asked, model, placement)
         blueprint = _blueprint(request, asked, model, room, placement, outside=outside)
-        return stocked(blueprint, request.settings, machine)
+        return with_inventory(blueprint, request.settings, machine)
 
     try:
         return decided(asked)
@@ -365,7 +365,7 @@ def _make_room(request: Request, machine: Machine, asked: _Asked, model: _Model,
     disk = bool(settings.disk_paths)
     reduced_at_step = layout.shared and settings.reduce_gradients == "each_step"
     if reduced_at_step:
-        budget = beside_whole_gradients(budget, layout)
+        budget = without_whole_gradients(budget, layout)
     plan = None
     if asked.lock_free:
         in_place = asked.unified and not layout.shared
@@ -379,11 +379,11 @@ def _make_room(request: Request, machine: Machine, asked: _Asked, model: _Model,
             plan = lock_free_needs(
                 request, machine, ours, model.dtypes, model.gradient_dtypes, ram=ram, in_place=in_place
             )
-            beside = max(beside, beside_bytes(plan, ours, in_place=in_place, twice=request.keep_gradients))
-        budget = without(budget, beside, ram)
+            beside = max(beside, lock_free_bytes(plan, ours, in_place=in_place, twice=request.keep_gradients))
+        budget = without_lock_free(budget, beside, ram)
     if scratch := scratch_bytes(model):
         whole = any(flat.updated_whole for flat in layout.flats)
-        budget = beside_scratch(budget, scratch, ram_tier(unified=asked.unified), whole=whole)
+        budget = without_scratch(budget, scratch, ram_tier(unified=asked.unified), whole=whole)
     streams = disk or any(size for tier, size in budget.items() if not tier.updates)
     of_one, chunks = chunk_bytes(model) if streams else 0, 1
     if of_one:
@@ -445,7 +445,7 @@ def _blueprint(
         # Where nothing streams, the budget has room for one only.
         staging_chunks=room.chunks if placement.streams else 1,
         lock_free=room.lock_free,
-        saves_behind=request.settings.async_save and training,
+        saves_in_background=request.settings.async_save and training,
         activations_to_host=request.settings.activations == "host" and training,
         experts=asked.experts,
         holders=asked.holders,
@@ -476,7 +476,7 @@ def _routes(
                 lock_free=asked.lock_free,
                 reduced_at_step=room.reduced_at_step,
                 outlives_backward=request.keep_gradients if asked.lock_free else placement.keeps_gradients,
-                outlives_step=request.gradients_stay,
+                outlives_step=request.gradients_outlive_step,
             )
         found.append(of_flat)
     return tuple(found)

@@ -20,7 +20,7 @@ class Waits(enum.Enum):
     KEPT = "in pages of its own, allocated for the whole run"
     FROM_FIRST = "in pages of its own, allocated at the first gradient and kept"
     PASSING = "in pages that are allocated for each gradient and freed after its update"
-    TRAVELLING = "in pages of no particular flat, which are passed with it to a lock-free update"
+    QUEUED = "in pages of no particular flat, which are passed with it to a lock-free update"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class GradientRoute:
     @property
     def own_pages(self) -> Tier | None:
         """Tier of the gradient's own pages; None if it has none."""
-        return None if self.waits in (Waits.IN_GRAD, Waits.TRAVELLING) else self.tier
+        return None if self.waits in (Waits.IN_GRAD, Waits.QUEUED) else self.tier
 
 
 def route(
@@ -82,7 +82,7 @@ def route(
     if one_rank and home.computes and not sums:
         waits = Waits.IN_GRAD
     elif lock_free:
-        waits = Waits.TRAVELLING
+        waits = Waits.QUEUED
     elif outlives_backward:
         waits = Waits.KEPT
     else:

@@ -65,9 +65,9 @@ class VirtualGradients:
         # state
         self._gradients: dict[tuple[int, bool], int] = {}
         """Pages by unit and by whether their flats are sharded over ranks."""
-        self._summed: set[int] = set()
+        self._accumulated: set[int] = set()
         """Units that have gradients of an earlier micro-batch of this step."""
-        self._behind: list[int] = []
+        self._not_updated: list[int] = []
         """Units whose gradients are in pages and have not been passed to the update."""
         self._leaving: list[tuple[int, bool]] = []
         """Gradients that leave the device after the tick; keys of `_gradients`."""
@@ -76,24 +76,24 @@ class VirtualGradients:
         """Allocates the pages of a unit's gradients, which are complete (I1)."""
         if not self._layout.trainable_pages(unit):
             return
-        shared, own = self._laid_out(unit, shared=True), self._laid_out(unit, shared=False)
-        so_far = self._so_far(unit)
+        shared, own = self._pages_of(unit, shared=True), self._pages_of(unit, shared=False)
+        accumulating = self._accumulation_pages(unit)
         at_once = 0
-        if so_far or not self._gradients_leave(unit):  # unsharded gradients are copied or added at once
+        if accumulating or not self._gradients_leave(unit):  # unsharded gradients are copied or added at once
             at_once = own.full
-        pages = shared.pages + own.pages + so_far
+        pages = shared.pages + own.pages + accumulating
         self._make_room(pages)
         self._pool.take(pages)
         self._pool.give_back(at_once)
         self._gradients[unit, True] = shared.pages
-        self._gradients[unit, False] = own.pages + so_far - at_once
+        self._gradients[unit, False] = own.pages + accumulating - at_once
         if self._gradients_leave(unit):
             self._leaving.append((unit, False))
-        self._behind.append(unit)
-        if not self._blueprint.outlive_backward and len(self._behind) > 1:
-            self._update(self._behind.pop(0))
+        self._not_updated.append(unit)
+        if not self._blueprint.outlive_backward and len(self._not_updated) > 1:
+            self._update(self._not_updated.pop(0))
 
-    def _laid_out(self, unit: int, *, shared: bool) -> LaidOut:
+    def _pages_of(self, unit: int, *, shared: bool) -> LaidOut:
         """Returns the pages of the gradients of a unit's flats: of the sharded ones, or of the others."""
         blueprint, layout = self._blueprint, self._layout
         full = reduced = passing = 0
@@ -130,7 +130,7 @@ class VirtualGradients:
 
     def _after_reduction(self, unit: int, *, shared: bool) -> int:
         """Returns the pages of the gradients that wait for the update, or to leave the device."""
-        takes = self._laid_out(unit, shared=shared)
+        takes = self._pages_of(unit, shared=shared)
         return takes.reduced if shared and self._gradients_leave(unit) else takes.passing
 
     def step(self) -> None:
@@ -138,18 +138,18 @@ class VirtualGradients:
         if self._blueprint.reduced_at_step:
             for unit in reversed(range(len(self._layout.units))):
                 self.end_backward(unit)
-        for unit in self._behind:
+        for unit in self._not_updated:
             self._update(unit)
-        self._summed.clear()
+        self._accumulated.clear()
 
-    def _so_far(self, unit: int) -> int:
+    def _accumulation_pages(self, unit: int) -> int:
         """Returns the pages of the buffers in which a unit's gradients are accumulated, or converted to a wider dtype."""
         gradients = self._blueprint.placement.gradients(unit)
         flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable and not flat.shared]
         if not gradients.add_up_in_buffer or not flats:
             return 0
-        if not any(flat.sums_gradients for flat in flats) and unit not in self._summed:
-            self._summed.add(unit)
+        if not any(flat.sums_gradients for flat in flats) and unit not in self._accumulated:
+            self._accumulated.add(unit)
             return 0
         return sum(-(-flat.gradient_bytes // self._layout.page_size) for flat in flats)
 
@@ -161,7 +161,7 @@ class VirtualGradients:
 
     def end_iteration(self) -> None:
         """Ends the iteration: gradients that wait for the step no longer count."""
-        self._behind.clear()
+        self._not_updated.clear()
 
     def reclaim(self, wait: bool) -> bool:
         """Frees the pages of gradients that have left the device; returns whether there were any.
@@ -173,7 +173,7 @@ class VirtualGradients:
         self._leaving.clear()
         if wait:
             for (unit, shared), pages in self._gradients.items():
-                stays = min(pages, self._laid_out(unit, shared=shared).passing)
+                stays = min(pages, self._pages_of(unit, shared=shared).passing)
                 self._gradients[unit, shared] = stays
                 freed += pages - stays
         self._pool.give_back(freed)

@@ -44,7 +44,7 @@ class VirtualRun:
         self._blueprint = blueprint
         self._layout = blueprint.layout
         room = max(0, blueprint.pool_bytes[Tier.DEVICE] // blueprint.layout.page_size - fixed_pages)
-        self._again = again
+        self._recomputed = again
         self._ends_with = ends_with or {}
         self._by_need = frozenset(blueprint.by_need)
         self._layer_of = blueprint.experts.layer_of if blueprint.experts is not None else {}
@@ -56,7 +56,7 @@ class VirtualRun:
         # State.
         self._ticks: tuple[Tick, ...] = ()
         self._held: tuple[int, ...] = ()
-        self._around: tuple[int, ...] = ()
+        self._planned_live: tuple[int, ...] = ()
         """Live units of the latest tick that is in the plan."""
 
     # -- the iteration ------------------------------------------------------------------------------------------------
@@ -134,10 +134,10 @@ class VirtualRun:
         if tick.unit in self._by_need:
             self._expect(at)
         else:
-            self._around = tick.live
+            self._planned_live = tick.live
         for unit in self._held:
             self.fetching.refcounts.let_go(unit)
-        self._held = (*self._around, *tick.live)
+        self._held = (*self._planned_live, *tick.live)
         for unit in self._held:
             self.fetching.refcounts.hold(unit)
         self.fetching.enter(tick.unit, tick.phase)
@@ -159,7 +159,7 @@ class VirtualRun:
         called = [each.unit for each in self._ticks[at:end]]
         if tick.phase is Phase.FORWARD:
             self.fetching.expect(called)
-        elif tick.unit in self._again:
+        elif tick.unit in self._recomputed:
             self.fetching.expect(called[::-1])
             for unit in called[::-1]:
                 self.fetching.refcounts.hold(unit)

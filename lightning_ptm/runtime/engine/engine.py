@@ -42,7 +42,7 @@ from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.deciding.planner import Planner, check_layout
 from lightning_ptm.runtime.engine.module_changes import ModuleChanges
 from lightning_ptm.runtime.engine.pages import RunPages
-from lightning_ptm.runtime.engine.set_up import activations_offload, check_taken, lay_first_values, update_scheduler
+from lightning_ptm.runtime.engine.set_up import activations_offload, check_taken, update_scheduler, write_initial_values
 from lightning_ptm.runtime.engine.step_gradients import StepGradients
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.fetching.tracer import Tracer
@@ -63,7 +63,7 @@ from lightning_ptm.runtime.ranks.module_buffers import ModuleBuffers
 from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.runtime.relayout.reused_tensors import ReusedTensors, reused_tensors
-from lightning_ptm.runtime.tensors.device_moves import move_beside_parameters
+from lightning_ptm.runtime.tensors.device_moves import move_buffers_and_metrics
 from lightning_ptm.runtime.units.binding import FlatBinding
 from lightning_ptm.runtime.units.guarded_parameter import DIVIDED_IN_A_RUN
 from lightning_ptm.runtime.units.known_parameters import KnownParameters
@@ -297,7 +297,7 @@ class Engine:
         note(self.module, {id(parameter) for binding in trained for parameter in binding.parameters})
         self.lent_parameters: LentParameters = LentParameters(self.gathered_flats, self.values, learnt_in(self.module))
         trains = bool(self._optimizers)
-        lay_first_values(
+        write_initial_values(
             self.module,
             given,
             blueprint,
@@ -309,7 +309,7 @@ class Engine:
             handed=self._handed,
         )
         self._handed = None
-        move_beside_parameters(self.module, self.device)
+        move_buffers_and_metrics(self.module, self.device)
         self._module_buffers = None
         if not self.communicator.alone:
             self._module_buffers = ModuleBuffers(self.module, self.communicator, trains=trains)
@@ -325,7 +325,7 @@ class Engine:
         for row in blueprint.inventory.of(What.STAGING):
             self.updater.take_staging(row.tier, taken_dtype(row), row.count, row.numel)
         save_sizes = [(taken_dtype(row), row.numel) for row in save_rows(blueprint)]
-        save_buffers = pages.buffers_for_saves() if blueprint.saves_behind else None
+        save_buffers = pages.buffers_for_saves() if blueprint.saves_in_background else None
         self.snapshots = Snapshots(self.allocator, self.updater, save_buffers, save_sizes, self._settle)
         self.updates: UpdateScheduler = update_scheduler(
             blueprint,

@@ -138,7 +138,7 @@ def optimizers_in_pages(blueprint: Blueprint) -> tuple[OptimizerBytes, ...]:
 
 def states_in_words(engine: Engine) -> str:
     """Returns `states_at_home` as a phrase, with the memory of pages: `148 KiB of model states: 50 KiB in RAM (parameters),
-    99 KiB on disk in /x (/, 80 GiB free) (master parameters); pages take 2 MiB in RAM (beside states: ...)`.
+    99 KiB on disk in /x (/, 80 GiB free) (master parameters); pages take 2 MiB in RAM (other than states: ...)`.
     """
     rows = states_at_home(engine)
     ranks = engine.communicator.world_size
@@ -157,13 +157,13 @@ def states_in_words(engine: Engine) -> str:
 
 def _pages_in_words(engine: Engine, tier: Tier) -> str:
     """Returns the bytes of a tier's pages as a phrase, with purposes other than states; empty if it has no pages."""
-    beside = {
+    purposes = {
         what.value: size for what, size in engine.blueprint.inventory.by_what(tier).items() if what not in _STATES
     }
     whole = engine.blueprint.inventory.pool_bytes(tier)
-    words = ", ".join(f"{what} {format_bytes(size)}" for what, size in beside.items())
+    words = ", ".join(f"{what} {format_bytes(size)}" for what, size in purposes.items())
     return (
-        f"{format_bytes(whole)} {_memory(engine, tier)}" + (f" (beside states: {words})" if words else "")
+        f"{format_bytes(whole)} {_memory(engine, tier)}" + (f" (other than states: {words})" if words else "")
         if whole
         else ""
     )

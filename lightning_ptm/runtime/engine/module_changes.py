@@ -116,7 +116,7 @@ class ModuleChanges:
         )
 
     @contextmanager
-    def at_rest_as_trained(self) -> Iterator[None]:
+    def frozen_as_trained(self) -> Iterator[None]:
         """Context in which parameters that were trained in pages and are frozen now, but are still in an optimizer's group,
         require gradients: the next layout then keeps their master weights and states for when they are unfrozen."""
         in_groups = {id(each) for known in self._optimizers for group in known.param_groups for each in group["params"]}
@@ -149,7 +149,7 @@ class ModuleChanges:
 
     # -- at a step ----------------------------------------------------------------------------------------------------
 
-    def check_rearranged(self, optimizer: Optimizer, index: int) -> None:
+    def check_not_unfrozen(self, optimizer: Optimizer, index: int) -> None:
         """Checks that no parameter of an optimizer was unfrozen since the last check between two batches.
 
         Raises:
@@ -178,19 +178,19 @@ class ModuleChanges:
                 f"(tensor.clone())"
             )
         for binding in replaced:
-            binding.take_replaced()
+            binding.copy_from_users_data()
         yield
         if replaced:
             self._updates.finish_all()
             for binding in replaced:
-                binding.give_replaced()
+                binding.copy_to_users_data()
 
     def strangers(self, optimizer: Optimizer) -> list[Tensor]:
         """Returns the parameters in an optimizer's groups that are not the module's, and therefore not in pages."""
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [parameter for parameter in self._known.strangers if id(parameter) in known]
 
-    def check_of_the_module(self, optimizer: Optimizer) -> None:
+    def check_strangers(self, optimizer: Optimizer) -> None:
         """Checks that parameters of an optimizer that are not the module's have no gradient.
 
         Raises:

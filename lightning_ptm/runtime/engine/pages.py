@@ -160,7 +160,7 @@ class RunPages:
 
     def _supply(self, flat: FlatLayout) -> PageSupply:
         route = self._blueprint.route(flat)
-        if route.waits is not Waits.TRAVELLING:
+        if route.waits is not Waits.QUEUED:
             return PageSupply(partial(self._own_gradient, flat), self._allocator.release)
         if self.gradient_pages is None:
             raise InternalError(f"flat {flat.index} is made before the pages of gradients that are queued for updates")

@@ -34,7 +34,7 @@ from lightning_ptm.terms import Tier
 from lightning_ptm.update.updater import Updater
 
 
-def lay_first_values(
+def write_initial_values(
     module: nn.Module,
     given: Given,
     blueprint: Blueprint,

@@ -81,8 +81,8 @@ class StepGradients:
         """Runs one optimizer step with the gradients collected so far."""
         self._check_open()
         index = self._updates.groups.index_of(optimizer)
-        self._changes.check_rearranged(optimizer, index)
-        self._changes.check_of_the_module(optimizer)
+        self._changes.check_not_unfrozen(optimizer, index)
+        self._changes.check_strangers(optimizer)
         self._collect_postponed(STEP_ENDS)
         self._follow(index)
         transform = self._clipping.take(index)
@@ -154,12 +154,14 @@ class StepGradients:
 
     @on_compute_stream
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float, scale: LossScale | None) -> None:
+        """Clips an optimizer's gradients by their norm over all ranks. Collective."""
         self._collect_postponed(STEP_ENDS - 1)
         self._follow(self._updates.groups.index_of(optimizer))
         self._clipping.by_norm(self._updates.groups.index_of(optimizer), max_norm, scale)
 
     @on_compute_stream
     def clip_by_value(self, optimizer: Optimizer, clip_value: float, scale: LossScale | None) -> None:
+        """Clips each element of an optimizer's gradients. Collective."""
         self._collect_postponed(STEP_ENDS - 1)
         self._follow(self._updates.groups.index_of(optimizer))
         self._clipping.by_value(self._updates.groups.index_of(optimizer), clip_value, scale)

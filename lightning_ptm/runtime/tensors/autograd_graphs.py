@@ -1,7 +1,7 @@
 """Inspection of calls and autograd graphs: tensors in arguments, walks over graph nodes, hooks on gradients.
 
 Owns nothing. Contains the runtime's uses of torch's private autograd interfaces. Changes only the order of our own hooks
-(`before_outputs`).
+(`run_before_output_hooks`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class OwnHook(partial[Any]):
     """Hook on a tensor that the runtime has registered, not the user."""
 
 
-def others_hear_of(tensor: Tensor) -> bool:
+def user_receives_gradient(tensor: Tensor) -> bool:
     """Whether the user receives a tensor's gradient (`register_hook`, `retain_grad`). Hooks over several tensors, including
     ours, do not count, since they change no gradient."""
     hooks = (tensor._backward_hooks or {}).values()
@@ -112,7 +112,7 @@ def others_hear_of(tensor: Tensor) -> bool:
     )
 
 
-def before_outputs(tensor: Tensor, key: int) -> None:
+def run_before_output_hooks(tensor: Tensor, key: int) -> None:
     """Moves the hook `key`, on a unit's input, before our hooks on the same tensor as another unit's output, which were
     registered earlier."""
     hooks = tensor._backward_hooks
@@ -130,7 +130,7 @@ def nodes_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     return tuple(each.grad_fn for each in (*tensors, *bases) if each is not None and each.grad_fn is not None)
 
 
-def ways_out(outputs: Sequence[Tensor], began: int, known: Sequence[Any], inside: frozenset[int]) -> tuple[Any, ...]:
+def exit_nodes(outputs: Sequence[Tensor], began: int, known: Sequence[Any], inside: frozenset[int]) -> tuple[Any, ...]:
     """Returns the nodes of a call's graph that pass gradients out of it: to nodes from before the call other than `known`, or
     to leaves other than `inside`.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 
-def move_beside_parameters(root: nn.Module, device: torch.device) -> None:
+def move_buffers_and_metrics(root: nn.Module, device: torch.device) -> None:
     """Moves what `root.to(device)` moves, except parameters and meta tensors."""
 
     def moved(value: Tensor) -> Tensor:

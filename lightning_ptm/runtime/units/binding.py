@@ -121,6 +121,7 @@ class FlatBinding:
 
     @property
     def bound(self) -> bool:
+        """Whether the parameters are views of the flat."""
         return self._base is not None
 
     def gradients(self) -> list[Tensor | None]:
@@ -337,13 +338,13 @@ class FlatBinding:
                     found[self.layout.slots[at].spec.name] = parameter
         return found
 
-    def take_replaced(self) -> None:
+    def copy_from_users_data(self) -> None:
         """Copies the data that the user has assigned (`replaced`) into the flat."""
         assert self._base is not None
         for slot, data in self.replaced().items():
             self.arrangement.view(self._base, slot).copy_(data)
 
-    def give_replaced(self) -> None:
+    def copy_to_users_data(self) -> None:
         """Copies the flat's values into the data that the user has assigned (`replaced`)."""
         assert self._base is not None
         self.edited(self._base)
@@ -409,7 +410,7 @@ class FlatBinding:
                 f"function, or create the view where it is used"
             )
 
-    def lies_at(self, slot: int, storage: torch.UntypedStorage) -> bool:
+    def is_at(self, slot: int, storage: torch.UntypedStorage) -> bool:
         """Whether a storage that the parameter of `slot` once had is at the flat's present address."""
         base = self._base
         start = self.layout.slots[slot].start
@@ -421,7 +422,7 @@ class FlatBinding:
         if base is None or self.lent or not 0 <= storage.data_ptr() - base.data_ptr() < base.numel() * base.itemsize:
             return None
         places = enumerate(self.layout.slots)
-        return next((slot for slot, place in places if place.numel and self.lies_at(slot, storage)), None)
+        return next((slot for slot, place in places if place.numel and self.is_at(slot, storage)), None)
 
     def name(self, slot: int, tensor: Tensor) -> Packed:
         """Returns a reference to a tensor that shares the storage of the parameter of `slot`."""

@@ -80,7 +80,7 @@ class FlatViews:
 
     def _held(self, view: Tensor) -> bool:
         beside = _holders(view) - _OWN_HOLDERS
-        return beside > 0 and beside > len(_in_frames_that_have_ended(view))
+        return beside > 0 and beside > len(_in_ended_frames(view))
 
     def at(self, full: Tensor) -> Sequence[Tensor]:
         """Returns, by slot, the parameter as a view of `full` (padded_numel,) with a storage of its own."""
@@ -130,7 +130,7 @@ def _is_over(tensor: Tensor, storage: int) -> bool:
     return not is_other and tensor.untyped_storage()._cdata == storage
 
 
-def _in_frames_that_have_ended(view: Tensor) -> set[int]:
+def _in_ended_frames(view: Tensor) -> set[int]:
     """Returns the ids of tensors with the storage of `view` that are only alive as variables of functions that the exception
     which is handled now has ended; parameters are left out."""
     handled = sys.exc_info()[1]

@@ -93,6 +93,7 @@ class FlatStore:
 
     @property
     def full_bytes(self) -> int:
+        """Bytes of the full flat's own pages; 0 for a resident flat."""
         return 0 if self.resident else self.layout.padded_numel * self.layout.itemsize
 
     @property
@@ -312,6 +313,7 @@ class UnitStore:
 
     @property
     def resident(self) -> bool:
+        """Whether all flats are always live, in their homes (I2)."""
         return all(flat.resident for flat in self.flats)
 
     @property
@@ -341,6 +343,7 @@ class UnitStore:
 
     @property
     def live(self) -> bool:
+        """Whether all flats are gathered and bound."""
         return all(flat.state is FullState.LIVE for flat in self.flats)
 
     @property
@@ -385,19 +388,23 @@ class UnitStore:
             flat.fill()
 
     def fetch_shards(self) -> None:
+        """Starts copying the shards to the device, ahead of the all-gather."""
         for flat in self.flats:
             flat.fetch_shard()
 
     def finish_fetch(self) -> None:
+        """Makes the current stream wait for the running fetches, and binds the parameters."""
         for flat in self.flats:
             if flat.state is FullState.FETCHING:
                 flat.finish_fetch()
 
     def release(self) -> None:
+        """Frees the full flats, except resident ones."""
         for flat in self.flats:
             if not flat.resident and flat.state is not FullState.RELEASED:
                 flat.release()
 
     def evict(self) -> None:
+        """Frees the device copies of shards."""
         for flat in self.flats:
             flat.evict_shard()
