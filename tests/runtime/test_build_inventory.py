@@ -104,7 +104,7 @@ def test_gradients_that_pass_have_pages_and_no_row() -> None:
     assert not passing.inventory.of(What.GRADIENTS)
     for found, where in (
         (decided(), "in .grad"),
-        (decided(lock_free=True, disk_path="/d", device_memory="8MiB"), "of no flat"),
+        (decided(lock_free=True, disk_path="/d", device_memory="8MiB"), "of no particular flat"),
     ):
         with pytest.raises(InternalError, match=f"gradient of flat 0 waits .*{where}.*, and has no pages of its own"):
             gradient_row(found, found.layout.flats[0])
