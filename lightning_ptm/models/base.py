@@ -13,7 +13,7 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torchmetrics import Metric
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models.kernels import adamw
+from lightning_ptm.trainer.internals import data_module_of_call
 
 
 class TokenLoss(Metric):
@@ -154,7 +155,7 @@ class LanguageModel(LightningModule):
     def setup(self, stage: str) -> None:
         """Compares the model with this run's data module, if there is one that says what its samples are: `tokens_used`
         (or else `vocab_size`) and `input_length`."""
-        data = _data_module_of_this_call(self.trainer)
+        data = data_module_of_call(self.trainer)
         tokens = getattr(data, "tokens_used", getattr(data, "vocab_size", None))
         length = getattr(data, "input_length", None)
         name, other = type(self).__name__, type(data).__name__
@@ -224,16 +225,6 @@ class LanguageModel(LightningModule):
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def _data_module_of_this_call(trainer: Trainer) -> LightningDataModule | None:
-    # `trainer.datamodule` stays that of an earlier call where this one was given loaders. Lightning has no public name for
-    # what a call was given; in a version that has moved this one, the earlier call's has to do.
-    selector = getattr(getattr(trainer, "_data_connector", None), "_datahook_selector", None)
-    found: LightningDataModule | None = getattr(
-        selector if hasattr(selector, "datamodule") else trainer, "datamodule", None
-    )
-    return found
 
 
 def check_heads(name: str, width: int, heads: int, head_width: int | None) -> None:

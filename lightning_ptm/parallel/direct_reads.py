@@ -51,7 +51,7 @@ def _part_class(kind: type[nn.Parameter], known: dict[int, str], group: TensorGr
         kwargs = kwargs or {}
         if group.in_step and not group.layer and is_about_values(function):
             raise _refusal((*args, *kwargs.values()), known)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
     members = {

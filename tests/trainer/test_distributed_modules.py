@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import lightning as L
 import pytest
 import torch.distributed as dist
+from kit.fits import quiet_trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch._C._distributed_c10d import HashStore
@@ -77,16 +77,7 @@ def test_it_is_refused_in_a_sentence_with_the_remedy(
     way: str, module: Callable[[Callable[[nn.Module], nn.Module]], BoringModel], verb: str
 ) -> None:
     distribute, words = WAYS[way]
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=AngelPTMStrategy(),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        fast_dev_run=1,
-    )
+    trainer = quiet_trainer(AngelPTMStrategy(), fast_dev_run=1)
     with pytest.raises(ConfigError) as refused:
         getattr(trainer, verb)(module(distribute))
     assert [word for word in words if word not in str(refused.value)] == [], refused.value

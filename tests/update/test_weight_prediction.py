@@ -62,7 +62,7 @@ def learn(
     forecast = last
     for step in range(steps):
         forecast = WeightPrediction(twin.states, twin.hyper(), 1, forecast)
-        job = twin.job(signs(step, unused=unused), forecast=forecast, fresh_target=True)
+        job = twin.job(signs(step, unused=unused), lock_free={"predict_weights": forecast}, fresh_target=True)
         twin.updater.finish(twin.updater.submit(job))
     twin.updater.drain()
     assert forecast is not None
@@ -82,7 +82,6 @@ def copy(twin: Twin) -> torch.Tensor:
     return torch.cat([piece.reshape(-1) for piece in twin.pieces(read(twin.allocator, twin.target))])
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("home", [Tier.DEVICE, Tier.DISK])
 @pytest.mark.parametrize("steps", [1, 2, 12])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -139,7 +138,7 @@ def test_a_gradient_far_larger_than_any_before_is_not_taken_at_its_word(twin_of,
         forecast = learn(twin, 1)
         for _ in range(steps):
             forecast = WeightPrediction(twin.states, twin.hyper(), 1, forecast)
-            job = twin.job(signs(1, 1e-9), forecast=forecast, fresh_target=True)
+            job = twin.job(signs(1, 1e-9), lock_free={"predict_weights": forecast}, fresh_target=True)
             twin.updater.finish(twin.updater.submit(job))
         before = copy(twin).clone()
         forecast.add_(twin.target.tensor(), source(twin, signs(2, 1e6)), Transform())

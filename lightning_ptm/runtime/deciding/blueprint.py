@@ -67,7 +67,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LockFree:
+class LockFreeNeeds:
     """Resources and limits of lock-free updates.
 
     Attributes:
@@ -128,7 +128,7 @@ class Blueprint:
     placement: Placement
     trace: Trace
     staging_chunks: int
-    lock_free: LockFree | None
+    lock_free: LockFreeNeeds | None
     saves_in_background: bool
     activations_to_host: bool
     experts: DividedExperts | None

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 
 from lightning_ptm.comm import Communicator
-from lightning_ptm.config import Home, Settings, format_bytes, home_tier
+from lightning_ptm.config import Home, LockFree, Settings, format_bytes, home_tier
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.planning.inventory import pages_of
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.placement_data import Budget, PlacementWishes
-from lightning_ptm.runtime.deciding.blueprint import LockFree, Request, ram_tier
+from lightning_ptm.runtime.deciding.blueprint import LockFreeNeeds, Request, ram_tier
 from lightning_ptm.runtime.deciding.build_inventory import queued_gradients_row, spare_versions_row
 from lightning_ptm.runtime.machine.machine import SHORT_RAM_BYTES, Machine
 from lightning_ptm.terms import Tier
@@ -122,7 +122,7 @@ def lock_free_needs(
     *,
     ram: Tier,
     in_place: bool,
-) -> LockFree:
+) -> LockFreeNeeds:
     """Returns the pages and cores that lock-free updates need in addition to the homes.
 
     Args:
@@ -144,19 +144,20 @@ def lock_free_needs(
             queued_gradients_row(ram, numel, gradient_dtype, count * (2 if request.keep_gradients else 1) + making + 1)
         )
     cores = max(1, machine.cores // machine.ranks)
-    bound = request.settings.max_staleness
-    return LockFree(
+    asked = request.settings.lock_free_updates or LockFree()
+    bound = asked.max_staleness
+    return LockFreeNeeds(
         bound,
-        request.settings.staleness_warmup,
+        asked.warmup_steps,
         tuple(spares),
         tuple(gradients),
         max(1, cores // 2),
         cores,
-        request.settings.forecast and bound > 0,
+        asked.predict_weights and bound > 0,
     )
 
 
-def lock_free_bytes(plan: LockFree, layout: ModelLayout, *, in_place: bool, twice: bool) -> int:
+def lock_free_bytes(plan: LockFreeNeeds, layout: ModelLayout, *, in_place: bool, twice: bool) -> int:
     """Returns the RAM that lock-free updates need in addition to staging and homes (which include one gradient per flat).
 
     Args:
@@ -224,11 +225,12 @@ def staging_chunks(settings: Settings, of_one: int, budget: Budget, most: int, *
     Raises:
         ConfigError: `staging_memory` is smaller than one chunk.
     """
-    if settings.staging_bytes is not None:
-        chunks = settings.staging_bytes // of_one
+    if settings.tuning.staging_bytes is not None:
+        chunks = settings.tuning.staging_bytes // of_one
         if chunks < 1:
             raise ConfigError(
-                f"staging_memory is {format_bytes(settings.staging_bytes)} and one chunk of this optimizer's states takes "
+                f"staging_memory is {format_bytes(settings.tuning.staging_bytes)} and one chunk of this "
+                f"optimizer's states takes "
                 f"{format_bytes(of_one)}; raise staging_memory or lower page_size"
             )
         return chunks

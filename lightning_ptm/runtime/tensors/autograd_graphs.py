@@ -1,7 +1,6 @@
 """Inspection of calls and autograd graphs: tensors in arguments, walks over graph nodes, hooks on gradients.
 
-Owns nothing. Contains the runtime's uses of torch's private autograd interfaces. Changes only the order of our own hooks
-(`run_before_output_hooks`).
+Owns nothing. Changes only the order of our own hooks (`run_before_output_hooks`).
 """
 
 from __future__ import annotations
@@ -16,6 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.torch_internals import (
+    TransformType,
+    base_of,
+    graph_task,
+    hooks_of,
+    is_wrapped_by_transform,
+    number_of_node,
+    transform_level,
+    transforms,
+    unwrapped,
+)
 
 not_compiled = partial(
     torch.compiler.disable, reason="angel_ptm fetches weights here; compile units (a transformer's blocks) one by one"
@@ -31,20 +41,20 @@ DERIVATIVES = "a derivative of torch.func (grad, vjp, jvp, jacrev, hessian...)"
 @torch.compiler.disable
 def in_backward() -> bool:
     """Whether this thread is inside an autograd backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(graph_task() != -1)
 
 
 @torch.compiler.disable
 def in_transform() -> bool:
     """Whether this thread is inside a transform of torch.func, such as vmap."""
-    return bool(torch._C._functorch.maybe_current_level() is not None)
+    return bool(transform_level() is not None)
 
 
 def in_derivative() -> bool:
     """Whether this thread is inside a derivative of torch.func, which does not call autograd hooks. Must not be called while
     torch.compile traces."""
-    stack = torch._C._functorch.get_interpreter_stack() if torch._C._functorch.maybe_current_level() else None
-    kinds = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+    stack = transforms() if transform_level() else None
+    kinds = (TransformType.Grad, TransformType.Jvp)
     return stack is not None and any(each.key() in kinds for each in stack)
 
 
@@ -77,8 +87,8 @@ def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
     """Yields all tensors in nested lists, tuples, dicts, dataclasses and other objects except modules; unwraps functorch
     tensors."""
     if isinstance(value, Tensor):
-        while torch._C._functorch.is_functorch_wrapped_tensor(value):
-            value = torch._C._functorch.get_unwrapped(value)
+        while is_wrapped_by_transform(value):
+            value = unwrapped(value)
         yield value
         return
     seen = {} if seen is None else seen
@@ -105,7 +115,7 @@ class OwnHook(partial[Any]):
 def user_receives_gradient(tensor: Tensor) -> bool:
     """Whether the user receives a tensor's gradient (`register_hook`, `retain_grad`). Hooks over several tensors, including
     ours, do not count, since they change no gradient."""
-    hooks = (tensor._backward_hooks or {}).values()
+    hooks = (hooks_of(tensor) or {}).values()
     return tensor.retains_grad or any(
         not isinstance(each, OwnHook) and getattr(each, "__module__", "") != torch.autograd.graph.__name__
         for each in hooks
@@ -115,7 +125,7 @@ def user_receives_gradient(tensor: Tensor) -> bool:
 def run_before_output_hooks(tensor: Tensor, key: int) -> None:
     """Moves the hook `key`, on a unit's input, before our hooks on the same tensor as another unit's output, which were
     registered earlier."""
-    hooks = tensor._backward_hooks
+    hooks = hooks_of(tensor)
     assert hooks is not None
     ids = list(hooks)
     first = next((place for place, each in enumerate(ids) if isinstance(hooks[each], OwnHook)), len(ids))
@@ -126,7 +136,7 @@ def run_before_output_hooks(tensor: Tensor, key: int) -> None:
 
 def nodes_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """Returns the graph nodes of non-leaf tensors and of their bases."""
-    bases = (tensor._base for tensor in tensors)
+    bases = (base_of(tensor) for tensor in tensors)
     return tuple(each.grad_fn for each in (*tensors, *bases) if each is not None and each.grad_fn is not None)
 
 
@@ -141,7 +151,7 @@ def exit_nodes(outputs: Sequence[Tensor], began: int, known: Sequence[Any], insi
         inside: ids of the unit's parameters.
     """
     found: dict[Any, None] = {}
-    ours = [node for node in nodes_of(outputs) if node._sequence_nr() >= began]
+    ours = [node for node in nodes_of(outputs) if number_of_node(node) >= began]
     met = {*known, *ours}
     while ours:
         node = ours.pop()
@@ -150,7 +160,7 @@ def exit_nodes(outputs: Sequence[Tensor], began: int, known: Sequence[Any], insi
                 if id(following.variable) not in inside:
                     found[node] = None
             elif following is not None and following not in met:
-                if following._sequence_nr() >= began:
+                if number_of_node(following) >= began:
                     met.add(following)
                     ours.append(following)
                 else:

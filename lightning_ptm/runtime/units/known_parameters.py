@@ -14,6 +14,8 @@ from itertools import chain
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ptm.torch_internals import parameters_in
+
 
 class KnownParameters:
     """Parameters of `module` and its submodules at the time of construction.
@@ -51,7 +53,7 @@ class KnownParameters:
 def _places(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """Yields (module, parameter) for each parameter of each module; tied parameters once per module."""
     for each in module.modules():
-        for parameter in each._parameters.values():
+        for parameter in parameters_in(each).values():
             if parameter is not None:
                 yield each, parameter
 
