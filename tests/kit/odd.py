@@ -13,11 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kit.models import Block
+from kit import models
 from kit.twins import quietly, trainer, vectors
 from lightning_ptm.errors import AngelPTMError
 
 WIDTH = 64
+
+
+class Block(models.Block):
+    """The block of all programs: with a LayerNorm and GELU."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, activation=F.gelu, norm=True)
 
 
 class Odd(nn.Module):
@@ -31,7 +38,7 @@ class Odd(nn.Module):
         self.blocks = nn.ModuleList(self.block() for _ in range(4))
 
     def block(self) -> nn.Module:
-        return Block(WIDTH, activation=F.gelu, norm=True)
+        return Block()
 
     def through(self, x: Tensor) -> Tensor:
         x = self.stem(x)
