@@ -114,7 +114,7 @@ def build(
     communicators = Communicators(blueprint.holders.mesh, communicator)
     paths = [disk] if disk is not None and blueprint.pool_bytes[Tier.DISK] else []
     return Engine(
-        module, change(blueprint), optimizers, communicators, CpuBackend(), disk_paths=paths, debug={"poison": True}
+        module, change(blueprint), optimizers, communicators, CpuBackend(), disk_paths=paths, poison=True
     )
 
 

@@ -117,7 +117,7 @@ def test_forecasts_are_for_what_may_be_lacking(staleness: int, forecast: bool, f
     settings = {
         "lock_free": {"max_staleness": staleness, "predict_weights": forecast, "warmup_steps": 5},
     }
-    found = decided(lock_free=True, disk_path="/d", **settings).lock_free
+    found = decided(disk_path="/d", **settings).lock_free
     assert found is not None
     assert (found.warmup, found.forecast, found.max_staleness) == (5, forecasts, staleness)
 
