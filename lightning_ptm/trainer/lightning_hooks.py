@@ -354,7 +354,7 @@ def warn_of_threads(ranks_on_host: int) -> None:
         )
 
 
-def warn_of_wide_products_uncompiled(module: LightningModule) -> None:
+def warn_of_wide_matmuls_uncompiled(module: LightningModule) -> None:
     """Of compiled parts where products are wide (matmul_precision.py): torch compiles nothing under a dispatch mode."""
     compiled = [name or type(each).__name__ for name, each in module.named_modules() if is_compiled(each)]
     if compiled:

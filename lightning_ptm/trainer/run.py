@@ -47,7 +47,7 @@ from lightning_ptm.trainer.lightning_hooks import (
     warn_of_gradients_in_pages,
     warn_of_recomputing_uncompiled,
     warn_of_threads,
-    warn_of_wide_products_uncompiled,
+    warn_of_wide_matmuls_uncompiled,
 )
 from lightning_ptm.trainer.optimizer_steps import OptimizerStep
 from lightning_ptm.trainer.paged_optimizer_state import guard, unguard
@@ -287,7 +287,7 @@ class Run:
             lightning_hooks.metrics(self.module, builder.groups.data)
         warn_of_threads(builder.place.ranks_here)
         if builder.between.wide_matmuls:
-            warn_of_wide_products_uncompiled(self.module)
+            warn_of_wide_matmuls_uncompiled(self.module)
         if fitting:
             lightning_hooks.no_sync(self.module, self.without_reduction)
             lightning_hooks.averaging(trainer, self.gathered)

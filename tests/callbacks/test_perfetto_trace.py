@@ -71,7 +71,7 @@ def test_fit(strategy_at, board_trainer, model, data, trace, tier) -> None:
     assert len(counters) == len(ticks) and all(row["args"]["MB"] > 0 for row in counters)
 
 
-@pytest.mark.parametrize("activations", ["keep", "host"])
+@pytest.mark.parametrize("activations", ["none", "host"])
 def test_copies_of_the_trace_are_those_of_the_counters(
     activations_leave, strategy_at, board_trainer, model, data, activations
 ) -> None:
@@ -92,7 +92,7 @@ def test_copies_of_the_trace_are_those_of_the_counters(
             super()._end(trainer)
 
     told: list[Any] = []
-    board_trainer(strategy_at("three_tiers", activations=activations), [Compare(start=0, count=2)]).fit(model, data)
+    board_trainer(strategy_at("three_tiers", offload_activations=activations), [Compare(start=0, count=2)]).fit(model, data)
     before, after, events = told[0]
     away = {"activations_to_host", "activations_to_device"}
     assert (away <= set(after)) == (activations == "host")

@@ -116,7 +116,7 @@ NUMBERS = """
     from torch import nn
     from torch.nn import functional
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from lightning_ptm.trainer.matmul_precision import wide_products
+    from lightning_ptm.trainer.matmul_precision import wide_matmuls
 
     class Net(nn.Module):
         def __init__(self):
@@ -149,7 +149,7 @@ NUMBERS = """
     torch.set_num_threads(1)
     with sdpa_kernel(SDPBackend.MATH):
         for dtype in (torch.float32, torch.bfloat16):
-            with wide_products() if dtype is torch.bfloat16 else contextlib.nullcontext():
+            with wide_matmuls() if dtype is torch.bfloat16 else contextlib.nullcontext():
                 expected = train("cpu", dtype)
             assert all(map(torch.equal, train("cuda", dtype), expected)), dtype
 """

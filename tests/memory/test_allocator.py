@@ -344,7 +344,7 @@ def test_bytes_go_to_every_path(make_allocator: MakeAllocator) -> None:
 def on_hold(make_allocator: MakeAllocator) -> tuple[Allocator, HandDrivenFiles, PagedTensor, PagedTensor]:
     """An allocator whose disk moves by hand, a tensor of two pages in RAM and one on disk."""
     files = HandDrivenFiles()
-    allocator = make_allocator(files=files, debug={"poison": False})
+    allocator = make_allocator(files=files, poison=False)
     ram = allocator.allocate("ram", 2 * FLOATS_PER_PAGE, torch.float32, Tier.HOST)
     ram.tensor().copy_(torch.arange(2.0 * FLOATS_PER_PAGE))
     return allocator, files, ram, allocator.allocate("disk", 2 * FLOATS_PER_PAGE, torch.float32, Tier.DISK)
@@ -682,7 +682,7 @@ def test_a_chunk_across_two_pages_of_one_file_is_one_transfer(
     make_allocator: MakeAllocator, paths: int, transfers: list[int]
 ) -> None:
     files = CountedFiles()
-    allocator = make_allocator(paths=paths, files=files, debug={"poison": False}, threads=1)
+    allocator = make_allocator(paths=paths, files=files, poison=False, threads=1)
     before = allocator.allocate(
         "before", FLOATS_PER_PAGE - BLOCK_BYTES // 4, torch.float32, Tier.DISK, shared_tail=True
     )
@@ -708,7 +708,7 @@ def test_discarded_contents_leave_ram_and_neighbours_keep_theirs(
     make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, system_page: int
 ) -> None:
     monkeypatch.setattr(region.mmap, "PAGESIZE", system_page)
-    allocator = make_allocator(debug={"poison": False})
+    allocator = make_allocator(poison=False)
     numel = 3 * PAGE // 4 + 3 * 1024  # ends inside of a page, where the next one begins
     before, between, after = (
         allocator.allocate(name, numel, torch.float32, Tier.DEVICE, shared_tail=True) for name in ("a", "b", "c")
@@ -728,7 +728,7 @@ def test_discarded_contents_leave_ram_and_neighbours_keep_theirs(
 
 
 def test_discarding_on_the_disk_does_nothing(make_allocator: MakeAllocator) -> None:
-    allocator = make_allocator(debug={"poison": False})
+    allocator = make_allocator(poison=False)
     there, ram = (allocator.allocate("x", PAGE // 4, torch.float32, tier) for tier in (Tier.DISK, Tier.HOST))
     ram.tensor().fill_(5.0)
     allocator.copy(ram, there).wait()

@@ -100,14 +100,14 @@ def try_everything(root: Path) -> dict[str, str]:
         "full save after fit": partial(fit_and_save, own, closed / "x.ckpt"),
         "sharded save after fit": partial(fit_and_save, own, closed / "x.ckpt", **sharded),
         "disk_path": partial(fit, closed, offload_optimizer="disk"),
-        "full load, hidden folder": partial(fit, own, checkpoints={"resume": hidden / "x.ckpt"}),
+        "full load, hidden folder": partial(fit, own, resume=hidden / "x.ckpt"),
         "weights, hidden folder": partial(fit, own, weights=hidden / "model.safetensors"),
     }
     errors = {name: error_of(act) for name, act in attempts.items()}
     for path in (full_path, sharded_path, *(sharded_path / name for name in FILES)):
         with unreadable(path):
             errors[f"load {path.name}"] = error_of(
-                partial(fit, own, checkpoints={"resume": full_path if path == full_path else sharded_path})
+                partial(fit, own, resume=full_path if path == full_path else sharded_path)
             )
     with unreadable(weights):
         errors["weights"] = error_of(partial(fit, own, weights=weights))

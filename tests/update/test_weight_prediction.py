@@ -62,7 +62,7 @@ def learn(
     forecast = last
     for step in range(steps):
         forecast = WeightPrediction(twin.states, twin.hyper(), 1, forecast)
-        job = twin.job(signs(step, unused=unused), lock_free={"predict_weights": forecast}, fresh_target=True)
+        job = twin.job(signs(step, unused=unused), forecast=forecast, fresh_target=True)
         twin.updater.finish(twin.updater.submit(job))
     twin.updater.drain()
     assert forecast is not None
@@ -138,7 +138,7 @@ def test_a_gradient_far_larger_than_any_before_is_not_taken_at_its_word(twin_of,
         forecast = learn(twin, 1)
         for _ in range(steps):
             forecast = WeightPrediction(twin.states, twin.hyper(), 1, forecast)
-            job = twin.job(signs(1, 1e-9), lock_free={"predict_weights": forecast}, fresh_target=True)
+            job = twin.job(signs(1, 1e-9), forecast=forecast, fresh_target=True)
             twin.updater.finish(twin.updater.submit(job))
         before = copy(twin).clone()
         forecast.add_(twin.target.tensor(), source(twin, signs(2, 1e6)), Transform())
