@@ -1,8 +1,7 @@
-"""Model states of a run that is laid out anew, from its old pages to its new ones.
+"""Model states during a re-layout, copied from the old pages to the new ones.
 
-Owns the old pages until `close`. I1: nothing is written beside the new pages, so nothing is left of a process that was
-killed.
-I2: as long as nothing of the old pages has gone, the module can have its weights back (`rescue`).
+Owns the old pages until `close`. I1: no files are written, so a process that was killed leaves nothing on disk.
+I2: as long as no old page was freed, the module can get its weights back (`rescue`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter, reop
 
 
 class CarriedInPages(Carried):
-    """See the file's contract. Collective."""
+    """Model states in the old pages. Collective."""
 
     def __init__(self, engine: Engine, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         super().__init__(engine, module, optimizers)
@@ -53,7 +52,7 @@ class CarriedInPages(Carried):
 
     @override
     def rescue(self, module: nn.Module) -> bool:
-        if self._handed.relay.given_up:  # the next engine may have had all of them already, and have given them back
+        if self._handed.relay.given_up:  # the new engine may have had all values, and have restored them at its end
             return not any(isinstance(each, GuardedParameter) for each in module.parameters())
         known = [each for each in module.parameters() if each in self._handed]
         needed = sum(each.numel() * self._handed.dtype(id(each)).itemsize for each in known)

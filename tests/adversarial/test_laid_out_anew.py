@@ -435,7 +435,7 @@ def test_whose_states_end_with_a_group_is_told(strategy_at: MakeStrategy) -> Non
 
     run(Taking, strategy_at("masters_on_disk"), max_epochs=2)
     (told,) = [each for each in said if "in no group of SGD any more" in each]
-    assert told.startswith("head.weight, head.bias are") and "begins with none" in told
+    assert told.startswith("head.weight, head.bias are") and "starts without states" in told
 
 
 class Failing(FileOps):

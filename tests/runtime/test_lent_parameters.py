@@ -110,7 +110,7 @@ def test_values_are_lent_for_a_checkpoint(disk: Path) -> None:
         assert all(isinstance(each, GuardedParameter) for each in module.parameters())
         with (
             made.lent_parameters.gathered({1}, write=False),
-            pytest.raises(UsageError, match="a checkpoint cannot be made inside"),
+            pytest.raises(UsageError, match="a checkpoint cannot be saved inside"),
             made.lent_parameters.lent(None),
         ):
             pass

@@ -86,7 +86,7 @@ def test_values_of_another_shape_change_nothing(disk: Path) -> None:
         made.take_over()
         before = values_of(made)
         wrong = ids(module, {"head": torch.zeros(PAGE // 4), "turned": torch.zeros(5, 3)})
-        with pytest.raises(ConfigError, match=r"turned has shape \(3, 5\) here and \(5, 3\) in what is loaded"):
+        with pytest.raises(ConfigError, match=r"turned has shape \(3, 5\) here and \(5, 3\) in the loaded state"):
             made.values.load_parameters(wrong)
         assert_equal(values_of(made), before)
 

@@ -304,7 +304,7 @@ class Two(Tuned):
 
 
 def test_two_places_that_suit_equally_well(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"could be (model|teacher)\..* or (model|teacher)\..*; say which"):
+    with pytest.raises(ConfigError, match=r"matches (model|teacher)\..* and (model|teacher)\..*; say which"):
         given(built(Two), file)
     with pytest.raises(ConfigError, match=r"the files lack teacher\."):
         given(built(Two), file, weights_map={"": "model"})
