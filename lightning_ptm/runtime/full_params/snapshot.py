@@ -8,8 +8,7 @@ I1: each cell is copied once, and no update changes it before or during its copy
 I2: `put` is called by one thread at a time.
 I3: after a failure no more cells are copied, and updates go on; `take_all` raises the failure.
 I4: Ctrl-C takes effect before or after the updater's thread copies a cell, never during it. A second Ctrl-C, which must
-take
-    effect, counts as a failure. So no cell stays half copied, which would make `take_all` wait for ever.
+    take effect, counts as a failure. So no cell stays half copied, which would make `take_all` wait for ever.
 """
 
 from __future__ import annotations
