@@ -39,10 +39,10 @@ class Carried(abc.ABC):
 
     def __init__(self, engine: Engine, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         self._names = {id(parameter): name for name, parameter in engine.gathered_flats.names()}
-        self._kept = {id(parameter): weakref.ref(parameter) for _, parameter in engine.gathered_flats.names()}
+        self._references = {id(parameter): weakref.ref(parameter) for _, parameter in engine.gathered_flats.names()}
         parameters = [parameter for _, parameter in engine.gathered_flats.names()]
         engine.drain("states before a re-layout")
-        self._removed = [_let_go_of_removed(engine, module, plain_optimizer(each)) for each in optimizers]
+        self._removed = [_drop_removed(engine, module, plain_optimizer(each)) for each in optimizers]
         """By optimizer, (id, name) of parameters whose states are dropped."""
         self._scalars = [
             {
@@ -68,7 +68,7 @@ class Carried(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def left(self) -> None:
+    def old_engine_closed(self) -> None:
         """Frees what the old engine held in addition to its states. Called when it is closed."""
 
     def rescue(self, module: nn.Module) -> bool:
@@ -83,7 +83,7 @@ class Carried(abc.ABC):
             wanted: ids of parameters, in the same order on all ranks. A rank may get values that it does not use.
         """
 
-    def give_back(self, engine: Engine, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
+    def restore_removed(self, engine: Engine, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         """Restores parameters that were removed from the module but still exist, and warns of optimizer states that are
         dropped. Collective.
 
@@ -95,17 +95,17 @@ class Carried(abc.ABC):
         gone = [known for known in self._names if known not in now]
         if gone:
             gc.collect()  # the closed engine refers to parameters in cycles
-        alive = torch.tensor([int(self._kept[known]() is not None) for known in gone], dtype=torch.int64)
+        alive = torch.tensor([int(self._references[known]() is not None) for known in gone], dtype=torch.int64)
         if gone:
             engine.communicator.all_reduce(alive, maximum=True)
         wanted = [known for known, anywhere in zip(gone, alive.tolist(), strict=True) if anywhere]
         for known, value in self._removed_values(engine, wanted).items():
-            parameter = self._kept[known]()
+            parameter = self._references[known]()
             if parameter is not None:
                 reopen(parameter)
                 set_data(parameter, value)
         for optimizer, removed in zip(map(plain_optimizer, optimizers), self._removed, strict=True):
-            names = [name for known, name in removed if self._kept[known]() is not None]
+            names = [name for known, name in removed if self._references[known]() is not None]
             if names:
                 rank_zero_warn(
                     f"{some(names, 3)} {'is' if len(names) == 1 else 'are'} in no group of {type(optimizer).__name__} "
@@ -126,7 +126,7 @@ class Carried(abc.ABC):
         """Frees the pages, or removes the files, that carried the states."""
 
 
-def kept_outside(engine: Engine, optimizer: Optimizer, inside: Collection[int]) -> dict[int, Mapping[str, Any]]:
+def pop_unpaged_states(engine: Engine, optimizer: Optimizer, inside: Collection[int]) -> dict[int, Mapping[str, Any]]:
     """Returns and removes states, by id of parameter, that an optimizer itself holds for parameters that were frozen
     until now: loaded, or of an earlier run.
 
@@ -140,7 +140,7 @@ def kept_outside(engine: Engine, optimizer: Optimizer, inside: Collection[int]) 
         return {id(parameter): plain.state.pop(parameter) for parameter in paged if parameter in plain.state}
 
 
-def _let_go_of_removed(engine: Engine, module: LightningModule, optimizer: Optimizer) -> list[tuple[int, str]]:
+def _drop_removed(engine: Engine, module: LightningModule, optimizer: Optimizer) -> list[tuple[int, str]]:
     """Drops the optimizer's states of parameters that are in none of its groups any more.
 
     Returns:

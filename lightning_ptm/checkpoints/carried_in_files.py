@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ptm.checkpoints.carried import Carried, kept_outside
+from lightning_ptm.checkpoints.carried import Carried, pop_unpaged_states
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.checkpoints.saving import Saving
 from lightning_ptm.runtime.engine.engine import Engine
@@ -115,13 +115,13 @@ class CarriedInFiles(Carried):
         return {known: read().dtype for known, read in self.given().parameters.items()}
 
     @override
-    def left(self) -> None:
+    def old_engine_closed(self) -> None:
         gc.collect()  # frees the closed engine's pages
 
     @override
     def _removed_values(self, engine: Engine, wanted: Sequence[int]) -> Mapping[int, Tensor]:
         reads = self.given().parameters
-        return {known: reads[known]().clone() for known in wanted if self._kept[known]() is not None}
+        return {known: reads[known]().clone() for known in wanted if self._references[known]() is not None}
 
     @override
     def fill(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
@@ -137,7 +137,7 @@ class CarriedInFiles(Carried):
             states = {
                 known: {**each, **slots.get((self._names[known], index), no_slots)} for known, each in scalars.items()
             }
-            engine.optimizer_values.load(index, kept_outside(engine, optimizer, scalars) | states)
+            engine.optimizer_values.load(index, pop_unpaged_states(engine, optimizer, scalars) | states)
 
     @override
     def close(self) -> None:

@@ -31,14 +31,14 @@ class DeferredState:
         versions: autograd versions of these parameters when the state dict was loaded.
         precise: values that were rounded to the module's dtype: (parameter, or module and attribute of a buffer; value;
             dtype in the module).
-        here: what was loaded, with the keys of `Given`: id of a parameter, or id of a module and attribute.
+        loaded: what was loaded, with the keys of `Given`: id of a parameter, or id of a module and attribute.
     """
 
     parameters: tuple[tuple[torch.nn.Parameter, Tensor], ...] = ()
     buffers: tuple[tuple[torch.nn.Module, str, Tensor], ...] = ()
     versions: tuple[tuple[torch.nn.Parameter, int], ...] = ()
     precise: tuple[tuple[torch.nn.Parameter | tuple[torch.nn.Module, str], Tensor, torch.dtype], ...] = ()
-    here: frozenset[int | tuple[int, str]] = frozenset()
+    loaded: frozenset[int | tuple[int, str]] = frozenset()
 
     def refuse_written(self, module: torch.nn.Module) -> None:
         """Checks that parameters without storage were not written to after the state dict was loaded.
@@ -56,7 +56,7 @@ class DeferredState:
                 "weights in on_fit_start, inside of `with self.trainer.strategy.gathered(self):`"
             )
 
-    def untouched(self, module: torch.nn.Module, boxes: Boxes = MappingProxyType({})) -> DeferredState:
+    def with_precise_values(self, module: torch.nn.Module, boxes: Boxes = MappingProxyType({})) -> DeferredState:
         """Returns this state with the precise values of those rounded tensors that were not changed since. Called
         before pages take over.
 
@@ -131,9 +131,9 @@ def load_before_pages(
         for name, buffer in owner._buffers.items()
         if buffer is not None and name not in owner._non_persistent_buffers_set
     ]
-    here: set[int | tuple[int, str]] = set()
-    here |= {id(item) for name, item in named.items() if name not in missing} - lacking.keys()
-    here |= {(id(owner), name) for owner, name, path, buffer in places if not buffer.is_meta and path not in missing}
+    loaded: set[int | tuple[int, str]] = set()
+    loaded |= {id(item) for name, item in named.items() if name not in missing} - lacking.keys()
+    loaded |= {(id(owner), name) for owner, name, path, buffer in places if not buffer.is_meta and path not in missing}
     held = {id(item): (item, item, name) for name, item in named.items() if name not in missing}
     held |= {id(buffer): ((owner, name), buffer, path) for owner, name, path, buffer in places if path not in missing}
     precise = tuple(
@@ -146,7 +146,7 @@ def load_before_pages(
         tuple((owner, name, state[path]) for owner, name, path, buffer in places if buffer.is_meta and path in state),
         tuple((parameter, parameter._version) for parameter in module.parameters() if id(parameter) in lacking),
         precise,
-        frozenset(here),
+        frozenset(loaded),
     )
 
 

@@ -51,7 +51,7 @@ class Interruption:
         """Why the run writes no more checkpoints; empty while it does."""
 
     @property
-    def here(self) -> bool:
+    def on_this_rank(self) -> bool:
         """Whether the run was interrupted on this rank."""
         trainer = self._module._trainer
         return trainer is not None and trainer.state.status is TrainerStatus.INTERRUPTED
@@ -65,7 +65,7 @@ class Interruption:
     def settle(self) -> None:
         """Finds out whether all ranks have a common state. If not, this rank leaves the communicator, so that no rank
         waits for it (I1). Does nothing in a run that was not interrupted."""
-        if self._settled or not self.here:
+        if self._settled or not self.on_this_rank:
             return
         self._settled = True
         engine = self._engine
@@ -82,13 +82,13 @@ class Interruption:
             rank_zero_warn(str(error))
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def recorded(self) -> Iterator[None]:
         """Context for saving: in an interrupted run an error becomes the reason why nothing is saved, and is not
         raised, since it would hide the error that interrupted the run."""
         try:
             yield
         except (AngelPTMError, OSError) as error:
-            if not self.here:
+            if not self.on_this_rank:
                 raise
             self._give_up(str(error))
 

@@ -39,7 +39,7 @@ def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict
         return {}
     # The module's own state_dict knows all names (tied weights, buffers, extra state, overrides), its hooks may change
     # values, and it adds the modules' versions, which `load_state_dict` reads.
-    with engine.lent_parameters.lent(values):
+    with engine.lent_parameters.substituted(values):
         return module.state_dict()
 
 
@@ -78,12 +78,12 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
     """
     engine.drain("load a state dict")
     engine.executor.release_all()
-    with engine.lent_parameters.lent(None):
+    with engine.lent_parameters.substituted(None):
         named = named_items(module)
     parameters = engine.gathered_flats.shapes()
     by_id = {id(item): state[name] for name, item in named.items() if name in state and id(item) in parameters}
     engine.values.load_parameters(by_id)
-    with engine.state_dicts.as_they_are():
+    with engine.state_dicts.without_gathering():
         load_rest(module, state, named, parameters, strict=strict)
 
 
@@ -104,14 +104,14 @@ def load_rest(
     module: LightningModule,
     state: Mapping[str, Any],
     named: Mapping[str, Any],
-    elsewhere: Mapping[int, tuple[int, ...]],
+    shapes: Mapping[int, tuple[int, ...]],
     *,
     strict: bool,
 ) -> Collection[str] | None:
-    """Has the module load all items but the parameters in `elsewhere`, whose values are written in another way.
+    """Has the module load all items but the parameters in `shapes`, whose values are written in another way.
 
     Args:
-        elsewhere: by id of parameter, the shape of its value in a state dict.
+        shapes: by id of parameter, the shape of its value in a state dict.
 
     Returns:
         Names that the state lacks; None where an override does not return them.
@@ -121,10 +121,10 @@ def load_rest(
     rest = cast(dict[str, Any], copy(state))
     given: list[tuple[Tensor, int]] = []
     for name, value in state.items():
-        if name in named and id(named[name]) in elsewhere:
+        if name in named and id(named[name]) in shapes:
             rest[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
             given.append((rest[name], id(named[name])))
-    stand_ins = Placeholders(module, elsewhere)
+    stand_ins = Placeholders(module, shapes)
     with stand_ins, stand_ins.watched(given), warnings.catch_warnings():
         if given:
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
@@ -142,7 +142,7 @@ def load_rest(
     missing = {id(named[name]) for name in (named.keys() - state.keys() if told is None else told) if name in named}
     known = {of for _, of in given}
     for name, item in named.items():
-        if id(item) in elsewhere and id(item) not in known and id(item) not in missing:
+        if id(item) in shapes and id(item) not in known and id(item) not in missing:
             raise ConfigError(
                 f"{name} is not in the checkpoint under this name, and a hook of the module provides it during "
                 "loading, which does not reach pages; rename the checkpoint's keys in on_load_checkpoint"

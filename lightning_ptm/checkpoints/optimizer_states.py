@@ -205,11 +205,11 @@ def _check_kept(
         )
 
 
-def give_back_optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> None:
+def restore_optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> None:
     """Restores full state tensors to the user's optimizer (only if `keep`), whose parameters are ordinary again."""
     optimizer = plain_optimizer(optimizer)
     found: dict[int, dict[str, Any]] = {}
-    for parameter, state in engine.optimizer_values.states(engine.updates.groups.index_of(optimizer), letting_go=True):
+    for parameter, state in engine.optimizer_values.states(engine.updates.groups.index_of(optimizer), last_read=True):
         if keep and state:
             found[id(parameter)] = state
     for parameter in parameters_of(optimizer):  # in the order of a plain optimizer

@@ -13,16 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Placeholders:
-    """Context in which meta tensors replace the parameters in `elsewhere` in the module.
+    """Context in which meta tensors replace the parameters in `shapes` in the module.
 
     Args:
-        elsewhere: shapes of the meta tensors, by id of the parameter.
+        shapes: shapes of the meta tensors, by id of the parameter.
     """
 
-    def __init__(self, module: torch.nn.Module, elsewhere: Mapping[int, tuple[int, ...]]) -> None:
+    def __init__(self, module: torch.nn.Module, shapes: Mapping[int, tuple[int, ...]]) -> None:
         self._module = module
-        self._elsewhere = elsewhere
-        self._taken: list[tuple[torch.nn.Module, str, torch.nn.Parameter, torch.nn.Parameter]] = []
+        self._shapes = shapes
+        self._replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter, torch.nn.Parameter]] = []
         self._of: dict[int, torch.nn.Parameter] = {}
         self.changed: set[int] = set()
         """Ids of parameters that, inside of `watched`, got other values than those given."""
@@ -30,16 +30,16 @@ class Placeholders:
     def __enter__(self) -> None:
         for owner in self._module.modules():
             for name, parameter in owner._parameters.items():
-                if id(parameter) in self._elsewhere:
+                if id(parameter) in self._shapes:
                     assert parameter is not None
-                    empty = torch.empty(self._elsewhere[id(parameter)], dtype=parameter.dtype, device="meta")
+                    empty = torch.empty(self._shapes[id(parameter)], dtype=parameter.dtype, device="meta")
                     stand_in = torch.nn.Parameter(empty, requires_grad=False)
-                    self._taken.append((owner, name, parameter, stand_in))
+                    self._replaced.append((owner, name, parameter, stand_in))
                     self._of[id(stand_in)] = parameter
                     owner._parameters[name] = stand_in
 
     def __exit__(self, *exception: object) -> None:
-        for owner, name, parameter, _ in self._taken:
+        for owner, name, parameter, _ in self._replaced:
             owner._parameters[name] = parameter
 
     def stands_for(self, item: Any) -> Any:
@@ -53,14 +53,14 @@ class Placeholders:
 
         Must end before the placeholders are removed.
         """
-        if not self._taken:
+        if not self._replaced:
             yield
             return
-        owners = {_storage(stand_in): id(parameter) for _, _, parameter, stand_in in self._taken}
+        owners = {_storage(stand_in): id(parameter) for _, _, parameter, stand_in in self._replaced}
         owners |= {_storage(value): of for value, of in given}
         with _Writes(owners, self.changed):
             yield
-        for owner, name, parameter, _ in self._taken:
+        for owner, name, parameter, _ in self._replaced:
             if owners.get(_storage(owner._parameters.get(name))) != id(parameter):  # replaced by another tensor
                 self.changed.add(id(parameter))
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 
 from torch.optim import Optimizer
 
-from lightning_ptm.checkpoints.optimizer_states import give_back_optimizer_state
+from lightning_ptm.checkpoints.optimizer_states import restore_optimizer_state
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import PageIOError, UsageError
 from lightning_ptm.runtime.engine.engine import Engine
@@ -43,7 +43,7 @@ def _needed(engine: Engine, ranks_here: int, *, whole: bool) -> tuple[int, int]:
     return total * ranks_here, engine.precise_bytes_of(trained, with_other_parts=whole) * ranks_here
 
 
-def decided(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False) -> GivenBack:
+def decide(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False) -> GivenBack:
     """Decides which weights are restored, by the RAM that is free now.
 
     Args:
@@ -66,7 +66,7 @@ def _untouched_bytes(engine: Engine) -> int:
     return max(0, engine.blueprint.pool_bytes[ram] - laid)
 
 
-def foretold(engine: Engine, *, ranks_here: int, whole: bool = False) -> str:
+def prediction(engine: Engine, *, ranks_here: int, whole: bool = False) -> str:
     """Returns a message that says what will not be restored, as predicted before the first step; empty if all will be.
     Not collective."""
     every, trained = _needed(engine, ranks_here, whole=whole)
@@ -103,13 +103,13 @@ class Returned:
 
 
 def weights(
-    engine: Engine, back: GivenBack, told_later: list[Exception], *, again: str = "", path: str = ""
+    engine: Engine, back: GivenBack, lost_writes: list[Exception], *, again: str = "", path: str = ""
 ) -> Returned:
     """Restores precise, whole weights to the module's parameters. Parameters that are not restored cannot be read then.
 
     Args:
-        back: the result of `decided`.
-        told_later: list to which an error is added if the user has written to copies of parameters since the last step
+        back: the result of `decide`.
+        lost_writes: list to which an error is added if the user has written to copies of parameters since the last step
             began, so that the writes are lost.
         again: how frozen parameters get their values in the next run; empty: the user has to load them.
         path: folder to which weights were written instead.
@@ -119,7 +119,7 @@ def weights(
     """
     if engine.barriers.failed and not engine.communicator.alone:
         log.warning("this run has failed, so the module's parameters have no values; load them from a checkpoint")
-        engine.lent_parameters.let_go()
+        engine.lent_parameters.detach()
         return Returned(False)
     if back in (GivenBack.NONE, GivenBack.WRITTEN):
         absent = (
@@ -128,18 +128,18 @@ def weights(
         try:
             if not engine.barriers.failed:
                 engine.drain("weights at the end", at_end=True)
-                _look_for_lost_writes(engine, told_later)
+                _check_lost_writes(engine, lost_writes)
         finally:
-            engine.lent_parameters.let_go(absent)
+            engine.lent_parameters.detach(absent)
         return Returned(False)
     left_out = engine.lent_parameters.untrained() if back is GivenBack.TRAINED else []
     try:
         failure = _drained(engine)
         engine.executor.release_all()
-        _look_for_lost_writes(engine, told_later)
+        _check_lost_writes(engine, lost_writes)
         engine.lent_parameters.restore(left_out, _left_out(again))
     except Exception as error:
-        engine.lent_parameters.let_go()
+        engine.lent_parameters.detach()
         if not engine.barriers.failed:
             raise  # the error of the last step's update, which nothing else reports
         log.warning("the weights could not be restored to the module: %s", error)
@@ -170,13 +170,13 @@ def _left_out(again: str) -> str:
     return f"ended with a run that did not train it, since RAM had no room for them; {then}, or make more RAM available"
 
 
-def _look_for_lost_writes(engine: Engine, told_later: list[Exception]) -> None:
+def _check_lost_writes(engine: Engine, lost_writes: list[Exception]) -> None:
     try:
         engine.lent_parameters.check_written()
         engine.updates.check_stepped()
     except UsageError as error:
         if not engine.barriers.failed:  # else the run's error was reported, which may be this one
-            told_later.append(error)
+            lost_writes.append(error)
 
 
 def optimizer_states(
@@ -203,5 +203,5 @@ def optimizer_states(
     if not engine.barriers.all_say(in_memory + on_disk <= room):
         return False
     for optimizer in optimizers:
-        give_back_optimizer_state(engine, optimizer, keep=optimizer in kept)
+        restore_optimizer_state(engine, optimizer, keep=optimizer in kept)
     return True

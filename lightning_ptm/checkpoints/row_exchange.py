@@ -128,7 +128,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
+class _InFlight:
     """An exchange that has begun.
 
     Args:
@@ -211,8 +211,8 @@ class RowExchange:
         """Pages with whole rows, in the order of the exchanges."""
 
         # State: future exchanges, the next one last, empty after a failure of any rank; and the one that has begun.
-        self._left = [rows for *_, rows in reversed(found)]
-        self._under_way: _UnderWay | None = None
+        self._remaining = [rows for *_, rows in reversed(found)]
+        self._in_flight: _InFlight | None = None
 
     def begin(self, flat: ShardedFlat, start: int, page: Tensor, write: Write, *, stays: bool) -> None:
         """Starts the exchange of a page's whole rows, and writes the rows of the previous exchange. This rank's share
@@ -241,22 +241,22 @@ class RowExchange:
 
     def send(self, message: Message) -> None:
         """Starts the next exchange, and writes the rows of the previous one. Raises as `begin`."""
-        before = self._heard()
-        self._under_way = self._begun(message)
+        before = self._wait()
+        self._in_flight = self._start(message)
         self._write(before)
 
     def finish(self) -> None:
         """Writes the rows of the last exchange. Raises as `begin`."""
-        self._write(self._heard())
+        self._write(self._wait())
 
     def give_up(self) -> None:
         """Reports to the group that this rank has failed, in the next exchange if there is one."""
         with contextlib.suppress(CheckpointError):
-            self._heard()
-            if self._left:
-                self._under_way = self._begun(self._failure())
-                self._left = []
-                self._heard()
+            self._wait()
+            if self._remaining:
+                self._in_flight = self._start(self._failure())
+                self._remaining = []
+                self._wait()
 
     def _held_bytes(self, rows: Sequence[_Rows]) -> int:
         size, mine = self._channel.world_size, self._channel.rank
@@ -265,41 +265,41 @@ class RowExchange:
 
     def _failure(self) -> Message:
         """Returns the message that reports a failure in place of the next page."""
-        rows, mine = self._left[-1], self._channel.rank
+        rows, mine = self._remaining[-1], self._channel.rank
         parts = [part for part in range(self._channel.world_size) if part != mine]
         size = sum(1 + sum(each.nbytes(part) for each in rows) for part in parts)
         return Message(rows, (), torch.ones(size, dtype=torch.uint8), lambda name, first, rows: None)
 
-    def _begun(self, message: Message) -> _UnderWay:
+    def _start(self, message: Message) -> _InFlight:
         """Starts the next exchange."""
-        left, self._left = self._left, []
+        left, self._remaining = self._remaining, []
         left.pop()
         mine, parts = self._channel.rank, range(self._channel.world_size)
         sizes = [1 + sum(each.nbytes(part) for each in message.rows) for part in parts]
         outgoing = [0 if part == mine else sizes[part] for part in parts]
         coming = [0 if part == mine else sizes[mine] for part in parts]
         received, work = self._channel.start_all_to_all(message.sent, outgoing, coming)
-        self._left = left
-        return _UnderWay(message, coming, received, work)
+        self._remaining = left
+        return _InFlight(message, coming, received, work)
 
-    def _heard(self) -> _UnderWay | None:
+    def _wait(self) -> _InFlight | None:
         """Waits for the exchange that has begun, if any, and returns it. Raises FailedElsewhere if a rank reports a
         failure."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is None:
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
             return None
-        left, self._left = self._left, []
-        under_way.work.wait()
-        messages = under_way.received.split(under_way.coming)
+        left, self._remaining = self._remaining, []
+        in_flight.work.wait()
+        messages = in_flight.received.split(in_flight.coming)
         failed = [part for part, message in enumerate(messages) if message.numel() and message[-1]]
         if failed:
             raise FailedElsewhere(
                 f"the tensor-parallel rank {failed[0]} of this rank's group could not write its checkpoint part"
             )
-        self._left = left
-        return under_way
+        self._remaining = left
+        return in_flight
 
-    def _write(self, exchanged: _UnderWay | None) -> None:
+    def _write(self, exchanged: _InFlight | None) -> None:
         if exchanged is None:
             return
         messages = exchanged.received.split(exchanged.coming)

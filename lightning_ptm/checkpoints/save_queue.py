@@ -34,12 +34,12 @@ class SaveQueue:
         self._to_remove: dict[Path, Callable[[], None]] = {}
         """Removals that wait for the next successful save, by path."""
 
-    def save(self, path: str | Path, begin: Callable[[], Saving | None], *, behind: bool = False) -> None:
+    def save(self, path: str | Path, begin: Callable[[], Saving | None], *, in_background: bool = False) -> None:
         """Starts a save when the previous one is in place. Collective.
 
         Args:
             begin: starts the save; returns it while it is in progress, None if it is done.
-            behind: the save will be in progress in the background. Ctrl-C is then delayed until it is recorded here,
+            in_background: the save will be in progress in the background. Ctrl-C is then delayed until it is recorded here,
                 since its thread reads pages, which must outlive it.
 
         Raises:
@@ -47,7 +47,7 @@ class SaveQueue:
         """
         self.finish()
         try:
-            with interrupted_later() if behind else nullcontext():
+            with interrupted_later() if in_background else nullcontext():
                 saving = self._current = begin()
         except CheckpointError as error:
             self._failed(path, error)
@@ -70,7 +70,7 @@ class SaveQueue:
             saving.finish()
         except CheckpointError as error:
             self._current = None
-            self._to_remove |= saving.left_undone
+            self._to_remove |= saving.pending_removals
             self._failed(saving.path, error)
         self._current = None
 
@@ -91,11 +91,11 @@ class SaveQueue:
         elif not self._last_failed:
             link(path, name)
 
-    def farewell(self) -> None:
+    def end_after_failure(self) -> None:
         """Ends the save in progress after the run has failed, without collectives. Never raises."""
         saving, self._current = self._current, None
         if saving is not None:
-            saving.farewell()
+            saving.end_after_failure()
 
     def forget(self) -> None:
         """Forgets pending removals at the end of the run: the next run must not remove this one's checkpoints."""

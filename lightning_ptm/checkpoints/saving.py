@@ -50,7 +50,7 @@ _COPIES_SHARE = 8
 _LOOK_S = 0.05
 """Interval at which rank 0 checks whether the other ranks have written."""
 
-_FAREWELL_S = 30.0
+_LAST_WAIT_S = 30.0
 """How long rank 0 waits for the others' files after the run has failed, when there can be no collectives."""
 
 
@@ -61,12 +61,12 @@ class Saving:
         checkpoint: Lightning's dictionary, with the results of `sharded.module_remainder` and `optimizer_remainder` in
             place of state dicts.
         path: the checkpoint's folder.
-        behind: write in a background thread; training may go on.
+        in_background: write in a background thread; training may go on.
         ranks_here: number of ranks that share this machine's RAM.
         ops: file calls, for tests.
 
     Raises:
-        CheckpointError: on all ranks, if any could not begin (or, unless `behind`, write).
+        CheckpointError: on all ranks, if any could not begin (or, unless `in_background`, write).
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Saving:
         checkpoint: Mapping[str, Any],
         path: Path,
         *,
-        behind: bool = False,
+        in_background: bool = False,
         ranks_here: int = 1,
         ops: SaveOps | None = None,
     ) -> None:
@@ -116,15 +116,15 @@ class Saving:
         self._exchange: RowExchange | BackgroundRowExchange | None = None
         self._putting = threading.Lock()
         try:
-            copies = int(free_host_bytes()) // _COPIES_SHARE // ranks_here // BUFFER_BYTES if behind else 0
+            copies = int(free_host_bytes()) // _COPIES_SHARE // ranks_here // BUFFER_BYTES if in_background else 0
             rows = 0 if engine.with_other_parts.alone else copies // 2
             self._begin(checkpoint, files, copies - rows)
-            self._begin_snapshot(files, kinds, rows * BUFFER_BYTES, behind=behind)
+            self._begin_snapshot(files, kinds, rows * BUFFER_BYTES, in_background=in_background)
         except BaseException:
             self._clean_up()
             raise
-        if behind:
-            self._thread = threading.Thread(target=self._write_behind, name="lightning_ptm save", daemon=True)
+        if in_background:
+            self._thread = threading.Thread(target=self._write_in_background, name="lightning_ptm save", daemon=True)
             self._thread.start()
             engine.add_save_stall(perf_counter() - started)
         else:
@@ -150,7 +150,7 @@ class Saving:
                 self._index = replace(self._index, seals={LIGHTNING: dictionary, **files.seals()})
 
     def _begin_snapshot(
-        self, files: StateFiles, kinds: Sequence[ShardedStates], room_bytes: int, *, behind: bool
+        self, files: StateFiles, kinds: Sequence[ShardedStates], room_bytes: int, *, in_background: bool
     ) -> None:
         """Begins the snapshot of the present states, which is written. Collective.
 
@@ -158,16 +158,18 @@ class Saving:
             room_bytes: free RAM for pages that wait to be exchanged in the background.
         """
         engine, cell_numel = self._engine, self._engine.snapshots.at_once
-        channel = engine.communicators.behind if behind else None
+        channel = engine.communicators.behind if in_background else None
         with engine.barriers.together():
-            flats = [pages_of(flat, cell_numel, changing=behind) for kind in kinds for flat in kind.flats]
+            flats = [pages_of(flat, cell_numel, changing=in_background) for kind in kinds for flat in kind.flats]
             rows = RowExchange(engine.with_other_parts, flats, channel)
-        behind_training: BackgroundRowExchange | None = None
+        background: BackgroundRowExchange | None = None
         if channel is not None:
-            behind_training = BackgroundRowExchange(rows, room_bytes, lambda error: self._snapshot.fail(error))
-        exchange = rows if behind_training is None else behind_training
-        parts, self._outside = parts_of(self._put, files, kinds, exchange, cell_numel=cell_numel, changing=behind)
-        self._snapshot = engine.snapshots.begin(parts, None if behind_training is None else behind_training.abandon)
+            background = BackgroundRowExchange(rows, room_bytes, lambda error: self._snapshot.fail(error))
+        exchange = rows if background is None else background
+        parts, self._outside = parts_of(
+            self._put, files, kinds, exchange, cell_numel=cell_numel, changing=in_background
+        )
+        self._snapshot = engine.snapshots.begin(parts, None if background is None else background.abandon)
         self._exchange = exchange
 
     def _write_now(self) -> None:
@@ -204,15 +206,15 @@ class Saving:
             with self._engine.barriers.together():
                 self._wait()
                 if self._error is not None:
-                    raise self._told(self._error)
+                    raise self._as_checkpoint_error(self._error)
             with self._engine.barriers.together():
                 self._commit()
                 if self._error_of_commit is not None:
-                    raise self._told(self._error_of_commit)
+                    raise self._as_checkpoint_error(self._error_of_commit)
         except (AngelPTMError, OSError):
             self._end(started)
             raise
-        # Other exceptions, such as Ctrl-C, leave the save in progress: `farewell` may still finish it.
+        # Other exceptions, such as Ctrl-C, leave the save in progress: `end_after_failure` may still finish it.
         self._end(started)
 
     def _wait(self) -> None:
@@ -223,7 +225,7 @@ class Saving:
                 before, done_bytes = done_bytes, self._done_bytes
                 seen(done_bytes - before)
 
-    def _told(self, error: BaseException) -> BaseException:
+    def _as_checkpoint_error(self, error: BaseException) -> BaseException:
         return failure(self.path, error) if isinstance(error, OSError) else error
 
     def _end(self, started: float) -> None:
@@ -231,11 +233,11 @@ class Saving:
         self._engine.snapshots.end()
         self._engine.add_save_stall(perf_counter() - started)
 
-    def farewell(self) -> None:
+    def end_after_failure(self) -> None:
         """Ends the save after the run has failed, without collectives. Never raises."""
         self._written.wait()
         if self._error is None and self._draft is not None:
-            until = monotonic() + _FAREWELL_S
+            until = monotonic() + _LAST_WAIT_S
             world_size = self._engine.communicator.world_size
             while not all_have_written(self._folder, world_size) and monotonic() < until:
                 time.sleep(_LOOK_S)
@@ -247,13 +249,13 @@ class Saving:
         self._clean_up()
 
     @property
-    def left_undone(self) -> dict[Path, Callable[[], None]]:
+    def pending_removals(self) -> dict[Path, Callable[[], None]]:
         """Removals of earlier checkpoints that were not done because the save has failed."""
         return {path: act for path, act in self._then if path is not None}
 
     # -- writing, in the background thread if there is one ------------------------------------------------------------
 
-    def _write_behind(self) -> None:
+    def _write_in_background(self) -> None:
         use_cores(1)
         if isinstance(self._exchange, BackgroundRowExchange):
             self._exchange.start()
@@ -262,7 +264,7 @@ class Saving:
     def _write(self) -> None:
         assert self._writer is not None
         try:
-            self._snapshot.take_all()
+            self._snapshot.copy_all()
             if self._exchange is not None:
                 self._exchange.finish()
             for write in self._outside:  # after all other threads that call `_put`
@@ -306,9 +308,9 @@ class Saving:
         for _, act in then:
             act()
         if self._thread is not None:
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Prints that a background save has ended, with its size and speed."""
         seconds = perf_counter() - self._started_s
         bars = self._engine.bars

@@ -108,7 +108,7 @@ class Draft:
             os.close(lock)
 
 
-def _beside(parent: Path) -> Path:
+def _temporary_name(parent: Path) -> Path:
     """Returns an unused name for a partial folder or file in `parent`."""
     return parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
 
@@ -116,7 +116,7 @@ def _beside(parent: Path) -> Path:
 def _locked_folder(parent: Path) -> tuple[Path, int | None]:
     """Creates a partial folder and returns it with the descriptor that locks it."""
     while True:
-        folder = _beside(parent)
+        folder = _temporary_name(parent)
         folder.mkdir()
         lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -222,7 +222,7 @@ def file_draft(target: Path) -> Iterator[Path]:
 
 def _locked_file(parent: Path) -> tuple[Path, int]:
     while True:
-        draft = _beside(parent)
+        draft = _temporary_name(parent)
         lock = os.open(draft, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.fstat(lock).st_nlink:
@@ -233,7 +233,7 @@ def _locked_file(parent: Path) -> tuple[Path, int]:
 def remove(path: Path) -> None:
     """Removes a sharded checkpoint. It is renamed first, so that a partly removed one is never taken for a whole
     one."""
-    gone = _beside(path.parent)
+    gone = _temporary_name(path.parent)
     os.rename(path, gone)
     shutil.rmtree(gone, ignore_errors=True)
 
@@ -245,7 +245,7 @@ def link(target: Path, name: Path) -> None:
         CheckpointError: `name` is a folder that is not a checkpoint.
     """
     _refuse_others(name)
-    beside = _beside(name.parent)
+    beside = _temporary_name(name.parent)
     os.symlink(os.path.relpath(target, name.parent), beside)
     if name.is_dir() and not name.is_symlink():
         shutil.rmtree(name)

@@ -114,7 +114,7 @@ class Source:
             return (block.view(-1) for block in blocks(weight.place) if block.numel())
         file = self.files[weight.place.file]
         if self._reading is not None and self._reading is not file:
-            self._reading.let_go()
+            self._reading.free_buffer()
         self._reading = file
         return file.pieces(weight.place.stored)
 

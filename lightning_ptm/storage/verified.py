@@ -194,7 +194,7 @@ class CheckedFile:
                 self._fill(file.fileno(), view, start)
                 yield torch.frombuffer(view, dtype=stored.dtype)
 
-    def let_go(self) -> None:
+    def free_buffer(self) -> None:
         """Frees the memory of the range that was read last."""
         self._held, self._bytes = None, memoryview(bytearray())
 
@@ -203,13 +203,13 @@ class CheckedFile:
         while done < len(view):
             each = self._ranges[bisect_right(self._starts, start + done) - 1]
             if each is not self._held:
-                self._hold(descriptor, each)
+                self._load_range(descriptor, each)
             count = min(each.stop - start - done, len(view) - done)
             begin = start + done - each.start
             view[done : done + count] = self._bytes[begin : begin + count]
             done += count
 
-    def _hold(self, descriptor: int, each: Range) -> None:
+    def _load_range(self, descriptor: int, each: Range) -> None:
         size = each.stop - each.start
         if len(self._bytes) < size:
             self._bytes = memoryview(bytearray(size))

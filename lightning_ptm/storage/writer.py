@@ -308,7 +308,7 @@ class RangeWriter:
         file = piece.file
         for left, right in ((piece.start, first), (last, stop)):
             end = view[left - piece.start : right - piece.start]
-            if left < right and not self._kept(file, left, end):
+            if left < right and not self._keep_end(file, left, end):
                 self._write_all(file, file.cached, end, left)
         if first < last:
             fd = file.cached if file.direct is None else file.direct
@@ -316,7 +316,7 @@ class RangeWriter:
         with self._lock:
             self._ranges.append(Range(file.name, piece.start, stop, checksum))
 
-    def _kept(self, file: _File, start: int, end: memoryview) -> bool:
+    def _keep_end(self, file: _File, start: int, end: memoryview) -> bool:
         """Keeps an unaligned end for `finish` if there is room; returns whether it was kept."""
         with self._lock:
             if self._ends_bytes + len(end) > _KEPT_BYTES:

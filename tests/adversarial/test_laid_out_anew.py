@@ -590,7 +590,7 @@ def moved(build: type[Judged], strategy: AngelPTMStrategy, **options: Any) -> tu
         lay_out(run)
         found[0] += files.read_bytes
         found[1] += files.written_bytes
-        found.append(carried[0].handed.relay.moved_bytes)
+        found.append(carried[0].handed.resharder.moved_bytes)
 
     carry, lay_out = rearranging.carried_by, rearranging.lay_out_anew
     with patch.multiple(rearranging, carried_by=carried_by, lay_out_anew=lay_out_anew):

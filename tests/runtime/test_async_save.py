@@ -622,7 +622,7 @@ def test_every_cell_is_taken_once_before_it_changes(allocator: Any, seed: int) -
 
     updater = threading.Thread(target=update)
     updater.start()
-    snapshot.take_all()
+    snapshot.copy_all()
     updater.join()
     buffers.close()
     for index in range(len(lengths)):
@@ -641,7 +641,7 @@ def test_updates_go_on_when_it_fails(allocator: Any) -> None:
     snapshot.before_write(paged, CELL, torch.zeros(CELL))
     snapshot.before_write(paged, 0, torch.zeros(CELL))
     with pytest.raises(CheckpointError, match="no room"):
-        snapshot.take_all()
+        snapshot.copy_all()
     buffers.close()
 
 
@@ -668,9 +668,9 @@ def test_ctrl_c_in_a_copy(allocator: Any, times: int) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     if times == 1:
-        snapshot.take_all()
+        snapshot.copy_all()
         assert torch.equal(taken, torch.arange(3.0 * CELL))
     else:
         with pytest.raises(KeyboardInterrupt):
-            snapshot.take_all()
+            snapshot.copy_all()
     buffers.close()

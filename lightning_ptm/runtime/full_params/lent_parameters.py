@@ -36,13 +36,13 @@ class LentParameters:
     call.
 
     Args:
-        learnt: ids of parameters that a run of this process, this one or an earlier one, has trained.
+        trained: ids of parameters that a run of this process, this one or an earlier one, has trained.
     """
 
-    def __init__(self, gathered_flats: GatheredFlats, values: ParameterValues, learnt: Collection[int] = ()) -> None:
+    def __init__(self, gathered_flats: GatheredFlats, values: ParameterValues, trained: Collection[int] = ()) -> None:
         self._gathered_flats = gathered_flats
         self._values = values
-        self._learnt = learnt
+        self._trained = trained
         self._places = {
             id(parameter): (binding, slot)
             for binding in gathered_flats.bindings()
@@ -60,7 +60,7 @@ class LentParameters:
         return [
             each
             for each in self._gathered_flats.bindings()
-            if not any(id(parameter) in self._learnt for parameter in each.parameters)
+            if not any(id(parameter) in self._trained for parameter in each.parameters)
         ]
 
     @contextmanager
@@ -75,7 +75,7 @@ class LentParameters:
             for binding in left_out:
                 binding.lose("")
 
-    def bytes_to_lend(self, wanted: Collection[int], left_out: Collection[FlatBinding] = ()) -> int:
+    def bytes_to_gather(self, wanted: Collection[int], left_out: Collection[FlatBinding] = ()) -> int:
         """Returns the RAM that `gathered` takes for these units, at most."""
         sizes = [
             self._values.precise_bytes(binding, flat)
@@ -137,7 +137,7 @@ class LentParameters:
                 if write:
                     self.resized |= binding.give_up_resized(whole)
                     self._collect_edits(binding, whole)
-                    self._gathered_flats.tells(binding.layout).broadcast(whole)
+                    self._gathered_flats.broadcast_group(binding.layout).broadcast(whole)
                     if flat is not None:
                         _warn_of_rounding(flat, whole)
                         self._values.write(flat, whole)
@@ -158,7 +158,7 @@ class LentParameters:
                     binding.check_dtypes()
 
     @contextmanager
-    def lent(self, values: Mapping[int, Tensor] | None) -> Iterator[None]:
+    def substituted(self, values: Mapping[int, Tensor] | None) -> Iterator[None]:
         """Context in which every parameter has its value of `values` (by id of parameter), to be read. With None,
         parameters are NaN and only their names, shapes and dtypes can be used."""
         flats = [(binding, flat) for _, binding, flat in self._gathered_flats.flats()]
@@ -178,7 +178,7 @@ class LentParameters:
                 else:
                     flat.rebind(None)
 
-    def follow_shapes(self) -> bool:
+    def find_resized(self) -> bool:
         """Finds parameters to which the user has given another shape (`parameter.data = ...`) and returns whether there
         are any. Such parameters keep the user's storage until the next re-layout."""
         for binding in self._gathered_flats.bindings():
@@ -216,7 +216,7 @@ class LentParameters:
                 original = self._values.original_of(parameter)
                 if original is not None:
                     binding.restore(slot, original)
-        for _, parameter, value in self._values.parts(letting_go=True, left_out=left_out):
+        for _, parameter, value in self._values.parts(last_read=True, left_out=left_out):
             if id(parameter) in theirs:
                 continue  # the user has replaced its storage, which stays
             binding, slot = slots[id(parameter)]
@@ -240,12 +240,12 @@ class LentParameters:
                 found.append(binding.layout.slots[slot].spec.name)
         return found
 
-    def let_go(self, absent: str = ENDED) -> None:
+    def detach(self, absent: str = ENDED) -> None:
         """Detaches all parameters from their pages; they cannot be read any more. Args: absent: as for `restore`."""
         for binding in self._gathered_flats.bindings():
             binding.unbind(absent=absent)
 
-    def leave(self, dtypes: Mapping[int, torch.dtype]) -> None:
+    def detach_for_relayout(self, dtypes: Mapping[int, torch.dtype]) -> None:
         """Detaches all parameters from their pages before a re-layout; they cannot be read until the new pages have
         them. Shapes, strides and dtypes stay those that the user knows.
 

@@ -69,13 +69,13 @@ class OptimizerValues:
         if not owned:
             return found
         here = {key: _in_ram(found[key]) for key in owned}
-        told = [
+        sent = [
             self._gathered_flats.communicator.broadcast_object(here, rank)
             for rank in range(self._gathered_flats.communicator.world_size)
         ]
         for key, flat in owned.items():
             owners = [flat.owner(slot.start) for slot in flat.slots]
-            found[key] = [told[owner][key][place] for place, owner in enumerate(owners)]
+            found[key] = [sent[owner][key][place] for place, owner in enumerate(owners)]
         return found
 
     def _states_of(self, optimizer: int) -> Iterator[tuple[UnitStore, FlatBinding, FlatUpdate | None, _Updated]]:
@@ -89,8 +89,8 @@ class OptimizerValues:
             known = None if update is None else _updated(update, scalars[key])
             source = self._gathered_flats.source(store)
             if source is not None:
-                told = None if known is None else dataclasses.replace(known, scalars=_in_ram(known.scalars))
-                known = self._gathered_flats.communicator.broadcast_object(told, source)
+                sent = None if known is None else dataclasses.replace(known, scalars=_in_ram(known.scalars))
+                known = self._gathered_flats.communicator.broadcast_object(sent, source)
             assert known is not None
             yield store, binding, update, known
 
@@ -99,14 +99,14 @@ class OptimizerValues:
         optimizer: int,
         copy_of: Callable[[str, Tensor], Tensor] = lambda name, value: value.clone(),
         *,
-        letting_go: bool = False,
+        last_read: bool = False,
     ) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
         """Yields (parameter, state as the optimizer itself would keep it) of all parameters that were ever updated
         (I1).
 
         Args:
             copy_of: copies an element-wise state; called with the parameter's name and the state.
-            letting_go: frees the RAM of each state when it has been copied: this is the last read.
+            last_read: frees the RAM of each state when it has been copied: this is the last read.
         """
         flats = list(self._states_of(optimizer))
         sizes = [
@@ -118,7 +118,7 @@ class OptimizerValues:
                 states = {slot: _copied(scalars) for slot, scalars in enumerate(known.scalars) if scalars is not None}
                 for name in known.dtypes if states else ():
                     whole = None if update is None else self._gathered_flats.whole_states(update, name)
-                    whole = self._gathered_flats.told(store, binding, whole)
+                    whole = self._gathered_flats.broadcast(store, binding, whole)
                     for slot, state in states.items():
                         if name in known.slots[slot]:
                             spec = binding.layout.slots[slot].spec
@@ -126,7 +126,7 @@ class OptimizerValues:
                             value = put_together(view, spec.box, self._gathered_flats.communicator)
                             state[name] = copy_of(spec.name, value)
                     del whole  # so that no two of them exist at once
-                    paged = update.states.slots.get(name) if letting_go and update is not None else None
+                    paged = update.states.slots.get(name) if last_read and update is not None else None
                     if paged is not None:
                         self._gathered_flats.allocator.discard(paged)
                 for slot, state in states.items():
@@ -180,7 +180,7 @@ class OptimizerValues:
         with self._progress.bar("optimizer states into pages", total_bytes) as seen:
             for flat in flats:
                 for name in flat.states.everywhere:
-                    handed.lay_states(flat, name, before, self._gathered_flats.allocator, seen)
+                    handed.write_states(flat, name, before, self._gathered_flats.allocator, seen)
                 self._load_flat(flat, states, seen, keep=True)
 
     def _load_flat(

@@ -77,7 +77,7 @@ class ParameterValues:
 
     # -- first values -------------------------------------------------------------------------------------------------
 
-    def bytes_to_lay(self) -> int:
+    def bytes_to_write(self) -> int:
         """Returns the bytes of this rank's pages that `take_over` writes, for all units."""
         return sum(
             self._gathered_flats.bytes_of_homes(flat) for store in self._gathered_flats.stores for flat in store.flats
@@ -116,7 +116,7 @@ class ParameterValues:
             if flat is None:
                 if not all(reads):
                     # Takes part in the broadcast for the ranks that hold it.
-                    self._built(binding, reads, keep=False, replicate=False)
+                    self._assembled(binding, reads, keep=False, replicate=False)
                 binding.unbind()
                 continue
             keep = keep_originals or (keep_frozen and self._mixed and not flat.layout.trainable)
@@ -124,7 +124,12 @@ class ParameterValues:
             if not all(reads):
                 # The values of a unit that some ranks do not hold are broadcast by one rank.
                 replicate = not keep_originals or self._gathered_flats.source(store) is not None
-                if self._gathered_flats.tells(binding.layout).alone and not keep and not any(reads) and _open(binding):
+                if (
+                    self._gathered_flats.broadcast_group(binding.layout).alone
+                    and not keep
+                    and not any(reads)
+                    and _open(binding)
+                ):
                     # Straight from the parameters: assembling a flat of an embedding and a head would take its size in
                     # RAM again.
                     left = self._gathered_flats.bytes_of_homes(flat)
@@ -137,9 +142,9 @@ class ParameterValues:
                     self._fill(flat, [each.detach() for each in binding.parameters], laid, through=_wide(binding))
                     seen(left)  # the ends of parameters
                 else:
-                    self._write_pages(flat, self._built(binding, reads, keep=keep, replicate=replicate), seen)
+                    self._write_pages(flat, self._assembled(binding, reads, keep=keep, replicate=replicate), seen)
             if any(reads) and handed is not None:
-                self._hand_on(flat, handed, keep=keep, seen=seen)
+                self._copy_previous(flat, handed, keep=keep, seen=seen)
             elif any(reads):
                 values = [None if read is None else read() for read in reads]
                 if not flat.layout.trainable:
@@ -155,7 +160,7 @@ class ParameterValues:
             else:
                 binding.unbind()
 
-    def _hand_on(self, flat: FlatStore, handed: PreviousState, *, keep: bool, seen: Seen) -> None:
+    def _copy_previous(self, flat: FlatStore, handed: PreviousState, *, keep: bool, seen: Seen) -> None:
         """Copies the parameters that the previous engine's pages have. Args: as `take_over`."""
         known = [each for each in flat.binding.parameters if each in handed]
         if not flat.layout.trainable:
@@ -169,12 +174,12 @@ class ParameterValues:
                 )
         master = self._gathered_flats.master(flat)
         if master is not None:
-            handed.lay_precise(master, flat, self._gathered_flats.allocator, seen)
-        handed.lay_values(flat, self._gathered_flats.allocator, seen)
+            handed.write_precise(master, flat, self._gathered_flats.allocator, seen)
+        handed.write_values(flat, self._gathered_flats.allocator, seen)
         if not keep:  # else it is the same tensor and takes no more memory
-            handed.let_go_of_originals([id(each) for each in known])
+            handed.forget_originals([id(each) for each in known])
 
-    def _built(
+    def _assembled(
         self,
         binding: FlatBinding,
         reads: Sequence[Read | None],
@@ -197,7 +202,7 @@ class ParameterValues:
                 self._originals[id(parameter)] = parameter.data
             elif keep:
                 self._narrow.add(id(parameter))
-        communicator = self._gathered_flats.tells(binding.layout)
+        communicator = self._gathered_flats.broadcast_group(binding.layout)
         communicator.broadcast(whole)
         if replicate and not communicator.alone:
             for slot in built:  # I1
@@ -229,13 +234,13 @@ class ParameterValues:
             yield spec.name, parameter, put_together(value, spec.box, self._gathered_flats.communicator)
 
     def parts(
-        self, *, letting_go: bool = False, left_out: Collection[FlatBinding] = ()
+        self, *, last_read: bool = False, left_out: Collection[FlatBinding] = ()
     ) -> Iterator[tuple[ParameterSpec, nn.Parameter, Tensor]]:
         """Yields (spec, parameter, precise value) of every parameter as this rank computes with it: of a slice, the
         slice.
 
         Args:
-            letting_go: frees the RAM of master weights, which no user object refers to, when they have been read.
+            last_read: frees the RAM of master weights, which no user object refers to, when they have been read.
             left_out: flats that are not read.
         """
         flats = [each for each in self._gathered_flats.flats() if each[1] not in left_out]
@@ -248,7 +253,7 @@ class ParameterValues:
                     value = binding.arrangement.view(whole, slot) if original is None else original
                     value = value.to(binding.dtype) if id(parameter) in self._narrow else value
                     yield binding.layout.slots[slot].spec, parameter, value
-                master = self._gathered_flats.master(flat) if letting_go and flat is not None else None
+                master = self._gathered_flats.master(flat) if last_read and flat is not None else None
                 if master is not None:
                     self._gathered_flats.allocator.discard(master)
                 seen(size_bytes)
@@ -262,7 +267,7 @@ class ParameterValues:
 
     def precise_of(self, store: UnitStore, binding: FlatBinding, flat: FlatStore | None) -> Tensor:
         """As `precise`, also for a flat that this rank does not hold."""
-        return self._gathered_flats.told(store, binding, None if flat is None else self.precise(flat))
+        return self._gathered_flats.broadcast(store, binding, None if flat is None else self.precise(flat))
 
     def bytes_of_originals(self) -> int:
         """Returns the RAM that the user's original tensors take."""
@@ -272,7 +277,7 @@ class ParameterValues:
         """Returns a parameter's original tensor, if pages are less precise; in the shape in which this rank has it."""
         return self._originals.get(id(parameter))
 
-    def give_originals(self) -> dict[int, Tensor]:
+    def pop_originals(self) -> dict[int, Tensor]:
         """Returns all original tensors, by id of parameter, and forgets them. No value can be read or written
         afterwards."""
         given, self._originals = self._originals, {}

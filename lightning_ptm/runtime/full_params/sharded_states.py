@@ -118,8 +118,8 @@ class AllShardedStates:
         units = [(store.unit.name, self._gathered_flats.source(store)) for store in self._gathered_flats.stores]
         for source in sorted({source for _, source in units if source is not None}):
             theirs = [unit for unit, its in units if its == source]
-            told = [dataclasses.replace(kind, flats=()) for unit in theirs for kind in by_unit.get(unit, ())]
-            for kind in self._gathered_flats.communicator.broadcast_object(told, source):
+            sent = [dataclasses.replace(kind, flats=()) for unit in theirs for kind in by_unit.get(unit, ())]
+            for kind in self._gathered_flats.communicator.broadcast_object(sent, source):
                 if all(kind.kind != known.kind for known in by_unit.setdefault(kind.unit, [])):
                     by_unit[kind.unit].append(kind)
         return [kind for unit, _ in units for kind in by_unit[unit]]

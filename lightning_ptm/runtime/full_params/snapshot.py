@@ -2,13 +2,13 @@
 is about to change have been copied (copy on write).
 
 Owns which cells (ranges that one update changes together) of which paged tensors have been copied. Two threads copy
-cells: the one that calls `take_all`, in order, and the updater's thread, through `before_write`. The caller's `put`
+cells: the one that calls `copy_all`, in order, and the updater's thread, through `before_write`. The caller's `put`
     makes the copies.
 I1: each cell is copied once, and no update changes it before or during its copy.
 I2: `put` is called by one thread at a time.
-I3: after a failure no more cells are copied, and updates go on; `take_all` raises the failure.
+I3: after a failure no more cells are copied, and updates go on; `copy_all` raises the failure.
 I4: Ctrl-C takes effect before or after the updater's thread copies a cell, never during it. A second Ctrl-C, which must
-    take effect, counts as a failure. So no cell stays half copied, which would make `take_all` wait for ever.
+    take effect, counts as a failure. So no cell stays half copied, which would make `copy_all` wait for ever.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SnapshotPart:
 
 
 def stretches(numel: int, cells: Sequence[int] | None, at_once: int) -> Iterator[tuple[int, int]]:
-    """Yields (first element, number of elements) of each `put` for a tensor of `numel` elements, as `take_all` makes
+    """Yields (first element, number of elements) of each `put` for a tensor of `numel` elements, as `copy_all` makes
     them.
 
     Args:
@@ -71,9 +71,9 @@ def stretches_of_cell(first: int, end: int, at_once: int) -> Iterator[tuple[int,
 
 
 class _State(enum.Enum):
-    THERE = enum.auto()
-    BEING_TAKEN = enum.auto()
-    TAKEN = enum.auto()
+    PENDING = enum.auto()
+    COPYING = enum.auto()
+    COPIED = enum.auto()
 
 
 class Snapshot:
@@ -108,11 +108,11 @@ class Snapshot:
             part.paged.id: part.cells or range(0, part.paged.numel, self._at_once[part.paged.id]) for part in parts
         }
         """Starts of cells, by id of the paged tensor."""
-        self._cells = {key: [_State.THERE] * len(starts) for key, starts in self._starts.items()}
+        self._cells = {key: [_State.PENDING] * len(starts) for key, starts in self._starts.items()}
         self._failure: BaseException | None = None
         self._putting = threading.Lock()
 
-    def take_all(self) -> None:
+    def copy_all(self) -> None:
         """Copies every cell that the updater has not copied; returns when all cells are copied. Raises what a `put`
         raised, in either thread."""
         for part in self._parts.values():
@@ -124,7 +124,7 @@ class Snapshot:
             self._changed.wait_for(
                 lambda: (
                     self._failure is not None
-                    or all(state is _State.TAKEN for cells in self._cells.values() for state in cells)
+                    or all(state is _State.COPIED for cells in self._cells.values() for state in cells)
                 )
             )
         if self._failure is not None:
@@ -156,12 +156,10 @@ class Snapshot:
     def _claim(self, paged: Elements, start: int) -> bool:
         """Returns whether the caller is to copy the cell; waits while the other thread copies it."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or self._state(paged, start) is not _State.BEING_TAKEN
-            )
-            if self._failure is not None or self._state(paged, start) is _State.TAKEN:
+            self._changed.wait_for(lambda: self._failure is not None or self._state(paged, start) is not _State.COPYING)
+            if self._failure is not None or self._state(paged, start) is _State.COPIED:
                 return False
-            self._set(paged, start, _State.BEING_TAKEN)
+            self._set(paged, start, _State.COPYING)
             return True
 
     def fail(self, error: BaseException) -> None:
@@ -184,7 +182,7 @@ class Snapshot:
         if start + values.numel() < self._end(part.paged, start):
             return  # the rest of the cell comes next
         with self._changed:
-            self._set(part.paged, start, _State.TAKEN)
+            self._set(part.paged, start, _State.COPIED)
             self._changed.notify_all()
 
     def _claims(self, paged: Elements) -> Iterator[tuple[int, int]]:
@@ -194,9 +192,9 @@ class Snapshot:
             with self._changed:
                 if self._failure is not None:
                     raise self._failure
-                if self._state(paged, first) is not _State.THERE:
+                if self._state(paged, first) is not _State.PENDING:
                     continue
-                self._set(paged, first, _State.BEING_TAKEN)
+                self._set(paged, first, _State.COPYING)
             yield from stretches_of_cell(first, self._end(paged, first), self._at_once[paged.id])
 
     def _place(self, paged: Elements, start: int) -> int:

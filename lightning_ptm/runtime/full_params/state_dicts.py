@@ -22,7 +22,7 @@ from torch import nn
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.autograd.recompute import replace
 
-InHand = Callable[[nn.Module], AbstractContextManager[None]]
+Gather = Callable[[nn.Module], AbstractContextManager[None]]
 """Context in which a module's parameters can be read (or written); collective if it has to gather them."""
 
 _ASSIGNED = (
@@ -37,7 +37,7 @@ class StateDicts:
     Args:
         modules: modules some of whose parameters cannot be read at all times.
         copied: modules that can be copied.
-        readable: see `InHand`.
+        readable: see `Gather`.
         writable: the same, for parameters that are written to.
         uncopied: why modules cannot be copied; empty where they can.
     """
@@ -46,8 +46,8 @@ class StateDicts:
         self,
         modules: Iterable[nn.Module],
         copied: Iterable[nn.Module],
-        readable: InHand,
-        writable: InHand,
+        readable: Gather,
+        writable: Gather,
         *,
         uncopied: str = "",
     ) -> None:
@@ -74,7 +74,7 @@ class StateDicts:
             self._restore.pop()()
 
     @contextmanager
-    def as_they_are(self) -> Iterator[None]:
+    def without_gathering(self) -> Iterator[None]:
         """Context in which the modules' own methods are called and nothing is gathered."""
         before, self._inside = self._inside, True
         try:
@@ -83,12 +83,12 @@ class StateDicts:
             self._inside = before
 
     @contextmanager
-    def _outermost(self, module: nn.Module, in_hand: InHand) -> Iterator[None]:
+    def _outermost(self, module: nn.Module, gather: Gather) -> Iterator[None]:
         """Context in which the module's own method is called, with its parameters gathered (I1)."""
         if self._inside:
             yield
             return
-        with self.as_they_are(), in_hand(module):
+        with self.without_gathering(), gather(module):
             yield
 
     def _take(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

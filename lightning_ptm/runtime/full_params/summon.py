@@ -90,7 +90,7 @@ class SummonFullParams:
             left_out = [] if untrained else self._lent_parameters.untrained()
             if not left_out or not self._barriers.all_say(self._needed(wanted, left_out) <= free_host_bytes()):
                 raise CapacityError(refusal)
-        ending = self._until_all_have(f"edited {sorted(wanted)}") if write else nullcontext()
+        ending = self._ends_on_all_ranks(f"edited {sorted(wanted)}") if write else nullcontext()
         with (
             self._lent_parameters.gathered(
                 wanted, write=write, may_write=lambda: not self._barriers.failed, left_out=left_out
@@ -116,7 +116,7 @@ class SummonFullParams:
 
     def _needed(self, wanted: Collection[int], left_out: Sequence[FlatBinding] = ()) -> int:
         """Returns the RAM of this machine that the units' full parameters take."""
-        return self._lent_parameters.bytes_to_lend(wanted, left_out) * self._ranks_here
+        return self._lent_parameters.bytes_to_gather(wanted, left_out) * self._ranks_here
 
     @contextmanager
     def writable(self, module: nn.Module) -> Iterator[None]:
@@ -139,7 +139,7 @@ class SummonFullParams:
             )
 
     @contextmanager
-    def _until_all_have(self, deed: str) -> Iterator[None]:
+    def _ends_on_all_ranks(self, deed: str) -> Iterator[None]:
         """Context that ends when all ranks have reached its end: what follows is collective."""
         try:
             yield

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-_LEARNT: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+_TRAINED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 def note(root: nn.Module, trained: Collection[int]) -> None:
@@ -20,15 +20,15 @@ def note(root: nn.Module, trained: Collection[int]) -> None:
     for module in root.modules():
         names = {name for name, each in module._parameters.items() if id(each) in trained}
         if names:
-            _LEARNT.setdefault(module, set()).update(names)
+            _TRAINED.setdefault(module, set()).update(names)
 
 
-def learnt_in(root: nn.Module) -> frozenset[int]:
+def trained_in(root: nn.Module) -> frozenset[int]:
     """Returns the ids of those parameters of a module that a run has trained."""
     # The `_parameters` of a scripted module is a class without `get`.
     return frozenset(
         id(module._parameters[name])
         for module in root.modules()
-        for name in _LEARNT.get(module, ())
+        for name in _TRAINED.get(module, ())
         if name in module._parameters
     )

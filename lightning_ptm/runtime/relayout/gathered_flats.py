@@ -108,7 +108,7 @@ class GatheredFlats:
 
     # -- broadcasts ---------------------------------------------------------------------------------------------------
 
-    def tells(self, flat: FlatLayout) -> Communicator:
+    def broadcast_group(self, flat: FlatLayout) -> Communicator:
         """Returns the communicator in which the first rank's values of a flat are broadcast (I1): of all ranks, or of
         those that have the same slices."""
         return self._with_same_parts if flat.parts > 1 else self.communicator
@@ -118,20 +118,20 @@ class GatheredFlats:
         sharing = self.holders.apart.get(store.unit.index)
         return None if sharing is None else sharing.whole.ranks[0]
 
-    def told(self, store: UnitStore, binding: FlatBinding, whole: Tensor | None) -> Tensor:
+    def broadcast(self, store: UnitStore, binding: FlatBinding, whole: Tensor | None) -> Tensor:
         """Broadcasts values of a flat, (padded_numel,), from ranks that hold it to the others (I1). Returns them."""
         source = self.source(store)
         if source is None:
             assert whole is not None
             return whole
-        communicator = self.tells(binding.layout)
+        communicator = self.broadcast_group(binding.layout)
         if binding.layout.parts > 1:
             source = self.holders.everybody.parts.ranks.index(source)  # the same index in the group of each slice
         dtype = communicator.broadcast_object(None if whole is None else whole.dtype, source)
         ours = whole is not None and communicator.rank == source
-        told = whole if ours and whole is not None else torch.empty(binding.layout.padded_numel, dtype=dtype)
-        communicator.broadcast(told, source)
-        return told
+        values = whole if ours and whole is not None else torch.empty(binding.layout.padded_numel, dtype=dtype)
+        communicator.broadcast(values, source)
+        return values
 
     # -- values -------------------------------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ class PreviousState:
         self.optimizers = tuple(optimizers)
         self.flats: dict[tuple[object, ...], PreviousFlat] = {}
         """By geometry (`shard_map.geometry`)."""
-        self.relay = Resharder(self.allocator)
+        self.resharder = Resharder(self.allocator)
         self._values: dict[int, ShardMap] = {}
         self._precise: dict[int, ShardMap] = {}
         self._states: dict[tuple[int, str], dict[int, ShardMap]] = {}
@@ -126,8 +126,8 @@ class PreviousState:
         self._boxes |= {id(parameter): box for parameter, box in boxes if box is not None}
         source = gathered_flats.source(store)
         if source is not None:
-            told = None if flat is None else gathered_flats.precise_home(flat).dtype
-            dtype = gathered_flats.communicator.broadcast_object(told, source)
+            ours = None if flat is None else gathered_flats.precise_home(flat).dtype
+            dtype = gathered_flats.communicator.broadcast_object(ours, source)
             shapes = {
                 id(each): slot.spec.shape for each, slot in zip(binding.parameters, binding.layout.slots, strict=True)
             }
@@ -172,7 +172,7 @@ class PreviousState:
         """Bytes on disk that new pages reuse or replace."""
         return self.allocator.capacity_bytes(Tier.DISK)
 
-    def settle(self) -> None:
+    def free_all_but_states(self) -> None:
         """Frees all pages but those of the states. Called when the old engine has ended."""
         self.allocator.discard_all_but(self.tensors())
 
@@ -182,19 +182,19 @@ class PreviousState:
         """Returns the user's own tensor, if pages did not have the precise value."""
         return self._originals.get(key)
 
-    def let_go_of_originals(self, keys: Collection[int]) -> None:
+    def forget_originals(self, keys: Collection[int]) -> None:
         """Forgets original tensors whose values are in new pages."""
         for key in keys:
             if self._originals.pop(key, None) is not None:
-                self.relay.give_up()
+                self.resharder.make_irreversible()
 
     def precise(self, key: int, communicator: Communicator) -> Tensor:
         """Returns a parameter's precise value (of a slice, the slice) in new memory. Collective for the ranks that
         share it."""
         original = self._originals.get(key)
-        return self.relay.whole(self._precise[key], key, communicator) if original is None else original.clone()
+        return self.resharder.whole(self._precise[key], key, communicator) if original is None else original.clone()
 
-    def told(self, key: int, communicators: Communicators) -> Tensor:
+    def precise_everywhere(self, key: int, communicators: Communicators) -> Tensor:
         """Returns a parameter's precise, whole value on all ranks. Collective for all of them."""
         here, everybody = key in self._precise, communicators.everybody
         value = self.precise(key, communicators.along(self._axes[key])) if here else None
@@ -205,16 +205,16 @@ class PreviousState:
         assert value is not None
         return put_together(value, self._boxes.get(key), everybody)
 
-    def lay_precise(self, target: PagedTensor, flat: FlatStore, allocator: Allocator, seen: Seen) -> None:
+    def write_precise(self, target: PagedTensor, flat: FlatStore, allocator: Allocator, seen: Seen) -> None:
         """Writes master weights of a flat. Parameters that are not in the old pages keep what new pages have."""
         here = {id(each) for each in flat.binding.parameters}
         originals = {key: original for key, original in self._originals.items() if key in here}
         sources = {key: self._precise[key] for key in here - originals.keys() if key in self._precise}
         keep = len(sources) + len(originals) < len(here)
-        self._lay(target, self._new(flat, target), sources, originals, flat, allocator, keep=keep, seen=seen)
+        self._write(target, self._new(flat, target), sources, originals, flat, allocator, keep=keep, seen=seen)
 
-    def lay_values(self, flat: FlatStore, allocator: Allocator, seen: Seen) -> None:
-        """Writes compute parameters of a flat. Called after `lay_precise`, as it frees the old pages that it reads."""
+    def write_values(self, flat: FlatStore, allocator: Allocator, seen: Seen) -> None:
+        """Writes compute parameters of a flat. Called after `write_precise`, as it frees the old pages that it reads."""
         target = flat.values
         known = {id(each) for each in flat.binding.parameters if each in self}
         # Rounding the precise value again could give other bits.
@@ -224,9 +224,9 @@ class PreviousState:
         }
         sources |= {key: self._precise[key] for key in known - sources.keys() - originals.keys()}
         keep, new = len(known) < len(flat.binding.parameters), self._new(flat, target)
-        self._lay(target, new, sources, originals, flat, allocator, keep=keep, letting_go=True, seen=seen)
+        self._write(target, new, sources, originals, flat, allocator, keep=keep, last_read=True, seen=seen)
 
-    def lay_states(self, update: FlatUpdate, name: str, before: int, allocator: Allocator, seen: Seen) -> None:
+    def write_states(self, update: FlatUpdate, name: str, before: int, allocator: Allocator, seen: Seen) -> None:
         """Writes one kind of states of a flat. If the old pages have none for any parameter, the new pages keep their
         initial states, as at the start of a run; else parameters without old states get 0.
 
@@ -243,13 +243,13 @@ class PreviousState:
         target = states.elements(name) if name in states.slots else None
         ranks = next(iter(sources.values())).ranks
         new = ShardMap(flat.layout, ranks, keys, states.dtype_of(name), target, states.everywhere[name].own)
-        self._lay(target, new, sources, {}, flat, allocator, letting_go=True, seen=seen)
+        self._write(target, new, sources, {}, flat, allocator, last_read=True, seen=seen)
 
     def _new(self, flat: FlatStore, target: page_io.Elements) -> ShardMap:
         ranks = (0,) * flat.communicator.world_size  # only their number is used
         return ShardMap(flat.layout, ranks, tuple(map(id, flat.binding.parameters)), target.dtype, target)
 
-    def _lay(
+    def _write(
         self,
         target: page_io.Elements | None,
         new: ShardMap,
@@ -259,7 +259,7 @@ class PreviousState:
         allocator: Allocator,
         *,
         keep: bool = False,
-        letting_go: bool = False,
+        last_read: bool = False,
         seen: Seen = unseen,
     ) -> None:
         """Writes one tensor of a flat from old pages and from tensors.
@@ -275,16 +275,16 @@ class PreviousState:
         communicator, tensors = flat.communicator, dict(tensors)
         for key, held in sources.items():  # stored in another order or shape than in the new pages
             if held.stride(key) != new.stride(key) or held.shape(key) != new.shape(key):
-                tensors[key] = self.relay.whole(held, key, communicator)
+                tensors[key] = self.resharder.whole(held, key, communicator)
         sources = {key: held for key, held in sources.items() if key not in tensors}
         wanted = list(new.stretches())
-        setup_barrier = self.relay.setup_barrier(wanted, sources, communicator, letting_go=letting_go)
+        moved = self.resharder.reshard(wanted, sources, communicator, last_read=last_read)
         if target is None:
-            for _ in setup_barrier:
+            for _ in moved:
                 raise AssertionError("elements were sent to a rank that owns none of them")
             return
         step = page_io.step_of(allocator, target)
-        merged = heapq.merge(setup_barrier, _of_tensors(new, tensors, communicator.rank, step, flat), key=itemgetter(0))
+        merged = heapq.merge(moved, _of_tensors(new, tensors, communicator.rank, step, flat), key=itemgetter(0))
         page_io.lay(allocator, target, merged, keep=keep, seen=seen)
 
     def close(self) -> None:
