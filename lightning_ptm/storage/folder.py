@@ -245,11 +245,11 @@ def link(target: Path, name: Path) -> None:
         CheckpointError: `name` is a folder that is not a checkpoint.
     """
     _refuse_others(name)
-    beside = _temporary_name(name.parent)
-    os.symlink(os.path.relpath(target, name.parent), beside)
+    temporary = _temporary_name(name.parent)
+    os.symlink(os.path.relpath(target, name.parent), temporary)
     if name.is_dir() and not name.is_symlink():
         shutil.rmtree(name)
-    os.replace(beside, name)
+    os.replace(temporary, name)
 
 
 def _exchange(first: Path, second: Path) -> Path:

@@ -293,10 +293,10 @@ def write_ranges(folder: Path, rank: int, ranges: Sequence[Range], ops: SaveOps 
     completion."""
     rows = [[each.file, each.start, each.stop, each.checksum] for each in ranges]
     path = folder / ranges_name(rank)
-    beside = path.with_suffix(".new")
-    write_synced(beside, json.dumps(rows, separators=(",", ":")).encode(), ops)
+    temporary = path.with_suffix(".new")
+    write_synced(temporary, json.dumps(rows, separators=(",", ":")).encode(), ops)
     try:
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError as error:
         raise failure(path, error) from error
 
