@@ -1,4 +1,4 @@
-"""Ctrl-C at a time when what is under way is whole. Knows signals, nothing of what is done."""
+"""Delayed Ctrl-C: protects blocks that must not be interrupted halfway. Knows signals only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 @contextmanager
 def interrupted_later() -> Iterator[None]:
-    """The first Ctrl-C inside the block takes effect when the block has ended; a second one at once.
+    """Context in which a first Ctrl-C takes effect at the end of the block; a second one takes effect at once.
 
-    Only the main thread is ever interrupted; in others, and where Ctrl-C is ignored or ends the process, it does nothing.
-    Blocks may be nested.
+    Python interrupts the main thread only; in other threads, and where SIGINT is ignored or ends the process, this does
+    nothing. Blocks may be nested.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

@@ -1,7 +1,7 @@
-"""How far long work has come: a bar with bytes and rate on a terminal, gone when the work is done.
+"""Progress bars of long work, with bytes and rate, on a terminal only; they disappear when the work is done.
 
 Owns nothing; tqdm draws. I1: nothing is written where there is no terminal, nor for work that ends within `after_s`.
-I2: a bar is below those that are there already (Lightning's), whoever draws them, and leaves their lines as they are.
+I2: a bar is below bars of other programs (Lightning's), and leaves their lines unchanged.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from dataclasses import dataclass
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 Seen = Callable[[int], None]
-"""Is told how many more bytes are done; by one thread at a time."""
+"""Called with the number of bytes that were just done; by one thread at a time."""
 
 Begun = Callable[[str], None]
-"""Is told the name of a part of some work that begins now, the one before being done."""
+"""Called with the name of a part of some work when the part begins, which ends the part before it."""
 
 _FORMAT = "{l_bar}{bar}| {n_fmt}B/{total_fmt}B [{elapsed}<{remaining}, {rate_fmt}]"
 _PARTS_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 def unseen(count: int) -> None:
-    """A `Seen` of work that nobody watches."""
+    """A `Seen` that does nothing, for work without a bar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What whoever does long work tells of it.
+    """Settings of progress bars, and functions that show them.
 
     Args:
-        shown: False writes nothing: other ranks than 0, and a Trainer with `enable_progress_bar=False`.
-        after_s: how long work has to take before a bar appears.
-        every_s: least time between two looks of a bar.
+        shown: False writes nothing: for ranks other than 0, and a Trainer with `enable_progress_bar=False`.
+        after_s: seconds before a bar appears.
+        every_s: least seconds between two updates of a bar.
     """
 
     shown: bool = True
@@ -43,14 +43,14 @@ class Progress:
 
     @contextmanager
     def bar(self, what: str, total_bytes: int, done_bytes: int = 0) -> Iterator[Seen]:
-        """Inside, a function to be told how many more bytes of `total_bytes` are done.
+        """Context with a progress bar; yields a function to be called with the number of bytes that were just done.
 
         Args:
-            what: before the bar.
-            done_bytes: that were done before anybody looked; they do not count for the rate.
+            what: text before the bar.
+            done_bytes: bytes that were done before; they do not count for the rate.
         """
-        # A live display of rich's (Lightning's other bar) takes stderr's lines and prints them above itself, each look of
-        # a bar anew. The line below it is nobody's, and is reached through the file that rich has put itself before.
+        # rich's live display (Lightning's other progress bar) intercepts stderr and prints each line above itself, so
+        # every update would print a line. The line below the display is free; rich's original file writes to it.
         terminal = getattr(sys.stderr, "rich_proxied_file", None)
         with tqdm(
             desc=what,
@@ -70,17 +70,18 @@ class Progress:
         ) as bar:
 
             def seen(count: int) -> None:
-                # Padding and what is written twice may be counted; tqdm forgets the total when there is more.
+                # Padding and bytes that are written twice may be counted; tqdm hides the total when it is exceeded.
                 bar.update(min(count, total_bytes - bar.n))
 
             yield seen
 
     @contextmanager
     def parts(self, what: str, total: int) -> Iterator[Begun]:
-        """Inside, a function to be told the name of each of `total` parts as it begins. The bar appears with the first.
+        """Context with a bar of `total` parts; yields a function to be called with the name of each part as it begins.
+        The bar appears with the first part.
 
         Args:
-            what: before the bar; the name of the part is behind it.
+            what: text before the bar; the name of the part follows it.
         """
         with tqdm(
             desc=what,
@@ -99,7 +100,7 @@ class Progress:
                 nonlocal begun
                 bar.n = min(begun, total)
                 begun += 1
-                bar.set_postfix_str(part)  # and draws
+                bar.set_postfix_str(part)  # draws the bar, too
 
             yield begins
 
@@ -108,6 +109,6 @@ class Progress:
         return self.shown and sys.stderr is not None and sys.stderr.isatty()
 
     def line(self, text: str) -> None:
-        """One line that stays, above all bars; from any thread."""
+        """Writes one line that stays, above all bars; for any thread."""
         if self._on_a_terminal:
             tqdm.write(text, file=sys.stderr)

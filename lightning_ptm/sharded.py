@@ -1,9 +1,11 @@
-"""Sharded checkpoints: every rank writes its own stretches of the model's states, straight from its pages, and nothing is
-gathered; any number of ranks reads them back (`state_dict_type="sharded"`).
+"""Sharded checkpoints (`state_dict_type="sharded"`): loading them, and the parts of state dicts that go to Lightning's
+dictionary.
 
-Between Lightning's dictionary and the folder of storage/folder.py. What it loads is an ordinary Lightning checkpoint whose
-tensors are mapped files, so loading is what it is for any checkpoint (module_states.py): each rank reads what it owns.
-I1: all ranks know of a failure on any of them, and raise; the folder under the final name is then as it was before.
+Every rank writes its own ranges of the model's states, straight from its pages, and nothing is gathered; any number of
+ranks can load them. The format is that of storage/folder.py. A loaded checkpoint is an ordinary Lightning checkpoint
+whose tensors are memory-mapped, so the rest of loading is the same for all checkpoints (module_states.py): each rank
+reads what it owns.
+I1: a failure on any rank is known to all, and all raise; the folder under the final name is then unchanged.
 """
 
 from __future__ import annotations
@@ -29,18 +31,19 @@ from lightning_ptm.storage.user_errors import is_folder
 from lightning_ptm.storage.verified import CheckedFolder
 from lightning_ptm.trainer.paged_optimizer_state import opened
 
-# -- what Lightning's dictionary holds instead of tensors ------------------------------------------------------------------
+# -- state dicts without tensors of pages
+# ----------------------------------------------------------------------------------
 
 
 def module_remainder(engine: Engine, module: LightningModule) -> dict[str, Any]:
-    """The module's state dict without parameters: buffers and extra state."""
+    """Returns the module's state dict without parameters: buffers and extra state."""
     engine.drain("state dict")
     engine.executor.release_all()
     return without_parameters(module)
 
 
 def without_parameters(module: LightningModule) -> dict[str, Any]:
-    """The same of a module that is in no run."""
+    """Returns the same for a module that is in no run."""
     parameters = {id(parameter) for parameter in module.parameters()}
     state = parameters_by_name(module)
     for name in [name for name, item in state.items() if isinstance(item, Tensor) and id(item) in parameters]:
@@ -49,26 +52,29 @@ def without_parameters(module: LightningModule) -> dict[str, Any]:
 
 
 def optimizer_remainder(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict without element-wise state: groups, and scalars such as `step`."""
+    """Returns the optimizer's state dict without element-wise states: groups, and scalars such as `step`."""
     engine.drain("optimizer state")
     optimizer = plain_optimizer(optimizer)
     if strangers := engine.changes.strangers(optimizer):
         raise UsageError(
-            f"a parameter of shape {tuple(strangers[0].shape)} is in a group of {type(optimizer).__name__}, and no module "
-            f"has it, so a sharded checkpoint has no name for it; take it out of the group, or use "
-            f"checkpoints=Checkpoints(state_dict_type='full')"
+            f"a parameter of shape {tuple(strangers[0].shape)} is in a group of {type(optimizer).__name__} and in no "
+            "module, so a sharded checkpoint has no name for it; take it out of the group, or use "
+            "checkpoints=Checkpoints(state_dict_type='full')"
         )
     with opened(optimizer):
         result = optimizer.state_dict()
     scalars = engine.optimizer_values.scalars_in_order(
         engine.updates.groups.index_of(optimizer), parameters_of(optimizer)
     )
-    if scalars:  # Lightning's stand-in, where configure_optimizers returns none, has no states
-        result["state"] |= scalars  # what the optimizer itself keeps is of parameters that this run does not train
+    if scalars:  # Lightning's mock optimizer, where configure_optimizers returns none, has no states
+        result["state"] |= (
+            scalars  # states that the optimizer itself holds are of parameters that this run does not train
+        )
     return result
 
 
-# -- loading --------------------------------------------------------------------------------------------------------------
+# -- loading
+# --------------------------------------------------------------------------------------------------------------
 
 
 def load(
@@ -79,17 +85,17 @@ def load(
     verify: Callable[[Index], Sequence[StateFile]] | None = lambda index: index.files,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Read a sharded checkpoint as an ordinary Lightning one. Its tensors are mapped files, read as they are needed.
+    """Reads a sharded checkpoint as an ordinary Lightning one. Its tensors are memory-mapped, and read when accessed.
 
     Args:
         path: the folder.
-        weights_only: as for `torch.load`, for Lightning's own dictionary; the tensors' files hold no code in any case.
-        optimizers: with the optimizers' states.
-        verify: chooses the files whose checksums are compared here; None: no file's.
-        progress: of the comparison, which reads those files; None shows none.
+        weights_only: as for `torch.load`, for Lightning's own dictionary; the tensors' files have no code in any case.
+        optimizers: include the optimizers' states.
+        verify: chooses the files whose checksums are verified here; None: no file.
+        progress: progress bar of the verification, which reads those files; None shows none.
 
     Raises:
-        CheckpointError: it is incomplete, damaged (with file, tensor and range), or of a newer version.
+        CheckpointError: it is incomplete, damaged (with file, tensor and range), or of a newer format version.
     """
     folder = CheckedFolder(Path(path))
     index = folder.index
@@ -115,8 +121,8 @@ def load(
 
 
 class ShardedCheckpointIO(FileCheckpointIO):
-    """For Trainers with another strategy: `Trainer(plugins=[ShardedCheckpointIO()])` also loads sharded checkpoints, and
-    writes ordinary files."""
+    """CheckpointIO for Trainers with another strategy: `Trainer(plugins=[ShardedCheckpointIO()])` also loads sharded
+    checkpoints, and writes ordinary files."""
 
     @override
     def load_checkpoint(
@@ -128,15 +134,15 @@ class ShardedCheckpointIO(FileCheckpointIO):
 
 
 def to_file(folder: str | Path, file: str | Path, *, weights_only: bool = True) -> None:
-    """Write a sharded checkpoint as one ordinary file, which `load_from_checkpoint` and any Trainer read.
+    """Writes a sharded checkpoint as one ordinary file, which `load_from_checkpoint` and any Trainer can read.
 
-    Tensors go from file to file: RAM holds one of them at a time.
+    Tensors are copied from file to file: RAM holds one of them at a time.
 
     Args:
         weights_only: as for `load`.
 
     Raises:
-        CheckpointError: the folder is damaged; or the file cannot be written.
+        CheckpointError: the folder is damaged, or the file cannot be written.
     """
     FileCheckpointIO().save_checkpoint(load(folder, weights_only=weights_only), file)
 
@@ -153,10 +159,10 @@ def _add_slots(
 
 
 def check(folder: CheckedFolder, files: Sequence[StateFile], progress: Progress) -> None:
-    """Compare the bytes of these files with the checksums of those that were written.
+    """Compares the bytes of these files with the checksums of what was written.
 
     Raises:
-        CheckpointError: with the file, the tensor and the range that differ.
+        CheckpointError: names the file, the tensor and the range that differ.
     """
     with progress.bar(f"checking {folder.path.name}", sum(file.size_bytes for file in files)) as seen:
         for file in files:

@@ -289,7 +289,7 @@ def _write(module: Stack) -> None:
 
 
 def test_a_parameter_that_changes_shape(strategy_at: Any) -> None:
-    with pytest.warns(UserWarning, match="blocks.1.down.weight have another shape than what AdamW keeps"):
+    with pytest.warns(UserWarning, match="blocks.1.down.weight have another shape than the states of AdamW"):
         trainer_with(strategy_at("ram"), precision="32-true").fit(built(at(2, _prune)), batches())
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints as Lightning writes and restores them, and weights from other people's files."""
+"""Checkpoints as Lightning saves and restores them, and first weights from files of other programs."""

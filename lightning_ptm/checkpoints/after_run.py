@@ -1,8 +1,8 @@
-"""Sharded checkpoints of a run that has ended: what was given back to the module and its optimizers, written by rank 0.
+"""Sharded checkpoints that are saved after a run has ended, from the restored module and optimizers, by rank 0.
 
-Pages have ended with the run; nobody but rank 0 has all of the optimizers' states (restore.py). The folder is what the run's
-own would have been, so that any number of ranks reads it back.
-I1: what an optimizer keeps of a parameter in another shape than the parameter's stays in Lightning's dictionary.
+The pages no longer exist then, and only rank 0 has all optimizer states (restore.py). The folder is the same as that of
+a checkpoint saved in the run, so any number of ranks can load it.
+I1: optimizer states whose shape is not the parameter's are stored in Lightning's dictionary.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from lightning_ptm.storage.writer import RangeWriter, SaveOps
 
 @dataclass(frozen=True, slots=True)
 class EndedRun:
-    """What is remembered of a run; by default, of none.
+    """What is known of a run that has ended, for checkpoints after it. The defaults describe a module that was in no
+    run.
 
     Args:
-        units: the unit of each parameter, by name.
+        units: name of the unit of each parameter, by the parameter's name.
         page_size: bytes of a page.
-        weights: whether those of the module's parameters that were trained have their values.
-        path: where they were written to instead.
-        of_files: ids of frozen parameters whose values files have.
+        weights: whether the trained parameters of the module have their values.
+        path: folder to which the weights were written instead, if RAM had no room for them.
+        of_files: ids of frozen parameters whose values equal those of the files that provided them.
         optimizer_states: whether the optimizers have their states.
-        torn: whether the weights are of two steps.
-        parts: whether the module has parts of larger parameters.
-        audits: what had become of each flat's gradients at the last drain.
+        torn: whether some weights are of one step and some of the next.
+        parts: whether the module has slices of larger parameters (tensor parallelism).
+        audits: which updates each flat had received at the last drain.
     """
 
     units: Mapping[str, str] = field(default_factory=dict)
@@ -71,7 +72,7 @@ class _States:
 
 
 def remember(engine: Engine, *, torn: bool) -> EndedRun:
-    """What a checkpoint afterwards needs to know of the run that is about to end, before anything of it was given back."""
+    """Returns what later checkpoints need to know of a run that is about to end. Called before anything is restored."""
     units = {
         slot.spec.name: store.unit.name
         for store in engine.stores
@@ -84,38 +85,40 @@ def remember(engine: Engine, *, torn: bool) -> EndedRun:
 
 
 def module_state(ended: EndedRun, module: LightningModule, settings: Settings, *, keep: bool) -> dict[str, Any]:
-    """The module's state for a checkpoint: the state dict, or what a sharded one leaves in Lightning's dictionary.
+    """Returns the module's state for a checkpoint: its state dict, or for a sharded checkpoint the part of it that is
+    stored in Lightning's dictionary.
 
     Args:
-        keep: on this rank; others get an empty one.
+        keep: whether this rank saves; other ranks get an empty dictionary.
 
     Raises:
-        UsageError: the weights were not given back, or are parts.
+        UsageError: the weights were not restored, or are slices.
     """
     if ended.parts:
         raise UsageError(
-            "the run has ended, and the module of each rank has parts of parameters that no rank has whole; save inside the "
-            "run, as ModelCheckpoint does"
+            "the run has ended, and the module of each rank has slices of parameters that no rank has whole; save "
+            "inside the run, as ModelCheckpoint does"
         )
     if ended.path:
         raise UsageError(
-            f"the run has ended, and its weights were written to {ended.path}, since RAM had no room for them; that is a "
-            f"checkpoint of them (`lightning_ptm.sharded.load` reads it, `lightning-ptm export` makes files of other kinds)"
+            f"the run has ended, and its weights were written to {ended.path}, since RAM had no room for them; that "
+            "folder is a checkpoint (`lightning_ptm.sharded.load` reads it, `lightning-ptm export` makes files of "
+            "other kinds)"
         )
     parameters = list(module.parameters())
     lacking = [name for name, each in module.named_parameters() if isinstance(each, GuardedParameter)]
     if not ended.weights or (lacking and len(lacking) == len(parameters)):
         raise UsageError(
-            "the run has ended and its weights were not put back into the module, so there is nothing to save; save "
+            "the run has ended and its weights were not restored to the module, so there is nothing to save; save "
             "inside the run, as ModelCheckpoint does"
         )
     if not keep:
         return {}
     if lacking:
         rank_zero_warn(
-            f"{len(lacking)} frozen parameters ({some(lacking, 3)}) have no values after their run, for which RAM had no "
-            f"room, and are not in this checkpoint: load it with strict=False over the base model (strict_loading = False "
-            f"of the LightningModule)"
+            f"{len(lacking)} frozen parameters ({some(lacking, 3)}) were not restored after the run, since RAM had no "
+            "room for them, and are not in this checkpoint; load it over the base model with strict=False "
+            "(strict_loading = False of the LightningModule)"
         )
     if settings.checkpoints.state_dict_type == "sharded":
         return without_parameters(module)
@@ -126,23 +129,23 @@ def module_state(ended: EndedRun, module: LightningModule, settings: Settings, *
 
 
 def give_storage(module: nn.Module) -> None:
-    """Gives the parameters that the run could not put back storage of their own, to be loaded into."""
+    """Gives parameters that were not restored storage of their own, filled with NaN, so that values can be loaded."""
     for parameter in module.parameters():
         if reopen(parameter):
             set_data(parameter, torch.full(parameter.shape, float("nan"), dtype=parameter.dtype))
 
 
 def optimizer_state(ended: EndedRun, optimizer: Optimizer, settings: Settings, *, keep: bool) -> dict[str, Any]:
-    """The same of an optimizer.
+    """Returns an optimizer's state for a checkpoint. Args: as for `module_state`.
 
     Raises:
-        UsageError: its states were not given back.
+        UsageError: its states were not restored.
     """
     if not ended.optimizer_states:
         raise UsageError(
-            "the optimizer states have ended with their run, since RAM had no room for a copy (of those on disk, half of "
-            "what is free); save inside the run, as ModelCheckpoint does, or give save_checkpoint(..., weights_only=True); "
-            "Lightning's tuner needs a Trainer that has not trained"
+            "the optimizer states ended with their run, since RAM had no room for a copy (for states on disk, no more "
+            "than half of the free RAM is used); save inside the run, as ModelCheckpoint does, or give "
+            "save_checkpoint(..., weights_only=True); Lightning's tuner needs a Trainer that has not trained"
         )
     if not keep:
         return {}
@@ -151,7 +154,7 @@ def optimizer_state(ended: EndedRun, optimizer: Optimizer, settings: Settings, *
 
 
 def optimizer_remainder(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict without element-wise state: groups, and what has another shape (I1)."""
+    """Returns the optimizer's state dict without element-wise states: groups, and states of other shapes (I1)."""
     optimizer = plain_optimizer(optimizer)
     result = optimizer.state_dict()
     parameters = parameters_of(optimizer)
@@ -170,13 +173,14 @@ def save(
     path: Path,
     ops: SaveOps | None = None,
 ) -> None:
-    """Write the folder. Rank 0 only.
+    """Writes the folder of a sharded checkpoint. Rank 0 only.
 
     Args:
-        checkpoint: Lightning's, with `sharded.without_parameters` and `optimizer_remainder` in the places of state dicts.
+        checkpoint: Lightning's dictionary, with the results of `sharded.without_parameters` and `optimizer_remainder`
+            in place of state dicts.
 
     Raises:
-        CheckpointError: it cannot be written; what was under the final name is as it was before.
+        CheckpointError: it cannot be written; what was at `path` before is unchanged.
     """
     ops = ops or SaveOps()
     chosen = optimizers if "optimizer_states" in checkpoint else ()
@@ -208,7 +212,7 @@ def save(
 def _kinds(
     ended: EndedRun, module: nn.Module, names: Mapping[int, str], optimizers: Sequence[Optimizer]
 ) -> Iterator[_States]:
-    """Every kind of every unit's states, unit by unit, as `ParameterValues.kinds` does in a run."""
+    """Yields every kind of every unit's states, unit by unit, as `AllShardedStates.kinds` does in a run."""
     slots: dict[int, dict[str, Tensor]] = {}
     of_earlier: set[int] = set()
     for number, optimizer in enumerate(optimizers):
@@ -230,5 +234,5 @@ def _kinds(
 
 
 def _is_slot(parameter: Tensor, value: Any) -> bool:
-    """Whether an optimizer keeps it of each element; a count of steps may look so where a parameter is a number."""
+    """Returns whether a state is element-wise. A 0-d state is not: a step count has the shape of a 0-d parameter."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape

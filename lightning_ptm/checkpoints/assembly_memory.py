@@ -1,7 +1,7 @@
-"""Where a full checkpoint is put together: in RAM, or, where that is short, in a file beside the disk tier or in the
-Trainer's root folder.
+"""Memory in which a full checkpoint is assembled: RAM, or a memory-mapped file on the disk tier (or in the Trainer's
+root folder) if RAM is short.
 
-Owns nothing for long: the file and its space go when the last of the tensors in it does, or the process.
+The file has no name; its space is freed with the last tensor in it, or when the process ends.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.machine.machine import free_host_bytes
 
 _RAM_SHARE = 0.5
-"""Of the free RAM, what a full checkpoint may take while it is put together."""
+"""Share of the free RAM that a full checkpoint may take."""
 
 
 def copies(engine: Engine) -> Callable[[str, Tensor], Tensor]:
-    """How a checkpoint's tensors are copied: into RAM, if a good part of it stays free then. Knows this rank alone.
+    """Returns the function that copies a checkpoint's tensors: into RAM if it stays half free, else into a file.
+    Decided by each rank for itself.
 
-    Raises (what it returns):
-        CheckpointError: the disk beside RAM has no room for them.
+    Raises (the returned function):
+        CheckpointError: neither RAM nor the disk has room for them.
     """
     states_bytes = engine.optimizer_state_bytes(on_disk=False) + engine.optimizer_state_bytes(on_disk=True)
     needed = engine.precise_bytes(with_other_parts=True) + states_bytes
@@ -50,15 +51,15 @@ def copies(engine: Engine) -> Callable[[str, Tensor], Tensor]:
             if needed <= free_host_bytes():
                 in_ram = True
                 rank_zero_warn(
-                    f"a full checkpoint takes {format_bytes(needed)}, more than half of the free RAM, and is put together "
-                    f"there all the same, since {folder} has no room for it ({error.strerror or error})"
+                    f"a full checkpoint takes {format_bytes(needed)}, more than half of the free RAM, and is "
+                    f"assembled in RAM all the same, since {folder} has no room for it ({error.strerror or error})"
                 )
                 return value.clone()
             raise CheckpointError(
-                f"a full checkpoint takes {format_bytes(needed)}, which is more than RAM should hold, and there is no room "
-                f"to put it together in {folder}, at {name}: {error.strerror or error}; use "
+                f"a full checkpoint takes {format_bytes(needed)}, more than the free RAM, and {folder}, where it was "
+                f"to be assembled, has no room for {name}: {error.strerror or error}; use "
                 f"checkpoints=Checkpoints(state_dict_type='sharded'), "
-                f"which needs no such room, or free some there"
+                "which needs no such room, or free space there"
             ) from error
         return value.clone()
 
@@ -66,14 +67,13 @@ def copies(engine: Engine) -> Callable[[str, Tensor], Tensor]:
 
 
 _SEGMENT_BYTES = 256 << 20
-"""Of a mapping, at least: a process may have some tens of thousands of them, and a model as many tensors."""
+"""Minimum size of a mapping: a process may have some ten thousand mappings, and a model may have as many tensors."""
 
 _ALIGN_BYTES = 64
 
 
 class Scratch:
-    """Tensors that RAM need not hold: copies in a file of `folder` without a name, which the system writes out and takes back
-    as it likes."""
+    """Copies of tensors in an unnamed file of `folder`, whose pages the operating system writes out and reads back."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -81,7 +81,7 @@ class Scratch:
         self._filled = 0
 
     def copy(self, value: Tensor) -> Tensor:
-        """A contiguous copy on the CPU.
+        """Returns a contiguous copy on the CPU.
 
         Raises:
             OSError: the folder's disk has no room, or may not be written to.
@@ -95,7 +95,7 @@ class Scratch:
         self._filled += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
         result = into.view(value.shape)
         result.copy_(value.detach())
-        # What was written is the file's now, not the process's; it is read again when it is saved.
+        # The pages are dirty in the page cache, not in the process; they are read again when the checkpoint is saved.
         self._mapping.madvise(mmap.MADV_DONTNEED)
         return result
 

@@ -1,13 +1,15 @@
-"""Exchanges of rows behind training: ranks take pages at other moments, and exchange them in one order.
+"""Row exchanges (row_exchange.py) of a checkpoint that is saved in the background of training.
 
-An update takes what it is about to change, whichever page that is and whenever it comes on its rank. So what a page has of
-whole rows is copied when it is taken, and waits for its turn; a thread exchanges page after page. Owns the pages that wait.
+Updates make each rank copy pages in an order of its own (snapshot.py), while all ranks must exchange pages in the same
+order. So the part of a page that is to be exchanged is copied and queued, and a thread exchanges page after page. Owns
+the queued pages. A page's place in the common order is its turn.
 
-I1: this thread alone exchanges, by a channel that nothing else uses: whoever waits in an exchange is no part of training.
-I2: the page whose turn it is is always taken, whatever waits, and nobody who waits for room holds up whoever takes it. So a
-    rank's next page depends on no other rank, and all turns come.
-I3: what waits, is on its way and has come is of `room_bytes`, or else of the two turns that cannot do without.
-I4: the thread ends in `finish` or `give_up`, and where it fails; then nobody waits for room.
+I1: only this thread exchanges, through a channel of its own, so training never waits in an exchange.
+I2: the page whose turn it is is always admitted, however much is queued, and waiting for room never blocks the thread
+    that copies that page. So a rank's next page depends on no other rank, and all turns come.
+I3: pages that are queued, being exchanged or received take at most `room_bytes`, or the size of two turns if that is
+    more.
+I4: the thread ends in `finish` or `give_up`, or when it fails; afterwards `wait_for_room` returns at once.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ class BackgroundRowExchange:
     """The exchanges of one save.
 
     Args:
-        exchange: what is exchanged, and how; used by this alone from now on.
+        exchange: the exchanges, in order; only this object uses it from now on.
         room_bytes: see I3.
-        failed: is told why the exchanges have ended before the last one.
+        failed: called with the error if the exchanges end before the last one.
     """
 
     def __init__(self, exchange: RowExchange, room_bytes: int, failed: Callable[[BaseException], None]) -> None:
@@ -41,22 +43,23 @@ class BackgroundRowExchange:
         # State, under the condition's lock.
         self._changed = threading.Condition()
         self._turn = 0
-        """Whose page is exchanged next."""
+        """The turn that is exchanged next."""
         self._waiting: dict[int, Message] = {}
         self._held: dict[int, int] = {}
-        """Bytes of pages, by turn, from when there is room for them until they are written."""
+        """Bytes of pages, by turn, from their admission until they are written."""
         self._ends = False
-        """Nothing is taken any more."""
+        """Whether no more pages are admitted."""
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """From now on pages are exchanged."""
+        """Starts the thread."""
         self._thread = threading.Thread(target=self._exchange_all, name="lightning_ptm rows", daemon=True)
         self._thread.start()
 
     def wait_for_room(self, flat: ShardedFlat, start: int) -> None:
-        """Until a page may be given to `begin`; at once if it has no whole rows. By any thread that holds no lock."""
+        """Waits until a page may be passed to `begin`; returns at once if the page has no whole rows. For any thread
+        that holds no lock."""
         turn = self._turns.get((id(flat), start))
         if turn is None:
             return
@@ -68,20 +71,21 @@ class BackgroundRowExchange:
             self._held[turn] = needed
 
     def begin(self, flat: ShardedFlat, start: int, page: Tensor, write: Write, *, stays: bool) -> None:
-        """See `RowExchange.begin`; the page is exchanged when its turn comes. Raises nothing of that."""
+        """Queues a page to be exchanged in its turn; see `RowExchange.begin`. Errors of the exchange are not raised
+        here."""
         turn = self._turns.get((id(flat), start))
         if turn is not None and not self._ends:
             message = self._exchange.message(flat, start, page, write, stays=stays)
-            assert message is not None  # it has a turn
+            assert message is not None  # every page with a turn has rows to exchange
             with self._changed:
                 self._waiting[turn] = message
                 self._changed.notify_all()
 
     def finish(self) -> None:
-        """Wait until everything is exchanged and written.
+        """Waits until everything is exchanged and written.
 
         Raises:
-            CheckpointError: what the exchanges have ended with before the last one.
+            CheckpointError: the error with which the exchanges ended early.
         """
         if self._thread is not None:
             self._thread.join()
@@ -89,13 +93,15 @@ class BackgroundRowExchange:
             raise self._error
 
     def give_up(self) -> None:
-        """See `RowExchange.give_up`. Waits for the exchange in which the others are told."""
+        """Ends the exchanges; see `RowExchange.give_up`. Waits for the exchange that reports the failure to the
+        others."""
         self.abandon()
         if self._thread is not None:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Some page will not come: nobody waits for room any more, and the others are told. Waits for nobody."""
+        """Ends the exchanges without waiting: `wait_for_room` returns, and the thread reports the failure to the
+        others."""
         with self._changed:
             self._ends = True
             self._waiting.clear()
@@ -108,7 +114,7 @@ class BackgroundRowExchange:
                 message = self._next(turn)
                 if message is None:
                     self._error = CheckpointError(
-                        "the exchange of rows for a checkpoint was given up before its last one"
+                        "the exchange of rows for a checkpoint was stopped before its last page, since saving failed"
                     )
                     self._exchange.give_up()
                     return
@@ -122,7 +128,7 @@ class BackgroundRowExchange:
             self._exchange.give_up()
 
     def _next(self, turn: int) -> Message | None:
-        """The message whose turn it is; None if this rank has failed."""
+        """Returns the message of a turn when it is queued; None if saving has failed on this rank."""
         with self._changed:
             self._turn = turn
             self._changed.notify_all()

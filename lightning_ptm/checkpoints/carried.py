@@ -1,9 +1,9 @@
-"""Model states of a run that is laid out anew, between its old pages and its new ones.
+"""Model states during a re-layout: taken from the old engine, given to the new one.
 
-Two ways, which do the same: from page to page (carried_in_pages.py), and through the files of a sharded checkpoint
-(carried_in_files.py), where old pages cannot stay while new ones are made. What the new layout is, and when it is made, is
-the strategy's (trainer/rearranging.py).
-I1: elements keep their bits; what an optimizer counts of a parameter goes with them.
+There are two ways: from page to page (carried_in_pages.py), and through the files of a sharded checkpoint
+(carried_in_files.py) where old and new pages do not fit at the same time. The strategy (trainer/rearranging.py) decides
+when a re-layout happens.
+I1: elements keep their bits; an optimizer's step counts are carried with them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from lightning_ptm.trainer.paged_optimizer_state import opened
 
 
 class Carried(abc.ABC):
-    """The states of a run, from now on. Collective.
+    """The model states of a run, from the drain of the old engine on. Collective.
 
     Args:
-        optimizers: whose states have pages.
+        optimizers: the optimizers whose states are in pages.
     """
 
     def __init__(self, engine: Engine, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         self._names = {id(parameter): name for name, parameter in engine.gathered_flats.names()}
-        self._kept = {id(parameter): weakref.ref(parameter) for _, parameter in engine.gathered_flats.names()}
+        self._references = {id(parameter): weakref.ref(parameter) for _, parameter in engine.gathered_flats.names()}
         parameters = [parameter for _, parameter in engine.gathered_flats.names()]
-        engine.drain("states before they are laid out anew")
-        self._removed = [_let_go_of_removed(engine, module, plain_optimizer(each)) for each in optimizers]
-        """By optimizer, (id, name) of parameters of which the states in pages end."""
+        engine.drain("states before a re-layout")
+        self._removed = [_drop_removed(engine, module, plain_optimizer(each)) for each in optimizers]
+        """By optimizer, (id, name) of parameters whose states are dropped."""
         self._scalars = [
             {
                 id(parameters[place]): scalars
@@ -56,81 +56,82 @@ class Carried(abc.ABC):
 
     @abc.abstractmethod
     def dtypes(self) -> dict[int, torch.dtype]:
-        """Of the precise values of all parameters, by their ids."""
+        """Returns the dtypes of the precise values of all parameters, by id."""
 
     @abc.abstractmethod
     def given(self) -> Given | None:
-        """First values, where files have them."""
+        """Returns first values for the new engine, if they are in files; None if they are in pages."""
 
     @property
     def handed(self) -> PreviousState | None:
-        """Pages that have them."""
+        """The old pages, if the states are carried in pages."""
         return None
 
     @abc.abstractmethod
-    def left(self) -> None:
-        """The old engine is closed."""
+    def old_engine_closed(self) -> None:
+        """Frees what the old engine held in addition to its states. Called when it is closed."""
 
     def rescue(self, module: nn.Module) -> bool:
-        """There will be no new engine: the module gets its weights back, where that can be; whether it has them."""
+        """Gives the module its weights back if no new engine can be built; returns whether the module has them."""
         return False
 
     @abc.abstractmethod
     def _removed_values(self, engine: Engine, wanted: Sequence[int]) -> Mapping[int, Tensor]:
-        """Precise values of parameters, whole, in memory of their own. Collective.
+        """Returns precise, whole values of parameters in new memory. Collective.
 
         Args:
-            wanted: their ids, in an order that is the same on all ranks; of some, this rank may want nothing.
+            wanted: ids of parameters, in the same order on all ranks. A rank may get values that it does not use.
         """
 
-    def give_back(self, engine: Engine, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
-        """Parameters that the module has not any more, and somebody else has, are ordinary ones; whose states end is told.
-        Collective.
+    def restore_removed(self, engine: Engine, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
+        """Restores parameters that were removed from the module but still exist, and warns of optimizer states that are
+        dropped. Collective.
 
         Args:
-            engine: the new one.
-            optimizers: as they were given before.
+            engine: the new engine.
+            optimizers: the same as in the constructor.
         """
         now = {id(parameter) for parameter in module.parameters()}
         gone = [known for known in self._names if known not in now]
         if gone:
-            gc.collect()  # of the engine that has been closed
-        alive = torch.tensor([int(self._kept[known]() is not None) for known in gone], dtype=torch.int64)
+            gc.collect()  # the closed engine refers to parameters in cycles
+        alive = torch.tensor([int(self._references[known]() is not None) for known in gone], dtype=torch.int64)
         if gone:
             engine.communicator.all_reduce(alive, maximum=True)
         wanted = [known for known, anywhere in zip(gone, alive.tolist(), strict=True) if anywhere]
         for known, value in self._removed_values(engine, wanted).items():
-            parameter = self._kept[known]()
+            parameter = self._references[known]()
             if parameter is not None:
                 reopen(parameter)
                 set_data(parameter, value)
         for optimizer, removed in zip(map(plain_optimizer, optimizers), self._removed, strict=True):
-            names = [name for known, name in removed if self._kept[known]() is not None]
+            names = [name for known, name in removed if self._references[known]() is not None]
             if names:
                 rank_zero_warn(
-                    f"{some(names, 3)} {'is' if len(names) == 1 else 'are'} in no group of {type(optimizer).__name__} any "
-                    f"more, or in no module, and the states there end; added again, it begins with none, where a plain "
-                    f"Trainer goes on with the old ones"
+                    f"{some(names, 3)} {'is' if len(names) == 1 else 'are'} in no group of {type(optimizer).__name__} "
+                    "any more, or in no module, and the optimizer states there are dropped; if added again, it starts "
+                    "without states, where a plain Trainer would go on with the old ones"
                 )
 
     @abc.abstractmethod
     def fill(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
-        """Writes what optimizers keep into the new pages; parameters of which it keeps nothing start afresh. Collective.
+        """Writes optimizer states to the new pages; parameters without states start with fresh ones. Collective.
 
         Args:
-            optimizers: as they were given before.
+            optimizers: the same as in the constructor.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """What has carried the states goes."""
+        """Frees the pages, or removes the files, that carried the states."""
 
 
-def kept_outside(engine: Engine, optimizer: Optimizer, inside: Collection[int]) -> dict[int, Mapping[str, Any]]:
-    """States, by id of parameter, that the optimizer itself has kept while these were frozen: loaded, or of an earlier run.
+def pop_unpaged_states(engine: Engine, optimizer: Optimizer, inside: Collection[int]) -> dict[int, Mapping[str, Any]]:
+    """Returns and removes states, by id of parameter, that an optimizer itself holds for parameters that were frozen
+    until now: loaded, or of an earlier run.
 
     Args:
-        inside: parameters, by id, whose states were in pages.
+        inside: ids of parameters whose states were in pages.
     """
     plain = plain_optimizer(optimizer)
     groups = engine.updates.groups
@@ -139,11 +140,11 @@ def kept_outside(engine: Engine, optimizer: Optimizer, inside: Collection[int]) 
         return {id(parameter): plain.state.pop(parameter) for parameter in paged if parameter in plain.state}
 
 
-def _let_go_of_removed(engine: Engine, module: LightningModule, optimizer: Optimizer) -> list[tuple[int, str]]:
-    """Parameters that are in no group of an optimizer any more have no states of it.
+def _drop_removed(engine: Engine, module: LightningModule, optimizer: Optimizer) -> list[tuple[int, str]]:
+    """Drops the optimizer's states of parameters that are in none of its groups any more.
 
     Returns:
-        (id, name) of those, and of what no module has any more, that had some.
+        (id, name) of the parameters that had states and are in no group, or in no module.
     """
     left = {id(parameter) for parameter in parameters_of(optimizer)}
     here = {id(parameter) for parameter in module.parameters()}
@@ -160,7 +161,7 @@ def _let_go_of_removed(engine: Engine, module: LightningModule, optimizer: Optim
 
 
 def warn_of_resized(engine: Engine, optimizer: Optimizer) -> None:
-    """States of parameters that have another shape now will end."""
+    """Warns of optimizer states that are dropped because their parameters have another shape now."""
     ending = [
         name
         for _, flat in engine.updates.groups.flats_of(engine.updates.groups.index_of(optimizer))
@@ -169,7 +170,8 @@ def warn_of_resized(engine: Engine, optimizer: Optimizer) -> None:
     ]
     if ending:
         rank_zero_warn(
-            f"{some(ending, 3)} {'has' if len(ending) == 1 else 'have'} another shape than what {type(optimizer).__name__} "
-            f"keeps of it, which ends, and it begins afresh, where a plain Trainer raises at its next step; `del "
-            f"optimizer.state[parameter]` says that this is meant, and load_state_dict brings states of the new shape"
+            f"{some(ending, 3)} {'has' if len(ending) == 1 else 'have'} another shape than the states of "
+            f"{type(optimizer).__name__}, which are dropped, so the optimizer starts with fresh states, where a plain "
+            "Trainer raises at its next step; `del optimizer.state[parameter]` says that this is intended, and "
+            "load_state_dict loads states of the new shape"
         )

@@ -1,8 +1,10 @@
-"""Model states of a run that is laid out anew, in the files of a sharded checkpoint: on devices, whose memory has no room for
-old pages and new ones, so that RAM holds them no second time, and each rank reads what it owns then.
+"""Model states during a re-layout, stored in the files of a sharded checkpoint.
 
-Owns the files until `close`. I1: files that nobody has closed (the process was killed) are a partial checkpoint, which the
-next run there removes (storage/folder.py, I2).
+Used where the states are on devices, whose memory has no room for old and new pages at once. RAM holds no copy of them,
+and each rank reads what it owns in the new layout.
+
+Owns the files until `close`. I1: files that were not removed (the process was killed) are a partial checkpoint, which
+the next run in that folder removes (storage/folder.py, I2).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ptm.checkpoints.carried import Carried, kept_outside
+from lightning_ptm.checkpoints.carried import Carried, pop_unpaged_states
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.checkpoints.saving import Saving
 from lightning_ptm.runtime.engine.engine import Engine
@@ -34,16 +36,16 @@ from lightning_ptm.storage.writer import SaveOps
 
 
 class CarriedInFiles(Carried):
-    """See the file's contract. Collective.
+    """Model states in files. Collective.
 
     Args:
-        optimizers: whose states have pages.
-        folder: where the files are to be; all ranks see it.
-        ranks_here: of this machine, which share its free RAM.
+        optimizers: the optimizers whose states are in pages.
+        folder: where to write the files; all ranks must see it.
+        ranks_here: number of ranks that share this machine's RAM.
         ops: file calls, for tests.
 
     Raises:
-        CheckpointError: on all ranks, when any could not write; the run can go on.
+        CheckpointError: on all ranks, if any could not write; the run can go on.
     """
 
     def __init__(
@@ -62,9 +64,9 @@ class CarriedInFiles(Carried):
             for number in reversed(range(len(engine.updates.groups.optimizers)))
             for parameter in engine.updates.groups.parameters_of(number)
         }
-        """By id of a parameter, the first of the optimizers that it had in pages."""
+        """By id of a parameter, the number of the first optimizer that had states of it in pages."""
         self._strides = {True: engine.sharded_kinds.strides(PARAMETERS), False: engine.sharded_kinds.strides("")}
-        """By whether it is of parameters or of what optimizers keep of them."""
+        """Strides of parameters (True) and of optimizer states (False), by name."""
         self._draft: Draft | None = None
         try:
             with engine.barriers.errors_on_all_ranks():
@@ -72,7 +74,7 @@ class CarriedInFiles(Carried):
                     self._draft = Draft(folder / "carried", replace=False)
             held = engine.barriers.broadcast(None if self._draft is None else str(self._draft.folder))
             self._path = Path(held) / "states"
-            # Lightning's dictionary stays where it is; with this key, states of optimizers are written.
+            # Saving writes optimizer states if the dictionary has this key; its other items are not needed.
             nothing: dict[str, Any] = {"optimizer_states": []}
             Saving(engine, module, optimizers, nothing, self._path, ranks_here=ranks_here, ops=ops)
         except BaseException:
@@ -85,10 +87,10 @@ class CarriedInFiles(Carried):
         return tensor if stride is None else tensor.as_strided(tensor.shape, stride)
 
     def _tensors(self, engine: Engine | None = None) -> Iterator[tuple[str, str, Read]]:
-        """(kind of states, name of a parameter, what reads them).
+        """Yields (kind of states, name of a parameter, function that reads them).
 
         Args:
-            engine: of the ranks by which checksums are compared, each a share of the files.
+            engine: if given, its ranks verify the files' checksums first, each rank a share of the files.
         """
         folder = CheckedFolder(self._path)
         if engine is not None:
@@ -103,23 +105,23 @@ class CarriedInFiles(Carried):
 
     @override
     def given(self) -> Given:
-        """First values of all parameters."""
+        """Returns first values of all parameters."""
         reads = {name: read for kind, name, read in self._tensors() if kind == PARAMETERS}
         return Given({known: reads[name] for known, name in self._names.items()})
 
     @override
     def dtypes(self) -> dict[int, torch.dtype]:
-        """Of these, by id of parameter."""
+        """Returns the dtypes of all parameters, by id."""
         return {known: read().dtype for known, read in self.given().parameters.items()}
 
     @override
-    def left(self) -> None:
-        gc.collect()  # the memory of its pages
+    def old_engine_closed(self) -> None:
+        gc.collect()  # frees the closed engine's pages
 
     @override
     def _removed_values(self, engine: Engine, wanted: Sequence[int]) -> Mapping[int, Tensor]:
         reads = self.given().parameters
-        return {known: reads[known]().clone() for known in wanted if self._kept[known]() is not None}
+        return {known: reads[known]().clone() for known in wanted if self._references[known]() is not None}
 
     @override
     def fill(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
@@ -135,7 +137,7 @@ class CarriedInFiles(Carried):
             states = {
                 known: {**each, **slots.get((self._names[known], index), no_slots)} for known, each in scalars.items()
             }
-            engine.optimizer_values.load(index, kept_outside(engine, optimizer, scalars) | states)
+            engine.optimizer_values.load(index, pop_unpaged_states(engine, optimizer, scalars) | states)
 
     @override
     def close(self) -> None:

@@ -1,8 +1,7 @@
-"""Model states of a run that is laid out anew, from its old pages to its new ones.
+"""Model states during a re-layout, copied from the old pages to the new ones.
 
-Owns the old pages until `close`. I1: nothing is written beside the new pages, so nothing is left of a process that was
-killed.
-I2: as long as nothing of the old pages has gone, the module can have its weights back (`rescue`).
+Owns the old pages until `close`. I1: no files are written, so a process that was killed leaves nothing on disk.
+I2: as long as no old page was freed, the module can get its weights back (`rescue`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ptm.checkpoints.carried import Carried, kept_outside
+from lightning_ptm.checkpoints.carried import Carried, pop_unpaged_states
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.runtime.engine.engine import Engine
@@ -27,7 +26,7 @@ from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter, reop
 
 
 class CarriedInPages(Carried):
-    """See the file's contract. Collective."""
+    """Model states in the old pages. Collective."""
 
     def __init__(self, engine: Engine, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         super().__init__(engine, module, optimizers)
@@ -48,12 +47,14 @@ class CarriedInPages(Carried):
         return None
 
     @override
-    def left(self) -> None:
-        self._handed.settle()
+    def old_engine_closed(self) -> None:
+        self._handed.free_all_but_states()
 
     @override
     def rescue(self, module: nn.Module) -> bool:
-        if self._handed.relay.given_up:  # the next engine may have had all of them already, and have given them back
+        if (
+            self._handed.resharder.irreversible
+        ):  # the new engine may have had all values, and have restored them at its end
             return not any(isinstance(each, GuardedParameter) for each in module.parameters())
         known = [each for each in module.parameters() if each in self._handed]
         needed = sum(each.numel() * self._handed.dtype(id(each)).itemsize for each in known)
@@ -67,7 +68,7 @@ class CarriedInPages(Carried):
 
     @override
     def _removed_values(self, engine: Engine, wanted: Sequence[int]) -> Mapping[int, Tensor]:
-        return {known: self._handed.told(known, engine.communicators) for known in wanted}
+        return {known: self._handed.precise_everywhere(known, engine.communicators) for known in wanted}
 
     @override
     def fill(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
@@ -75,7 +76,7 @@ class CarriedInPages(Carried):
         for optimizer, scalars in zip(optimizers, self._scalars, strict=True):
             plain = plain_optimizer(optimizer)
             index = engine.updates.groups.index_of(plain)
-            outside = {known: state for known, state in kept_outside(engine, optimizer, scalars).items() if state}
+            outside = {known: state for known, state in pop_unpaged_states(engine, optimizer, scalars).items() if state}
             states = outside | scalars
             engine.optimizer_values.take_over(index, self._handed, before[id(plain)], states)
 

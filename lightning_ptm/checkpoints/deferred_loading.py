@@ -1,4 +1,5 @@
-"""A state dict that is loaded before there are pages: into what has storage at once, into the rest when a run begins."""
+"""Loading a state dict before a run has pages: at once into tensors that have storage, into the others when pages
+exist."""
 
 from __future__ import annotations
 
@@ -23,41 +24,45 @@ from lightning_ptm.torch_internals import buffers_in, unsaved_buffers_in, versio
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeferredState:
-    """What became of a state dict that was loaded before there are pages.
+    """The part of a loaded state dict that is written when pages exist.
 
     Args:
-        parameters: values for parameters without storage, which pages will have.
-        buffers: the same of buffers: module, attribute, value.
-        versions: of these parameters, when the state dict was loaded.
-        precise: what the module had to round: parameter, or module and attribute of a buffer, value, and dtype there.
-        here: what has been loaded, as `Given` files it: by id of the parameter, or of the module and attribute.
+        parameters: values for parameters without storage.
+        buffers: (module, attribute, value) of buffers without storage.
+        versions: autograd versions of these parameters when the state dict was loaded.
+        precise: values that were rounded to the module's dtype: (parameter, or module and attribute of a buffer; value;
+            dtype in the module).
+        loaded: what was loaded, with the keys of `Given`: id of a parameter, or id of a module and attribute.
     """
 
     parameters: tuple[tuple[torch.nn.Parameter, Tensor], ...] = ()
     buffers: tuple[tuple[torch.nn.Module, str, Tensor], ...] = ()
     versions: tuple[tuple[torch.nn.Parameter, int], ...] = ()
     precise: tuple[tuple[torch.nn.Parameter | tuple[torch.nn.Module, str], Tensor, torch.dtype], ...] = ()
-    here: frozenset[int | tuple[int, str]] = frozenset()
+    loaded: frozenset[int | tuple[int, str]] = frozenset()
 
     def refuse_written(self, module: torch.nn.Module) -> None:
-        """Raises:
-        UsageError: parameters without storage were written to since.
+        """Checks that parameters without storage were not written to after the state dict was loaded.
+
+        Raises:
+            UsageError: some were.
         """
         written = {id(parameter) for parameter, version in self.versions if version_of(parameter) != version}
         names = [name for name, parameter in module.named_parameters() if id(parameter) in written]
         if names:
             raise UsageError(
-                f"{some(names, 3)}: written to between the loading of a checkpoint and the start of the run, while on the "
-                f"meta device, so what was written would be lost; build the module with real weights, change "
-                f"checkpoint['state_dict'] in the LightningModule's on_load_checkpoint, or edit weights in on_fit_start, "
-                f"inside of `with self.trainer.strategy.gathered(self):`"
+                f"{some(names, 3)} {'was' if len(names) == 1 else 'were'} written to on the meta device, between the "
+                "loading of a checkpoint and the start of the run, so the write would be lost; build the module with "
+                "real weights, change checkpoint['state_dict'] in the LightningModule's on_load_checkpoint, or edit "
+                "weights in on_fit_start, inside of `with self.trainer.strategy.gathered(self):`"
             )
 
-    def untouched(self, module: torch.nn.Module, boxes: Boxes = MappingProxyType({})) -> DeferredState:
-        """Before pages take over: what the module had to round, and nobody has changed since, gets its whole value there.
+    def with_precise_values(self, module: torch.nn.Module, boxes: Boxes = MappingProxyType({})) -> DeferredState:
+        """Returns this state with the precise values of those rounded tensors that were not changed since. Called
+        before pages take over.
 
         Args:
-            boxes: of parameters that have been cut since.
+            boxes: slices of parameters that have been cut since.
         """
         parameters, buffers = list(self.parameters), list(self.buffers)
         known = {id(parameter) for parameter in module.parameters()}
@@ -76,7 +81,7 @@ class DeferredState:
 
     @torch.no_grad()
     def fill(self, engine: Engine) -> None:
-        """Writes into pages what has waited for them.
+        """Writes the deferred values into pages and buffers.
 
         Raises:
             ConfigError: a shape differs.
@@ -94,11 +99,12 @@ class DeferredState:
 def load_before_pages(
     module: LightningModule, state: Mapping[str, Any], boxes: Boxes = MappingProxyType({}), *, strict: bool
 ) -> DeferredState:
-    """Loads a state dict as torch does, at once, into all that has storage; what is on the meta device or closed waits, and
-    what is rounded there has its whole value kept: no run loses precision by going on.
+    """Loads a state dict as torch does into all tensors that have storage. Values for tensors on the meta device or
+    behind a parameter guard are deferred. Values that are rounded to the module's dtype are kept in full, so that no
+    precision is lost.
 
     Args:
-        boxes: of parameters that are parts of larger ones, which the state dict has.
+        boxes: slices of parameters that are parts of larger ones; the state dict has the larger ones.
 
     Raises: as `load_module_state`.
     """
@@ -126,9 +132,9 @@ def load_before_pages(
         for name, buffer in buffers_in(owner).items()
         if buffer is not None and name not in unsaved_buffers_in(owner)
     ]
-    here: set[int | tuple[int, str]] = set()
-    here |= {id(item) for name, item in named.items() if name not in missing} - lacking.keys()
-    here |= {(id(owner), name) for owner, name, path, buffer in places if not buffer.is_meta and path not in missing}
+    loaded: set[int | tuple[int, str]] = set()
+    loaded |= {id(item) for name, item in named.items() if name not in missing} - lacking.keys()
+    loaded |= {(id(owner), name) for owner, name, path, buffer in places if not buffer.is_meta and path not in missing}
     held = {id(item): (item, item, name) for name, item in named.items() if name not in missing}
     held |= {id(buffer): ((owner, name), buffer, path) for owner, name, path, buffer in places if path not in missing}
     precise = tuple(
@@ -141,12 +147,12 @@ def load_before_pages(
         tuple((owner, name, state[path]) for owner, name, path, buffer in places if buffer.is_meta and path in state),
         tuple((parameter, version_of(parameter)) for parameter in module.parameters() if id(parameter) in lacking),
         precise,
-        frozenset(here),
+        frozenset(loaded),
     )
 
 
 def _rounds(item: Any, value: Any) -> bool:
-    """Whether a value lost something when it was copied into a parameter or buffer with storage."""
+    """Returns whether a value lost precision when it was copied into a parameter or buffer with storage."""
     if (
         not isinstance(item, Tensor)
         or not isinstance(value, Tensor)

@@ -1,4 +1,4 @@
-"""Lightning's checkpoint files: written beside their place, mapped when they are read."""
+"""Lightning's checkpoint files: written to a temporary file and renamed, memory-mapped when they are read."""
 
 from __future__ import annotations
 
@@ -24,32 +24,33 @@ _LIGHTNINGS_OWN = TorchCheckpointIO.save_checkpoint
 
 
 class FileCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint files, written beside their place, synced, and renamed into it; read as they are needed.
+    """Lightning's CheckpointIO with atomic writes and memory-mapped reads.
 
-    A file that is not local is Lightning's own business.
+    A file is written to a temporary name in its folder, synced, and renamed. Remote paths are left to Lightning's own
+    implementation.
     """
 
     def __init__(self) -> None:
         self.progress = Progress(shown=False)
-        """Of what takes long."""
+        """Progress bars for long reads and writes."""
 
     def show(self, progress: Progress) -> None:
-        """Where what takes long is shown from now on."""
+        """Sets the progress bars."""
         self.progress = progress
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        wrapped = TorchCheckpointIO.save_checkpoint is not _LIGHTNINGS_OWN  # by a tracer, a mock: they see each save
+        wrapped = TorchCheckpointIO.save_checkpoint is not _LIGHTNINGS_OWN  # a tracer or mock expects to see each save
         if storage_options is not None or "://" in str(path) or wrapped:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         bar = self.progress.bar(f"saving {Path(path).name}", _storage_bytes(checkpoint))
         with file_draft(Path(path)) as draft, draft.open("r+b") as file, bar as seen:
             try:
-                # Not through a buffer in memory, as Lightning's own does, which would hold the checkpoint a second time.
+                # Lightning's own implementation writes to a buffer in memory first: a second copy of the checkpoint.
                 torch.save(checkpoint, cast(IO[bytes], _Watched(file, seen)))
             except RuntimeError as error:
-                if isinstance(error.__context__, OSError):  # torch hides what the system has said
+                if isinstance(error.__context__, OSError):  # torch replaces the system's error by its own
                     raise error.__context__ from error
                 raise
 
@@ -62,20 +63,19 @@ class FileCheckpointIO(TorchCheckpointIO):
         return read_file(Path(path), weights_only=weights_only, map_location=map_location)
 
     def check(self, path: Path) -> None:
-        """Compares a file with the checksums that torch.save has put into it, which torch.load does not look at. Reads all
-        of it.
+        """Reads a whole file and compares it with the checksums that torch.save writes and torch.load ignores.
 
         Raises:
-            CheckpointError: with the record and the range that differ.
+            CheckpointError: names the record and the range that differ.
         """
-        if is_file(path) and zipfile.is_zipfile(path):  # what torch wrote before 1.6 has none
+        if is_file(path) and zipfile.is_zipfile(path):  # files of torch before 1.6 have no checksums
             archive = Archive(path)
             with self.progress.bar(f"checking {path.name}", archive.size_bytes) as seen:
                 archive.check(seen)
 
 
 class _Watched:
-    """A file for torch.save, which writes each tensor in one call, that tells how many more bytes are written."""
+    """A file object that reports the bytes written to it; torch.save writes each tensor in one call."""
 
     def __init__(self, file: IO[bytes], seen: Seen) -> None:
         self._file = file
@@ -91,7 +91,7 @@ class _Watched:
 
 
 def _storage_bytes(checkpoint: Mapping[str, Any]) -> int:
-    """Of weights and optimizer states, those that share storage counted once; sparse ones and users' own things are not."""
+    """Returns the bytes of weights and optimizer states, shared storage counted once; sparse tensors are left out."""
     parts = [checkpoint.get("state_dict"), checkpoint.get("optimizer_states")]
     tensors = [tensor for tensor in _tensors(parts) if tensor.layout is torch.strided]
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
@@ -109,25 +109,27 @@ def _tensors(item: Any) -> Iterator[Tensor]:
 
 
 def read_file(path: Path, *, weights_only: bool | None, map_location: Any = "cpu") -> dict[str, Any]:
-    """A checkpoint's dictionary. Its tensors are mapped, where the format allows it: each rank reads what it owns.
+    """Returns a checkpoint's dictionary. Its tensors are memory-mapped if the format allows it: each rank reads what it
+    owns.
 
     Raises:
-        CheckpointError: it is damaged, no checkpoint, or holds what is not loaded from files that may not be trusted.
+        CheckpointError: it is damaged, no checkpoint, or has objects that `weights_only` does not load.
     """
     remedy = "give weights_only=False to the Trainer's method"
     loaded = load_mapped(path, weights_only=weights_only, map_location=map_location, remedy=remedy)
     if not isinstance(loaded, Mapping):
         raise CheckpointError(
-            f"{path} is no checkpoint, or is damaged (it holds a {type(loaded).__name__}); give one that a Trainer has saved"
+            f"{path} is no checkpoint, or is damaged (it holds a {type(loaded).__name__}); give one that a Trainer "
+            "has saved"
         )
     return dict(loaded)
 
 
 def check_lightnings(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
-    """Refuses what torch.save has written, and no Trainer. Raises CheckpointError."""
+    """Checks that a Trainer has saved this dictionary. Raises CheckpointError."""
     if _VERSION not in checkpoint:
         keys = ", ".join(map(str, list(checkpoint)[:5]))
         raise CheckpointError(
-            f"{path} holds a dictionary with {keys or 'nothing'}, and a checkpoint of Lightning has a {_VERSION!r}; give "
-            f"one that a Trainer has saved"
+            f"{path} holds a dictionary with {keys or 'nothing'}, and a checkpoint of Lightning has a {_VERSION!r}; "
+            "give one that a Trainer has saved"
         )

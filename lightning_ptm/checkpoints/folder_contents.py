@@ -1,4 +1,4 @@
-"""What is written where in the folder of a sharded checkpoint: files, their parts in pages and outside of them, the index."""
+"""The contents of a sharded checkpoint's folder: its files, which bytes of them this rank writes, and the index."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from lightning_ptm.storage.tensors import Layout, lay_out
 from lightning_ptm.storage.writer import FileBytes, RangeWriter, SaveOps
 
 _AT_ONCE_BYTES = 16 << 20
-"""Of what stays where it is in RAM, so much is taken together: each message of a tensor group is one more wait for all."""
+"""Bytes that are copied together of pages that are written from where they are: each message to a tensor-parallel group
+makes all its ranks wait once."""
 
 _Put = Callable[[str, int, Tensor | FileBytes, bool], None]
-"""Writes to a file, from an offset on, bytes, which may stay as they are until all is written."""
+"""Writes bytes to a file: (file name, offset, bytes, whether the bytes stay unchanged until all is written)."""
 
 
 class KindOfStates(Protocol):
@@ -57,7 +58,8 @@ class StateFiles:
 
     @staticmethod
     def of(kinds: Sequence[KindOfStates]) -> StateFiles:
-        """Raises CheckpointError: a dtype has no name in safetensors files."""
+        """Lays out the files of these kinds of states. Raises CheckpointError if a dtype has no name in safetensors
+        files."""
         places = {unit: place for place, unit in enumerate(dict.fromkeys(each.unit for each in kinds))}
         files, layouts = [], []
         for each in kinds:
@@ -68,41 +70,42 @@ class StateFiles:
         return StateFiles(tuple(files), tuple(layouts))
 
     def create(self, writer: RangeWriter) -> None:
-        """Makes them, with their headers."""
+        """Creates the files, with their headers."""
         for file, layout in zip(self.files, self.layouts, strict=True):
             writer.create(file.name, layout.header, layout.size_bytes)
 
     def seals(self) -> dict[str, Seal]:
-        """Of their headers, by name."""
+        """Returns the seals of the files' headers, by file name."""
         return {file.name: Seal.of(layout.header) for file, layout in zip(self.files, self.layouts, strict=True)}
 
 
 def bytes_here(kind: ShardedStates) -> int:
-    """What this rank has of one kind of states."""
+    """Returns the bytes of one kind of states that this rank writes."""
     paged = sum(segment.numel * flat.paged.dtype.itemsize for flat in kind.flats for segment in flat.segments)
     return paged + sum(values.nbytes for flat in kind.flats for _, _, values in flat.outside)
 
 
 def pages_of(flat: ShardedFlat, cell_numel: int, *, changing: bool) -> PagedFlat:
-    """The elements of a flat that a save takes together.
+    """Returns the ranges of a flat's elements that a save copies together.
 
     Args:
-        cell_numel: of what comes through buffers, is decoded, or changes meanwhile.
-        changing: training goes on meanwhile.
+        cell_numel: length of ranges that are read through buffers, are dequantized, or may change during the save.
+        changing: whether training goes on during the save.
     """
     cells, at_once = _cells_of(flat, cell_numel, changing=changing)
     return PagedFlat(flat, list(stretches(flat.paged.numel, cells, at_once)))
 
 
 def _cells_of(flat: ShardedFlat, cell_numel: int, *, changing: bool) -> tuple[Sequence[int] | None, int]:
-    """Where cells begin, if they are not of equal length, and elements that are read together."""
+    """Returns the starts of the cells, if their lengths differ, and the number of elements that are read together."""
     if not _stays(flat, changing=changing):
         return flat.cells, cell_numel
     return None, max(cell_numel, _AT_ONCE_BYTES // flat.paged.dtype.itemsize)
 
 
 def _stays(flat: ShardedFlat, *, changing: bool) -> bool:
-    """Whether it lies in RAM as it will in a file, until all is written."""
+    """Returns whether the flat's elements are in RAM in the form of the file, and stay unchanged until all is
+    written."""
     paged = flat.paged
     return not changing and isinstance(paged, PagedTensor) and paged.tier.addressable and in_ram(paged.tensor())
 
@@ -116,10 +119,11 @@ def parts_of(
     cell_numel: int,
     changing: bool,
 ) -> tuple[list[SnapshotPart], list[Callable[[], None]]]:
-    """What to do with paged elements, and how to write those that no page holds, which never change.
+    """Returns what writes paged elements (snapshot parts), and functions that write those outside of pages, which do
+    not change.
 
     Args:
-        exchange: of whole rows of what is cut by columns.
+        exchange: exchanges whole rows of parameters that are cut by columns.
         cell_numel, changing: see `pages_of`.
     """
     parts: dict[int, SnapshotPart] = {}
@@ -140,7 +144,8 @@ def parts_of(
 
 
 def _with(part: SnapshotPart, other: SnapshotPart) -> SnapshotPart:
-    """The same elements, some of which are another unit's: vectors, whole, so that nothing of them is exchanged."""
+    """Joins two parts with the same pages, whose flat has parameters of several units. Such flats have 1-D parameters,
+    which are not cut, so that nothing of them is exchanged."""
 
     def put(start: int, values: Tensor) -> None:
         part.put(start, values)
@@ -181,14 +186,14 @@ def _put_stretches(
     values: Tensor,
     stays: bool,
 ) -> None:
-    """Write elements of a parameter, from its element `first` on, to their places in the whole tensor of the file."""
+    """Writes elements of a parameter, from its element `first` on, to their places in the whole tensor of the file."""
     for stretch in parameter.stretches(first, values.numel()):
         offset = starts[parameter.name] + stretch.whole_start * values.dtype.itemsize
         put(name, offset, values.narrow(0, stretch.start - first, stretch.numel), stays)
 
 
 def write_dictionary(path: Path, checkpoint: Mapping[str, Any], ops: SaveOps) -> Seal:
-    """Write Lightning's own dictionary, synced. Raises CheckpointError."""
+    """Writes Lightning's own dictionary, synced. Raises CheckpointError."""
     buffer = io.BytesIO()
     torch.save(dict(checkpoint), buffer)
     content = buffer.getvalue()
@@ -206,13 +211,13 @@ def index_of(
     world_size: int,
     page_size: int,
 ) -> Index:
-    """The index of a checkpoint.
+    """Returns the index of a checkpoint.
 
     Args:
-        optimizers: those whose states are in it.
-        names: of the tensors in the files, by id of parameter.
-        world_size: ranks that write.
-        page_size: of the run.
+        optimizers: the optimizers whose states are in it.
+        names: names of the tensors in the files, by id of parameter.
+        world_size: number of ranks that write.
+        page_size: the run's, in bytes.
     """
     state = parameters_by_name(module)
     return Index(

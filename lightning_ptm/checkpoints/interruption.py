@@ -1,7 +1,8 @@
-"""What becomes of checkpoints when a run is cut short by an error or Ctrl-C: callbacks save before the strategy is told.
+"""Decides whether checkpoints can still be saved after an error or Ctrl-C has interrupted a run.
 
-Owns whether it is known that this run was, and why nothing is saved of it. One object a run.
-I1: it is settled once, before anything of the run is saved; afterwards no rank waits for another in vain.
+Lightning's callbacks save on an exception before the strategy hears of it. Owns whether the interruption has been
+handled, and why nothing is saved any more. One object per run.
+I1: it is handled once, before anything of the run is saved; afterwards no rank waits for another in vain.
 """
 
 from __future__ import annotations
@@ -20,23 +21,26 @@ from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.trainer.internals import trainer_of
 
 _MEET_S = 5.0
-"""How long a rank that was cut short waits for the others to be, before a checkpoint is given up."""
+"""Seconds for which an interrupted rank waits for the others, before saving is given up."""
 
 TORN = (
-    "the run was cut short when some units had been updated in the step and others had not, so there is no state to go on "
-    "from; go on from an earlier one (a hook on_before_optimizer_step in the module keeps steps whole: units wait for it)"
+    "the run was interrupted within a step, when some units had been updated and others had not, so there is no state "
+    "to resume from; resume from an earlier checkpoint (a hook on_before_optimizer_step in the module keeps steps "
+    "whole: units wait for it)"
 )
 _APART = (
-    "the ranks were not all cut short in the same step, or not all of them were, so there is no state that all of them have; "
-    "go on from an earlier one (ModelCheckpoint(every_n_train_steps=...) writes some)"
+    "the ranks were not all interrupted, or not in the same step, so there is no state that all of them have; resume "
+    "from an earlier checkpoint (ModelCheckpoint(every_n_train_steps=...) writes some)"
 )
 
 
 class Interruption:
-    """Settles whether a run that was cut short can still be saved.
+    """Decides whether an interrupted run can still be saved.
 
     Args:
-        engine: the run's; module: what it trains; saves: the checkpoints in progress.
+        engine: the run's engine.
+        module: the module that it trains.
+        saves: checkpoints that are being written.
     """
 
     def __init__(self, engine: Engine, module: LightningModule, saves: SaveQueue) -> None:
@@ -45,24 +49,24 @@ class Interruption:
         self._saves = saves
         self._settled = False
         self.unsaved = ""
-        """Why the run writes no checkpoint any more; empty while it does."""
+        """Why the run writes no more checkpoints; empty while it does."""
 
     @property
-    def here(self) -> bool:
-        """Whether the run was cut short on this rank."""
+    def on_this_rank(self) -> bool:
+        """Whether the run was interrupted on this rank."""
         trainer = trainer_of(self._module)
         return trainer is not None and trainer.state.status is TrainerStatus.INTERRUPTED
 
     @property
     def torn(self) -> bool:
-        """Whether what the run leaves behind is of two steps."""
+        """Whether some of the run's states are of one step and some of the next."""
         engine = self._engine
         return self.unsaved == TORN or engine.update_failed or (engine.barriers.failed and engine.stepping.torn)
 
     def settle(self) -> None:
-        """Find out whether there is a state that all ranks have; where there is none, this rank hangs up, so that nobody
-        waits for it (I1). Does nothing in a run that goes on."""
-        if self._settled or not self.here:
+        """Finds out whether all ranks have a common state. If not, this rank leaves the communicator, so that no rank
+        waits for it (I1). Does nothing in a run that was not interrupted."""
+        if self._settled or not self.on_this_rank:
             return
         self._settled = True
         engine = self._engine
@@ -75,17 +79,17 @@ class Interruption:
             return
         try:
             self._saves.finish()
-        except CheckpointError as error:  # of an earlier one: no reason to save nothing now
+        except CheckpointError as error:  # of an earlier checkpoint; this one can be saved all the same
             rank_zero_warn(str(error))
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """An error in the block is no news where the run has ended with another one, and would hide that: it is the reason
-        why nothing is saved."""
+    def recorded(self) -> Iterator[None]:
+        """Context for saving: in an interrupted run an error becomes the reason why nothing is saved, and is not
+        raised, since it would hide the error that interrupted the run."""
         try:
             yield
         except (AngelPTMError, OSError) as error:
-            if not self.here:
+            if not self.on_this_rank:
                 raise
             self._give_up(str(error))
 

@@ -1,8 +1,9 @@
-"""Weights as an ordinary dictionary: what Lightning saves and loads.
+"""The module's weights as an ordinary state dict, as Lightning saves and loads it.
 
-The same bytes as a single device would have saved: fp32 weights by name, so a checkpoint moves freely between angel_ptm,
-DDP and one device (as do optimizer states: optimizer_states.py). Built unit by unit; the dictionary itself is whole, on rank
-0 only (assembly_memory.py says where). Every function that is given an engine is collective.
+The dictionary is the one that a single device would have saved, fp32 weights by name, so checkpoints move freely
+between angel_ptm, DDP and one device (as do optimizer states: optimizer_states.py). It is gathered unit by unit, and
+only rank 0 keeps it whole (assembly_memory.py says in which memory). Every function with an engine argument is
+collective.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lightning_ptm.torch_internals import IncompatibleKeys
 
 
 def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict[str, Any]:
-    """The module's state dict with precise, full weights; empty where not `keep` (other ranks than 0)."""
+    """Returns the module's state dict with precise, full weights; empty unless `keep` (on ranks other than 0)."""
     engine.drain("state dict")
     engine.executor.release_all()
     values: dict[int, Tensor] = {}
@@ -36,15 +37,15 @@ def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict
             values[id(parameter)] = copy_of(name, value)
     if not keep:
         return {}
-    # The module's own state_dict names everything (tied weights, buffers, extra state, users' overrides), and its hooks may
-    # change values. It also carries the modules' versions, which `load_state_dict` asks for.
-    with engine.lent_parameters.lent(values):
+    # The module's own state_dict knows all names (tied weights, buffers, extra state, overrides), its hooks may change
+    # values, and it adds the modules' versions, which `load_state_dict` reads.
+    with engine.lent_parameters.substituted(values):
         return module.state_dict()
 
 
 def takes_keywords(module: torch.nn.Module) -> bool:
-    """Whether the module's `state_dict` can be asked for the parameters themselves; an override of the user's, as there are
-    with `strict_loading=False`, may take no arguments."""
+    """Returns whether the module's `state_dict` takes `keep_vars`. A user's override, as is common with
+    `strict_loading=False`, may take no arguments."""
     try:
         inspect.signature(type(module).state_dict).bind(module, keep_vars=True)
     except TypeError:
@@ -53,16 +54,16 @@ def takes_keywords(module: torch.nn.Module) -> bool:
 
 
 def parameters_by_name(module: torch.nn.Module) -> dict[str, Any]:
-    """The module's state dict with the parameters themselves.
+    """Returns the module's state dict with the parameters themselves in place of their values.
 
     Raises:
-        UsageError: it cannot be asked for them.
+        UsageError: an override of `state_dict` takes no `keep_vars`.
     """
     if not takes_keywords(module):
         raise UsageError(
-            f"{type(module).__name__}.state_dict takes no keywords, and sharded checkpoints ask it for the parameters "
-            f"themselves; write `def state_dict(self, *args, **kwargs)` and hand them on to super().state_dict, or save with "
-            f"state_dict_type='full'"
+            f"{type(module).__name__}.state_dict takes no keywords, and sharded checkpoints call it with "
+            "keep_vars=True; write `def state_dict(self, *args, **kwargs)` and pass them to super().state_dict, or "
+            "save with state_dict_type='full'"
         )
     return module.state_dict(keep_vars=True)
 
@@ -71,24 +72,24 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
     """Writes a state dict into pages and buffers.
 
     Raises:
-        RuntimeError: names are missing or unexpected under `strict`, in torch's own words.
+        RuntimeError: names are missing or unexpected under `strict`; torch's own error.
         ConfigError: a shape differs.
-        UsageError: the module's own code changes values of parameters while they are loaded.
+        UsageError: the module's own code changes values of parameters during loading.
     """
     engine.drain("load a state dict")
     engine.executor.release_all()
-    with engine.lent_parameters.lent(None):
+    with engine.lent_parameters.substituted(None):
         named = named_items(module)
     parameters = engine.gathered_flats.shapes()
     by_id = {id(item): state[name] for name, item in named.items() if name in state and id(item) in parameters}
     engine.values.load_parameters(by_id)
-    with engine.state_dicts.as_they_are():
+    with engine.state_dicts.without_gathering():
         load_rest(module, state, named, parameters, strict=strict)
 
 
 def named_items(module: LightningModule) -> dict[str, Any]:
-    """Parameters, and what else there is, by name: as a part of the module names its parameters itself, and otherwise as it
-    would say, but for hooks that change values."""
+    """Returns parameters and other items of the state dict by name: parameters under the names of their modules, other
+    items under those that the module's `state_dict` gives them."""
     named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     names_of = module.state_dict if takes_keywords(module) else partial(torch.nn.Module.state_dict, module)
     named |= {
@@ -103,27 +104,27 @@ def load_rest(
     module: LightningModule,
     state: Mapping[str, Any],
     named: Mapping[str, Any],
-    elsewhere: Mapping[int, tuple[int, ...]],
+    shapes: Mapping[int, tuple[int, ...]],
     *,
     strict: bool,
 ) -> Collection[str] | None:
-    """Has the module load all but the parameters in `elsewhere`, by id, whose values get where they are on another way.
+    """Has the module load all items but the parameters in `shapes`, whose values are written in another way.
 
     Args:
-        elsewhere: with the shapes that a state dict has for them.
+        shapes: by id of parameter, the shape of its value in a state dict.
 
     Returns:
-        Names that the state lacks; None where an override does not say.
+        Names that the state lacks; None where an override does not return them.
     """
-    # Buffers, extra state, hooks and the report of names are torch's: it is given the parameters that it expects,
-    # as empty meta tensors of the right shape, so that it copies nothing into released storage.
+    # torch's load_state_dict handles buffers, extra state, hooks and the report of names. In place of the parameters
+    # it gets empty meta tensors of the right shapes, so that it copies nothing into released storage.
     rest = cast(dict[str, Any], copy(state))
     given: list[tuple[Tensor, int]] = []
     for name, value in state.items():
-        if name in named and id(named[name]) in elsewhere:
+        if name in named and id(named[name]) in shapes:
             rest[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
             given.append((rest[name], id(named[name])))
-    stand_ins = Placeholders(module, elsewhere)
+    stand_ins = Placeholders(module, shapes)
     with stand_ins, stand_ins.watched(given), warnings.catch_warnings():
         if given:
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
@@ -131,19 +132,19 @@ def load_rest(
     if stand_ins.changed:
         names = [name for name, item in named.items() if id(item) in stand_ins.changed]
         raise UsageError(
-            f"{some(names, 3)}: changed by a hook or an override of load_state_dict of the {type(module).__name__} while a "
-            f"checkpoint is loaded; these parameters have no storage of their own then, since they are on the meta device or "
-            f"in pages, so the change would be lost; change checkpoint['state_dict'] in the LightningModule's "
-            f"on_load_checkpoint instead"
+            f"{some(names, 3)} {'was' if len(names) == 1 else 'were'} changed by a hook or an override of "
+            f"load_state_dict of the {type(module).__name__} while a checkpoint was loaded; the change would be lost, "
+            "since parameters on the meta device or in pages have no storage of their own; change "
+            "checkpoint['state_dict'] in the LightningModule's on_load_checkpoint instead"
         )
-    # An override of the user's may return anything, such as nothing.
+    # A user's override may return anything, None included.
     told = result.missing_keys if isinstance(result, IncompatibleKeys) else None
     missing = {id(named[name]) for name in (named.keys() - state.keys() if told is None else told) if name in named}
     known = {of for _, of in given}
     for name, item in named.items():
-        if id(item) in elsewhere and id(item) not in known and id(item) not in missing:
+        if id(item) in shapes and id(item) not in known and id(item) not in missing:
             raise ConfigError(
-                f"{name} is not in the checkpoint under this name and a hook of the module provides it while loading; pages "
-                f"cannot follow such hooks: rename the checkpoint's keys in on_load_checkpoint"
+                f"{name} is not in the checkpoint under this name, and a hook of the module provides it during "
+                "loading, which does not reach pages; rename the checkpoint's keys in on_load_checkpoint"
             )
     return told

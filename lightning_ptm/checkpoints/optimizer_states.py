@@ -1,6 +1,7 @@
-"""Optimizer states as an optimizer's own state dict: saved, loaded, taken over when a run begins, given back at its end.
+"""Optimizer states in the format of an optimizer's own state dict: saved, loaded, taken into pages at the start of a
+run, and restored to the optimizer at its end.
 
-Full tensors, in the optimizer's own format. Every function that is given an engine is collective."""
+State tensors are full tensors. Every function with an engine argument is collective."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ from lightning_ptm.update.trial.traits import same_value
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The user's optimizer, out of Lightning's wrapper."""
+    """Returns the user's optimizer, which Lightning's wrapper holds."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
-    """An optimizer's parameters, in its own order."""
+    """Returns an optimizer's parameters, in its own order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
-    """The optimizer's state dict with full state tensors; empty where not `keep`."""
+    """Returns the optimizer's state dict with full state tensors; empty unless `keep`."""
     engine.drain("optimizer state")
     engine.executor.release_all()
     optimizer = plain_optimizer(optimizer)
@@ -40,40 +41,43 @@ def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict
     states: dict[int, dict[str, Any]] = {}
     copy_of = copies(engine)
     for parameter, state in engine.optimizer_values.states(index, copy_of if keep else lambda name, value: value):
-        if keep and id(parameter) in order:  # else its group was taken away since
+        if keep and id(parameter) in order:  # else it was removed from the optimizer's groups
             states[order[id(parameter)]] = state
     if not keep:
         return {}
     with opened(optimizer):
         result = optimizer.state_dict()
-    if engine.stepping.steps_itself(optimizer) or not order:  # or Lightning's stand-in for none
+    if engine.stepping.steps_itself(optimizer) or not order:  # or it is Lightning's mock optimizer
         return result
-    # What the optimizer itself keeps is of parameters that this run does not train.
+    # States that the optimizer itself holds are those of parameters that this run does not train.
     states = result["state"] | states
     result["state"] = {place: states[place] for place in sorted(states) if states[place]}
     return result
 
 
 def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> Callable[[], None]:
-    """Writes an optimizer's state dict into pages and its groups into the user's object.
+    """Writes an optimizer's state dict into pages, and its groups into the user's optimizer.
+
+    The loaded tensors also appear in the optimizer's `state`, where the user can read them until the first step.
+    Updates write to pages only.
 
     Returns:
-        What takes the tensors that were given out of the optimizer's `state` again. They can be looked at there until the
-        first step; those that updates write are in pages.
+        Function that removes these tensors from the optimizer's `state`.
 
     Raises:
-        ConfigError: it was saved by an optimizer with other parameter groups, or whose settings keep states for which this
-            run has no pages.
+        ConfigError: the state dict is of an optimizer with other parameter groups, or with settings that need states
+            for which this run has no pages.
     """
     optimizer = plain_optimizer(optimizer)
-    if engine.stepping.steps_itself(optimizer) or not parameters_of(optimizer):  # or Lightning's stand-in for none
+    if engine.stepping.steps_itself(optimizer) or not parameters_of(optimizer):  # or it is Lightning's mock optimizer
         optimizer.load_state_dict(dict(state))
         return lambda: None
     saved, ours = state["param_groups"], optimizer.param_groups
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in ours]:
         raise ConfigError(
-            f"the checkpoint's optimizer has parameter groups of {[len(group['params']) for group in saved]} parameters, "
-            f"this run's of {[len(group['params']) for group in ours]}; configure the optimizer as it was saved"
+            f"the checkpoint's optimizer has parameter groups of {[len(group['params']) for group in saved]} "
+            f"parameters, and this run's of {[len(group['params']) for group in ours]}, so its states cannot be "
+            "assigned; configure the optimizer as it was saved"
         )
     states = _states_in(state, optimizer)
     _check_kept(engine, optimizer, states, saved)
@@ -84,14 +88,15 @@ def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[st
 
 
 def _states_in(state: Mapping[str, Any], optimizer: Optimizer) -> dict[int, Mapping[str, Any]]:
-    """A state dict's states by id of parameter."""
+    """Returns a state dict's states by id of parameter."""
     parameters = parameters_of(optimizer)
     places = [place for group in state["param_groups"] for place in group["params"]]
     return {id(parameters[i]): state["state"][place] for i, place in enumerate(places) if place in state["state"]}
 
 
 def follow_loaded_state(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> Callable[[], None]:
-    """Takes into pages what the optimizer's own `load_state_dict` was given; its groups are loaded already. Collective.
+    """Writes states into pages that the user has loaded with the optimizer's own `load_state_dict`, which has loaded
+    the groups already. Collective.
 
     Returns, raises: as `take_over_optimizer_state`.
     """
@@ -99,16 +104,17 @@ def follow_loaded_state(engine: Engine, optimizer: Optimizer, state: Mapping[str
 
 
 def take_over_optimizer_state(engine: Engine, optimizer: Optimizer) -> Callable[[], None] | None:
-    """Takes the states that an optimizer has when a run begins into pages: an earlier run's, or loaded by hand.
+    """Writes the states that an optimizer has at the start of a run into pages: those of an earlier run, or loaded by
+    the user.
 
-    Where rank 0 alone has them, as a run leaves them, all ranks get them from there. Collective.
+    A run leaves the states on rank 0 only, which then broadcasts them. Collective.
 
     Returns:
-        As `load_optimizer_state`; None where there are no states.
+        As `load_optimizer_state`; None if there are no states.
 
     Raises:
-        ConfigError: the run has no pages for one of them, or another shape.
-        UsageError: ranks have them, and rank 0 has none.
+        ConfigError: the run has no pages for a state, or it has another shape.
+        UsageError: other ranks have states, and rank 0 has none.
     """
     optimizer = plain_optimizer(optimizer)
     parameters = parameters_of(optimizer)
@@ -120,20 +126,21 @@ def take_over_optimizer_state(engine: Engine, optimizer: Optimizer) -> Callable[
         here = engine.barriers.broadcast(here)
         if not here:
             raise UsageError(
-                f"the {type(optimizer).__name__} has states on some ranks, and none on rank 0; load them on all ranks"
+                f"the {type(optimizer).__name__} has states on some ranks and none on rank 0, so ranks would go on "
+                "with different states; load them on all ranks"
             )
     states = {id(parameters[place]): state for place, state in here.items()}
     return _take_states(engine, optimizer, states)
 
 
 def _take_states(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapping[str, Any]]) -> Callable[[], None]:
-    """Writes states by id of parameter into pages and shows them; see `load_optimizer_state`."""
+    """Writes states, by id of parameter, into pages and shows them in the optimizer; see `load_optimizer_state`."""
     lacking = _lacking(engine, optimizer, states)
     if lacking:
         raise ConfigError(
-            f"the {type(optimizer).__name__} was given {', '.join(lacking)} of earlier steps, for which this run has no "
-            f"pages, since its settings were others when the run began or are now; return a new optimizer with the settings "
-            f"of these states from configure_optimizers"
+            f"the {type(optimizer).__name__} was given the states {', '.join(lacking)}, for which this run has no "
+            "pages, since it had other settings when the run began or has others now; return a new optimizer with the "
+            "settings of these states from configure_optimizers"
         )
     engine.drain("load optimizer state")
     index = engine.updates.groups.index_of(optimizer)
@@ -150,7 +157,7 @@ def _take_states(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapp
     def forget(*_: Any) -> None:
         hook.remove()
         with opened(optimizer):
-            for parameter in paged:  # of others the optimizer itself keeps them, as ever
+            for parameter in paged:  # states of other parameters stay in the optimizer
                 optimizer.state.pop(parameter, None)
 
     hook = optimizer.register_step_post_hook(forget)
@@ -158,7 +165,7 @@ def _take_states(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapp
 
 
 def _lacking(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Names of states of a parameter for which the run has no pages."""
+    """Returns names of the first parameter's states for which the run has no pages; empty if it has pages for all."""
     for _, flat in engine.updates.groups.flats_of(engine.updates.groups.index_of(optimizer)):
         binding = flat.store.binding
         for slot, parameter in enumerate(binding.parameters):
@@ -180,7 +187,8 @@ def _lacking(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapping[
 def _check_kept(
     engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapping[str, Any]], saved: list[dict[str, Any]]
 ) -> None:
-    """Training would go on with the checkpoint's settings, and fail at the first update for want of pages."""
+    """Raises ConfigError if the checkpoint's settings, with which training would go on, need states without pages. The
+    first update would fail otherwise."""
     differing = {
         f"{key}={value!r}"
         for group, loaded in zip(optimizer.param_groups, saved, strict=True)
@@ -192,19 +200,19 @@ def _check_kept(
     lacking = _lacking(engine, optimizer, states)
     if lacking:
         raise ConfigError(
-            f"the checkpoint's {type(optimizer).__name__} keeps {', '.join(lacking)}, and this run has no pages for that: "
-            f"its settings were {', '.join(sorted(differing))}, with which training would go on; give these to the optimizer "
-            f"in configure_optimizers"
+            f"the checkpoint's {type(optimizer).__name__} has states {', '.join(lacking)}, for which this run has no "
+            f"pages: it was saved with {', '.join(sorted(differing))}, and training would go on with these settings; "
+            "give them to the optimizer in configure_optimizers"
         )
 
 
-def give_back_optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> None:
-    """Puts full state tensors into the user's optimizer, whose parameters are ordinary again (nothing where not `keep`)."""
+def restore_optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> None:
+    """Restores full state tensors to the user's optimizer (only if `keep`), whose parameters are ordinary again."""
     optimizer = plain_optimizer(optimizer)
     found: dict[int, dict[str, Any]] = {}
-    for parameter, state in engine.optimizer_values.states(engine.updates.groups.index_of(optimizer), letting_go=True):
+    for parameter, state in engine.optimizer_values.states(engine.updates.groups.index_of(optimizer), last_read=True):
         if keep and state:
             found[id(parameter)] = state
-    for parameter in parameters_of(optimizer):  # in this order, as a plain optimizer has them
+    for parameter in parameters_of(optimizer):  # in the order of a plain optimizer
         if id(parameter) in found:
             optimizer.state[parameter] = found[id(parameter)]

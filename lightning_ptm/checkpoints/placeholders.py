@@ -1,4 +1,4 @@
-"""Empty tensors in the places of parameters without storage, while a state dict is loaded, and who writes to them then."""
+"""Meta tensors in place of parameters without storage while a state dict is loaded, and detection of writes to them."""
 
 from __future__ import annotations
 
@@ -13,62 +13,67 @@ from lightning_ptm.torch_internals import OpOverload, TorchDispatchMode, paramet
 
 
 class Placeholders:
-    """Inside, empty meta tensors of these shapes stand in the module for the parameters in `elsewhere`, by id."""
+    """Context in which meta tensors replace the parameters in `shapes` in the module.
 
-    def __init__(self, module: torch.nn.Module, elsewhere: Mapping[int, tuple[int, ...]]) -> None:
+    Args:
+        shapes: shapes of the meta tensors, by id of the parameter.
+    """
+
+    def __init__(self, module: torch.nn.Module, shapes: Mapping[int, tuple[int, ...]]) -> None:
         self._module = module
-        self._elsewhere = elsewhere
-        self._taken: list[tuple[torch.nn.Module, str, torch.nn.Parameter, torch.nn.Parameter]] = []
+        self._shapes = shapes
+        self._replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter, torch.nn.Parameter]] = []
         self._of: dict[int, torch.nn.Parameter] = {}
         self.changed: set[int] = set()
-        """Parameters, by id, that were to get other values than those given, as far as they were watched."""
+        """Ids of parameters that, inside of `watched`, got other values than those given."""
 
     def __enter__(self) -> None:
         for owner in self._module.modules():
             for name, parameter in parameters_in(owner).items():
-                if id(parameter) in self._elsewhere:
+                if id(parameter) in self._shapes:
                     assert parameter is not None
-                    empty = torch.empty(self._elsewhere[id(parameter)], dtype=parameter.dtype, device="meta")
+                    empty = torch.empty(self._shapes[id(parameter)], dtype=parameter.dtype, device="meta")
                     stand_in = torch.nn.Parameter(empty, requires_grad=False)
-                    self._taken.append((owner, name, parameter, stand_in))
+                    self._replaced.append((owner, name, parameter, stand_in))
                     self._of[id(stand_in)] = parameter
                     parameters_in(owner)[name] = stand_in
 
     def __exit__(self, *exception: object) -> None:
-        for owner, name, parameter, _ in self._taken:
+        for owner, name, parameter, _ in self._replaced:
             parameters_in(owner)[name] = parameter
 
     def stands_for(self, item: Any) -> Any:
-        """What an item of the module's state dict stands for, itself if for nothing."""
+        """Returns the parameter that a placeholder in the module's state dict replaces; other items unchanged."""
         return self._of.get(id(item), item)
 
     @contextmanager
     def watched(self, given: Sequence[tuple[Tensor, int]]) -> Iterator[None]:
-        """Inside, `changed` learns of parameters that get something else than what was given for them, by id.
+        """Context in which `changed` records parameters that get other values than those given, (value, id of
+        parameter).
 
-        Ends inside of the stand-ins.
+        Must end before the placeholders are removed.
         """
-        if not self._taken:
+        if not self._replaced:
             yield
             return
-        owners = {_storage(stand_in): id(parameter) for _, _, parameter, stand_in in self._taken}
+        owners = {_storage(stand_in): id(parameter) for _, _, parameter, stand_in in self._replaced}
         owners |= {_storage(value): of for value, of in given}
         with _Writes(owners, self.changed):
             yield
-        for owner, name, parameter, _ in self._taken:
-            if owners.get(_storage(parameters_in(owner).get(name))) != id(parameter):  # another tensor was put there
+        for owner, name, parameter, _ in self._replaced:
+            if owners.get(_storage(parameters_in(owner).get(name))) != id(parameter):  # replaced by another tensor
                 self.changed.add(id(parameter))
 
 
 class _Writes(TorchDispatchMode):
-    """Inside, finds out which stand-ins are written to, other than by copying what stands for the same parameter.
+    """Mode that finds writes to placeholders, except copies of the value given for the same parameter.
 
     Args:
-        owners: which parameter a meta tensor stands for, by its storage.
-        changed: where to tell it.
+        owners: id of the parameter that a meta tensor stands for, by the tensor's storage.
+        changed: set to which ids of written parameters are added.
     """
 
-    supports_higher_order_operators = True  # they write to nothing that they are given
+    supports_higher_order_operators = True  # they write to none of their arguments
 
     def __init__(self, owners: Mapping[int | None, int], changed: set[int]) -> None:
         super().__init__()
@@ -94,6 +99,6 @@ class _Writes(TorchDispatchMode):
 
 
 def _storage(value: Any) -> int | None:
-    """Equal for views of one meta tensor; None for all else."""
+    """Returns a key that views of one meta tensor share; None for other values."""
     is_meta = isinstance(value, Tensor) and value.is_meta and value.layout is torch.strided
     return storage_id(value.untyped_storage()) if is_meta else None

@@ -1,8 +1,9 @@
-"""What the user's module and optimizers get back when a run ends: ordinary tensors, where RAM holds them.
+"""Restores weights and optimizer states to the user's module and optimizers when a run ends, as far as RAM has room.
 
-Knows the engine; decides nothing about pages. Every function is collective.
-I1: what a run has trained is never dropped for want of RAM: where all weights do not fit, those that were trained come back
-alone; where these do not, the caller writes them to disk. What was never trained is where it came from.
+Knows the engine; decides nothing about pages. Every function is collective unless it says otherwise.
+I1: weights that a run has trained are never dropped for want of RAM. If not all weights fit, only trained ones are
+restored; if these do not fit, the caller writes them to disk. Weights that were never trained can be loaded from their
+source again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Collection, Iterable
 
 from torch.optim import Optimizer
 
-from lightning_ptm.checkpoints.optimizer_states import give_back_optimizer_state
+from lightning_ptm.checkpoints.optimizer_states import restore_optimizer_state
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import PageIOError, UsageError
 from lightning_ptm.runtime.engine.engine import Engine
@@ -26,30 +27,30 @@ log = logging.getLogger(__name__)
 
 
 class GivenBack(enum.Enum):
-    """Which of the weights come back at the end of a run."""
+    """Which weights are restored at the end of a run."""
 
-    NONE = "none: they are not wanted, or not known"
+    NONE = "none: they are not wanted, or have no values"
     ALL = "all"
     TRAINED = "those that were trained, since RAM has no room for all"
-    WRITTEN = "none: they go to disk, since RAM has no room for those that were trained"
+    WRITTEN = "none: they are written to disk, since RAM has no room for those that were trained"
 
 
 def _needed(engine: Engine, ranks_here: int, *, whole: bool) -> tuple[int, int]:
-    """RAM that all weights take, and that those which were trained do, on this machine."""
+    """Returns the RAM of this machine that all weights take, and that trained ones take."""
     every, left_out = list(engine.gathered_flats.bindings()), engine.lent_parameters.untrained()
     trained = [each for each in every if each not in left_out]
-    # What the user has built, and pages have rounded, was in RAM all the time.
+    # The user's original tensors, which pages have rounded, are in RAM already.
     total = engine.precise_bytes(with_other_parts=whole) - engine.values.bytes_of_originals()
     return total * ranks_here, engine.precise_bytes_of(trained, with_other_parts=whole) * ranks_here
 
 
-def decided(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False) -> GivenBack:
-    """What will be given back, by the RAM that is free now.
+def decide(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False) -> GivenBack:
+    """Decides which weights are restored, by the RAM that is free now.
 
     Args:
-        wanted: the user wants weights.
-        ranks_here: ranks that share this machine's RAM.
-        whole: parts of parameters will be put together.
+        wanted: whether the user wants them (restore_weights).
+        ranks_here: number of ranks that share this machine's RAM.
+        whole: whether slices of parameters will be assembled to whole ones.
     """
     if (engine.barriers.failed and not engine.communicator.alone) or engine.values.unknown or not wanted:
         return GivenBack.NONE
@@ -74,14 +75,15 @@ def _free_bytes(engine: Engine) -> int:
 
 
 def _untouched_bytes(engine: Engine) -> int:
-    """Of pools in RAM, what only steps will touch: gradients, states, staging."""
+    """Returns the bytes of pools in RAM that only steps will touch: gradients, optimizer states, staging."""
     ram = engine.blueprint.ram
     laid = sum(engine.gathered_flats.bytes_of_homes(flat) for store in engine.stores for flat in store.flats)
     return max(0, engine.blueprint.pool_bytes[ram] - laid)
 
 
-def foretold(engine: Engine, *, ranks_here: int, whole: bool = False) -> str:
-    """What will not be given back, as far as can be told before the first step; empty: all will be. Not collective."""
+def prediction(engine: Engine, *, ranks_here: int, whole: bool = False) -> str:
+    """Returns a message that says what will not be restored, as predicted before the first step; empty if all will be.
+    Not collective."""
     every, trained = _needed(engine, ranks_here, whole=whole)
     free = free_host_bytes() - _untouched_bytes(engine) * ranks_here
     if every <= free:
@@ -89,24 +91,26 @@ def foretold(engine: Engine, *, ranks_here: int, whole: bool = False) -> str:
     if trained <= free:
         return (
             f"RAM will have no room for all weights at the end of this run ({format_bytes(every)} in full precision, "
-            f"{format_bytes(max(free, 0))} free): the module gets those back that are trained ({format_bytes(trained)}), so "
-            f"that adapters can be saved (save_pretrained, save_checkpoint(..., weights_only=True)), and its frozen "
-            f"parameters have no values then; to have all, make more RAM available, or load the result over the base model"
+            f"{format_bytes(max(free, 0))} free), so the module will get only its trained weights back "
+            f"({format_bytes(trained)}), enough to save adapters (save_pretrained, save_checkpoint(..., "
+            "weights_only=True)), and its frozen parameters will have no values; to have all, make more RAM "
+            "available, or load the result over the base model"
         )
     return (
-        f"RAM will have no room for the trained weights at the end of this run ({format_bytes(trained)} in full precision, "
-        f"{format_bytes(max(free, 0))} free): they are written to disk then, as a sharded checkpoint, and the module's "
-        f"parameters have no values; restore_weights=False says that they are not wanted, as where ModelCheckpoint saves them"
+        f"RAM will have no room for the trained weights at the end of this run ({format_bytes(trained)} in full "
+        f"precision, {format_bytes(max(free, 0))} free), so they will be written to disk as a sharded checkpoint, and "
+        "the module's parameters will have no values; give restore_weights=False if they are not wanted, as where "
+        "ModelCheckpoint saves them"
     )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Returned:
-    """What became of the weights.
+    """The result of restoring weights.
 
     Attributes:
-        given: what was trained has its values.
-        failure: what an update has raised that nobody has heard of yet.
+        given: whether the trained parameters have their values.
+        failure: error of an update that was not raised yet.
     """
 
     given: bool
@@ -114,45 +118,46 @@ class Returned:
 
 
 def weights(
-    engine: Engine, back: GivenBack, told_later: list[Exception], *, again: str = "", path: str = ""
+    engine: Engine, back: GivenBack, lost_writes: list[Exception], *, again: str = "", path: str = ""
 ) -> Returned:
-    """Puts whole, precise weights into the module's parameters; lets go of others: they cannot be read then.
+    """Restores precise, whole weights to the module's parameters. Parameters that are not restored cannot be read then.
 
     Args:
-        back: what `decided` has said.
-        told_later: gets the error of what was written to copies since the last step began, and is lost.
-        again: how frozen parameters get their values in a next run; empty: somebody has to load them.
-        path: where weights were written to instead.
+        back: the result of `decide`.
+        lost_writes: list to which an error is added if the user has written to copies of parameters since the last step
+            began, so that the writes are lost.
+        again: how frozen parameters get their values in the next run; empty: the user has to load them.
+        path: folder to which weights were written instead.
 
     Raises:
-        What the last updates of a run have met that nobody else has heard of yet, if no weights come back, e.g. PageIOError.
+        The error of the last updates that was not raised yet, if no weights are restored, e.g. PageIOError.
     """
     if engine.barriers.failed and not engine.communicator.alone:
-        log.warning(
-            "this run has failed, so the module's parameters have no values any more; load them from a checkpoint"
-        )
-        engine.lent_parameters.let_go()
+        log.warning("this run has failed, so the module's parameters have no values; load them from a checkpoint")
+        engine.lent_parameters.detach()
         return Returned(False)
     if back in (GivenBack.NONE, GivenBack.WRITTEN):
-        absent = f"were written to {path} when its run ended, for want of RAM; load them from there" if path else ENDED
+        absent = (
+            f"were written to {path} at the end of their run, for want of RAM; load them from there" if path else ENDED
+        )
         try:
             if not engine.barriers.failed:
                 engine.drain("weights at the end", at_end=True)
-                _look_for_lost_writes(engine, told_later)
+                _check_lost_writes(engine, lost_writes)
         finally:
-            engine.lent_parameters.let_go(absent)
+            engine.lent_parameters.detach(absent)
         return Returned(False)
     left_out = engine.lent_parameters.untrained() if back is GivenBack.TRAINED else []
     try:
         failure = _drained(engine)
         engine.executor.release_all()
-        _look_for_lost_writes(engine, told_later)
+        _check_lost_writes(engine, lost_writes)
         engine.lent_parameters.restore(left_out, _left_out(again))
     except Exception as error:
-        engine.lent_parameters.let_go()
+        engine.lent_parameters.detach()
         if not engine.barriers.failed:
-            raise  # the first to hear of the last step's update: nobody else would report it
-        log.warning("the weights could not be given back to the module: %s", error)
+            raise  # the error of the last step's update, which nothing else reports
+        log.warning("the weights could not be restored to the module: %s", error)
         return Returned(False)
     if failure is not None:
         log.warning("an update has failed, so that some of the module's weights may be of the step before: %s", failure)
@@ -160,10 +165,10 @@ def weights(
 
 
 def _drained(engine: Engine) -> Exception | None:
-    """All updates are done, or none is under way any more: the error that has ended them.
+    """Drains all updates. Returns the error that has ended them, if the weights can be restored all the same.
 
     Raises:
-        It, where it says nothing of pages (PageIOError: what they hold is unknown), or where ranks would have to agree.
+        The error, if it makes pages unreliable (PageIOError), or if there are several ranks, which would have to agree.
     """
     try:
         engine.drain("weights at the end", at_end=True)
@@ -180,28 +185,28 @@ def _left_out(again: str) -> str:
     return f"ended with a run that did not train it, since RAM had no room for them; {then}, or make more RAM available"
 
 
-def _look_for_lost_writes(engine: Engine, told_later: list[Exception]) -> None:
+def _check_lost_writes(engine: Engine, lost_writes: list[Exception]) -> None:
     try:
         engine.lent_parameters.check_written()
         engine.updates.check_stepped()
     except UsageError as error:
-        if not engine.barriers.failed:  # else the run's own error has been told, which may be this one
-            told_later.append(error)
+        if not engine.barriers.failed:  # else the run's error was reported, which may be this one
+            lost_writes.append(error)
 
 
 def optimizer_states(
     engine: Engine, optimizers: Iterable[Optimizer], kept: Collection[Optimizer], *, whole: bool = False
 ) -> bool:
-    """Puts the optimizers' states back, so that `save_checkpoint` after `fit` saves all that it saves with any strategy.
+    """Restores the optimizers' states, so that `save_checkpoint` after `fit` saves what it saves with any strategy.
 
     Args:
-        kept: those that get them on this rank; fetching is collective.
-        whole: the module has whole parameters again, of which it had parts in the run.
+        kept: optimizers whose states this rank keeps; all ranks take part in gathering them.
+        whole: whether the module has whole parameters again, after a run with slices.
 
     Returns:
-        Whether they have them: not when RAM cannot hold a copy (in half of what is free, where any lived on disk: its owner
-        wanted RAM for other things), or a run on several ranks has failed, or the module has parts of parameters, and whole
-        states would fit none.
+        Whether they were restored. They are not if RAM has no room for a copy (in half of the free RAM if any states
+        are on disk, whose owner wants RAM for other things), if a run on several ranks has failed, or if the module has
+        slices of parameters, which whole states would not fit.
     """
     if engine.barriers.failed and not engine.communicator.alone:
         return False
@@ -213,5 +218,5 @@ def optimizer_states(
     if not engine.barriers.all_agree(in_memory + on_disk <= room):
         return False
     for optimizer in optimizers:
-        give_back_optimizer_state(engine, optimizer, keep=optimizer in kept)
+        restore_optimizer_state(engine, optimizer, keep=optimizer in kept)
     return True

@@ -1,18 +1,21 @@
-"""Sharded saves of what ranks cut by columns: they exchange columns, so that each writes whole rows.
+"""Exchanges columns of parameters between tensor-parallel ranks, so that each rank writes whole rows to a sharded
+checkpoint.
 
-A part's rows are short stretches of the file, hundreds or thousands in a page, and each would be a write of its own. The
-ranks of a tensor group own the same elements of their parts, so a page of each together is whole rows of the file, of which
-each rank writes an equal share. What a page has of a row that begins or ends elsewhere is written from where it is. Where
-states lie in RAM, a page is here several of them (`folder_contents.at_once`): an exchange of one costs as much in hand-offs
-between threads and ranks as in bytes.
+A parameter that is cut by columns has rows whose parts are on different ranks. One rank's part of a row is a short
+range of the file; a page has hundreds or thousands of them, and each would be a write of its own. The ranks of a
+tensor-parallel group own the same elements of their slices, so their pages together are whole rows of the file, of
+which each rank writes an equal share. Elements of a row that is only partly in a page are written without an exchange.
+Where states are in RAM, a "page" of this file is several pages (`folder_contents._AT_ONCE_BYTES`): an exchange of one
+page costs as much in hand-offs between threads and ranks as in bytes.
 
-A page is on its way while what came before is written, since ranks that waited for each other would leave the disk idle.
-Behind training, background_row_exchange.py has a thread do this.
+A page is sent while the rows of the previous one are written, since the disk would be idle while ranks wait for each
+other. For checkpoints in the background of training, background_row_exchange.py does this in a thread.
 
-I1: ranks of a group have the same exchanges, in the same order; they compare how many before the first.
-I2: every message says whether its sender has failed. Whoever fails still sends the next one, so all of a group stop after the
-    same exchange, and none waits for ever. So none is begun before the one before has been heard.
-I3: no more than two pages of each rank are held at once. One thread exchanges.
+I1: ranks of a group have the same exchanges in the same order; they compare their numbers before the first.
+I2: every message says whether its sender has failed. A rank that fails still sends its next message, so all ranks of a
+    group stop after the same exchange and none waits for ever. So no exchange begins before the previous one is
+    received.
+I3: each rank holds at most two pages at once. One thread exchanges.
 """
 
 from __future__ import annotations
@@ -34,14 +37,14 @@ from lightning_ptm.runtime.tensors.page_io import within
 from lightning_ptm.update.flat_states import Segment
 
 _MANY_ROWS = 16
-"""Fewer stretches are written faster than they are exchanged."""
+"""Parameters with fewer rows are written faster than they are exchanged."""
 _SHORT_NUMEL = 64 << 10
-"""So are longer ones."""
+"""So are parameters whose rows have parts of this length or more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of a part that a page holds whole; `start` is the place of their first element in the page."""
+    """Rows of a slice that are whole in a page; `start` is the offset of their first element in the page."""
 
     parameter: str
     box: TensorSlice
@@ -50,41 +53,41 @@ class _Rows:
     itemsize: int
 
     def of(self, part: int) -> range:
-        """Those that the rank with this part writes."""
+        """Returns the rows that the rank with this slice writes."""
         first, last = (self.rows.start + len(self.rows) * each // self.box.parts for each in (part, part + 1))
         return range(first, last)
 
     def numel(self, part: int) -> int:
-        """What each rank sends to the one with this part."""
+        """Returns the number of elements that each rank sends to the one with this slice."""
         return len(self.of(part)) * self.box.run_numel
 
     def nbytes(self, part: int) -> int:
-        """The same in bytes."""
+        """Returns `numel` in bytes."""
         return self.numel(part) * self.itemsize
 
     def sent_to(self, part: int, page: Tensor) -> Tensor:
-        """That, of this rank's page, as bytes."""
+        """Returns what this rank sends of its page to the one with this slice, as bytes."""
         start = self.start + (self.of(part).start - self.rows.start) * self.box.run_numel
         return page.narrow(0, start, self.numel(part)).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of the whole, of which each part has a column.
+    """Whole rows of a parameter, in columns as the ranks have them.
 
     Args:
-        columns: (rows, bytes of a run) of each part, in the order of the parts.
+        columns: (rows, bytes of a row's part) of each slice, in the order of the slices.
     """
 
     columns: Sequence[Tensor]
 
     @property
     def nbytes(self) -> int:
-        """Of all columns."""
+        """Bytes of all columns."""
         return sum(column.numel() for column in self.columns)
 
     def fill(self, into: Tensor, first: int) -> None:
-        """Bytes [first, first + into.numel()) of the rows, one after the other, into a uint8 tensor."""
+        """Copies bytes [first, first + into.numel()) of the rows, laid end to end, into a uint8 tensor."""
         run_bytes = self.columns[0].shape[1]
         row_bytes = run_bytes * len(self.columns)
         row, offset = divmod(first, row_bytes)
@@ -105,17 +108,17 @@ class Table:
 
 
 Write = Callable[[str, int, Table], None]
-"""Writes to the whole parameter of this name, from this element on."""
+"""Writes rows to the whole parameter: (name of the parameter, first element, rows)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a page has of whole rows, as it leaves.
+    """The whole rows of a page, ready to be sent.
 
     Args:
-        own: what this rank keeps of its own page, of each of `rows`.
-        sent: to each other rank its part of them, and a byte for I2.
-        write: for this rank's share of the rows, when the other columns have come.
+        own: the part of each of `rows` that this rank keeps of its own page.
+        sent: bytes for each other rank: its share of the rows, and a byte for I2.
+        write: writes this rank's share of the rows when the other columns have been received.
     """
 
     rows: Sequence[_Rows]
@@ -125,11 +128,11 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
+class _InFlight:
     """An exchange that has begun.
 
     Args:
-        coming: bytes from each part; of this rank none.
+        coming: number of bytes from each rank; 0 from this rank itself.
     """
 
     message: Message
@@ -139,12 +142,12 @@ class _UnderWay:
 
 
 def exchanged(box: TensorSlice | None) -> TypeGuard[TensorSlice]:
-    """Whether whole rows of such a parameter are exchanged."""
+    """Returns whether whole rows of a parameter are exchanged."""
     return box is not None and box.rows >= _MANY_ROWS and 0 < box.run_numel < _SHORT_NUMEL
 
 
 def not_exchanged(segment: Segment, box: TensorSlice | None) -> Iterator[tuple[int, int]]:
-    """What of a segment within a page no exchange has: (first element, its end), counted from the segment's start."""
+    """Yields the ranges [first, end) of a segment within a page that are not exchanged, from the segment's start."""
     if not exchanged(box) or not (rows := box.full_rows(segment.parameter_start, segment.numel)):
         yield 0, segment.numel
         return
@@ -158,7 +161,7 @@ def not_exchanged(segment: Segment, box: TensorSlice | None) -> Iterator[tuple[i
 
 @dataclass(frozen=True, slots=True)
 class PagedFlat:
-    """A flat with the pages in which it is given: (first element, elements), in this order."""
+    """A flat, and the ranges (first element, number of elements) in which it is passed, in this order."""
 
     flat: ShardedFlat
     pages: Sequence[tuple[int, int]]
@@ -166,10 +169,10 @@ class PagedFlat:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An exchange to come: of the page of a flat that begins with element `start`.
+    """A future exchange, of the page of a flat that begins with element `start`.
 
     Args:
-        held_bytes: of its message, until it has left, and of what comes for it.
+        held_bytes: bytes of its message until it is sent, and of what is received for it.
     """
 
     flat: ShardedFlat
@@ -178,15 +181,15 @@ class Turn:
 
 
 class RowExchange:
-    """The exchanges of one save. Collective, among the ranks of a tensor group.
+    """The row exchanges of one checkpoint. Collective among the ranks of a tensor-parallel group.
 
     Args:
-        group: the ranks with the other parts, in the order of the parts.
-        flats: all that this rank writes, in the order in which it is exchanged.
-        channel: by which they exchange; None: by the group.
+        group: the ranks with the other slices, in the order of the slices.
+        flats: all flats that this rank writes, in the order of the exchanges.
+        channel: what the exchanges use; None: the group.
 
     Raises:
-        InternalError: on all ranks of the group, if they would exchange other rows (I1).
+        InternalError: on all ranks of the group, if their exchanges differ (I1).
     """
 
     def __init__(self, group: Communicator, flats: Iterable[PagedFlat], channel: Channel | None = None) -> None:
@@ -201,23 +204,22 @@ class RowExchange:
         counts = group.exchange((len(found), sum(each.numel(0) for *_, rows in found for each in rows), 0))
         if len(set(counts)) > 1:
             raise InternalError(
-                f"the ranks of a tensor group would exchange other rows of a checkpoint: {counts}; save with "
+                f"the ranks of a tensor group would exchange different rows of a checkpoint: {counts}; save with "
                 f"state_dict_type='full' and report this"
             )
         self.turns = [Turn(flat, start, self._held_bytes(rows)) for flat, start, rows in found]
-        """Of pages that have whole rows, in the order of the exchanges."""
+        """Pages with whole rows, in the order of the exchanges."""
 
-        # State: the exchanges that are to come, the next one last, none once one has failed or told of a failure; and the one
-        # that has begun.
-        self._left = [rows for *_, rows in reversed(found)]
-        self._under_way: _UnderWay | None = None
+        # State: future exchanges, the next one last, empty after a failure of any rank; and the one that has begun.
+        self._remaining = [rows for *_, rows in reversed(found)]
+        self._in_flight: _InFlight | None = None
 
     def begin(self, flat: ShardedFlat, start: int, page: Tensor, write: Write, *, stays: bool) -> None:
-        """Exchange what of a page of a flat is whole rows. This rank's share of the rows is written when they have come, in
-        the next call or in `finish`; what came before is written now.
+        """Starts the exchange of a page's whole rows, and writes the rows of the previous exchange. This rank's share
+        of the rows is written when they are received: in the next call, or in `finish`.
 
         Args:
-            stays: nobody changes or frees the page until then.
+            stays: the page is neither changed nor freed until then.
 
         Raises:
             FailedElsewhere: another rank of the group has failed.
@@ -227,7 +229,7 @@ class RowExchange:
             self.send(message)
 
     def message(self, flat: ShardedFlat, start: int, page: Tensor, write: Write, *, stays: bool) -> Message | None:
-        """What `begin` would exchange of a page; nothing is exchanged. Any thread may ask."""
+        """Returns the message that `begin` would send; sends nothing. For any thread."""
         rows, mine = _rows_in(flat, start, start + page.numel()), self._channel.rank
         if not rows:
             return None
@@ -238,23 +240,23 @@ class RowExchange:
         return Message(rows, own if stays else [piece.clone() for piece in own], sent, write)
 
     def send(self, message: Message) -> None:
-        """The next exchange; what came before is written now. Raises as `begin`."""
-        before = self._heard()
-        self._under_way = self._begun(message)
+        """Starts the next exchange, and writes the rows of the previous one. Raises as `begin`."""
+        before = self._wait()
+        self._in_flight = self._start(message)
         self._write(before)
 
     def finish(self) -> None:
-        """Write what has not been written. Raises as `begin`."""
-        self._write(self._heard())
+        """Writes the rows of the last exchange. Raises as `begin`."""
+        self._write(self._wait())
 
     def give_up(self) -> None:
-        """This rank has failed: the others of its group are told in the next exchange, if there is one."""
+        """Reports to the group that this rank has failed, in the next exchange if there is one."""
         with contextlib.suppress(CheckpointError):
-            self._heard()
-            if self._left:
-                self._under_way = self._begun(self._failure())
-                self._left = []
-                self._heard()
+            self._wait()
+            if self._remaining:
+                self._in_flight = self._start(self._failure())
+                self._remaining = []
+                self._wait()
 
     def _held_bytes(self, rows: Sequence[_Rows]) -> int:
         size, mine = self._channel.world_size, self._channel.rank
@@ -262,39 +264,42 @@ class RowExchange:
         return of_page + (size - 1) * (2 + sum(each.nbytes(mine) for each in rows))
 
     def _failure(self) -> Message:
-        """In the place of the next one: what tells the others."""
-        rows, mine = self._left[-1], self._channel.rank
+        """Returns the message that reports a failure in place of the next page."""
+        rows, mine = self._remaining[-1], self._channel.rank
         parts = [part for part in range(self._channel.world_size) if part != mine]
         size = sum(1 + sum(each.nbytes(part) for each in rows) for part in parts)
         return Message(rows, (), torch.ones(size, dtype=torch.uint8), lambda name, first, rows: None)
 
-    def _begun(self, message: Message) -> _UnderWay:
-        """The next one: of each rank what it sends to this one; nothing of this rank itself."""
-        left, self._left = self._left, []
+    def _start(self, message: Message) -> _InFlight:
+        """Starts the next exchange."""
+        left, self._remaining = self._remaining, []
         left.pop()
         mine, parts = self._channel.rank, range(self._channel.world_size)
         sizes = [1 + sum(each.nbytes(part) for each in message.rows) for part in parts]
         outgoing = [0 if part == mine else sizes[part] for part in parts]
         coming = [0 if part == mine else sizes[mine] for part in parts]
         received, work = self._channel.start_all_to_all(message.sent, outgoing, coming)
-        self._left = left
-        return _UnderWay(message, coming, received, work)
+        self._remaining = left
+        return _InFlight(message, coming, received, work)
 
-    def _heard(self) -> _UnderWay | None:
-        """The one that had begun, if any: it has come."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is None:
+    def _wait(self) -> _InFlight | None:
+        """Waits for the exchange that has begun, if any, and returns it. Raises FailedElsewhere if a rank reports a
+        failure."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
             return None
-        left, self._left = self._left, []
-        under_way.work.wait()
-        messages = under_way.received.split(under_way.coming)
+        left, self._remaining = self._remaining, []
+        in_flight.work.wait()
+        messages = in_flight.received.split(in_flight.coming)
         failed = [part for part, message in enumerate(messages) if message.numel() and message[-1]]
         if failed:
-            raise FailedElsewhere(f"the rank with part {failed[0]} of parameters could not write its own")
-        self._left = left
-        return under_way
+            raise FailedElsewhere(
+                f"the tensor-parallel rank {failed[0]} of this rank's group could not write its checkpoint part"
+            )
+        self._remaining = left
+        return in_flight
 
-    def _write(self, exchanged: _UnderWay | None) -> None:
+    def _write(self, exchanged: _InFlight | None) -> None:
         if exchanged is None:
             return
         messages = exchanged.received.split(exchanged.coming)
@@ -312,7 +317,7 @@ class RowExchange:
 
 
 def _rows_in(flat: ShardedFlat, start: int, stop: int) -> list[_Rows]:
-    """What of elements [start, stop) of a flat is exchanged."""
+    """Returns the rows among elements [start, stop) of a flat that are exchanged."""
     found = []
     for segment in within(flat.segments, start, stop):
         spec = flat.parameters[segment.parameter]

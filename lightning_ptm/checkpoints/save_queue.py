@@ -1,6 +1,7 @@
-"""The checkpoints of a run, one after the other, and what waits for them: the removal of earlier ones, and links.
+"""The checkpoints of a run, saved one after the other, with the actions that must wait for them: removing earlier
+checkpoints and making links.
 
-I1: a checkpoint that is to be removed stays until the one that is being written is in place.
+I1: an earlier checkpoint is removed only when the one that is being written is in place.
 """
 
 from __future__ import annotations
@@ -31,28 +32,28 @@ class SaveQueue:
         self._current: Saving | None = None
         self._last_failed = False
         self._to_remove: dict[Path, Callable[[], None]] = {}
-        """After the next save that succeeds."""
+        """Removals that wait for the next successful save, by path."""
 
-    def save(self, path: str | Path, begin: Callable[[], Saving | None], *, behind: bool = False) -> None:
-        """Start a save when the one before is in place. Collective.
+    def save(self, path: str | Path, begin: Callable[[], Saving | None], *, in_background: bool = False) -> None:
+        """Starts a save when the previous one is in place. Collective.
 
         Args:
-            begin: starts it; returns it while it is in progress, None if it is done.
-            behind: it will be in progress; Ctrl-C waits until it is known here, since its thread reads pages, which must
-                not end before it.
+            begin: starts the save; returns it while it is in progress, None if it is done.
+            in_background: the save will be in progress in the background. Ctrl-C is then delayed until it is recorded here,
+                since its thread reads pages, which must outlive it.
 
         Raises:
-            CheckpointError: it, or the one before, failed, and that is to stop the run.
+            CheckpointError: this save or the previous one failed, and failed_save is "stop".
         """
         self.finish()
         try:
-            with interrupted_later() if behind else nullcontext():
+            with interrupted_later() if in_background else nullcontext():
                 saving = self._current = begin()
         except CheckpointError as error:
             self._failed(path, error)
             return
         self._last_failed = False
-        self._to_remove.pop(Path(path), None)  # it has been replaced instead
+        self._to_remove.pop(Path(path), None)  # the path has been written again
         waiting, self._to_remove = self._to_remove, {}
         for earlier, act in waiting.items():
             if saving is not None:
@@ -61,7 +62,7 @@ class SaveQueue:
                 act()
 
     def finish(self) -> None:
-        """Wait for the save in progress, if there is one. Collective. Raises as `save` does."""
+        """Waits for the save in progress, if any. Collective. Raises as `save` does."""
         saving = self._current
         if saving is None:
             return
@@ -69,12 +70,12 @@ class SaveQueue:
             saving.finish()
         except CheckpointError as error:
             self._current = None
-            self._to_remove |= saving.left_undone
+            self._to_remove |= saving.pending_removals
             self._failed(saving.path, error)
         self._current = None
 
     def remove(self, path: Path, remove: Callable[[Path], None]) -> None:
-        """Remove an earlier checkpoint once there is a later one. Rank 0 only."""
+        """Removes an earlier checkpoint when there is a later one. Rank 0 only."""
         act = partial(_remove, path, remove)
         if self._last_failed:
             self._to_remove[path] = act
@@ -84,20 +85,20 @@ class SaveQueue:
             remove(path)
 
     def link(self, path: Path, name: Path, link: Callable[[Path, Path], None]) -> None:
-        """Make `name` name a checkpoint, once that is in place; never if it failed. Rank 0 only."""
+        """Makes `name` a link to a checkpoint when that is in place; never if its save fails. Rank 0 only."""
         if self._current is not None:
             self._current.afterwards(None, partial(_link, path, name, link))
         elif not self._last_failed:
             link(path, name)
 
-    def farewell(self) -> None:
-        """The run has failed: finish what this rank can. Never raises."""
+    def end_after_failure(self) -> None:
+        """Ends the save in progress after the run has failed, without collectives. Never raises."""
         saving, self._current = self._current, None
         if saving is not None:
-            saving.farewell()
+            saving.end_after_failure()
 
     def forget(self) -> None:
-        """The run is over: the next one's saves remove nothing of this one's."""
+        """Forgets pending removals at the end of the run: the next run must not remove this one's checkpoints."""
         self._to_remove.clear()
         self._last_failed = False
 
@@ -109,7 +110,7 @@ class SaveQueue:
 
 
 def _link(path: Path, name: Path, link: Callable[[Path, Path], None]) -> None:
-    """`link(path, name)` at a time when nobody would see an error."""
+    """Calls `link(path, name)`, with a warning in place of an error: no caller could handle it."""
     try:
         link(path, name)
     except (OSError, CheckpointError) as error:
@@ -118,7 +119,7 @@ def _link(path: Path, name: Path, link: Callable[[Path, Path], None]) -> None:
 
 
 def _remove(path: Path, remove: Callable[[Path], None]) -> None:
-    """`remove(path)` at a time when nobody would see an error."""
+    """Calls `remove(path)`, with a warning in place of an error: no caller could handle it."""
     try:
         remove(path)
     except FileNotFoundError:

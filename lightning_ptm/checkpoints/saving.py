@@ -1,11 +1,12 @@
-"""Writing sharded checkpoints: every rank its own stretches, straight from its pages, at once or while training goes on.
+"""Writes a sharded checkpoint: every rank writes its own ranges straight from its pages, at once or in the background
+of training.
 
-`Saving` is one checkpoint on its way to the disk; save_queue.py has those of a run, folder_contents.py what is written where.
-I1: all ranks know of a failure on any of them, and raise; what was under the final name is then as it was before.
-I2: the run's collectives are issued by the caller's thread only. Behind its back, tensor groups exchange rows by a channel of
-    their own (background_row_exchange.py), and all ranks know of each other by the files of the folder: each rank's
-    list of ranges is its
-    last act, and rank 0 puts the checkpoint in place when all are there.
+`Saving` is one checkpoint that is being written. save_queue.py has those of a run, folder_contents.py says what is
+written where.
+I1: a failure on any rank is known to all, and all raise; what was at the checkpoint's path is then unchanged.
+I2: the run's collectives are issued by the caller's thread only. In the background, tensor-parallel groups exchange
+    rows through a channel of their own (background_row_exchange.py), and ranks learn of each other by the files of the
+    folder: each rank writes its list of ranges last, and rank 0 puts the checkpoint in place when all lists exist.
 """
 
 from __future__ import annotations
@@ -44,27 +45,28 @@ from lightning_ptm.storage.writer import BUFFER_BYTES, BUFFERS, FileBytes, Range
 from lightning_ptm.update.core_limits import one_core, use_cores
 
 _COPIES_SHARE = 8
-"""One part in this many of the free RAM may hold copies of what updates have changed since."""
+"""Copies of elements that updates change during a save may take one part in this many of the free RAM."""
 
 _LOOK_S = 0.05
-"""How often rank 0 looks whether the others have written."""
+"""Interval at which rank 0 checks whether the other ranks have written."""
 
-_FAREWELL_S = 30.0
-"""How long rank 0 waits for the others when the run has failed, so that nobody can be asked."""
+_LAST_WAIT_S = 30.0
+"""How long rank 0 waits for the others' files after the run has failed, when there can be no collectives."""
 
 
 class Saving:
-    """One sharded checkpoint of this rank, from now on. Collective, as is `finish`.
+    """A sharded checkpoint that this rank is writing, from its construction on. Collective, as is `finish`.
 
     Args:
-        checkpoint: Lightning's, with `sharded.module_remainder` and `optimizer_remainder` in the places of state dicts.
-        path: the folder to be.
-        behind: write in a thread; training may go on.
-        ranks_here: of this machine, which share its free RAM.
+        checkpoint: Lightning's dictionary, with the results of `sharded.module_remainder` and `optimizer_remainder` in
+            place of state dicts.
+        path: the checkpoint's folder.
+        in_background: write in a background thread; training may go on.
+        ranks_here: number of ranks that share this machine's RAM.
         ops: file calls, for tests.
 
     Raises:
-        CheckpointError: on all ranks, when any could not begin (or, unless `behind`, write).
+        CheckpointError: on all ranks, if any could not begin (or, unless `in_background`, write).
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Saving:
         checkpoint: Mapping[str, Any],
         path: Path,
         *,
-        behind: bool = False,
+        in_background: bool = False,
         ranks_here: int = 1,
         ops: SaveOps | None = None,
     ) -> None:
@@ -97,9 +99,9 @@ class Saving:
             page_size=engine.allocator.page_size,
         )
         self._total_bytes = sum(map(bytes_here, kinds))
-        """What this rank writes of tensors."""
+        """Bytes of tensors that this rank writes."""
 
-        # State. The draft is rank 0's; the thread's errors are for `finish` to raise.
+        # State. The draft is rank 0's; `finish` raises the thread's errors.
         self._done_bytes = 0
         self._watch: Seen = unseen
         self._draft: Draft | None = None
@@ -114,25 +116,25 @@ class Saving:
         self._exchange: RowExchange | BackgroundRowExchange | None = None
         self._putting = threading.Lock()
         try:
-            copies = int(free_host_bytes()) // _COPIES_SHARE // ranks_here // BUFFER_BYTES if behind else 0
+            copies = int(free_host_bytes()) // _COPIES_SHARE // ranks_here // BUFFER_BYTES if in_background else 0
             rows = 0 if engine.with_other_parts.alone else copies // 2
             self._begin(checkpoint, files, copies - rows)
-            self._begin_snapshot(files, kinds, rows * BUFFER_BYTES, behind=behind)
+            self._begin_snapshot(files, kinds, rows * BUFFER_BYTES, in_background=in_background)
         except BaseException:
             self._clean_up()
             raise
-        if behind:
-            self._thread = threading.Thread(target=self._write_behind, name="lightning_ptm save", daemon=True)
+        if in_background:
+            self._thread = threading.Thread(target=self._write_in_background, name="lightning_ptm save", daemon=True)
             self._thread.start()
             engine.add_save_stall(perf_counter() - started)
         else:
             self._write_now()
 
     def _begin(self, checkpoint: Mapping[str, Any], files: StateFiles, copies: int) -> None:
-        """The folder, with what is known before any state is written. Collective.
+        """Creates the folder, with all that is known before any state is written. Collective.
 
         Args:
-            copies: buffers of the writer that free RAM has room for.
+            copies: number of the writer's buffers for which RAM is free.
         """
         engine = self._engine
         with engine.barriers.errors_on_all_ranks():
@@ -148,42 +150,44 @@ class Saving:
                 self._index = replace(self._index, seals={LIGHTNING: dictionary, **files.seals()})
 
     def _begin_snapshot(
-        self, files: StateFiles, kinds: Sequence[ShardedStates], room_bytes: int, *, behind: bool
+        self, files: StateFiles, kinds: Sequence[ShardedStates], room_bytes: int, *, in_background: bool
     ) -> None:
-        """What is written is the states of now. Collective.
+        """Begins the snapshot of the present states, which is written. Collective.
 
         Args:
-            room_bytes: free RAM has room for so much of what is exchanged behind training.
+            room_bytes: free RAM for pages that wait to be exchanged in the background.
         """
         engine, cell_numel = self._engine, self._engine.snapshots.at_once
-        channel = engine.communicators.background if behind else None
+        channel = engine.communicators.background if in_background else None
         with engine.barriers.errors_on_all_ranks():
-            flats = [pages_of(flat, cell_numel, changing=behind) for kind in kinds for flat in kind.flats]
+            flats = [pages_of(flat, cell_numel, changing=in_background) for kind in kinds for flat in kind.flats]
             rows = RowExchange(engine.with_other_parts, flats, channel)
-        behind_training: BackgroundRowExchange | None = None
+        background: BackgroundRowExchange | None = None
         if channel is not None:
-            behind_training = BackgroundRowExchange(rows, room_bytes, lambda error: self._snapshot.fail(error))
-        exchange = rows if behind_training is None else behind_training
-        parts, self._outside = parts_of(self._put, files, kinds, exchange, cell_numel=cell_numel, changing=behind)
-        self._snapshot = engine.snapshots.begin(parts, None if behind_training is None else behind_training.abandon)
+            background = BackgroundRowExchange(rows, room_bytes, lambda error: self._snapshot.fail(error))
+        exchange = rows if background is None else background
+        parts, self._outside = parts_of(
+            self._put, files, kinds, exchange, cell_numel=cell_numel, changing=in_background
+        )
+        self._snapshot = engine.snapshots.begin(parts, None if background is None else background.abandon)
         self._exchange = exchange
 
     def _write_now(self) -> None:
         try:
-            # OpenMP's other threads would wait for the next copy on the cores of those that write.
+            # One core: OpenMP's other threads would spin for the next copy on the cores of the threads that write.
             with one_core(), self._engine.bars.bar(f"saving {self.path.name}", self._total_bytes) as self._watch:
                 self._write()
             self._engine.add_save_stall(perf_counter() - self._started_s)
             self.finish()
-        except BaseException:  # Ctrl-C, too: nobody else knows of it yet
+        except BaseException:  # Ctrl-C, too: SaveQueue does not know this save yet
             self._clean_up()
             raise
 
     def afterwards(self, removes: Path | None, act: Callable[[], None]) -> None:
-        """Do it when the checkpoint is in place, or now if it is; never if it fails. Rank 0 only.
+        """Calls `act` when the checkpoint is in place, at once if it is; never if it fails. Rank 0 only.
 
         Args:
-            removes: the earlier checkpoint that is to be removed, if that is what it does.
+            removes: the earlier checkpoint that `act` removes, if it removes one.
         """
         with self._committing:
             if self._draft is not None:
@@ -192,36 +196,36 @@ class Saving:
         act()
 
     def finish(self) -> None:
-        """Wait until it is in place. Collective.
+        """Waits until the checkpoint is in place. Collective.
 
         Raises:
-            CheckpointError: on all ranks, when any could not write.
+            CheckpointError: on all ranks, if any could not write.
         """
         started = perf_counter()
         try:
             with self._engine.barriers.errors_on_all_ranks():
                 self._wait()
                 if self._error is not None:
-                    raise self._told(self._error)
+                    raise self._as_checkpoint_error(self._error)
             with self._engine.barriers.errors_on_all_ranks():
                 self._commit()
                 if self._error_of_commit is not None:
-                    raise self._told(self._error_of_commit)
+                    raise self._as_checkpoint_error(self._error_of_commit)
         except (AngelPTMError, OSError):
             self._end(started)
             raise
-        # Anything else, such as Ctrl-C, leaves it in progress: `farewell` may still finish it.
+        # Other exceptions, such as Ctrl-C, leave the save in progress: `end_after_failure` may still finish it.
         self._end(started)
 
     def _wait(self) -> None:
-        """Until this rank has written. What is left of it is shown; the thread that writes shows nothing."""
+        """Waits until this rank has written, with a progress bar of the rest; the background thread shows none."""
         done_bytes = self._done_bytes
         with self._engine.bars.bar(f"saving {self.path.name}", self._total_bytes, done_bytes) as seen:
             while not self._written.wait(_LOOK_S):
                 before, done_bytes = done_bytes, self._done_bytes
                 seen(done_bytes - before)
 
-    def _told(self, error: BaseException) -> BaseException:
+    def _as_checkpoint_error(self, error: BaseException) -> BaseException:
         return failure(self.path, error) if isinstance(error, OSError) else error
 
     def _end(self, started: float) -> None:
@@ -229,11 +233,11 @@ class Saving:
         self._engine.snapshots.end()
         self._engine.add_save_stall(perf_counter() - started)
 
-    def farewell(self) -> None:
-        """The run has failed and no rank can be asked: finish what this rank can; never raises."""
+    def end_after_failure(self) -> None:
+        """Ends the save after the run has failed, without collectives. Never raises."""
         self._written.wait()
         if self._error is None and self._draft is not None:
-            until = monotonic() + _FAREWELL_S
+            until = monotonic() + _LAST_WAIT_S
             world_size = self._engine.communicator.world_size
             while not all_have_written(self._folder, world_size) and monotonic() < until:
                 time.sleep(_LOOK_S)
@@ -241,17 +245,17 @@ class Saving:
                 self._commit()
         if self._draft is not None or self._error is not None:
             reason = self._error or self._error_of_commit or "not all ranks have written their part"
-            rank_zero_warn(f"the checkpoint {self.path}, which was being written, is given up: {reason}")
+            rank_zero_warn(f"the checkpoint {self.path} could not be completed after the run had failed: {reason}")
         self._clean_up()
 
     @property
-    def left_undone(self) -> dict[Path, Callable[[], None]]:
-        """The removals that were to be done afterwards, when it has failed."""
+    def pending_removals(self) -> dict[Path, Callable[[], None]]:
+        """Removals of earlier checkpoints that were not done because the save has failed."""
         return {path: act for path, act in self._then if path is not None}
 
-    # -- the thread's side, if there is one ---------------------------------------------------------------------------
+    # -- writing, in the background thread if there is one ------------------------------------------------------------
 
-    def _write_behind(self) -> None:
+    def _write_in_background(self) -> None:
         use_cores(1)
         if isinstance(self._exchange, BackgroundRowExchange):
             self._exchange.start()
@@ -260,10 +264,10 @@ class Saving:
     def _write(self) -> None:
         assert self._writer is not None
         try:
-            self._snapshot.take_all()
+            self._snapshot.copy_all()
             if self._exchange is not None:
                 self._exchange.finish()
-            for write in self._outside:  # now that nobody else puts anything
+            for write in self._outside:  # after all other threads that call `_put`
                 write()
             write_ranges(self._folder, self._engine.communicator.rank, self._writer.finish(), self._ops)
         except BaseException as error:
@@ -281,7 +285,7 @@ class Saving:
             self._commit()
 
     def _put(self, name: str, start: int, values: Tensor | FileBytes, stays: bool) -> None:
-        """What lies in pages comes from the threads of the snapshot, whole rows from the one that exchanges them."""
+        """Writes bytes to a file. Called by the threads of the snapshot, and by the one that exchanges rows."""
         assert self._writer is not None
         with self._putting:
             self._writer.put(name, start, values, stays=stays)
@@ -289,7 +293,7 @@ class Saving:
             self._watch(values.nbytes)
 
     def _commit(self) -> None:
-        """Put it in place, once."""
+        """Puts the checkpoint in place, once."""
         with self._committing:
             if self._draft is None or self._error_of_commit is not None:
                 return
@@ -304,10 +308,10 @@ class Saving:
         for _, act in then:
             act()
         if self._thread is not None:
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
-        """What was written behind training, now that it is there."""
+    def _report(self) -> None:
+        """Prints that a background save has ended, with its size and speed."""
         seconds = perf_counter() - self._started_s
         bars = self._engine.bars
         if seconds >= bars.after_s:
@@ -319,7 +323,7 @@ class Saving:
         self._given_up.set()
         if self._thread is not None:
             if not self._written.is_set():
-                self._snapshot.fail(CheckpointError(f"{self.path} was given up, since the run has failed"))
+                self._snapshot.fail(CheckpointError(f"{self.path} was not completed, since the run has failed"))
             self._thread.join()
         if self._writer is not None:
             self._writer.abort()

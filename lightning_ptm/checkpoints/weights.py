@@ -1,14 +1,15 @@
-"""First values from somebody else's weights (`weights=`): which tensor of the files is which parameter of the module.
+"""First values from weight files (`weights=`): matches the names of the files' tensors to parameters of the module.
 
-Decides only, from names and shapes; reads no tensor but tied ones that a file has twice. The values go from the mapped
-files to the pages when the engine gives each unit its first values (runtime/full_params/parameter_values.py).
+Decides only, from names and shapes. Reads no tensor except tied ones that a file has twice. The values are copied from
+the mapped files to pages when the engine gives each unit its first values (runtime/full_params/parameter_values.py).
 
-I1: a tensor of the files goes where its name says, or nowhere: what cannot be placed, is missing or has another shape is
-an error, before a byte of the model is allocated. I2: all ranks decide the same, or all raise.
+I1: a tensor is loaded to the parameter of its name or to none. A tensor that matches no parameter, is missing or has
+another shape is an error, raised before any memory for the model is allocated. I2: all ranks decide the same, or all
+raise.
 
-Names are made in this order. `weights_map` turns a name of the files into one of the module; where it is not given, one
-prefix that suits most names is put before all of them. Then layers that wrap others (WRAPPERS) are looked into: the name
-of a layer is also that of the layer which is wrapped in its place.
+Names are matched in this order. `weights_map` maps a name of the files to one of the module; without it, the one prefix
+that matches most names is put before all of them. Then layers that wrap others (WRAPPERS) are looked into: the name of
+a layer also matches the layer that is wrapped in its place.
 """
 
 from __future__ import annotations
@@ -48,19 +49,19 @@ from lightning_ptm.torch_internals import (
 WRAPPERS = re.compile(
     r"\.(base_layer|original_module|modules_to_save\.[^.]+|_orig_mod|_checkpoint_wrapped_module)(?=\.)"
 )
-"""Parts of names that come from wrapping a layer: peft's adapters and its copies of whole layers, `torch.compile`, and
-torch's checkpoint wrapper."""
+"""Parts of names that come from wrapping a layer: peft's adapters and its trainable copies of layers, `torch.compile`,
+and torch's checkpoint wrapper."""
 
 _MOST_NAMES = 20
-"""In an error's text, of each kind."""
+"""How many names of each kind an error lists."""
 
 _CANDIDATES = 8
-"""Prefixes that are looked at closely, of those that most names vote for."""
+"""How many of the prefixes with most votes are tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateDictPlace:
-    """A parameter or buffer that the module's state dict has: its name there, where it is, and its shape in files."""
+    """A parameter or buffer of the module's state dict: its name, its owner and attribute, and its shape in files."""
 
     name: str
     owner: nn.Module
@@ -71,11 +72,11 @@ class StateDictPlace:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names of a module.
+    """The names of a module's parameters and buffers.
 
     Attributes:
-        places: of its state dict.
-        wrapped: names without WRAPPERS -> names with them (a layer and peft's trainable copy of it: two).
+        places: items of its state dict, by name.
+        wrapped: names with WRAPPERS, by the name without them (two for a layer and peft's trainable copy of it).
         computed: buffers that are in no state dict.
     """
 
@@ -84,7 +85,7 @@ class Names:
     computed: frozenset[str]
 
     def find(self, name: str) -> Sequence[str]:
-        """Where a tensor of this name belongs; nowhere: empty."""
+        """Returns the names of the module's items to which a tensor of this name is loaded; empty if there is none."""
         return (name,) if name in self.places else self.wrapped.get(name, ())
 
 
@@ -95,14 +96,14 @@ def first_values(
     progress: Progress | None = None,
     boxes: Boxes = MappingProxyType({}),
 ) -> Given:
-    """What the files of `settings.weights` provide for `module`. Collective.
+    """Returns what the files of `settings.weights` provide for `module`. Collective.
 
     Args:
-        boxes: of parameters that are parts of larger ones, which the files have.
-        progress: of comparing a sharded checkpoint's checksums.
+        boxes: slices of parameters that are parts of larger ones; the files have the larger ones.
+        progress: progress bars, for verifying a sharded checkpoint's checksums.
 
     Raises:
-        ConfigError, CheckpointError: on all ranks, when the files cannot be read or do not fit the module.
+        ConfigError, CheckpointError: on all ranks, if the files cannot be read or do not fit the module.
     """
     asked = settings.pretrained
     assert asked is not None
@@ -141,11 +142,12 @@ def _as_held(value: Tensor) -> FileTensor:
     return FileTensor(value.dtype, tuple(value.shape), lambda: value)
 
 
-# -- the module's names ---------------------------------------------------------------------------------------------------
+# -- the module's names
+# ---------------------------------------------------------------------------------------------------
 
 
 def names_of(module: nn.Module, boxes: Boxes = MappingProxyType({})) -> Names:
-    """The names of its parameters and buffers, all of those that a shared one has."""
+    """Returns the names of a module's parameters and buffers; a shared one has several."""
     places: dict[str, StateDictPlace] = {}
     computed: set[str] = set()
     for prefix, owner in module.named_modules(remove_duplicate=False):
@@ -165,11 +167,12 @@ def names_of(module: nn.Module, boxes: Boxes = MappingProxyType({})) -> Names:
     return Names(places, wrapped, frozenset(computed))
 
 
-# -- from the files' names to the module's --------------------------------------------------------------------------------
+# -- matching the files' names
+# ---------------------------------------------------------------------------------------------
 
 
 def _placed(path: Path, held: Mapping[str, FileTensor], names: Names, given: Any) -> dict[str, tuple[str, ...]]:
-    """name in the files -> names in the module; empty: unexpected. Names that are left out are not in it."""
+    """Returns names in the module by name in the files; empty: unexpected. Names that are left out are not included."""
     if given is None:
         rename: Callable[[str], str | None] = _prefixed(path, list(held), names)
     elif callable(given):
@@ -188,12 +191,12 @@ def _placed(path: Path, held: Mapping[str, FileTensor], names: Names, given: Any
             )
         targets = tuple(names.find(renamed))
         if not targets and renamed in names.computed:
-            continue  # older writers saved buffers that modules compute by themselves
+            continue  # older programs saved buffers that modules compute themselves
         for target in targets or (renamed,):
             if target in taken:
                 raise ConfigError(
-                    f"{taken[target]} and {name} of {path} are both mapped to {target}, which can have one value; change "
-                    f"weights_map (None leaves a name out)"
+                    f"{taken[target]} and {name} of {path} are both mapped to {target}, which can have only one "
+                    "value; change weights_map (None leaves a name out)"
                 )
             taken[target] = name
         chosen[name] = targets
@@ -201,7 +204,7 @@ def _placed(path: Path, held: Mapping[str, FileTensor], names: Names, given: Any
 
 
 def _by_prefix(prefixes: Mapping[str, str | None], name: str) -> str | None:
-    """The longest prefix, in whole components, is replaced; a name that has none stays as it is."""
+    """Replaces the longest matching prefix, in whole components; a name without one stays as it is."""
     fitting = [(key.strip("."), value) for key, value in prefixes.items() if _under(key.strip("."), name)]
     if not fitting:
         return name
@@ -218,10 +221,11 @@ def _joined(prefix: str, name: str) -> str:
 
 
 def _prefixed(path: Path, given: Sequence[str], names: Names) -> Callable[[str], str]:
-    """Puts one prefix before all names, with or without the first component of them: what gives most names a place.
+    """Returns a function that puts one prefix before all names, with or without their first component: the prefix with
+    which most names are found in the module.
 
     Raises:
-        ConfigError: two do, and differ.
+        ConfigError: two prefixes find equally many names, and different ones.
     """
     known = {*names.places, *names.wrapped, *names.computed}
     by_ending: dict[str, list[str]] = {}
@@ -245,12 +249,12 @@ def _prefixed(path: Path, given: Sequence[str], names: Names) -> Callable[[str],
     if not best:
         return lambda name: name
     if len(best) > 1 and 2 * best[0][0] < len(given):
-        best = best[:1]  # nothing fits: let the report of names say so
+        best = best[:1]  # nothing fits: the error with all names says more
     if len(best) > 1:
         name = given[0]
         raise ConfigError(
-            f"{name} of {path} could be {' or '.join(rename(name) for _, rename, _ in best)}; say which: "
-            f"weights=Weights(path, key_mapping={{'prefix in the files': 'prefix in the module'}})"
+            f"{name} of {path} matches {' and '.join(rename(name) for _, rename, _ in best)} of the module equally "
+            f"well; say which is meant: weights=Weights(path, key_mapping={{'prefix in the files': 'prefix in the module'}})"
         )
     return best[0][1]
 
@@ -259,7 +263,8 @@ def _exchanged(first: str, prefix: str, name: str) -> str:
     return _joined(prefix, name[len(first) + 1 :] if first and name.startswith(f"{first}.") else name)
 
 
-# -- checks ---------------------------------------------------------------------------------------------------------------
+# -- checks
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def _check(
@@ -303,14 +308,15 @@ def _check(
         found = [
             _listed("the files lack", missing),
             _listed("the module has no place for", unexpected),
-            _listed("what is there differs:", differing),
+            _listed("shapes or dtypes differ:", differing),
         ]
         raise ConfigError(
-            f"{path} does not fit the module, so a run would not start from its weights: {'; '.join(filter(None, found))}. "
-            f"Say with weights=Weights(key_mapping={{'prefix in the files': 'prefix in the module'}}) which name "
-            f"is which (None leaves out "
-            f"what is not wanted), name what is new in allow_missing=['*.head.*'], or give strict=False to "
-            f"initialise what is missing and leave the rest (shapes and kinds must fit in any case)"
+            f"{path} does not fit the module, so a run would not start from its weights: "
+            f"{'; '.join(filter(None, found))}. Map names with "
+            f"weights=Weights(path, key_mapping={{'prefix in the files': 'prefix in the module'}}) (None leaves "
+            f"out what is not wanted), "
+            "name parameters that files do not have in allow_missing=['*.head.*'], or give strict=False to "
+            "initialise what is missing and ignore the rest (shapes and kinds of dtypes must fit in any case)"
         )
     if warn and (missing or unexpected):
         found = [_listed("initialised as usual:", missing), _listed("left out:", unexpected)]
@@ -318,7 +324,7 @@ def _check(
 
 
 def _patterns(module: nn.Module, attribute: str) -> Iterator[str]:
-    """What transformers' models say of names that need no mention."""
+    """Yields the patterns of names that a transformers model allows to be missing or unexpected."""
     for owner in module.modules():
         found = owner.__dict__.get(attribute, getattr(type(owner), attribute, None))
         yield from found if isinstance(found, Iterable) and not isinstance(found, str) else ()
@@ -329,28 +335,28 @@ def _listed(what: str, names: Sequence[str]) -> str:
 
 
 def _check_tied(path: Path, held: Mapping[str, FileTensor], names: Names, chosen: Mapping[str, Sequence[str]]) -> None:
-    """Names that are one tensor here must have one value in the files."""
+    """Checks that names of one tied parameter have one value in the files."""
     seen: dict[int, str] = {}
     for name, targets in chosen.items():
         for target in targets:
             other = seen.setdefault(id(names.places[target].tensor), name)
             if other != name and not torch.equal(held[other].read(), held[name].read().to(held[other].dtype)):
                 raise ConfigError(
-                    f"{other} and {name} of {path} have different values, and {target} is one parameter with the other here; "
-                    f"leave one out with weights_map, or build the model with weights that are not tied"
+                    f"{other} and {name} of {path} have different values, and {target} shares its parameter with the "
+                    "other here; leave one out with weights_map, or build the model with weights that are not tied"
                 )
 
 
 def _check_ranks(
     path: Path, held: Mapping[str, FileTensor], chosen: Mapping[str, Sequence[str]], communicator: Communicator
 ) -> None:
-    """All ranks have files of the same names and shapes (I2)."""
+    """Checks that all ranks have files with the same names and shapes (I2)."""
     facts = sorted((name, tuple(targets), str(held[name].dtype), held[name].shape) for name, targets in chosen.items())
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()
     first = communicator.broadcast_object(digest if communicator.rank == 0 else None)
     with raise_on_all_ranks(communicator):
         if digest != first:
             raise ConfigError(
-                f"{path} has other tensors here than on rank 0, so the ranks would train different models; give all ranks "
-                f"the same files"
+                f"{path} has other tensors on this rank than on rank 0, so the ranks would train different models; "
+                "give all ranks the same files"
             )

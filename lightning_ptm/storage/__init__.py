@@ -1,1 +1,1 @@
-"""Checkpoints on disk: safetensors files, written in ranges, in folders that appear all at once."""
+"""Checkpoints on disk: safetensors files, written in ranges, in folders that appear atomically."""

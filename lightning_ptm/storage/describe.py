@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as text: facts, a table of its units, its optimizers. Reads no tensor's bytes."""
+"""A text that describes a checkpoint: facts, a table of its units, its optimizers. Reads no tensor's bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIGHTNING_OWN = {"epoch", "global_step", "pytorch-lightning_version", "state_di
 
 @dataclass(slots=True)
 class _Part:
-    """A row of the table: a unit, or (in a full checkpoint, which knows none) names with the same beginning."""
+    """A row of the table: a unit, or in a full checkpoint, which has no units, names with the same beginning."""
 
     tensors: int = 0
     numel: int = 0
@@ -34,7 +34,7 @@ class _Part:
 
 
 def describe(source: Source) -> str:
-    """The whole text, without an end of line."""
+    """Returns the whole text, without a final newline."""
     parts = _parts(source)
     slots = list(dict.fromkeys(slot for part in parts.values() for slot in part.slots))
     rows = [["names" if source.index is None else "unit", "tensors", "elements", "dtype", "weights", *slots]]
@@ -97,7 +97,7 @@ def _weights(source: Source) -> list[list[str]]:
 
 
 def _optimizers(source: Source) -> list[str]:
-    """Of each optimizer: its class where that is known, and the bytes of each slot."""
+    """Returns a text for each optimizer: its class if known, and the bytes of each slot."""
     texts = []
     for place, saved in enumerate(source.dictionary.get("optimizer_states") or ()):
         try:
@@ -153,7 +153,8 @@ def _parts(source: Source) -> dict[str, _Part]:
 
 
 def _beginning(name: str) -> str:
-    """`blocks.3` of `blocks.3.up.weight`, `head` of `head.weight`: up to the first number, else the module."""
+    """Returns a name up to its first number, or its module: `blocks.3` for `blocks.3.up.weight`, `head` for
+    `head.weight`."""
     words = name.split(".")
     for place, word in enumerate(words):
         if word.isdigit():

@@ -1,16 +1,19 @@
-"""A sharded checkpoint as a folder: how it comes to be all at once, how it is told from a half-written one.
+"""The folder of a sharded checkpoint: it appears atomically, and unfinished folders are recognised and removed.
 
     NAME.ckpt/
       index.json            format version, step, ranks, files, names, seals; written last
       lightning.pt          Lightning's own dictionary, without the tensors that are in the other files
-      0003.parameters.safetensors, 0003.exp_avg.safetensors ...    full tensors by name, one file per unit and kind of state
-      ranges-00000.json     what rank 0 wrote: [file, start, stop, XXH3-64]; one for each rank
+      0003.parameters.safetensors, 0003.exp_avg.safetensors ...    full tensors by name, one file per unit and kind of
+      state ranges-00000.json     what rank 0 wrote: [file, start, stop, XXH3-64]; one for each rank
 
-I1: a folder under its final name is complete: it was written under a name that begins with `PARTIAL`, synced, and renamed.
-I2: a partial folder is locked while its writer lives, and removed by whoever finds it unlocked.
-I3: a checkpoint of that name is replaced in one step; until then it is as it was. Where the file system cannot exchange two
-    names, it is moved aside for a moment; after a crash in that moment, whoever saves next moves it back.
-I4: nothing is removed, moved or replaced but what this file has made: by its name, and under a final name by its index.
+I1: a folder under its final name is complete: it was written under a name that begins with `PARTIAL`, synced, and
+renamed.
+I2: a partial folder is locked while its writer lives; the next writer in its parent folder removes it if it is not
+locked.
+I3: a checkpoint of the same name is replaced atomically; until then it is unchanged. If the file system cannot exchange
+    two names, it is moved aside for a moment; after a crash in that moment, the next writer moves it back.
+I4: this file removes, moves or replaces only what it has made, recognised by its name, and under a final name by its
+index.
 """
 
 from __future__ import annotations
@@ -42,14 +45,14 @@ _YOUNG_S = 60.0
 
 
 class Draft:
-    """A checkpoint in the making, on rank 0: a locked, partial folder beside its target.
+    """A checkpoint that is being written, on rank 0: a locked, partial folder in the same parent folder as its target.
 
     Args:
         target: its final name.
-        replace: a folder that is there is replaced (a checkpoint by the next one of its name); otherwise it has to be empty.
+        replace: an existing checkpoint of that name is replaced; if False, a folder of that name has to be empty.
 
     Raises:
-        CheckpointError: the place cannot be written to, or holds what may not be replaced.
+        CheckpointError: the parent folder cannot be written to, or the target is something that must not be replaced.
     """
 
     def __init__(self, target: Path, *, replace: bool = True) -> None:
@@ -66,34 +69,36 @@ class Draft:
                 _refuse_others(target)
             if not replace and target.exists() and any(target.iterdir()):
                 raise CheckpointError(
-                    f"{target} is not empty, and nothing in it is overwritten; give the name of a new folder"
+                    f"{target} is not empty, and no file in it may be overwritten; give the name of a new folder"
                 )
             self.folder, self._lock = _locked_folder(target.parent)
         except OSError as error:
             raise failure(target, error) from error
 
     def commit(self) -> None:
-        """Everything is written: the last act (I1, I3)."""
+        """Gives the folder its final name. Called last, when everything is written (I1, I3)."""
         old: Path | None = None
         try:
             (self.folder / _LOCK).unlink()
             sync_folder(self.folder)
             if self._replace and self.target.is_symlink():
-                self.target.unlink()  # it names another checkpoint, which stays
+                self.target.unlink()  # a link to another checkpoint, which stays
             if self._replace and self.target.exists():
                 old = _exchange(self.folder, self.target)
             else:
-                os.rename(self.folder, self.target)  # also onto an empty folder, and no other
+                os.rename(self.folder, self.target)  # replaces an empty folder, and fails for any other
             sync_folder(self.target.parent)
         except OSError as error:
-            raise CheckpointError(f"{self.target} could not be put in place: {error.strerror or error}") from error
+            raise CheckpointError(
+                f"{self.target} could not be put in place: {error.strerror or error}; earlier checkpoints are untouched"
+            ) from error
         finally:
             self._unlock()
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove what was written. Never raises."""
+        """Removes what was written. Never raises."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._unlock()
 
@@ -103,34 +108,34 @@ class Draft:
             os.close(lock)
 
 
-def _beside(parent: Path) -> Path:
-    """A name that nobody has, of something that is not what it will be."""
+def _temporary_name(parent: Path) -> Path:
+    """Returns an unused name for a partial folder or file in `parent`."""
     return parent / f"{PARTIAL}{uuid.uuid4().hex[:12]}"
 
 
 def _locked_folder(parent: Path) -> tuple[Path, int | None]:
-    """A new partial folder and the descriptor that locks it."""
+    """Creates a partial folder and returns it with the descriptor that locks it."""
     while True:
-        folder = _beside(parent)
+        folder = _temporary_name(parent)
         folder.mkdir()
         lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.fstat(lock).st_nlink:
             return folder, lock
-        os.close(lock)  # another run took it for a dead one's before it was locked
+        os.close(lock)  # another run has removed it before it was locked
 
 
 def _refuse_others(target: Path) -> None:
-    """Raises CheckpointError where something lies in the way that is no checkpoint of ours (I4)."""
+    """Raises CheckpointError if `target` is a folder that is not a sharded checkpoint (I4)."""
     if target.is_symlink() or not target.is_dir() or _is_ours(target) or not any(target.iterdir()):
         return
     raise CheckpointError(
-        f"{target} is a folder with other things than a checkpoint, and nothing in it is removed; give another name"
+        f"{target} is a folder with other files than a checkpoint's, which must not be removed; give another name"
     )
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether it is, or was before it was damaged, a sharded checkpoint."""
+    """Returns whether a folder is a sharded checkpoint, or was one before it was damaged."""
     try:
         return FORMAT.encode() in contents(folder / INDEX) or {entry.name for entry in folder.iterdir()} >= {
             INDEX,
@@ -142,7 +147,8 @@ def _is_ours(folder: Path) -> bool:
 
 
 def remove_stale(parent: Path) -> None:
-    """Remove partial folders and files whose writers are gone (I2), and put back what a crash has left aside (I3)."""
+    """Removes partial folders and files of writers that have ended (I2), and moves back what a crash left aside
+    (I3)."""
     for entry in parent.glob(f"{_ASIDE}*"):
         place = parent / entry.name.removeprefix(_ASIDE)
         with contextlib.suppress(OSError):
@@ -173,8 +179,8 @@ def _remove_if_stale(entry: Path) -> None:
             return
     elif not stat.S_ISLNK(mode):
         return
-    # A link that is about to get its name, or a folder whose writer ended while it removed or committed it, or has only
-    # just made it.
+    # A link that is about to be renamed, or a folder without a lock file: just made, or its writer ended while it
+    # removed or committed it.
     if time.time() - entry.lstat().st_mtime > _YOUNG_S:
         _delete(entry)
 
@@ -188,10 +194,11 @@ def _delete(entry: Path) -> None:
 
 @contextlib.contextmanager
 def file_draft(target: Path) -> Iterator[Path]:
-    """A path to write a single file to, which takes its final name when the block ends well, synced (I1 to I3 for files).
+    """Context with the path of a temporary file, which is synced and renamed to `target` when the block ends without
+    error (I1 to I3 for files).
 
     Raises:
-        CheckpointError: the place cannot be written to, or has no room.
+        CheckpointError: the folder cannot be written to, or has no room.
     """
     try:
         if target.is_dir() and not target.is_symlink():
@@ -215,7 +222,7 @@ def file_draft(target: Path) -> Iterator[Path]:
 
 def _locked_file(parent: Path) -> tuple[Path, int]:
     while True:
-        draft = _beside(parent)
+        draft = _temporary_name(parent)
         lock = os.open(draft, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.fstat(lock).st_nlink:
@@ -224,28 +231,29 @@ def _locked_file(parent: Path) -> tuple[Path, int]:
 
 
 def remove(path: Path) -> None:
-    """Remove a sharded checkpoint: out of the way first, so that half of it is never taken for a whole one."""
-    gone = _beside(path.parent)
+    """Removes a sharded checkpoint. It is renamed first, so that a partly removed one is never taken for a whole
+    one."""
+    gone = _temporary_name(path.parent)
     os.rename(path, gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
 def link(target: Path, name: Path) -> None:
-    """Make `name` a relative link to `target`, in one step where `name` is a link or a file already.
+    """Makes `name` a relative link to `target`; atomically if `name` is a link or a file.
 
     Raises:
-        CheckpointError: `name` is a folder of something else.
+        CheckpointError: `name` is a folder that is not a checkpoint.
     """
     _refuse_others(name)
-    beside = _beside(name.parent)
-    os.symlink(os.path.relpath(target, name.parent), beside)
+    temporary = _temporary_name(name.parent)
+    os.symlink(os.path.relpath(target, name.parent), temporary)
     if name.is_dir() and not name.is_symlink():
         shutil.rmtree(name)
-    os.replace(beside, name)
+    os.replace(temporary, name)
 
 
 def _exchange(first: Path, second: Path) -> Path:
-    """Give `first` the name `second`, which is taken. Returns where the folder that had it is now."""
+    """Gives `first` the name `second`, which is in use. Returns where the folder that had this name is now."""
     library = ctypes.CDLL(None, use_errno=True)
     if hasattr(library, "renameat2"):
         names = (os.fsencode(first), os.fsencode(second))

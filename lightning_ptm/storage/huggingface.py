@@ -1,10 +1,10 @@
-"""Weights in the layout that Hugging Face's loaders read: `model.safetensors`, or shards with an index of who holds what.
+"""Export of weights in the layout that Hugging Face's loaders read: `model.safetensors`, or shards with an index.
 
-Decides what is written where (`plan`), then writes it, a piece of a tensor at a time (`write`).
-I1: a folder under its final name is complete: it is written beside it, synced and renamed (folder.py).
+Decides which tensor is written to which file (`plan`), then writes the files, a piece of a tensor at a time (`write`).
+I1: a folder under its final name is complete: it is written under another name, synced and renamed (folder.py).
 I2: memory does not grow with the model: one piece, its converted copy, and the writer's buffers.
-I3: a tensor with several names (tied weights) is written once, under the first of them; the metadata of its file says
-    which names were dropped for it, as safetensors' own `save_model` does.
+I3: a tensor with several names (tied weights) is written once, under the first of them; the metadata of its file lists
+    the other names, as safetensors' own `save_model` does.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _DTYPES = {
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Reads `"bf16"`, `"bfloat16"` or `"torch.bfloat16"`.
+    """Returns the dtype of a name such as `"bf16"`, `"bfloat16"` or `"torch.bfloat16"`.
 
     Raises:
-        ConfigError: it is none that weights are exported in.
+        ConfigError: it is no dtype for export.
     """
     for dtype, names in _DTYPES.items():
         if name.lower().removeprefix("torch.") in names:
             return dtype
-    raise ConfigError(f"dtype={name!r} is none that weights are exported in; use fp32, bf16 or fp16")
+    raise ConfigError(f"dtype={name!r} is no dtype in which weights are exported; use fp32, bf16 or fp16")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor that is written: under which name and dtype, and which further names it would have had."""
+    """A tensor to write: its name and dtype, and its other names, which are dropped."""
 
     name: str
     weight: Weight
@@ -66,7 +66,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file."""
+    """One file of an export."""
 
     file: str
     layout: Layout
@@ -75,12 +75,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What an export writes.
+    """The files of an export and their tensors.
 
     Args:
         shards: the files.
-        left_out: names of tensors outside of what was asked for.
-        others: names of state that is no tensor, which this layout cannot hold.
+        left_out: names of tensors that were not selected.
+        others: names of states that are no tensors, which this layout cannot hold.
     """
 
     shards: tuple[Shard, ...]
@@ -93,34 +93,34 @@ class Export:
 
     @property
     def size_bytes(self) -> int:
-        """Of the tensors."""
+        """Bytes of all tensors."""
         return sum(entry.size_bytes for entry in self.entries)
 
     @property
     def dropped(self) -> dict[str, str]:
-        """Names that are not written -> name under which their tensor is."""
+        """Names that are not written, each with the name under which its tensor is written."""
         return {name: entry.name for entry in self.entries for name in entry.dropped}
 
 
 def plan(
     source: Source, *, dtype: torch.dtype | None = None, shard_size: str | int = "5GB", strip: str | None = None
 ) -> Export:
-    """Decide what is written.
+    """Decides which tensors are written to which files.
 
     Args:
-        dtype: of floating point tensors; None: as they were saved. Others (masks, counters) stay as they are.
-        shard_size: bytes of a file's tensors at most, but for a tensor that is larger alone.
-        strip: only names below this one (`model`), without it; None: all names as they are.
+        dtype: dtype of floating point tensors; None: as they were saved. Others (masks, counters) keep theirs.
+        shard_size: most bytes of a file's tensors; a larger tensor gets a file of its own.
+        strip: export only names below this one (`model`), without it; None: all names unchanged.
 
     Raises:
-        ConfigError: no name is below `strip`, or the size is none.
-        CheckpointError: there are no weights, or of a dtype that the format has no name for.
+        ConfigError: no name is below `strip`, or `shard_size` is no size.
+        CheckpointError: there are no weights, or one has a dtype that the format cannot hold.
     """
     limit = parse_bytes(shard_size, name="shard_size")
     if limit < 1:
-        raise ConfigError(f"shard_size={shard_size!r} holds nothing; give a size such as '5GB'")
+        raise ConfigError(f"shard_size={shard_size!r} has no room for a tensor; give a size such as '5GB'")
     if not source.weights:
-        raise CheckpointError(f"{source.path} holds no weights: its state_dict has no tensor; give another checkpoint")
+        raise CheckpointError(f"{source.path} has no weights: its state_dict has no tensor; give another checkpoint")
     entries, left_out = _named(source, dtype, strip)
     groups: list[list[Entry]] = [[]]
     filled = 0
@@ -154,8 +154,8 @@ def _named(source: Source, dtype: torch.dtype | None, strip: str | None) -> tupl
     if not entries:
         firsts = sorted({name.split(".")[0] for weight in source.weights for name in weight.names})
         raise ConfigError(
-            f"strip={strip!r}: no name in {source.path} begins with {prefix!r}, so nothing would be written; the names begin "
-            f"with {', '.join(firsts[:8])}{'...' if len(firsts) > 8 else ''}"
+            f"strip={strip!r}: no name in {source.path} begins with {prefix!r}, so nothing would be written; the "
+            f"names begin with {', '.join(firsts[:8])}{'...' if len(firsts) > 8 else ''}"
         )
     return entries, left_out
 
@@ -168,24 +168,25 @@ def write(
     seen: Callable[[int], None] = lambda count: None,
     ops: SaveOps | None = None,
 ) -> Mapping[str, int]:
-    """Write what was planned into a folder, which must not exist or be empty.
+    """Writes a planned export into a folder, which must not exist or be empty.
 
     Args:
-        seen: is told how many more bytes were written.
+        seen: called with numbers of bytes written.
         ops: file calls, for tests.
 
     Returns:
-        How many finite values of which tensors are beyond their new dtype and became infinite.
+        By name of a tensor, how many finite values are out of range of the new dtype and became infinite.
 
     Raises:
-        CheckpointError: a disk is full or fails, or the checkpoint is damaged. Nothing is left in the folder then.
+        CheckpointError: a disk is full or fails, or the checkpoint is damaged. The folder is unchanged then.
     """
-    target = folder.resolve()  # the folder, where a link to it was given
-    if os.path.exists(target) and not target.is_dir():  # a name that no file can have is told by the draft
+    target = folder.resolve()  # the folder itself if `folder` is a link
+    if os.path.exists(target) and not target.is_dir():  # names that no file can have are errors of the draft
         raise CheckpointError(f"{folder} is a file, and weights are exported into a folder; give another name")
     if target == Path.cwd():
         raise CheckpointError(
-            f"{folder} is the working directory, and an export puts a new folder in its place; give the name of a new folder"
+            f"{folder} is the working directory, which an export would replace by a new folder; give the name of a "
+            "new folder"
         )
     infinite: dict[str, int] = {}
     with contextlib.ExitStack() as undo:
@@ -193,7 +194,7 @@ def write(
         undo.callback(draft.discard)
         writer = RangeWriter(draft.folder, ops)
         undo.callback(writer.abort)
-        for shard in chosen.shards:  # all of them first: a disk that is too small is found now
+        for shard in chosen.shards:  # all of them first, so that a disk that is too small is found now
             writer.create(shard.file, shard.layout.header, shard.layout.size_bytes)
         for shard in chosen.shards:
             for entry, stored in zip(shard.entries, shard.layout.tensors, strict=True):

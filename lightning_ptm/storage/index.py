@@ -1,8 +1,8 @@
-"""The index of a sharded checkpoint, and the ranks' lists of what they wrote: what is in its folder (folder.py).
+"""The index of a sharded checkpoint, and the ranks' lists of the ranges that they wrote.
 
-I1: every byte of every file is under a checksum, and all of them are of one save: the index begins with the checksum of the
-    rest of it; its seals are those of Lightning's dictionary, of each safetensors file's header, and of the ranks' lists,
-    which have those of all else. (Formats 1 and 2 have the lists only: see verified.py.)
+I1: every byte of every file is under a checksum, and all files are of one save. The index begins with the checksum of
+    its rest. Its seals are the checksums of Lightning's dictionary, of each safetensors file's header, and of the
+    ranks' lists, which have the checksums of all other bytes. (Formats 1 and 2 have the lists only: see verified.py.)
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ from lightning_ptm.storage.writer import SaveOps, failure
 FORMAT = "lightning_ptm sharded checkpoint"
 VERSION = 3
 SEALED_SINCE = 3
-"""The format since which everything is under one checksum (I1)."""
+"""The first format version in which everything is under one checksum (I1)."""
 _DIGESTS: Mapping[int, Callable[[memoryview], int]] = {1: zlib.crc32, 2: checksum_of, 3: checksum_of}
-"""The checksums of a folder, by its format version."""
+"""Checksum functions by format version."""
 _MOST_RANGE_BYTES = 1 << 30
-"""No writer's buffer was ever a hundredth of it, and a reader's is as long as a range."""
+"""Limit for ranges of a list that is read: writers' buffers were always a hundred times smaller, and a reader allocates
+a buffer of a range's length."""
 INDEX = "index.json"
 LIGHTNING = "lightning.pt"
 PARTIAL = ".lightning_ptm-partial-"
 PARAMETERS = "parameters"
-"""The kind of state that is no slot of an optimizer."""
+"""The kind of states that parameters are; other kinds are slots of an optimizer."""
 _OF_OPTIMIZER = " of optimizer "
 _PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """How long something is, and its checksum."""
+    """Length and checksum of a file or of a part of it."""
 
     size_bytes: int
     checksum: int
@@ -64,7 +65,7 @@ class Seal:
 
     @staticmethod
     def of_file(path: Path) -> Seal:
-        """Read in pieces. Raises CheckpointError."""
+        """Computes the seal of a file, which is read in pieces. Raises CheckpointError."""
         size, checksum = 0, xxhash.xxh3_64()
         try:
             with regular(path).open("rb", buffering=0) as file:
@@ -77,23 +78,24 @@ class Seal:
 
 
 def kind_of(slot: str, optimizer: int | None) -> str:
-    """The kind of a slot's states.
+    """Returns the kind of states of an optimizer's slot.
 
     Args:
-        optimizer: by number, whose, of parameters that an earlier one has, too; None: of the first that has them.
+        optimizer: number of the optimizer, for parameters that an earlier optimizer also has; None for the first
+            optimizer of a parameter.
     """
     return slot if optimizer is None else f"{slot}{_OF_OPTIMIZER}{optimizer}"
 
 
 def slot_of(kind: str) -> tuple[str, int | None]:
-    """The arguments of `kind_of`."""
+    """Returns the arguments of `kind_of` for a kind."""
     slot, found, number = kind.rpartition(_OF_OPTIMIZER)
     return (slot, int(number)) if found and number.isdecimal() else (kind, None)
 
 
 @dataclass(frozen=True, slots=True)
 class StateFile:
-    """One safetensors file: which unit's, and which kind of state (`PARAMETERS`, or see `kind_of`)."""
+    """One safetensors file: its unit, and its kind of states (`PARAMETERS`, or see `kind_of`)."""
 
     name: str
     unit: str
@@ -103,7 +105,7 @@ class StateFile:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerIndex:
-    """One optimizer: its parameters' names in its own order, and its element-wise state by name."""
+    """One optimizer: the name of its class, and the names of its parameters in its own order."""
 
     name: str
     parameters: tuple[str, ...]
@@ -111,20 +113,20 @@ class OptimizerIndex:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What is in the folder.
+    """The contents of a sharded checkpoint's folder.
 
     Args:
-        step: optimizer steps done.
-        world_size: ranks that wrote it.
-        page_size: bytes of a page then.
+        step: number of optimizer steps done.
+        world_size: number of ranks that wrote the checkpoint.
+        page_size: the run's, in bytes.
         writer: package and version.
         files: all safetensors files.
-        parameters: name in the state dict -> name of the tensor (several where weights are tied).
+        parameters: tensor of each parameter name of the state dict (several names where weights are tied).
         state: all names of the state dict, in its order.
-        optimizers: none where only weights were saved.
-        seals: of Lightning's dictionary, of the header of each file of `files`, and, once written, of each rank's list of
-            ranges, by the file's name (I1). Older formats have none.
-        version: of the folder's format.
+        optimizers: the optimizers; empty if only weights were saved.
+        seals: by file name, seals of Lightning's dictionary, of the header of each file in `files`, and, once written,
+            of each rank's list of ranges (I1). Older formats have none.
+        version: format version of the folder.
     """
 
     step: int
@@ -139,8 +141,8 @@ class Index:
     version: int = VERSION
 
     def slots_of(self, optimizer: int) -> Callable[[str, str], str | None]:
-        """Of (kind, parameter): the slot of an optimizer, by number, of which files of that kind have the parameter's states;
-        None where these are another optimizer's, or none's."""
+        """Returns a function of (kind, parameter name) that returns the slot of this optimizer whose states the files
+        of that kind have for the parameter; None if they are another optimizer's or no optimizer's."""
         own = frozenset(self.optimizers[optimizer].parameters)
         earlier = {name for each in self.optimizers[:optimizer] for name in each.parameters}
 
@@ -152,10 +154,10 @@ class Index:
         return slot
 
     def write(self, folder: Path, ops: SaveOps | None = None) -> None:
-        """Write and sync it: the last file, when all ranks have written theirs.
+        """Writes and syncs the index, as the last file, when all ranks have written theirs.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: it could not be written.
         """
         lists = {name: Seal.of(contents(folder / name)) for name in map(ranges_name, range(self.world_size))}
         whole = asdict(replace(self, seals={**self.seals, **lists}))
@@ -167,27 +169,29 @@ _OPENING = b"{\n"
 
 
 def _sealing_line(body: bytes) -> bytes:
-    """The beginning of an index whose rest is `body`: one object with it."""
+    """Returns the beginning of an index, with the checksum of its rest `body`; both together are one JSON object."""
     return _OPENING + b' "checksum": "%016x",\n' % checksum_of(memoryview(body))
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether there is a complete sharded checkpoint."""
+    """Returns whether the path is a complete sharded checkpoint."""
     return is_folder(path) and is_file(path / INDEX) and not path.name.startswith(PARTIAL)
 
 
 def read_index(path: Path) -> Index:
-    """Read and check a folder's index.
+    """Reads and checks a folder's index.
 
     Raises:
-        CheckpointError: it is no such folder, is incomplete, or of a newer version.
+        CheckpointError: the folder is no sharded checkpoint, is incomplete, or of a newer format version.
     """
     if path.name.startswith(PARTIAL):
-        raise CheckpointError(f"{path} was never finished: its writer ended before its time; use an earlier checkpoint")
+        raise CheckpointError(
+            f"{path} is incomplete: the process that wrote it ended before it was finished; use an earlier checkpoint"
+        )
     if is_folder(path) and not is_file(path / INDEX):
         raise CheckpointError(
-            f"{path} is a folder without {INDEX}, so it is no checkpoint of AngelPTMStrategy(state_dict_type='sharded'); "
-            f"give the path of a checkpoint"
+            f"{path} is a folder without {INDEX}, so it is no checkpoint of "
+            "AngelPTMStrategy(state_dict_type='sharded'); give the path of a checkpoint"
         )
     content = contents(path / INDEX)
     try:
@@ -203,7 +207,8 @@ def read_index(path: Path) -> Index:
         version = number(values.get("version"), 1)
         if version > VERSION:
             raise CheckpointError(
-                f"{path} has format version {version} and this lightning_ptm reads up to {VERSION}; update lightning_ptm"
+                f"{path} has format version {version} and this lightning_ptm reads up to {VERSION}; update "
+                "lightning_ptm"
             )
         if sealed is not (version >= SEALED_SINCE):
             raise ValueError(f"its format version {version} {'begins with a' if sealed else 'has no'} checksum")
@@ -216,7 +221,7 @@ _KEYS = ("step", "world_size", "page_size", "writer", "files", "parameters", "st
 
 
 def _index(values: dict[str, Any], version: int) -> Index:
-    """An index of what JSON says. Raises ValueError."""
+    """Returns the index for parsed JSON. Raises ValueError."""
     entries(values, ["format", "version", *_KEYS, *(["seals"] if version >= SEALED_SINCE else [])])
     files = [entries(each, ["name", "unit", "kind", "size_bytes"]) for each in items(values["files"])]
     index = Index(
@@ -258,7 +263,7 @@ def _index(values: dict[str, Any], version: int) -> Index:
 
 
 def _plain_name(value: Any) -> str:
-    """The name of a safetensors file in the folder itself, and of none elsewhere."""
+    """Returns the name of a safetensors file of this folder. Raises ValueError for paths to other folders."""
     name = text(value)
     if not name.endswith(".safetensors") or "/" in name or "\0" in name:
         raise ValueError(f"{short(name)} is no name of a safetensors file in that folder")
@@ -266,44 +271,46 @@ def _plain_name(value: Any) -> str:
 
 
 def check_seal(path: Path, found: Seal, index: Index) -> None:
-    """Compare a file, or a safetensors file's header, with what was written, if the format says that (I1).
+    """Compares a file, or a safetensors file's header, with its seal, if the format version has seals (I1).
 
     Raises:
         CheckpointError: it is damaged, or of another save.
     """
     if index.version >= SEALED_SINCE and index.seals[path.name] != found:
         raise CheckpointError(
-            f"{path} is damaged, or of another save than {INDEX} beside it (its checksum differs); use an earlier checkpoint"
+            f"{path} is damaged, or of another save than {INDEX} in its folder (its checksum differs); use an earlier "
+            "checkpoint"
         )
 
 
 def ranges_name(rank: int) -> str:
-    """The file of what a rank wrote."""
+    """Returns the name of the file with a rank's list of ranges."""
     return f"ranges-{rank:05d}.json"
 
 
 def write_ranges(folder: Path, rank: int, ranges: Sequence[Range], ops: SaveOps | None = None) -> None:
-    """Write and sync what a rank wrote: its last act, which others may look for."""
+    """Writes and syncs the list of a rank's ranges, as the rank's last file: others take it as the sign of
+    completion."""
     rows = [[each.file, each.start, each.stop, each.checksum] for each in ranges]
     path = folder / ranges_name(rank)
-    beside = path.with_suffix(".new")
-    write_synced(beside, json.dumps(rows, separators=(",", ":")).encode(), ops)
+    temporary = path.with_suffix(".new")
+    write_synced(temporary, json.dumps(rows, separators=(",", ":")).encode(), ops)
     try:
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError as error:
         raise failure(path, error) from error
 
 
 def all_have_written(folder: Path, world_size: int) -> bool:
-    """Whether every rank has done its last act."""
+    """Returns whether every rank has written its list."""
     return all((folder / ranges_name(rank)).exists() for rank in range(world_size))
 
 
 def all_ranges(folder: Path, index: Index) -> dict[str, list[Range]]:
-    """All that was written, by file and in order.
+    """Returns all ranges that were written, by file and in order.
 
     Raises:
-        CheckpointError: a list is missing or damaged, or bytes of a file were written by nobody.
+        CheckpointError: a list is missing or damaged.
     """
     found: dict[str, list[Range]] = {file.name: [] for file in index.files}
     for rank in range(index.world_size):
@@ -326,15 +333,15 @@ def all_ranges(folder: Path, index: Index) -> dict[str, list[Range]]:
 def _range(row: list[Any], digest: Callable[[memoryview], int]) -> Range:
     start, stop = number(row[1]), number(row[2])
     if not start < stop <= start + _MOST_RANGE_BYTES:
-        raise ValueError(f"nobody writes bytes {start} to {stop} at once")
+        raise ValueError(f"bytes {start} to {stop} are no range that a writer writes at once")
     return Range(text(row[0]), start, stop, number(row[3], most=(1 << 64) - 1), digest)
 
 
 def write_synced(path: Path, content: bytes, ops: SaveOps | None = None) -> None:
-    """Write a small file and make it durable.
+    """Writes a small file and syncs it.
 
     Raises:
-        CheckpointError: it failed.
+        CheckpointError: it could not be written.
     """
     ops = ops or SaveOps()
     try:

@@ -1,7 +1,7 @@
-"""Somebody else's weights: which safetensors files a path stands for, and what is in them.
+"""Weight files of other programs: finds the safetensors files of a path, and lists their tensors.
 
-Reads headers and indexes only; the tensors' bytes are read by whoever needs them, from mapped files. Nothing is
-downloaded, and no file that could run code is opened.
+Reads headers and indexes only; callers read tensors from the mapped files. Downloads nothing, and opens no file that
+could run code.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _CONVERT = (
-    "only safetensors files are read, since the others can run code when they are opened; convert it where you trust it: "
-    "`lightning-ptm export` for a checkpoint of Lightning's, from_pretrained(folder).save_pretrained(folder) of transformers "
-    "for its models, safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors') for a state dict"
+    "only safetensors files are read, since the others can run code when they are opened; convert it if you trust it: "
+    "`lightning-ptm export` for a checkpoint of Lightning, from_pretrained(folder).save_pretrained(folder) of "
+    "transformers for its models, safetensors.torch.save_file(torch.load(path, weights_only=True), "
+    "'model.safetensors') for a state dict"
 )
 
 
@@ -36,7 +37,7 @@ class FileTensor:
     """A tensor of a file.
 
     Args:
-        read: yields it as a view of the mapped file.
+        read: returns it as a view of the mapped file.
     """
 
     dtype: torch.dtype
@@ -45,12 +46,12 @@ class FileTensor:
 
 
 def find(path: Path) -> dict[str, FileTensor]:
-    """All tensors by name, of a safetensors file, of a folder with `model.safetensors`, with an index and shards, or with
-    one safetensors file of any name, or of such an index itself.
+    """Returns all tensors of a path by name. The path is a safetensors file, an index of shards, or a folder with
+    `model.safetensors`, with an index and shards, or with one safetensors file of any name.
 
     Raises:
-        ConfigError: there is nothing there, nothing that may be read, or several files that it could be.
-        CheckpointError: a file is damaged, an index names what is not there, or something may not be read.
+        ConfigError: there is no file, none that may be opened, or more than one candidate.
+        CheckpointError: a file is damaged or unreadable, or an index lists what does not exist.
     """
     try:
         return _find(path)
@@ -67,8 +68,8 @@ def _find(path: Path) -> dict[str, FileTensor]:
         return _tensors(path)
     if not path.is_dir():
         raise ConfigError(
-            f"weights: {path} does not exist, so there is nothing to start from; give a safetensors file, or a folder with "
-            f"{SINGLE} or {SHARDED} (nothing is downloaded: fetch a model of a hub first and give its folder)"
+            f"weights: {path} does not exist, so there is nothing to start from; give a safetensors file, or a folder "
+            f"with {SINGLE} or {SHARDED} (nothing is downloaded: fetch a model of a hub first and give its folder)"
         )
     if (path / SINGLE).is_file():
         return _tensors(path / SINGLE)
@@ -107,18 +108,20 @@ def _indexed(path: Path) -> dict[str, FileTensor]:
     except OSError as error:
         raise unread(path, error) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is no index of safetensors files, or is damaged ({error})") from error
+        raise CheckpointError(
+            f"{path} is no index of safetensors files, or is damaged ({error}); fetch it again"
+        ) from error
     missing = sorted({file for file in places.values() if not (path.parent / file).is_file()})
     if missing:
         raise CheckpointError(
-            f"{path} names {len(missing)} file(s) that are not beside it: {some(missing)}; the weights are incomplete, so "
-            f"fetch these files again"
+            f"{path} lists {len(missing)} file(s) that are not in its folder: {some(missing)}; the weights are "
+            "incomplete, so fetch these files again"
         )
     files = {file: _tensors(path.parent / file) for file in sorted(set(places.values()))}
     absent = [f"{name} ({file})" for name, file in places.items() if name not in files[file]]
     if absent:
         raise CheckpointError(
-            f"{path} names {len(absent)} tensor(s) that are not in their files: {some(absent)}; the files are of "
-            f"different models, or incomplete"
+            f"{path} lists {len(absent)} tensor(s) that are not in their files: {some(absent)}; the files are of "
+            "different models, or incomplete: fetch them again"
         )
     return {name: files[file][name] for name, file in places.items()}

@@ -1,8 +1,10 @@
-"""A checkpoint of either kind, opened to be looked at or read piece by piece: a folder of AngelPTMStrategy(state_dict_type=
-"sharded"), or one full file of Lightning.
+"""An opened checkpoint of either format, to be described or read piece by piece: the folder of a sharded checkpoint
+(state_dict_type="sharded"), or a full file of Lightning.
 
-I1: opening one reads names, shapes and places, and of tensors' bytes only those in a folder's lightning.pt, buffers.
-I2: what `pieces` hands out was written so, as far as the file has checksums; damage is an error that names it.
+I1: opening a checkpoint reads names, shapes and offsets, and of tensors only those in a folder's lightning.pt
+(buffers).
+I2: the elements that `pieces` yields are those that were written, as far as the file has checksums; damage is an error
+with its place.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ class Weight:
     """A tensor of the model's state dict.
 
     Args:
-        names: in the state dict, in its order: several where one tensor has them (tied weights).
+        names: names in the state dict, in its order; several for tied weights.
         dtype, shape: as it was saved.
-        unit: whose it is; None where the checkpoint does not say.
-        place: where its elements are: in a file of a folder, or mapped.
+        unit: name of the unit; None if the checkpoint does not say.
+        place: its elements: in a file of a folder, or a mapped tensor.
     """
 
     names: tuple[str, ...]
@@ -57,14 +59,14 @@ class _InFolder:
 
 
 class Source:
-    """An open checkpoint. Maps torch.save's file, and holds the memory of a piece at most.
+    """An open checkpoint. Maps torch.save's file, and takes memory for one piece at most.
 
     Args:
         path: a folder or a file.
-        weights_only: load no object that could run code. Turn off for checkpoints that you trust.
+        weights_only: load no object that could run code. Give False only for checkpoints that you trust.
 
     Raises:
-        CheckpointError: there is none, or it is damaged, incomplete, or of something else.
+        CheckpointError: there is no checkpoint, or it is damaged, incomplete, or of another program.
     """
 
     def __init__(self, path: Path, *, weights_only: bool = True) -> None:
@@ -82,12 +84,12 @@ class Source:
         self._archive_checked = False
         state: Mapping[str, Any] = self.dictionary["state_dict"]
         self.weights = self._full_weights(state) if self.index is None else self._sharded_weights(self.index, state)
-        # Extra state of modules, which is no tensor.
+        # Extra states of modules that are no tensors.
         self.others = tuple(name for name, value in state.items() if not isinstance(value, Tensor))
 
     @property
     def size_bytes(self) -> int:
-        """Of all that has checksums."""
+        """Bytes of everything that has checksums."""
         return self.archive.size_bytes + sum(file.layout.size_bytes for file in self.files.values())
 
     @property
@@ -96,31 +98,31 @@ class Source:
 
     @property
     def sealed(self) -> bool:
-        """Whether everything is under a checksum, names and all, and known to be of one save."""
+        """Whether everything is under a checksum, names included, so that it is known to be of one save."""
         return self._folder is not None and self._folder.sealed
 
     def pieces(self, weight: Weight) -> Iterator[Tensor]:
-        """Its elements in order, as 1-D tensors of a few MiB; each is good until the next one is asked for.
+        """Yields a weight's elements in order, as 1-D tensors of a few MiB. Each is valid until the next is requested.
 
         Raises:
-            CheckpointError: it cannot be read, or (at the latest after the last piece) is damaged.
+            CheckpointError: it cannot be read, or is damaged (raised at the latest after the last piece).
         """
         if isinstance(weight.place, Tensor):
-            if not self._archive_checked:  # all of it: which of its records this is in is torch's own business
+            if not self._archive_checked:  # all of it: only torch knows which record has this tensor
                 self.archive.check()
                 self._archive_checked = True
             return (block.view(-1) for block in blocks(weight.place) if block.numel())
         file = self.files[weight.place.file]
         if self._reading is not None and self._reading is not file:
-            self._reading.let_go()
+            self._reading.free_buffer()
         self._reading = file
         return file.pieces(weight.place.stored)
 
     def check(self, seen: Callable[[int], None] = lambda count: None) -> None:
-        """Compare everything with its checksums. `seen` is told how many more bytes were read.
+        """Compares everything with its checksums. `seen` is called with numbers of bytes read.
 
         Raises:
-            CheckpointError: with the file, the tensor and the range that differ.
+            CheckpointError: names the file, the tensor and the range that differ.
         """
         self.archive.check(seen)
         self._archive_checked = True
@@ -133,7 +135,8 @@ class Source:
         for name, value in state.items():
             if isinstance(value, Tensor):
                 _check_plain(self.path, name, value)
-                # The same elements in the same order: one tensor. Others that share a storage are each their own.
+                # Names are tied if they have the same elements in the same order; other tensors may share their
+                # storage.
                 key = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else name
                 names.setdefault(key, []).append(name)
                 found.setdefault(key, value)
@@ -171,13 +174,13 @@ def _checked_dictionary(path: Path, loaded: Any) -> Mapping[str, Any]:
     keys = ", ".join(map(str, list(loaded)[:5])) if isinstance(loaded, Mapping) else ""
     holds = f"a dictionary with {keys}..." if keys else f"an object of {type(loaded).__name__}"
     raise CheckpointError(
-        f"{path} holds {holds}, and a checkpoint of Lightning has a 'state_dict'; give one that a Trainer has saved"
+        f"{path} has {holds}, and a checkpoint of Lightning has a 'state_dict'; give one that a Trainer has saved"
     )
 
 
 def _check_plain(path: Path, name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CheckpointError(
-            f"{path}: {name} is {tensor.layout} of {tensor.dtype}, and only plain tensors can be exported; make it one "
-            f"before it is saved"
+            f"{path}: {name} has layout {tensor.layout} and dtype {tensor.dtype}, and only plain tensors can be "
+            "exported; convert it before it is saved"
         )

@@ -1,9 +1,10 @@
-"""safetensors files: their header, and their tensors mapped into memory (https://huggingface.co/docs/safetensors).
+"""safetensors files: their headers, and memory-mapped tensors (https://huggingface.co/docs/safetensors).
 
-A file is 8 bytes (the header's length, little endian), a JSON header {name: {dtype, shape, data_offsets}}, and the tensors'
-bytes, end to end, without holes. No pickle, nothing that runs code.
-I1: our headers are padded with spaces to whole blocks, so that the bytes of the first tensor can be written directly.
-I2: a header that is read has been checked against the size of its file: no offset points outside of it.
+A file has 8 bytes (the header's length, little endian), a JSON header {name: {dtype, shape, data_offsets}}, and the
+tensors' bytes, end to end, without gaps. No pickle, no code.
+I1: headers that we write are padded with spaces to whole blocks, so that the first tensor can be written with direct
+I/O.
+I2: a header that is read is checked against the size of its file: no offset is outside of it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from lightning_ptm.terms import BLOCK_BYTES
 
 _LENGTH_BYTES = 8
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if platform.machine() in ("x86_64", "aarch64") else 0)
-"""Python 3.11 does not name it."""
+"""Python 3.11 has no name for it."""
 _MOST_DIMENSIONS = 64
-"""Of a tensor that torch's loops go over."""
+"""Limit of torch's iterators over tensors."""
 _MOST_HEADER_BYTES = 1 << 30
-"""The format's own limit is 100 MB; a model of millions of tensors would be beyond it, a damaged length far beyond."""
+"""Limit for a header that is read. The format's own limit is 100 MB, which a model of millions of tensors exceeds;
+damaged lengths are mostly far larger."""
 
 CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -56,7 +58,7 @@ class Stored:
     Args:
         name: unique in the file.
         dtype, shape: as in torch.
-        start, stop: its bytes, counted from the first byte of the file.
+        start, stop: its bytes, from the beginning of the file.
     """
 
     name: str
@@ -68,13 +70,13 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a file holds and where.
+    """The contents of a file and their offsets.
 
     Args:
         header: its first bytes.
-        tensors: in the order of their bytes.
-        size_bytes: of the whole file.
-        metadata: texts by name.
+        tensors: its tensors, in the order of their bytes.
+        size_bytes: size of the whole file.
+        metadata: strings by name.
     """
 
     header: bytes
@@ -83,7 +85,8 @@ class Layout:
     metadata: Mapping[str, str]
 
     def tensor_at(self, offset: int) -> str:
-        """Name of the tensor that has this byte of the file; "the header" before the first."""
+        """Returns the name of the tensor that has this byte of the file; "the header" for bytes before the first
+        tensor."""
         for tensor in self.tensors:
             if tensor.start <= offset < tensor.stop:
                 return tensor.name
@@ -93,10 +96,10 @@ class Layout:
 def lay_out(
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> Layout:
-    """A new file with these tensors (name, dtype, shape), in this order.
+    """Returns the layout of a new file with these tensors (name, dtype, shape), in this order.
 
     Raises:
-        CheckpointError: a dtype has no name in this format.
+        CheckpointError: a dtype has no name in the format.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     places: list[tuple[str, torch.dtype, tuple[int, ...], int, int]] = []
@@ -104,7 +107,7 @@ def lay_out(
     for name, dtype, shape in tensors:
         if dtype not in CODES:
             raise CheckpointError(
-                f"{name} is of {dtype}, which safetensors files cannot hold; save it as another dtype"
+                f"{name} has dtype {dtype}, which safetensors files cannot hold; save it in another dtype"
             )
         start, stop = stop, stop + math.prod(shape) * dtype.itemsize
         places.append((name, dtype, shape, start, stop))
@@ -117,7 +120,7 @@ def lay_out(
 
 
 def read_layout(path: Path) -> Layout:
-    """Read and check a file's header (I2).
+    """Reads and checks a file's header (I2).
 
     Raises:
         CheckpointError: it is no safetensors file, it is cut short, or its header contradicts itself.
@@ -138,29 +141,27 @@ def read_layout(path: Path) -> Layout:
         tensors = [_stored(name, entries(entry), begin) for name, entry in held.items()]
     except KeyError as error:
         raise CheckpointError(
-            f"{path}: a tensor's entry has no, or an unknown, {error}; it cannot be loaded"
+            f"{path}: a tensor's entry has no, or an unknown, {error}, so it cannot be loaded; use another file"
         ) from error
     except ValueError as error:
-        raise CheckpointError(
-            f"{path} is no safetensors file: its header is not what it should be ({error})"
-        ) from error
+        raise CheckpointError(f"{path} is no safetensors file: its header is invalid ({error})") from error
     tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
     position = begin
     for tensor in tensors:
         wanted = math.prod(tensor.shape) * tensor.dtype.itemsize
         if tensor.start != position or tensor.stop - tensor.start != wanted or tensor.stop > size:
             raise CheckpointError(
-                f"{path}: {tensor.name} should have {wanted} bytes from {position} on; its header says {tensor.start} to "
-                f"{tensor.stop}, and the file has {size}; it was cut short or damaged"
+                f"{path}: {tensor.name} should have {wanted} bytes from {position} on; its header says {tensor.start} "
+                f"to {tensor.stop}, and the file has {size}; it was cut short or damaged"
             )
         position = tensor.stop
     return Layout(length.to_bytes(_LENGTH_BYTES, "little") + text, tuple(tensors), size, metadata)
 
 
 def _stored(name: str, entry: dict[str, Any], begin: int) -> Stored:
-    """Raises KeyError, ValueError."""
+    """Returns the tensor of a header's entry. Raises KeyError, ValueError."""
     shape = tuple(map(number, items(entry["shape"])))
-    # What torch can count, also of a tensor without elements.
+    # A product that torch can represent, also for a tensor without elements.
     number(math.prod(max(1, size) for size in shape))
     if len(shape) > _MOST_DIMENSIONS:
         raise ValueError(f"{name} has {len(shape)} dimensions")
@@ -169,11 +170,11 @@ def _stored(name: str, entry: dict[str, Any], begin: int) -> Stored:
 
 
 class Mapped:
-    """A file's tensors as views of a private mapping: bytes come from the disk when they are read, and cost no memory that
-    the system could not take back. The mapping lives as long as any of them.
+    """A file's tensors as views of a private memory mapping. Bytes are read when they are accessed, into pages that the
+    system can evict. The mapping lives as long as any of the tensors.
 
     Args:
-        layout: of the file, if it is known.
+        layout: the file's, if it is known.
 
     Raises:
         CheckpointError: as `read_layout`.
@@ -185,26 +186,26 @@ class Mapped:
         self._by_name = {tensor.name: tensor for tensor in self.layout.tensors}
         try:
             with path.open("rb") as file:
-                # Private and writable: torch wants memory that could be written to; what is written stays in this
-                # process. Nothing is, so nothing is set aside for it: a file may be larger than RAM.
+                # Private and writable, since torch wants writable memory; writes would stay in this process. There are
+                # none, so no swap space is reserved: a file may be larger than RAM.
                 self._mapping = mmap.mmap(
                     file.fileno(),
                     self.layout.size_bytes,
                     flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
                     prot=mmap.PROT_READ | mmap.PROT_WRITE,
                 )
-        except (OSError, ValueError) as error:  # ValueError: it has become shorter since
+        except (OSError, ValueError) as error:  # ValueError: it was truncated after its header was read
             raise unread(path, error if isinstance(error, OSError) else OSError(str(error))) from error
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
 
     def names(self) -> Sequence[str]:
-        """In the order of their bytes."""
+        """Returns the tensors' names in the order of their bytes."""
         return [tensor.name for tensor in self.layout.tensors]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor; reading it reads the file."""
+        """Returns one tensor, whose elements are read from the file when they are accessed."""
         stored = self._by_name[name]
         if stored.start == stored.stop:
             return torch.empty(stored.shape, dtype=stored.dtype)
@@ -212,12 +213,12 @@ class Mapped:
             self._mapping, dtype=torch.uint8, count=stored.stop - stored.start, offset=stored.start
         )
         if whole.data_ptr() % stored.dtype.itemsize:
-            whole = whole.clone()  # other writers' headers may leave tensors at odd addresses
+            whole = whole.clone()  # headers of other programs may leave tensors unaligned
         return whole.view(stored.dtype).view(stored.shape)
 
 
 def sync_folder(path: Path) -> None:
-    """Make names in a folder durable."""
+    """Syncs a folder, so that new names in it are durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""Reading what may be damaged: what a user is told of a path that cannot be read, and JSON that is taken at its word only.
+"""Reads of files that may be damaged: errors for unreadable paths, and strict parsing of JSON.
 
-Knows files, errors and the forms of JSON; not what is in them.
-I1: nothing but a regular file is opened: a pipe would wait for ever.
-I2: what does not have the form that was asked for raises ValueError, and so does JSON that could be read in two ways.
+Knows files, errors and the forms of JSON; not their meaning.
+I1: only regular files are opened: a pipe would block for ever.
+I2: JSON that does not have the requested form, or can be read in two ways, raises ValueError.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from lightning_ptm.errors import CheckpointError
 
 MOST = (1 << 63) - 1
-"""Of any number that counts bytes, elements or steps."""
+"""Upper bound of numbers that count bytes, elements or steps."""
 
 _HINTS = {
     errno.EACCES: "; give the user of this process the right to read it and to enter its folders",
@@ -28,21 +28,21 @@ _HINTS = {
 
 
 def unread(path: Path, error: OSError) -> CheckpointError:
-    """The system's reason why a file cannot be read, and what to do."""
+    """Returns the error for a file that cannot be read, with the system's reason and what to do."""
     return CheckpointError(f"{path} cannot be read: {error.strerror or error}{_HINTS.get(error.errno or 0, '')}")
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is a folder of this name.
+    """Returns whether the path is a folder.
 
     Raises:
-        CheckpointError: nobody can know, since one of the folders around it may not be entered.
+        CheckpointError: a folder above it may not be entered, so that this is unknown.
     """
     return _is(path, stat.S_ISDIR)
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file of this name. Raises as `is_folder`."""
+    """Returns whether the path is a file. Raises as `is_folder`."""
     return _is(path, stat.S_ISREG)
 
 
@@ -56,7 +56,7 @@ def _is(path: Path, wanted: Callable[[int], bool]) -> bool:
 
 
 def regular(path: Path) -> Path:
-    """The path of a file that can be opened (I1).
+    """Returns the path if it is a regular file (I1).
 
     Raises:
         CheckpointError: there is none, or it is something else.
@@ -66,12 +66,12 @@ def regular(path: Path) -> Path:
     except (OSError, ValueError) as error:
         raise unread(path, error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error))) from error
     if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{path} is no file; use an earlier checkpoint")
+        raise CheckpointError(f"{path} is no regular file, so it is not opened; use an earlier checkpoint")
     return path
 
 
 def contents(path: Path) -> bytes:
-    """All of a small file. Raises CheckpointError."""
+    """Returns all bytes of a small file. Raises CheckpointError."""
     try:
         return regular(path).read_bytes()
     except OSError as error:
@@ -79,7 +79,7 @@ def contents(path: Path) -> bytes:
 
 
 def parsed(content: bytes) -> Any:
-    """JSON in UTF-8 (I2): no name twice in an object, no NaN, no half of a character, nothing nested without end."""
+    """Parses JSON in UTF-8 (I2). Refuses names that an object has twice, NaN, lone surrogates, and too deep nesting."""
     text = content.decode()
     try:
         value = json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_no_constant)
@@ -103,28 +103,28 @@ def _no_constant(name: str) -> Any:
 
 
 def number(value: Any, least: int = 0, most: int = MOST) -> int:
-    """A whole number within bounds."""
+    """Returns the value if it is a whole number within bounds."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{short(value)} is no whole number from {least} to {most}")
     return value
 
 
 def text(value: Any) -> str:
-    """A string."""
+    """Returns the value if it is a string."""
     if not isinstance(value, str):
         raise ValueError(f"{short(value)} is no text")
     return value
 
 
 def items(value: Any, count: int | None = None) -> list[Any]:
-    """A list, of `count` items if that is given."""
+    """Returns the value if it is a list, of `count` items if given."""
     if not isinstance(value, list) or (count is not None and len(value) != count):
         raise ValueError(f"{short(value)} is no list" + ("" if count is None else f" of {count}"))
     return value
 
 
 def entries(value: Any, keys: Sequence[str] | None = None) -> dict[str, Any]:
-    """An object, with exactly these keys if they are given."""
+    """Returns the value if it is an object, with exactly these keys if given."""
     if not isinstance(value, dict):
         raise ValueError(f"{short(value)} is no object")
     if keys is not None and (strange := set(keys) ^ set(value)):
@@ -134,6 +134,6 @@ def entries(value: Any, keys: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def short(value: Any) -> str:
-    """A value in an error, however long it is."""
+    """Returns a value as text for an error, shortened."""
     shown = repr(value) if isinstance(value, (str, int, float, bool, type(None))) else f"a {type(value).__name__}"
     return shown if len(shown) <= 80 else f"{shown[:77]}..."

@@ -1,11 +1,11 @@
-"""A sharded checkpoint, read against the checksums of those that wrote it: the folder as a whole, and each of its files.
+"""Verified reads of a sharded checkpoint: its folder as a whole, and each of its files, compared with their checksums.
 
-I1: every byte of every tensor was written by somebody, or opening it raises.
-I2: no byte is handed out before the range that it was written in has been compared with its checksum.
-I3: what the folder opens with (index, headers, lists of ranges, Lightning's dictionary) is of one save and as it was
-    written (index.py, I1). Formats 1 and 2 say so of tensors' bytes alone; what else is known of them must agree: each file
-    is what the index calls it, a slot has its parameters' names and shapes, the dictionary its own checksums (CRC-32) and
-    the index's step.
+I1: every byte of every tensor is in the list of some rank; otherwise opening the folder raises.
+I2: no byte is returned before the range in which it was written is compared with its checksum.
+I3: what opening reads (index, headers, lists of ranges, Lightning's dictionary) is of one save and as it was written
+    (index.py, I1). Formats 1 and 2 guarantee that for tensors' bytes only; there, known facts must agree: each file is
+    what the index calls it, slots have the names and shapes of parameters, the dictionary has its own checksums
+    (CRC-32) and the step of the index.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from lightning_ptm.storage.user_errors import short
 
 
 class CheckedFolder:
-    """See the file's contract. Holds no file open.
+    """A sharded checkpoint that was checked when it was opened. Keeps no file open.
 
     Args:
-        path: of the checkpoint.
+        path: the checkpoint's folder.
 
     Raises:
-        CheckpointError: it is incomplete, damaged, of several saves, or of a newer version.
+        CheckpointError: it is incomplete, damaged, of several saves, or of a newer format version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,22 +64,25 @@ class CheckedFolder:
         return self.index.version >= SEALED_SINCE
 
     def check_dictionary(self, dictionary: Mapping[str, Any]) -> None:
-        """That Lightning's dictionary, which was read from the folder, has what the index needs of it.
+        """Checks that Lightning's dictionary, read from the folder, agrees with the index.
 
         Raises:
-            CheckpointError: it has not.
+            CheckpointError: it does not.
         """
         path, saved = self.path / LIGHTNING, dictionary.get("optimizer_states") or ()
         step = dictionary.get("global_step", 0)
         if step != self.index.step:
             raise CheckpointError(
-                f"{path} is of step {short(step)} and {INDEX} beside it of step {self.index.step}: they are of two saves; "
-                f"use an earlier checkpoint"
+                f"{path} is of step {short(step)} and {INDEX} in its folder of step {self.index.step}, so they are of "
+                "two saves; use an earlier checkpoint"
             )
         if not isinstance(dictionary.get("state_dict", {}), Mapping):
-            raise CheckpointError(f"{path} is damaged: its state_dict is none; use an earlier checkpoint")
+            raise CheckpointError(
+                f"{path} is damaged: its state_dict is a {type(dictionary.get('state_dict')).__name__}; use an "
+                "earlier checkpoint"
+            )
         well = isinstance(saved, (list, tuple)) and len(saved) == len(self.index.optimizers)
-        # Of one without parameters nothing is needed: Lightning's stand-in for none says nothing at all.
+        # An optimizer without parameters needs no state: Lightning's mock optimizer has none.
         needed = (
             [state for state, known in zip(saved, self.index.optimizers, strict=True) if known.parameters]
             if well
@@ -87,12 +90,12 @@ class CheckedFolder:
         )
         if self.index.optimizers and not (well and all(map(_is_state, needed))):
             raise CheckpointError(
-                f"{path} has not the states of the {len(self.index.optimizers)} optimizers that {INDEX} beside it names; it "
-                f"is damaged, or on_save_checkpoint has changed them: use an earlier checkpoint"
+                f"{path} does not have the states of the {len(self.index.optimizers)} optimizers that {INDEX} lists; "
+                "it is damaged, or on_save_checkpoint has changed them: use an earlier checkpoint"
             )
 
     def _check_names(self) -> None:
-        """What tensors are called in each file, against the index."""
+        """Checks the names of tensors in each file against the index."""
         parameters: dict[str, Stored] = {}
         for file in self.index.files:
             layout = self.files[file.name].layout
@@ -108,7 +111,8 @@ class CheckedFolder:
             for stored in self.files[file.name].layout.tensors if file.kind != PARAMETERS else ():
                 if stored.name not in known or stored.name not in parameters:
                     raise self._contradiction(file, f"has {stored.name}, which is no parameter of an optimizer")
-                # Optimizers that update whole parameters have states of own shapes, in folders whose headers are sealed.
+                # Optimizers that update whole parameters have states of other shapes; they exist in sealed folders
+                # only.
                 if not self.sealed and stored.shape != parameters[stored.name].shape:
                     raise self._contradiction(file, f"has {stored.name} in another shape than the parameter's")
         missing = sorted((set(self.index.parameters.values()) | known) - set(parameters))
@@ -119,28 +123,28 @@ class CheckedFolder:
 
     def _contradiction(self, file: StateFile, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path / file.name} {what}, and {INDEX} beside it calls it {file.kind} of {file.unit or 'the root'}; they "
-            f"are damaged, or of two saves: use an earlier checkpoint"
+            f"{self.path / file.name} {what}, and {INDEX} calls it {file.kind} of {file.unit or 'the root'}; they are "
+            f"damaged, or of two saves: use an earlier checkpoint"
         )
 
 
 def _is_state(saved: Any) -> bool:
-    """Whether it is the state of an optimizer, in torch's form."""
+    """Returns whether a value is an optimizer's state in torch's form."""
     states = saved.get("state") if isinstance(saved, Mapping) else None
     return isinstance(states, Mapping) and all(isinstance(each, Mapping) for each in states.values())
 
 
 class CheckedFile:
-    """One safetensors file; see the module's contract.
+    """One safetensors file, whose bytes are compared with their checksums when they are read.
 
     Args:
-        folder: the checkpoint.
-        file: what its index says of this file.
-        ranges: what was written of it, in order.
-        index: of the checkpoint, which has the header's seal.
+        folder: the checkpoint's folder.
+        file: the file's entry in the index.
+        ranges: the ranges of the file that were written, in order.
+        index: the checkpoint's index, which has the header's seal.
 
     Raises:
-        CheckpointError: it is no such file, was cut short, or bytes of it were written by nobody.
+        CheckpointError: it is another file, was cut short, or has bytes that are in no rank's list.
     """
 
     def __init__(self, folder: Path, file: StateFile, ranges: Sequence[Range], index: Index) -> None:
@@ -152,31 +156,36 @@ class CheckedFile:
         position = len(self.layout.header)
         for each in ranges:
             if each.start != position:
-                raise CheckpointError(f"{self.path}: nobody has written bytes {position} to {each.start}")
+                raise CheckpointError(
+                    f"{self.path}: no rank's list has bytes {position} to {each.start}, so the checkpoint is damaged; "
+                    "use an earlier checkpoint"
+                )
             position = each.stop
         if position != self.layout.size_bytes or self.layout.size_bytes != file.size_bytes:
             raise CheckpointError(
-                f"{self.path} has {self.layout.size_bytes} bytes, of {file.size_bytes} that were written"
+                f"{self.path} has {self.layout.size_bytes} bytes, of {file.size_bytes} that were written; use an "
+                "earlier checkpoint"
             )
-        # The range that was read last: neighbours lie in one, and whoever reads goes forward.
+        # The range that was read last: tensors are read in order, and neighbouring ones may be in one range.
         self._held: Range | None = None
         self._bytes = memoryview(bytearray())
 
     def check(self, seen: Callable[[int], None] = lambda count: None) -> None:
-        """Compare all of it. `seen` is told how many more bytes were read.
+        """Compares the whole file with its checksums. `seen` is called with numbers of bytes read.
 
         Raises:
-            CheckpointError: with the file, the tensor and the range that differ.
+            CheckpointError: names the file, the tensor and the range that differ.
         """
         bad = read_ranges(self.path, self._ranges, seen)
         if bad is not None:
             raise self._damage(bad)
 
     def pieces(self, stored: Stored) -> Iterator[Tensor]:
-        """A tensor's elements in order, as 1-D tensors of at most PIECE_BYTES; each is good until the next is asked for.
+        """Yields a tensor's elements in order, as 1-D tensors of at most PIECE_BYTES. Each is valid until the next is
+        requested.
 
         Raises:
-            CheckpointError: as `check`, of what this tensor needs.
+            CheckpointError: as `check`, for the ranges of this tensor.
         """
         buffer = memoryview(bytearray(min(PIECE_BYTES, stored.stop - stored.start)))
         with self.path.open("rb", buffering=0) as file:
@@ -185,8 +194,8 @@ class CheckedFile:
                 self._fill(file.fileno(), view, start)
                 yield torch.frombuffer(view, dtype=stored.dtype)
 
-    def let_go(self) -> None:
-        """Give back the memory of what was read last."""
+    def free_buffer(self) -> None:
+        """Frees the memory of the range that was read last."""
         self._held, self._bytes = None, memoryview(bytearray())
 
     def _fill(self, descriptor: int, view: memoryview, start: int) -> None:
@@ -194,13 +203,13 @@ class CheckedFile:
         while done < len(view):
             each = self._ranges[bisect_right(self._starts, start + done) - 1]
             if each is not self._held:
-                self._hold(descriptor, each)
+                self._load_range(descriptor, each)
             count = min(each.stop - start - done, len(view) - done)
             begin = start + done - each.start
             view[done : done + count] = self._bytes[begin : begin + count]
             done += count
 
-    def _hold(self, descriptor: int, each: Range) -> None:
+    def _load_range(self, descriptor: int, each: Range) -> None:
         size = each.stop - each.start
         if len(self._bytes) < size:
             self._bytes = memoryview(bytearray(size))
@@ -211,6 +220,6 @@ class CheckedFile:
 
     def _damage(self, bad: Range) -> CheckpointError:
         return CheckpointError(
-            f"{self.path}: bytes {bad.start} to {bad.stop}, in {self.layout.tensor_at(bad.start)}, are not those that were "
-            f"written (their checksum differs); use an earlier checkpoint, and check that disk"
+            f"{self.path}: bytes {bad.start} to {bad.stop}, in {self.layout.tensor_at(bad.start)}, are not those that "
+            "were written (their checksum differs); use an earlier checkpoint, and check that disk"
         )

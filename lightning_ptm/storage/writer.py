@@ -1,11 +1,12 @@
-"""Writes byte ranges of files from memory: aligned, past the page cache where the file system allows it, checksummed.
+"""Writes ranges of bytes to files: with direct I/O where the file system allows it, in threads, and with checksums.
 
-Owns a few aligned buffers and the threads that write them. Knows files and bytes; no tensors' meaning, no ranks.
-I1: bytes of a file are copied into a buffer at their offset modulo a block, so that whole blocks go directly to the disk
-    and only the ragged ends of a range through the page cache. Long stretches that stay as they are until `finish`, and
-    lie in memory as they will in the file, are written from where they are. A few MiB of ragged ends are kept for the end:
-    a write to the page cache waits for all direct ones of its file, and those that follow wait for it.
-I2: every write is checked for its length; a short one is continued, a failed one raises in `finish`, or before it.
+Owns a few aligned buffers and the threads that write them. Knows files and bytes; neither what tensors mean nor ranks.
+I1: bytes are copied into a buffer at their file offset modulo a block, so that whole blocks are written with direct I/O
+    and only the unaligned ends of a range through the page cache. Long ranges that stay unchanged until `finish`, and
+    are aligned in memory as in the file, are written without a copy. Up to a few MiB of unaligned ends are kept until
+    `finish`: a write to the page cache waits for all direct writes of its file, and later direct writes wait for it.
+I2: the length of every write is checked; a short write is continued, a failed one raises in `finish` or in an earlier
+call.
 I3: what `finish` returns is durable: files are synced first.
 """
 
@@ -32,35 +33,36 @@ from lightning_ptm.terms import BLOCK_BYTES
 BUFFER_BYTES = 4 << 20
 BUFFERS = 10
 _THREADS = 4
-"""A thread's checksum goes on beside another's write; two threads reached half of what the disk can do."""
+"""With four threads, checksums are computed while other threads write; two reached half of the disk's speed."""
 _IN_PLACE = 4 * _THREADS
-"""Pieces that may wait to be written from where they are: `put` is not far ahead of the disk."""
+"""Limit for pieces that wait to be written without a copy, so that `put` is not far ahead of the disk."""
 _LONG_BYTES = 512 << 10
-"""Shorter stretches are worth a copy, because that makes one write of many."""
+"""Shorter ranges are copied, so that many of them become one write."""
 _SECTOR_BYTES = 512
-"""Where memory has to begin that most disks write from; others want whole blocks."""
+"""Alignment in memory that most disks need for direct I/O; some need whole blocks."""
 _KEPT_BYTES = BUFFER_BYTES
-"""Ragged ends beyond are written at once."""
+"""Bytes of unaligned ends that are kept until `finish`; further ones are written at once."""
 _SYNCS = 8
-"""Files that are synced at once: a journal writes what all of them wait for together."""
+"""Number of files that are synced at once: one write of the file system's journal serves all of them."""
 
 
 class SaveOps(FileOps):
-    """The file calls of saving; tests pass some that fail."""
+    """The file calls of saving; tests replace them by failing ones."""
 
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
 
 
 class FileBytes(Protocol):
-    """Bytes for a file that lie elsewhere in another order: they are put in the file's where they leave from."""
+    """Bytes of a file that are stored in another order in memory; they are put in order when they are copied to a
+    buffer."""
 
     @property
     def nbytes(self) -> int:
-        """How many there are."""
+        """Number of bytes."""
 
     def fill(self, into: torch.Tensor, first: int) -> None:
-        """Bytes [first, first + into.numel()), into a uint8 tensor."""
+        """Copies bytes [first, first + into.numel()) into a uint8 tensor."""
 
 
 @dataclass(slots=True)
@@ -73,9 +75,9 @@ class _File:
 
 @dataclass(slots=True)
 class _Write:
-    """Bytes on their way to [start, start + filled) of a file.
+    """Bytes to be written to [start, start + filled) of a file.
 
-    In a buffer, they lie from `start % BLOCK_BYTES` on.
+    In a buffer, they begin at `start % BLOCK_BYTES`.
     """
 
     file: _File
@@ -83,16 +85,16 @@ class _Write:
     buffer: int | None
     filled: int = 0
     view: memoryview | None = None
-    """Where they are, if they are in no buffer of ours."""
+    """The bytes, if they are written without a copy."""
 
 
 class RangeWriter:
-    """See the file's contract. Use by one thread at a time; `abort` or `finish` ends it.
+    """Writes ranges of the files of a folder. For one thread at a time; `abort` or `finish` ends it.
 
     Args:
-        folder: of the files.
-        ops: the file calls.
-        buffers: how many pieces of `BUFFER_BYTES` may wait for the disk; `put` waits when it is more.
+        folder: the files' folder.
+        ops: file calls, for tests.
+        buffers: number of pieces of `BUFFER_BYTES` that may wait for the disk; with more, `put` waits.
     """
 
     def __init__(self, folder: Path, ops: SaveOps | None = None, *, buffers: int = BUFFERS) -> None:
@@ -100,12 +102,12 @@ class RangeWriter:
         self._ops = ops or SaveOps()
         self._room = BUFFER_BYTES + BLOCK_BYTES
         self._region = HostRegion(buffers * self._room)
-        # Last in, first out: buffers that were never needed are never touched and take no memory.
+        # Last in, first out: buffers that were never needed are never touched, so they take no memory.
         self._free: queue.LifoQueue[int] = queue.LifoQueue()
         for index in reversed(range(buffers)):
             self._free.put(index)
         self._memory_bytes = _SECTOR_BYTES
-        """What addresses of memory have to be a multiple of; any of the threads finds that it is more."""
+        """Alignment of memory for direct I/O; a thread raises it when a write is refused."""
         self._in_place = threading.Semaphore(_IN_PLACE)
         self._jobs: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._files: dict[str, _File] = {}
@@ -121,7 +123,7 @@ class RangeWriter:
             thread.start()
 
     def create(self, name: str, head: bytes, size_bytes: int) -> None:
-        """Make a file of its full size, so that a disk that is too small is found now, with its first bytes.
+        """Creates a file of its full size, so that a disk that is too small is found now, and writes its first bytes.
 
         Raises:
             CheckpointError: there is no room, or no right to write.
@@ -139,13 +141,14 @@ class RangeWriter:
                 self._ops.close(descriptor)
         except OSError as error:
             raise failure(path, error) from error
-        self._created.append(name)  # synced with all others, in `finish`
+        self._created.append(name)  # `finish` syncs it
 
     def put(self, name: str, start: int, values: torch.Tensor | FileBytes, *, stays: bool = False) -> None:
-        """Write `values` (1-D, contiguous, on the CPU, if they are a tensor) to a file from byte `start` on.
+        """Writes `values` (if a tensor: 1-D, contiguous, on the CPU) to a file from byte `start` on.
 
         Args:
-            stays: nobody changes or frees them before `finish` or `abort` returns. Otherwise they are copied at once.
+            stays: the values are neither changed nor freed before `finish` or `abort` returns. Otherwise they are
+                copied now.
         """
         file = self._open(name)
         if not isinstance(values, torch.Tensor):
@@ -154,7 +157,7 @@ class RangeWriter:
         source = values.view(torch.uint8)
         done, total = 0, source.numel()
         if stays and total >= _LONG_BYTES and file.direct is not None:
-            # Whole blocks of the file, if a disk takes them from there.
+            # Whole blocks of the file, without a copy, if the memory is aligned for direct I/O.
             first = -start % BLOCK_BYTES
             if (source.data_ptr() + first) % self._memory_bytes == 0:
                 last = total - (start + total) % BLOCK_BYTES
@@ -184,7 +187,7 @@ class RangeWriter:
             if piece is None or piece.file is not file or piece.start + piece.filled != position:
                 self._send()
                 piece = self._current = _Write(file, position, self._take())
-            # Cut at whole buffers of the file, so that all but the ends of a long run are whole blocks.
+            # Cut where whole buffers of the file end, so that all but the ends of a long range are whole blocks.
             room = BUFFER_BYTES - (piece.start + piece.filled) % BUFFER_BYTES
             count = min(room, total - done)
             assert piece.buffer is not None
@@ -196,7 +199,7 @@ class RangeWriter:
                 self._send()
 
     def finish(self) -> list[Range]:
-        """Wait until everything is on the disk. Returns what was written, by file and offset.
+        """Waits until everything is on the disk. Returns the ranges that were written, by file and offset.
 
         Raises:
             CheckpointError: a write failed.
@@ -215,9 +218,9 @@ class RangeWriter:
         return sorted(self._ranges, key=lambda each: (each.file, each.start))
 
     def abort(self) -> None:
-        """Give everything up, also what waits to be written. Idempotent."""
+        """Ends the writer; bytes that wait are not written. Idempotent."""
         self._current = None
-        self._error = self._error or CheckpointError(f"what was to be written to {self._folder} was given up")
+        self._error = self._error or CheckpointError(f"writing to {self._folder} was stopped before its end")
         self._end()
         self._close()
 
@@ -265,7 +268,7 @@ class RangeWriter:
             raise failure(path, error) from error
         try:
             direct = self._ops.open(os.fspath(path), os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT, 0o666)
-        except OSError:  # a file system without O_DIRECT
+        except OSError:  # the file system has no direct I/O
             direct = None
         self._files[name] = _File(name, path, cached, direct)
         return self._files[name]
@@ -278,7 +281,7 @@ class RangeWriter:
         self._files.clear()
         self._region.close()
 
-    # -- the threads' side --------------------------------------------------------------------------------------------
+    # -- in the threads -----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while (piece := self._jobs.get()) is not None:
@@ -305,7 +308,7 @@ class RangeWriter:
         file = piece.file
         for left, right in ((piece.start, first), (last, stop)):
             end = view[left - piece.start : right - piece.start]
-            if left < right and not self._kept(file, left, end):
+            if left < right and not self._keep_end(file, left, end):
                 self._write_all(file, file.cached, end, left)
         if first < last:
             fd = file.cached if file.direct is None else file.direct
@@ -313,8 +316,8 @@ class RangeWriter:
         with self._lock:
             self._ranges.append(Range(file.name, piece.start, stop, checksum))
 
-    def _kept(self, file: _File, start: int, end: memoryview) -> bool:
-        """Whether there was room to keep a ragged end for `finish`."""
+    def _keep_end(self, file: _File, start: int, end: memoryview) -> bool:
+        """Keeps an unaligned end for `finish` if there is room; returns whether it was kept."""
         with self._lock:
             if self._ends_bytes + len(end) > _KEPT_BYTES:
                 return False
@@ -323,7 +326,7 @@ class RangeWriter:
             return True
 
     def _write_ends(self) -> None:
-        """All that were kept; those that follow each other at once."""
+        """Writes all ends that were kept; adjacent ones together."""
         ends, self._ends = sorted(self._ends, key=lambda end: (end[0].name, end[1])), []
         at = 0
         while at < len(ends):
@@ -344,19 +347,21 @@ class RangeWriter:
                 continue
             except OSError as error:
                 if error.errno == errno.EINVAL and fd == file.direct:
-                    fd = file.cached  # opens with O_DIRECT and does not write so, or not from there
+                    fd = file.cached  # O_DIRECT opens, but does not write, or not from this address
                     self._memory_bytes = BLOCK_BYTES
                     continue
                 raise failure(file.path, error) from error
             if moved <= 0:
-                raise CheckpointError(f"writing {file.path} ended after {offset + done} bytes; is the disk full?")
+                raise CheckpointError(
+                    f"writing {file.path} ended after {offset + done} bytes; free space on that disk, or save elsewhere"
+                )
             if moved % BLOCK_BYTES and fd == file.direct:
                 fd = file.cached
             done += moved
 
 
 def failure(path: Path, error: OSError) -> CheckpointError:
-    """What a user is told of a file that could not be written."""
+    """Returns the error for a file that could not be written, with what to do."""
     hint = {
         errno.ENOSPC: "free space on that disk, or save elsewhere",
         errno.EDQUOT: "your quota is used up; free space, or save elsewhere",

@@ -215,7 +215,7 @@ class Builder:
         parameters that this run had no room to give back."""
         if self.settings.weights is None:
             return None
-        here = frozenset() if restored is None else restored.here
+        here = frozenset() if restored is None else restored.loaded
         if not self.between.had(self.module):
             given = weights.first_values(self.module, self.settings, communicator, self.progress, boxes)
             return given if restored is None else given.without(here)

@@ -81,7 +81,7 @@ class RunCheckpoints:
         if not run.cut_off:
             run.settle()
         if not run.unsaved and run.interruption is not None:
-            with run.interruption.told():
+            with run.interruption.recorded():
                 if self._type == "sharded":
                     return sharded.module_remainder(run.engine, module)
                 return module_states.module_state(run.engine, module, keep=keep)
@@ -99,7 +99,7 @@ class RunCheckpoints:
         if run is None or not (run.cut_off or (run.has_pages and run.fits)):
             return after_run.optimizer_state(self._between.ended, optimizer, self._settings, keep=keep)
         if not run.unsaved and run.interruption is not None:
-            with run.interruption.told():
+            with run.interruption.recorded():
                 if self._type == "sharded":
                     return sharded.optimizer_remainder(run.engine, optimizer)
                 return optimizer_states.optimizer_state(run.engine, optimizer, keep=keep)
@@ -122,7 +122,7 @@ class RunCheckpoints:
         if not run.cut_off:
             run.settle()
         if not run.unsaved and run.interruption is not None:
-            with run.interruption.told():
+            with run.interruption.recorded():
                 self._save(run, module, checkpoint, filepath, storage_options)
         if run.unsaved:
             rank_zero_warn(f"no checkpoint {filepath} is written: {run.unsaved}")
@@ -148,9 +148,9 @@ class RunCheckpoints:
             self.saves.save(filepath, lambda: self._save_afterwards(module, checkpoint, Path(filepath)))
             return
         # Nobody waits at the end of a run that was cut short, so nobody would hear of a failure.
-        cut_short = run.interruption is not None and run.interruption.here
+        cut_short = run.interruption is not None and run.interruption.on_this_rank
         behind = self._settings.checkpoints.async_save and run.engine.blueprint.saves_in_background and not cut_short
-        self.saves.save(filepath, lambda: self._begin(run, checkpoint, Path(filepath), behind), behind=behind)
+        self.saves.save(filepath, lambda: self._begin(run, checkpoint, Path(filepath), behind), in_background=behind)
 
     def _random_states(self, run: Run | None) -> list[Mapping[str, Any]]:
         """Those of all ranks that draw others. Collective."""
@@ -210,7 +210,7 @@ class RunCheckpoints:
             run.builder.optimizers,
             checkpoint,
             path,
-            behind=behind,
+            in_background=behind,
             ranks_here=run.builder.place.ranks_here,
             ops=self._save_ops(),
         )

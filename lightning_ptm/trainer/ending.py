@@ -92,7 +92,7 @@ class _Ending:
             except Exception as error:
                 engine.fail(error)  # the others wait for this rank, and Lightning can no longer tell them
                 if not between.ended.weights:
-                    engine.lent_parameters.let_go()
+                    engine.lent_parameters.detach()
                 raise
         for each in self._told_later:
             raise each
@@ -105,7 +105,7 @@ class _Ending:
         """
         engine, saves = self._engine, self._checkpoints.saves
         if engine.barriers.failed:
-            saves.farewell()
+            saves.end_after_failure()
         else:
             engine.barriers.meet(Together.END_OF_RUN)
             try:
@@ -115,7 +115,7 @@ class _Ending:
         if engine.heap is not None:
             engine.heap.steps_end()  # what follows takes RAM of its own
         wanted, ranks_here = self._run.builder.settings.tuning.restore_weights, self._run.builder.place.ranks_here
-        back = restore.decided(engine, wanted=wanted, ranks_here=ranks_here, whole=self._run.cut is not None)
+        back = restore.decide(engine, wanted=wanted, ranks_here=ranks_here, whole=self._run.cut is not None)
         if back is not restore.GivenBack.WRITTEN:
             return back, ""
         if engine.heap is not None:

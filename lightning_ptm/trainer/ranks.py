@@ -185,7 +185,7 @@ class SetUp:
         """
         if self.restored is not None:
             self.restored.refuse_written(module)
-            self.restored = self.restored.untouched(module, boxes)
+            self.restored = self.restored.with_precise_values(module, boxes)
 
     def fail(self, reason: str) -> None:
         """Tells the others, who come to the barrier."""

@@ -68,13 +68,13 @@ def follow_other_parameters(run: Run, checkpoints: RunCheckpoints) -> None:
     if not run.has_pages or not run.fits or not run.engine.changes.other_parameters():
         return
     interruption = run.interruption
-    if interruption is None or not interruption.here:
+    if interruption is None or not interruption.on_this_rank:
         with torch.inference_mode(False):  # an evaluation's, of which tensors could not train later
             follow_rearranging(run, checkpoints)
         return
     run.settle()
     if not run.unsaved:
-        with interruption.told():
+        with interruption.recorded():
             raise UsageError(
                 "parameters were added, replaced or resized just before the run was cut short, and no pages have them; "
                 "go on from an earlier checkpoint"
@@ -96,10 +96,10 @@ def lay_out_anew(run: Run) -> None:
     with closing(carried_by(run, optimizers)) as carried:
         try:
             _leave_pages(run, carried)
-            carried.left()
+            carried.old_engine_closed()
             run.lay_out(given=carried.given(), handed=carried.handed)
             run.watch(anew=True)
-            carried.give_back(run.engine, run.module, optimizers)
+            carried.restore_removed(run.engine, run.module, optimizers)
             carried.fill(run.engine, optimizers)
             run.trainer.strategy.barrier()  # all have read
         except BaseException:

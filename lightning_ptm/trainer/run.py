@@ -350,7 +350,7 @@ class Run:
         rank_zero_info(f"{name} keeps {states_in_words(engine)}")
         if self.fits and self.builder.settings.tuning.restore_weights:
             ranks_here = self.builder.place.ranks_here
-            warning = restore.foretold(engine, ranks_here=ranks_here, whole=self.cut is not None)
+            warning = restore.prediction(engine, ranks_here=ranks_here, whole=self.cut is not None)
             if warning:
                 rank_zero_warn(warning)
         paged = self.paged_optimizers()

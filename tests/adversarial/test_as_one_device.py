@@ -866,6 +866,6 @@ def test_states_that_settings_have_no_pages_for_are_refused(strategy_at: Callabl
     optimizer.param_groups[0]["momentum"] = 0
     trainer.fit_loop.max_epochs = 2
     with pytest.raises(
-        ConfigError, match="the SGD was given momentum_buffer of earlier steps, for which this run has no pages"
+        ConfigError, match="the SGD was given the states momentum_buffer, for which this run has no pages"
     ):
         trainer.fit(module)

@@ -582,13 +582,13 @@ def test_a_folder_of_other_things_is_not_replaced_by_a_checkpoint(saved: Saved, 
     mine = tmp_path / "project"
     mine.mkdir()
     (mine / "thesis.tex").write_text("years")
-    with pytest.raises(CheckpointError, match="a folder with other things than a checkpoint"):
+    with pytest.raises(CheckpointError, match="a folder with other files than a checkpoint's"):
         Draft(mine)
-    with pytest.raises(CheckpointError, match="a folder with other things than a checkpoint"):
+    with pytest.raises(CheckpointError, match="a folder with other files than a checkpoint's"):
         link(saved.two, mine)
     fitter = trainer(tmp_path, max_steps=1)
     fitter.fit(Net(), batches())
-    with pytest.raises(CheckpointError, match="a folder with other things than a checkpoint"):
+    with pytest.raises(CheckpointError, match="a folder with other files than a checkpoint's"):
         fitter.save_checkpoint(mine)
     assert (mine / "thesis.tex").read_text() == "years" and len(files(mine)) == 1
     fitter.save_checkpoint(tmp_path / "empty.ckpt")

@@ -447,7 +447,7 @@ def test_whose_states_end_with_a_group_is_told(strategy_at: MakeStrategy) -> Non
 
     run(Taking, strategy_at("masters_on_disk"), max_epochs=2)
     (told,) = [each for each in said if "in no group of SGD any more" in each]
-    assert told.startswith("head.weight, head.bias are") and "begins with none" in told
+    assert told.startswith("head.weight, head.bias are") and "starts without states" in told
 
 
 class Failing(FileOps):
@@ -607,7 +607,7 @@ def moved(build: type[Judged], strategy: AngelPTMStrategy, **options: Any) -> tu
         lay_out(run)
         found[0] += files.read_bytes
         found[1] += files.written_bytes
-        found.append(carried[0].handed.relay.moved_bytes)
+        found.append(carried[0].handed.resharder.moved_bytes)
 
     carry, lay_out = rearranging.carried_by, rearranging.lay_out_anew
     with patch.multiple(rearranging, carried_by=carried_by, lay_out_anew=lay_out_anew):

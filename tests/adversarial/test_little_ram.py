@@ -181,7 +181,7 @@ def test_what_was_trained_comes_back_where_that_fits(
     module = build_of(build)
     ram(room_for_trained(module))
     chosen, told = fit(module, strategy_at(home, **settings), tmp_path)
-    assert any("gets those back that are trained" in each for each in told)
+    assert any("will get only its trained weights back" in each for each in told)
     assert_same(numbers(module, trained=True), numbers(expected, trained=True))
     if not settings:
         assert_same(numbers(module, trained=True), numbers(plain(build), trained=True))
@@ -257,12 +257,12 @@ def test_what_has_no_room_at_all_is_on_disk(
     module = build_of(build)
     ram(0)
     chosen, told = fit(module, strategy_at(home, **settings), tmp_path)
-    assert any("they are written to disk then" in each for each in told)
+    assert any("they will be written to disk" in each for each in told)
     path = tmp_path / "end-of-run-step=3.ckpt"
     assert any(f"written to {path}" in each for each in told)
     with pytest.raises(UsageError, match=rf"were written to {path}.*load them from there"):
         next(module.parameters()).sum()
-    with pytest.raises(UsageError, match=f"{path}.*a checkpoint of them"):
+    with pytest.raises(UsageError, match=f"{path}.*that folder is a checkpoint"):
         chosen.save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
     saved = sharded.load(path)["state_dict"]
     assert_same({name: saved[name] for name in saved}, dict(expected.state_dict()))

@@ -476,7 +476,7 @@ def test_whose_states_do_not_fit_any_more_is_told(strategy_at: MakeStrategy, hom
     said: list[str] = []
     module = run(Silent, strategy_at(home), max_epochs=2)
     (told,) = [each for each in said if "another shape" in each]
-    assert told.startswith("head.weight, head.bias have another shape than what AdamW keeps")
+    assert told.startswith("head.weight, head.bias have another shape than the states of AdamW")
     assert module.head.weight.shape == (6, WIDTH) and not torch.equal(module.head.weight, torch.ones(6, WIDTH))
 
 
@@ -516,7 +516,7 @@ def test_what_would_lie_in_the_memory_of_another_one_is_refused(strategy_at: Mak
             self.more = nn.Linear(WIDTH, 4)
             self.more.weight = nn.Parameter(self.head.weight.data)
 
-    with pytest.raises(UsageError, match=r"head.weight and more.weight lie in the same memory, .*tensor.clone\(\)"):
+    with pytest.raises(UsageError, match=r"head.weight and more.weight share memory, .*tensor.clone\(\)"):
         run(Sharing, strategy_at(home), max_epochs=3)
 
 

@@ -204,8 +204,16 @@ def test_weights_on_the_meta_device_get_the_checkpoints(
         (LoadPreHook, None, r"stem.weight.* changed by a hook or an override of load_state_dict .*on_load_checkpoint"),
         (LoadPostHook, None, r"stem.weight.* changed by a hook"),
         (OverriddenLoad, None, r"stem.weight.* changed by a hook"),
-        (Twin, EditsInPlace, r"stem.weight.* written to between the loading of a checkpoint and the start of the run"),
-        (PerturbsInConfigureOptimizers, None, r"stem.weight.* written to between the loading of a checkpoint"),
+        (
+            Twin,
+            EditsInPlace,
+            r"stem.weight.* written to on the meta device, between the loading of a checkpoint and the start of the run",
+        ),
+        (
+            PerturbsInConfigureOptimizers,
+            None,
+            r"stem.weight.* written to on the meta device, between the loading of a checkpoint",
+        ),
     ],
 )
 def test_changes_to_weights_without_storage_are_refused(

@@ -284,7 +284,7 @@ def test_a_state_dict_that_does_not_fit_is_an_error(strategy_at: Any, monkeypatc
     def look(module: Net) -> None:
         monkeypatch.setattr(by_hand_module, "free_host_bytes", lambda: 100_000)
         assert len(module.blocks[0].state_dict()) == 4
-        with pytest.raises(CapacityError, match=r"the weights of Net take .* of RAM .* take part after part"):
+        with pytest.raises(CapacityError, match=r"the full weights of Net take .* of RAM .* take part after part"):
             module.state_dict()
         monkeypatch.undo()
 

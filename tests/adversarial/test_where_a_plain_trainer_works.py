@@ -299,7 +299,7 @@ def test_weights_that_a_run_did_not_put_back(strategy_at: Any, home: str, tmp_pa
     with pytest.raises(UsageError, match=r"first.weight was read or written, and its values ended with its run"):
         module.first.weight.sum()
     with pytest.raises(
-        UsageError, match=r"the values of first.weight.* ended with an earlier run.* give this run a ckpt_path"
+        UsageError, match=r"the values of first.weight.* ended with an earlier run.* give it a ckpt_path"
     ):
         trainer_with(strategy_at(home)).fit(module, batches())
     trainer = trainer_with(strategy_at(home, tuning={"restore_weights": False}), max_epochs=2)

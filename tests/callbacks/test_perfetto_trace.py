@@ -92,7 +92,9 @@ def test_copies_of_the_trace_are_those_of_the_counters(
             super()._end(trainer)
 
     told: list[Any] = []
-    board_trainer(strategy_at("three_tiers", offload_activations=activations), [Compare(start=0, count=2)]).fit(model, data)
+    board_trainer(strategy_at("three_tiers", offload_activations=activations), [Compare(start=0, count=2)]).fit(
+        model, data
+    )
     before, after, events = told[0]
     away = {"activations_to_host", "activations_to_device"}
     assert (away <= set(after)) == (activations == "host")

@@ -34,5 +34,5 @@ def test_a_file_for_each_kind_of_each_unit() -> None:
 
 
 def test_a_dtype_that_files_cannot_hold_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"weight is of torch\.complex128"):
+    with pytest.raises(CheckpointError, match=r"weight has dtype torch\.complex128"):
         StateFiles.of([Kind("", "parameters", [("weight", torch.complex128, (1,))])])

@@ -218,7 +218,7 @@ def test_adapters_without_values_are_refused(example: Any, folder: Path) -> None
 
     module = Forgetful(given.model, 4)
     trainer = L.Trainer(strategy=example.make_strategy(given), max_steps=1, logger=False, enable_checkpointing=False)
-    with pytest.raises(ConfigError, match=r"adapter of peft's .* was built on the meta device"):
+    with pytest.raises(ConfigError, match=r"adapter of peft .* was built on the meta device"):
         trainer.fit(module, example.TextBytes(given.data, sequence_length=16))
 
 

@@ -125,10 +125,10 @@ def fail(build: Any, kind: str, callback: str, folder: Path, root: Path, *others
 @pytest.mark.parametrize(
     ("build", "kind", "callback", "why"),
     [
-        (Forward, "full", "ModelCheckpoint", "ranks were not all cut short"),
-        (Forward, "behind", "OnExceptionCheckpoint", "ranks were not all cut short"),
+        (Forward, "full", "ModelCheckpoint", "ranks were not all interrupted"),
+        (Forward, "behind", "OnExceptionCheckpoint", "ranks were not all interrupted"),
         (Backward, "sharded", "ModelCheckpoint", "some units had been updated"),
-        (BetweenSteps, "sharded", "OnExceptionCheckpoint", "ranks were not all cut short"),
+        (BetweenSteps, "sharded", "OnExceptionCheckpoint", "ranks were not all interrupted"),
         (AllInBackward, "full", "OnExceptionCheckpoint", "some units had been updated"),
     ],
 )

@@ -210,7 +210,7 @@ def weights_and_bytes(home: str, folder: Path, ranks: int = 2, **options: Any) -
 
     carry = rearranging.carried_by
     found = weights(home, folder, ranks, carrying=carrying, cut=True, **options)
-    return found, sum(each.handed.relay.sent_bytes for each in made)
+    return found, sum(each.handed.resharder.sent_bytes for each in made)
 
 
 @pytest.mark.slow_unless("ram")

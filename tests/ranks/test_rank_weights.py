@@ -69,7 +69,7 @@ def test_ranks_with_different_files(disk: Path, tmp_path: Path) -> None:
     half = save(tmp_path, "half.safetensors", **{"head.weight": Filled().head.weight.detach().half()})
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(right.read_bytes()[:-8])
-    for other, text in ((half, "has other tensors here than on rank 0"), (broken, "cut short or damaged")):
+    for other, text in ((half, "has other tensors on this rank than on rank 0"), (broken, "cut short or damaged")):
         for outcome in watch_ranks(_fit_from_own, 2, Training(Late), disk, [right, other]):
             assert outcome.end is End.RAISED and text in outcome.error, outcome
             assert outcome.rank == 1 or "rank 1: " in outcome.error

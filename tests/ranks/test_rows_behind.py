@@ -147,7 +147,10 @@ def fail_at(page: int, late: bool) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("page", [0, 1])
 def test_a_rank_that_fails_is_heard_of_and_nobody_waits_for_room_any_more(page: int, late: bool) -> None:
     (told, failures), (_, own) = run_ranks(fail_at, 2, page, late)
-    assert told == f"{FailedElsewhere.__name__}: the rank with part 1 of parameters could not write its own"
+    assert (
+        told
+        == f"{FailedElsewhere.__name__}: the tensor-parallel rank 1 of this rank's group could not write its checkpoint part"
+    )
     assert (failures, own) == ([FailedElsewhere.__name__], [])
 
 

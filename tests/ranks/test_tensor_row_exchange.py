@@ -366,7 +366,10 @@ def write_until(pages: int, group: Communicator) -> str:
 @pytest.mark.parametrize(("pages", "heard"), [(0, "page 1"), (2, "page 3"), (3, "at the end")])
 def test_who_fails_is_heard_of_behind_the_next_exchange(pages: int, heard: str) -> None:
     seen = run_ranks(fail_after, 2, pages)
-    assert seen == [f"{heard}: the rank with part 1 of parameters could not write its own", "gave up"]
+    assert seen == [
+        f"{heard}: the tensor-parallel rank 1 of this rank's group could not write its checkpoint part",
+        "gave up",
+    ]
 
 
 def begin_before_the_other() -> int:
@@ -407,4 +410,4 @@ def differ() -> str:
 
 
 def test_ranks_that_would_exchange_other_rows_are_told_before_the_first() -> None:
-    assert all("would exchange other rows" in text for text in run_ranks(differ, 2))
+    assert all("would exchange different rows" in text for text in run_ranks(differ, 2))

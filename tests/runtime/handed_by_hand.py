@@ -26,7 +26,7 @@ def handed_by(made: LaidOut, disk: Path, optimizer: Optimizer) -> PreviousState:
         made.gathered_flats,
         optimizers=[optimizer],
         scalars=made.optimizer_values.scalars(),
-        originals=made.values.give_originals(),
+        originals=made.values.pop_originals(),
         of_files=made.values.of_files,
         disk_paths=(disk,),
     )

@@ -478,7 +478,7 @@ def test_no_checkpoint_of_two_steps_at_once(strategy_at, kind: str, lock_free: b
     strategy = strategy_at("masters_on_disk", checkpoints={"state_dict_type": kind}, **settings)
     keep = OnExceptionCheckpoint(tmp_path, "x")
     trainer = make_trainer(strategy, max_epochs=1, enable_checkpointing=True, callbacks=[keep])
-    with pytest.raises(ValueError, match="boom"), pytest.warns(UserWarning, match="no checkpoint .*cut short"):
+    with pytest.raises(ValueError, match="boom"), pytest.warns(UserWarning, match="no checkpoint .*interrupted"):
         trainer.fit(FailsInBackward(), BATCHES.loader())
     assert not (tmp_path / "x.ckpt").exists()
 
@@ -503,7 +503,9 @@ def test_no_checkpoint_of_half_a_step(strategy_at, kind: str, tmp_path: Path, mo
     )
     with (
         pytest.raises((KeyboardInterrupt, SystemExit)),
-        pytest.warns(UserWarning, match=r"(no checkpoint|are of two steps).*cut short when some units"),
+        pytest.warns(
+            UserWarning, match=r"(no checkpoint|are of two steps).*interrupted within a step, when some units"
+        ),
     ):
         trainer.fit(Full(), BATCHES.loader())
     assert not (tmp_path / "x.ckpt").exists()
@@ -636,7 +638,7 @@ def test_every_cell_is_taken_once_before_it_changes(allocator: Any, seed: int) -
 
     updater = threading.Thread(target=update)
     updater.start()
-    snapshot.take_all()
+    snapshot.copy_all()
     updater.join()
     buffers.close()
     for index in range(len(lengths)):
@@ -655,7 +657,7 @@ def test_updates_go_on_when_it_fails(allocator: Any) -> None:
     snapshot.before_write(paged, CELL, torch.zeros(CELL))
     snapshot.before_write(paged, 0, torch.zeros(CELL))
     with pytest.raises(CheckpointError, match="no room"):
-        snapshot.take_all()
+        snapshot.copy_all()
     buffers.close()
 
 
@@ -682,9 +684,9 @@ def test_ctrl_c_in_a_copy(allocator: Any, times: int) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     if times == 1:
-        snapshot.take_all()
+        snapshot.copy_all()
         assert torch.equal(taken, torch.arange(3.0 * CELL))
     else:
         with pytest.raises(KeyboardInterrupt):
-            snapshot.take_all()
+            snapshot.copy_all()
     buffers.close()

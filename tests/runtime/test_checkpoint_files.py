@@ -176,7 +176,7 @@ def test_no_room_to_put_it_together(strategy_at, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(assembly_memory, "free_host_bytes", lambda: 0)
     trainer = make_trainer(strategy_at("masters_on_disk"), max_epochs=1, callbacks=[Saves()])
     with pytest.raises(
-        CheckpointError, match=r"no room to put it together in .*disk, at .*use state_dict_type='sharded'"
+        CheckpointError, match=r"disk, where it was to be assembled, has no room for .*use state_dict_type='sharded'"
     ):
         trainer.fit(Full(), BATCHES.loader())
     assert names_in(tmp_path) == ["disk"]
@@ -188,7 +188,7 @@ def test_ram_is_used_where_the_disk_has_no_room(strategy_at, tmp_path: Path, mon
 
     monkeypatch.setattr(assembly_memory, "_RAM_SHARE", 0.0)
     monkeypatch.setattr(Scratch, "copy", full)
-    with pytest.warns(UserWarning, match="is put together there all the same, since .*disk has no room"):
+    with pytest.warns(UserWarning, match="is assembled in RAM all the same, since .*disk has no room"):
         fit(strategy_at("masters_on_disk"), tmp_path / "it")
     monkeypatch.undo()
     fit(strategy_at("masters_on_disk"), tmp_path / "expected")

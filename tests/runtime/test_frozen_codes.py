@@ -235,7 +235,7 @@ class Edits(L.Callback):
 @pytest.mark.parametrize("tier", ["ram", "three_tiers"])
 def test_a_frozen_weight_that_is_edited_is_rounded_again(strategy_at, tier: str) -> None:
     edits = Edits()
-    said = r"blocks.1.up.base.weight was edited .* keep it as int8: it differs from what was written by up to [\d.e-]+"
+    said = r"blocks.1.up.base.weight was edited .* store it as int8: from now on it differs .* by up to [\d.e-]+"
     with pytest.warns(UserWarning, match=said):
         ours = fit(Adapted, BATCHES, strategy_at(tier, frozen_dtype="int8"), "32-true", callbacks=[edits])
     wanted = rounded_by("int8", edits.before + edits.before.flip(0), torch.float32)

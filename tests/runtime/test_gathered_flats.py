@@ -52,7 +52,7 @@ def test_what_there_is_in_order(disk: Path, place: str) -> None:
             assert home is (made.gathered_flats.master(flat) or flat.values)
             masters = 0 if home is flat.values else home.nbytes
             assert made.gathered_flats.bytes_of_homes(flat) == flat.values.nbytes + masters
-            whole = made.gathered_flats.told(store, binding, made.gathered_flats.whole(flat, home))
+            whole = made.gathered_flats.broadcast(store, binding, made.gathered_flats.whole(flat, home))
             for slot, named in enumerate(binding.layout.slots):
                 expected = before[named.spec.name].to(whole.dtype)
                 assert torch.equal(binding.arrangement.view(whole, slot), expected), named.spec.name

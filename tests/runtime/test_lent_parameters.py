@@ -91,11 +91,11 @@ def test_ram_that_is_lent(disk: Path) -> None:
     module = Net(2)
     with run_of(module, disk, "host") as made:
         made.take_over()
-        assert made.lent_parameters.bytes_to_lend(()) == 0
-        assert made.lent_parameters.bytes_to_lend({1}) == 2 * PAGE
-        assert made.lent_parameters.bytes_to_lend({0, 1, 2}) == (1 + 1 + 2 + 2) * PAGE
+        assert made.lent_parameters.bytes_to_gather(()) == 0
+        assert made.lent_parameters.bytes_to_gather({1}) == 2 * PAGE
+        assert made.lent_parameters.bytes_to_gather({0, 1, 2}) == (1 + 1 + 2 + 2) * PAGE
         with made.lent_parameters.gathered({2}, write=False):
-            assert made.lent_parameters.bytes_to_lend({0, 1, 2}) == (1 + 1 + 1) * PAGE
+            assert made.lent_parameters.bytes_to_gather({0, 1, 2}) == (1 + 1 + 1) * PAGE
 
 
 def test_values_are_lent_for_a_checkpoint(disk: Path) -> None:
@@ -103,14 +103,14 @@ def test_values_are_lent_for_a_checkpoint(disk: Path) -> None:
     with run_of(module, disk, "host") as made:
         made.take_over()
         given = {name: torch.randn(value.shape) for name, value in values_of(made).items()}
-        with made.lent_parameters.lent(ids(module, given)):
+        with made.lent_parameters.substituted(ids(module, given)):
             assert_equal(copies(module), given)
-        with made.lent_parameters.lent(None):
+        with made.lent_parameters.substituted(None):
             assert all(each.isnan().all() for each in module.parameters())
         assert all(isinstance(each, GuardedParameter) for each in module.parameters())
         with (
             made.lent_parameters.gathered({1}, write=False),
-            pytest.raises(UsageError, match="a checkpoint cannot be made inside"),
-            made.lent_parameters.lent(None),
+            pytest.raises(UsageError, match="a checkpoint cannot be saved inside"),
+            made.lent_parameters.substituted(None),
         ):
             pass

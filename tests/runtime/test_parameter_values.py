@@ -25,7 +25,7 @@ def test_values_go_in_and_come_out(disk: Path, place: str, options: dict[str, An
     seen: list[int] = []
     with run_of(module, disk, place, **options) as made:
         made.take_over(keep_frozen=True, seen=seen.append)
-        assert sum(seen) == made.values.bytes_to_lay()
+        assert sum(seen) == made.values.bytes_to_write()
         assert_equal(values_of(made), before)
         assert dict(made.gathered_flats.names()) == parameters
         resident = all(store.resident for store in made.stores)
@@ -86,7 +86,7 @@ def test_values_of_another_shape_change_nothing(disk: Path) -> None:
         made.take_over()
         before = values_of(made)
         wrong = ids(module, {"head": torch.zeros(PAGE // 4), "turned": torch.zeros(5, 3)})
-        with pytest.raises(ConfigError, match=r"turned has shape \(3, 5\) here and \(5, 3\) in what is loaded"):
+        with pytest.raises(ConfigError, match=r"turned has shape \(3, 5\) here and \(5, 3\) in the loaded state"):
             made.values.load_parameters(wrong)
         assert_equal(values_of(made), before)
 
@@ -97,7 +97,7 @@ def test_parameters_that_are_let_go_are_unknown_to_the_next_run(disk: Path) -> N
         made.take_over()
         made.values.check_known()
         before = values_of(made)
-        made.lent_parameters.let_go()
+        made.lent_parameters.detach()
         with pytest.raises(UsageError, match="its values ended with its run"):
             module.head.sum()
     with run_of(module, disk) as made:

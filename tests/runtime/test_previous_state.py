@@ -21,7 +21,7 @@ def test_all_bits_go_along(disk: Path, before: str, after: str, options: dict[st
     module = Odd()
     expected = copies(module)
     with old_pages(module, disk, before, **options) as (_, handed, optimizer, states):
-        handed.settle()
+        handed.free_all_but_states()
         module.frozen.requires_grad_(True)
         module.blocks[0].weight.requires_grad_(False)
         optimizer.add_param_group({"params": [module.frozen]})
@@ -48,7 +48,7 @@ def test_a_value_is_told_as_it_was(disk: Path) -> None:
             value = handed.precise(id(parameter), SoloCommunicator())
             assert torch.equal(value, expected[name]) and value.stride() == expected[name].stride()
         assert torch.nn.Parameter(torch.zeros(3)) not in handed
-        assert not handed.relay.given_up
+        assert not handed.resharder.irreversible
         assert handed.bytes_in_memory() and handed.bytes_on_disk()
 
 
@@ -60,7 +60,7 @@ def test_of_old_memory_nothing_is_left_when_all_is_read(disk: Path) -> None:
     ):
         made.take_over(keep_frozen=True, handed=handed)
         made.optimizer_values.take_over(0, handed, 0, scalars_of(states))
-        assert handed.relay.given_up
+        assert handed.resharder.irreversible
         homes = [flat.home for flat in handed.flats.values()]
         kept = [old.gathered_flats.read(home).float().count_nonzero().item() for home in homes]
         # But for what shares a page of the system with padding, or what is read again.

@@ -33,10 +33,10 @@ def test_what_is_wanted_comes_in_order(disk: Path, tier: Tier) -> None:
         paged = allocator.allocate("values", flat.shard_numel, torch.float32, tier)
         values = torch.arange(flat.shard_numel, dtype=torch.float32) + 1
         page_io.write(allocator, paged, values)
-        held, relay = ShardMap(flat, (0,), (10, 11, 12, 13), torch.float32, paged), Resharder(allocator)
+        held, resharder = ShardMap(flat, (0,), (10, 11, 12, 13), torch.float32, paged), Resharder(allocator)
         for key, slot in zip(held.keys, flat.slots, strict=True):
-            assert torch.equal(relay.whole(held, key, SoloCommunicator()), values[slot.start : slot.end])
-        assert relay.moved_bytes == 4 * sum(SIZES) and not relay.given_up and not relay.sent_bytes
+            assert torch.equal(resharder.whole(held, key, SoloCommunicator()), values[slot.start : slot.end])
+        assert resharder.moved_bytes == 4 * sum(SIZES) and not resharder.irreversible and not resharder.sent_bytes
         wanted = [
             ShardRange(13, 5, 30_000, 0, 7),
             ShardRange(10, 0, 100, 0, 40_000),
@@ -45,7 +45,7 @@ def test_what_is_wanted_comes_in_order(disk: Path, tier: Tier) -> None:
         found = torch.zeros(200_000)
         end = 0
         sources = dict.fromkeys(held.keys, held)
-        for place, part in relay.setup_barrier(wanted, sources, SoloCommunicator(), letting_go=True):
+        for place, part in resharder.reshard(wanted, sources, SoloCommunicator(), last_read=True):
             assert place >= end and part.nbytes <= PAGE
             end = place + part.numel()
             found[place:end] = part
@@ -55,7 +55,7 @@ def test_what_is_wanted_comes_in_order(disk: Path, tier: Tier) -> None:
         expected[40_000:40_100] = values[:100]
         expected[50_000:120_000] = values[flat.slots[1].start : flat.slots[1].end]
         assert torch.equal(found, expected)
-        assert relay.given_up is tier.addressable
+        assert resharder.irreversible is tier.addressable
         left = page_io.read(allocator, paged)
         assert torch.equal(left[-2000:], values[-2000:]), "nobody has wanted these"
         if tier.addressable:
@@ -73,5 +73,5 @@ def test_of_many_tensors_through_one_buffer(disk: Path) -> None:
             page_io.write(allocator, paged, torch.full((flat.shard_numel,), float(key)))
             sources[key] = ShardMap(flat, (0,), (key,), torch.float32, paged)
         wanted = [ShardRange(key, 0, 20_000, 0, 20_000 * key) for key in range(count)]
-        setup_barrier = Resharder(allocator).setup_barrier(wanted, sources, SoloCommunicator())
-        assert all(bool((part == place // 20_000).all()) for place, part in setup_barrier)
+        moved = Resharder(allocator).reshard(wanted, sources, SoloCommunicator())
+        assert all(bool((part == place // 20_000).all()) for place, part in moved)

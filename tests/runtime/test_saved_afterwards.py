@@ -93,7 +93,7 @@ def test_states_that_ram_has_no_room_for_have_ended(
 def test_weights_that_were_not_given_back_have_ended(strategy_at, tmp_path: Path) -> None:
     trainer = make_trainer(sharded(strategy_at, "ram", tuning={"restore_weights": False}), max_epochs=1)
     trainer.fit(Full(), BATCHES.loader())
-    with pytest.raises(UsageError, match=r"not put back into the module.*save inside the run"):
+    with pytest.raises(UsageError, match=r"not restored to the module.*save inside the run"):
         trainer.save_checkpoint(tmp_path / "x.ckpt")
     assert names_in(tmp_path) == ["disk"]
 

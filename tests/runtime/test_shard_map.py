@@ -50,5 +50,5 @@ def test_what_is_the_same_lies_at_the_same_places() -> None:
 
 
 def test_a_rank_without_elements_is_asked_for_none() -> None:
-    with pytest.raises(InternalError, match="has no elements here"):
+    with pytest.raises(InternalError, match="has no elements on this rank"):
         ShardMap(flat_of(1, 5), (0,), (1,), torch.float32, None).here()

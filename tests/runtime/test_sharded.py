@@ -209,7 +209,7 @@ def test_damage_of_every_kind_has_a_clear_error(strategy_at, saved: Path, tmp_pa
         load(saved)
     edit_index(saved)
     (saved / "ranges-00000.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"nobody has written|of .* that were written"):
+    with pytest.raises(CheckpointError, match=r"no rank's list has bytes|of .* that were written"):
         load(saved)
     (saved / "ranges-00000.json").unlink()
     with pytest.raises(CheckpointError, match=r"ranges-00000\.json cannot be read: No such file"):
@@ -326,7 +326,7 @@ def test_a_setting_that_does_not_exist() -> None:
 def test_a_draft_is_no_checkpoint_until_it_is_committed(tmp_path: Path) -> None:
     draft = Draft(tmp_path / "a.ckpt")
     (draft.folder / INDEX).write_text("{}")
-    with pytest.raises(CheckpointError, match="never finished"):
+    with pytest.raises(CheckpointError, match="is incomplete: the process that wrote it ended"):
         read_index(draft.folder)
     remove_stale(tmp_path)  # its writer lives
     assert draft.folder.exists() and not (tmp_path / "a.ckpt").exists()

@@ -68,10 +68,10 @@ class Taking:
 
 def test_in_order_when_nobody_updates(allocator: Allocator) -> None:
     taking = Taking(allocator)
-    taking.snapshot.take_all()
+    taking.snapshot.copy_all()
     taking.assert_all()
     assert taking.taken == sorted(taking.taken)
-    taking.snapshot.take_all()
+    taking.snapshot.copy_all()
     taking.update(1, 2)
     taking.assert_all()
 
@@ -81,7 +81,7 @@ def test_what_was_announced_is_not_taken_again(allocator: Allocator) -> None:
     for index, cell in ((1, 3), (0, 0), (1, 3), (0, 2)):
         taking.update(index, cell)
     assert taking.taken == [(1, 3), (0, 0), (0, 2)]
-    taking.snapshot.take_all()
+    taking.snapshot.copy_all()
     taking.assert_all()
 
 
@@ -106,7 +106,7 @@ def test_an_update_waits_for_the_cell_that_is_being_taken(allocator: Allocator) 
         written.set()
 
     taking.before_put = hold
-    taker = threading.Thread(target=taking.snapshot.take_all)
+    taker = threading.Thread(target=taking.snapshot.copy_all)
     taker.start()
     assert begun.wait(WAIT_S)
     updater = threading.Thread(target=update)
@@ -130,7 +130,7 @@ def test_it_ends_when_the_last_cell_is_out_of_the_updaters_hands(allocator: Allo
             assert go_on.wait(WAIT_S)
 
     def take() -> None:
-        taking.snapshot.take_all()
+        taking.snapshot.copy_all()
         ended.set()
 
     taking.before_put = hold
@@ -157,7 +157,7 @@ def test_given_up_by_somebody_else(allocator: Allocator) -> None:
     taking.update(0, 1)
     for _ in range(2):
         with pytest.raises(OSError, match="no disk"):
-            taking.snapshot.take_all()
+            taking.snapshot.copy_all()
     assert taking.taken == [(0, 3)]
 
 
@@ -175,7 +175,7 @@ def test_a_failure_is_told_where_all_are_taken(allocator: Allocator, by_updater:
         taking.update(0, 2)
         assert taking.tensors[0].tensor()[2 * CELL].isnan()  # it went on
     with pytest.raises(OSError, match="no room"):
-        taking.snapshot.take_all()
+        taking.snapshot.copy_all()
     taking.update(1, 1)
     assert taking.taken == ([(0, 1)] if by_updater else [(0, 0), (0, 1)])
 
@@ -199,7 +199,7 @@ def test_cells_of_their_own_are_taken_whole_whoever_takes_them(allocator: Alloca
         changing = tensors[0].tensor()[start:end]
         snapshot.before_write(tensors[0], start, changing)
         changing.fill_(torch.nan)
-    snapshot.take_all()
+    snapshot.copy_all()
     tensors[1].tensor()[: 3 * CELL].fill_(torch.nan)
     assert all(torch.equal(into, values) for into in taken)
 
@@ -211,7 +211,7 @@ def test_a_part_that_says_how_much_is_taken_at_once_is_taken_so(allocator: Alloc
         SnapshotPart(paged, lambda start, values: taken.append((start, values.numel())), at_once=at_once)
         for paged, at_once in zip(tensors, (2 * CELL, None), strict=True)
     ]
-    Snapshot(allocator, parts, CELL, PageIOBuffers(allocator, [])).take_all()
+    Snapshot(allocator, parts, CELL, PageIOBuffers(allocator, [])).copy_all()
     assert taken == [(0, 2 * CELL), (2 * CELL, CELL), (0, CELL), (CELL, CELL), (2 * CELL, CELL)]
 
 
@@ -238,7 +238,7 @@ def test_who_waits_before_a_put_holds_up_nobody_and_hears_of_a_failure(allocator
     updater.start()
     assert waits.wait(30)
     with pytest.raises(OSError, match="full"):
-        snapshot.take_all()
+        snapshot.copy_all()
     updater.join(30)
     assert not updater.is_alive()
     assert taken[:2] == [0, CELL]

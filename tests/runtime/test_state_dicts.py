@@ -160,7 +160,7 @@ def test_other_parameters_cannot_be_assigned(away: Away, how: Callable[..., Any]
 
 
 def test_nothing_is_gathered_for_what_the_run_does_itself(away: Away) -> None:
-    with away.dicts.as_they_are():
+    with away.dicts.without_gathering():
         assert away.model.state_dict()["0.weight"].isnan().all()
     assert away.asked == []
 

@@ -27,6 +27,6 @@ def test_edits_of_gathered_weights_are_trained_on(disk: Path, home: str) -> None
 def test_what_ram_cannot_hold_whole_is_not_gathered(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with run(disk, **HOMES["all on disk"]) as it:
         monkeypatch.setattr(module_under_test, "free_host_bytes", lambda: 0)
-        refused = pytest.raises(CapacityError, match=r"the weights of Chain take .* of RAM where they are whole")
+        refused = pytest.raises(CapacityError, match=r"the full weights of Chain take .* of RAM")
         with refused, it.engine.summon.gathered([it.module]):
             pass

@@ -308,7 +308,7 @@ class Two(Tuned):
 
 
 def test_two_places_that_suit_equally_well(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"could be (model|teacher)\..* or (model|teacher)\..*; say which"):
+    with pytest.raises(ConfigError, match=r"matches (model|teacher)\..* and (model|teacher)\..*; say which"):
         given(built(Two), file)
     with pytest.raises(ConfigError, match=r"the files lack teacher\."):
         given(built(Two), file, weights={"key_mapping": {"": "model"}})
@@ -383,7 +383,7 @@ def test_names_that_need_no_mention(tmp_path: Path) -> None:
 def test_tied_weights_that_a_file_has_twice(tmp_path: Path) -> None:
     value = values()["transformer.wte.weight"]
     assert_right(given(built(), renamed(tmp_path, str, **{"lm_head.weight": value.clone()})))
-    with pytest.raises(ConfigError, match=r"have different values, and .*one parameter"):
+    with pytest.raises(ConfigError, match=r"have different values, and .*shares its parameter"):
         given(built(), renamed(tmp_path, str, **{"lm_head.weight": value + 1}))
 
 
@@ -572,7 +572,7 @@ def test_indexes_that_are_wrong(strategy_at, tmp_path: Path) -> None:
     assert "more (model-00000-of-00003.safetensors)" in text()
     changed = {**content, "weight_map": {**content["weight_map"], "more": "model-00003-of-00003.safetensors"}}
     index.write_text(json.dumps(changed))
-    assert "names 1 file(s) that are not beside it: model-00003-of-00003.safetensors" in text()
+    assert "lists 1 file(s) that are not in its folder: model-00003-of-00003.safetensors" in text()
     for broken in ("{", "[]", '{"weight_map": 1}', '{"weight_map": {"a": 1}}'):
         index.write_text(broken)
         assert "is no index of safetensors files, or is damaged" in text()

@@ -295,7 +295,7 @@ def test_a_checkpoint_after_the_run(strategy_at, tier, tmp_path) -> None:
 def test_weights_that_were_not_put_back_are_not_saved(strategy_at, tier, tmp_path) -> None:
     run = trainer(strategy_at(tier, tuning={"restore_weights": False}), max_epochs=1)
     run.fit(model())
-    with pytest.raises(UsageError, match="not put back"):
+    with pytest.raises(UsageError, match="not restored to the module"):
         run.save_checkpoint(tmp_path / "x.ckpt")
     assert not (tmp_path / "x.ckpt").exists()
 

@@ -54,7 +54,7 @@ from lightning_ptm.runtime.full_params.sharded_states import AllShardedStates
 from lightning_ptm.runtime.full_params.snapshot import Snapshots
 from lightning_ptm.runtime.full_params.state_dicts import StateDicts
 from lightning_ptm.runtime.full_params.summon import SummonFullParams
-from lightning_ptm.runtime.full_params.trained_parameters import learnt_in, note
+from lightning_ptm.runtime.full_params.trained_parameters import note, trained_in
 from lightning_ptm.runtime.gradients.gradient_pages import GradientPages
 from lightning_ptm.runtime.machine.heap import SETTING_UP, Heap
 from lightning_ptm.runtime.ranks.barriers import ANY_TOGETHER, STEP_ENDS, Barriers, Together
@@ -295,7 +295,7 @@ class Engine:
         self.sharded_kinds = AllShardedStates(self.gathered_flats, self.optimizer_values, self.values.original_of)
         trained = (binding for binding in self.gathered_flats.bindings() if binding.layout.trainable)
         note(self.module, {id(parameter) for binding in trained for parameter in binding.parameters})
-        self.lent_parameters: LentParameters = LentParameters(self.gathered_flats, self.values, learnt_in(self.module))
+        self.lent_parameters: LentParameters = LentParameters(self.gathered_flats, self.values, trained_in(self.module))
         trains = bool(self._optimizers)
         write_initial_values(
             self.module,
@@ -650,7 +650,7 @@ class Engine:
             self.gathered_flats,
             optimizers=self.updates.groups.optimizers,
             scalars=self.optimizer_values.scalars(),
-            originals=self.values.give_originals(),
+            originals=self.values.pop_originals(),
             of_files=self.values.of_files,
             disk_paths=self.disk_paths,
         )

@@ -96,7 +96,7 @@ class ModuleChanges:
         Raises:
             UsageError: a parameter was resized whose layout in pages does not allow it.
         """
-        return self._lent_parameters.follow_shapes() or self._known.changed()
+        return self._lent_parameters.find_resized() or self._known.changed()
 
     @property
     def gradients_in_place(self) -> bool:
@@ -145,7 +145,7 @@ class ModuleChanges:
         for flat in (each for flats in self._flats for each in flats):
             if not flat.gradient.in_place:
                 flat.gradient.clear()
-        self._lent_parameters.leave(dtypes)
+        self._lent_parameters.detach_for_relayout(dtypes)
 
     # -- at a step ----------------------------------------------------------------------------------------------------
 

@@ -1,1 +1,1 @@
-"""Full parameters and optimizer states in the user's hands, and in and out of pages."""
+"""Full parameters and optimizer states: gathered for the user, and moved between state dicts and pages."""

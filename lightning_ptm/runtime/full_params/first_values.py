@@ -1,18 +1,20 @@
-"""First values of a unit's parameters: those of somebody's files, those the user built, or freshly initialised ones for
-the meta device.
+"""First values of a unit's parameters and buffers: initialises those that were built on the meta device.
 
-Owns nothing but stand-ins; one unit at a time, so that a model on the meta device never exists whole. What files provide is
-read later, straight into pages (`ParameterValues.take_over`); here it is only not initialised.
+A parameter's first value comes from files (`settings.weights`, a checkpoint), from the module that the user built, or,
+on the meta device, from the module's own initialisation. Only the last is done here; what files provide is read later,
+straight into pages (`ParameterValues.take_over`). Owns the stand-ins of other parameters while a module initialises
+itself. Works on one unit at a time, so that a model on the meta device never exists whole.
 
-How a module on the meta device gets its values, first that exists: `init_weights(module)` or `_init_weights(module)` of
-its nearest ancestor that has one (the LightningModule included), else the module's own `reset_parameters()`, or
-`_reset_parameters()` as in torch's attention. Inner modules come first, as when they are constructed. `_init_weights` is
-made for `apply`, so it also sees the modules around those with parameters, and may set what is inside of them.
+A module on the meta device is initialised by the first of these that exists: `init_weights(module)` or
+`_init_weights(module)` of its nearest ancestor that has one (the LightningModule included); the module's own
+`reset_parameters()`; its `_reset_parameters()`, as in torch's attention. Inner modules come first, as in construction.
+`_init_weights` is written for `Module.apply`, so it is also called with the ancestors of modules that have parameters,
+and may set parameters inside of them.
 
-I1: only the unit's own meta parameters get values. What else a module holds (a weight that is tied to another unit's) has
-its values elsewhere already, or gets them later, and is replaced by a stand-in while the module initialises itself.
-I2: what nobody has initialised is refused: fresh memory is NaN (the least integer) until it gets values.
-I3: a module that files provide whole is not initialised: it takes no time and draws no random numbers.
+I1: only the unit's own meta parameters get values. Other parameters of the module (a weight that is tied to another
+unit's) have their values already, or get them later; stand-ins replace them while the module initialises itself.
+I2: a value that no initialisation has set is refused: fresh memory is filled with NaN (integers: the least value).
+I3: a module whose values all come from files is not initialised: it takes no time and draws no random numbers.
 """
 
 from __future__ import annotations
@@ -41,23 +43,23 @@ from lightning_ptm.torch_internals import (
 )
 
 Read = Callable[[], Tensor]
-"""Yields a tensor of a mapped file; what is read of it is read from the file."""
+"""Returns a tensor of a memory-mapped file; its elements are read from the file when they are accessed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Given:
-    """First values that files provide, of the right shapes; of which files, and for which names, is decided elsewhere.
+    """First values that files provide, in the right shapes. Which files and which names match is decided by the caller.
 
     Attributes:
-        parameters: by id of the parameter.
-        buffers: by id of the module and attribute.
+        parameters: what reads each value, by id of the parameter.
+        buffers: what reads each value, by id of the module and attribute name.
     """
 
     parameters: Mapping[int, Read] = dataclasses.field(default_factory=dict)
     buffers: Mapping[tuple[int, str], Read] = dataclasses.field(default_factory=dict)
 
     def without(self, known: Container[int | tuple[int, str]]) -> Given:
-        """The same but for what has its values already: a checkpoint's, which come after those of files."""
+        """Returns these values without those in `known`: values of a checkpoint take precedence over those of files."""
         return Given(
             {key: read for key, read in self.parameters.items() if key not in known},
             {key: read for key, read in self.buffers.items() if key not in known},
@@ -65,7 +67,7 @@ class Given:
 
 
 def _lineages(root: nn.Module) -> dict[int, tuple[nn.Module, ...]]:
-    """By id of a module: itself and its ancestors, nearest first."""
+    """Returns each module and its ancestors, nearest first, by id of the module."""
     found: dict[int, tuple[nn.Module, ...]] = {}
 
     def walk(module: nn.Module, above: tuple[nn.Module, ...]) -> None:
@@ -102,13 +104,13 @@ def _resets(module: nn.Module) -> Callable[[], object] | None:
 
 
 class FirstValues:
-    """Gives the modules of one model their first values.
+    """Initialises the modules of one model, unit by unit.
 
     Args:
-        root: the LightningModule, with parameters on the meta device or elsewhere.
-        given: what files provide.
-        boxes: of parameters that are parts of larger ones: these are initialised whole, so that their values do not depend on
-            how many parts there are, and cut.
+        root: the LightningModule; some of its parameters may be on the meta device.
+        given: the values that files provide.
+        boxes: slices of the parameters that are parts of larger ones. Such a parameter is initialised whole and
+            then cut, so that its values do not depend on the number of parts.
     """
 
     def __init__(self, root: nn.Module, given: Given, boxes: Boxes = MappingProxyType({})) -> None:
@@ -117,12 +119,12 @@ class FirstValues:
         self._boxes = boxes
         self._lineages = _lineages(root)
         self._stand_ins: dict[int, nn.Parameter] = {}
-        self._made: list[tuple[nn.Module, str]] = []  # buffers
+        self._made: list[tuple[nn.Module, str]] = []  # buffers that got memory here, for `check`
 
     @torch.no_grad()
     def buffers(self) -> None:
-        """Gives buffers on the meta device, of modules without parameters there, their values, or memory alone if files
-        provide them: see `fill_buffers`.
+        """Initialises buffers on the meta device in modules without meta parameters. Buffers that files provide get
+        memory only; `fill_buffers` sets them.
 
         Raises:
             ConfigError: nothing says how to initialise a module.
@@ -140,13 +142,14 @@ class FirstValues:
 
     @torch.no_grad()
     def parameters(self, unit: Unit) -> None:
-        """Gives the meta parameters of the unit's modules real storage on the CPU and values; the others stay as they are.
+        """Gives the meta parameters of the unit's modules storage on the CPU, and values. Other parameters stay as they
+        are.
 
-        The parameters keep their identity, so optimizers go on naming them. Of those that files provide the storage is not
-        written to, so it takes addresses and no memory.
+        The parameters keep their identity, so optimizers keep referring to them. The storage of parameters that files
+        provide is not written to, so it takes address space and no memory.
 
         Raises:
-            ConfigError: nothing says how to initialise a module, or a parameter has no value when all is said.
+            ConfigError: nothing says how to initialise a module, or a parameter has no value afterwards.
         """
         fresh = [item for item in unit.own if item.parameter.is_meta]
         if not fresh:
@@ -177,7 +180,7 @@ class FirstValues:
 
     @torch.no_grad()
     def fill_buffers(self) -> None:
-        """Gives buffers the values that files have for them; after all initialisation, which may write to them."""
+        """Copies the values of files into buffers. Called after all initialisation, which may write to them."""
         for module in self._root.modules():
             for name, buffer in buffers_in(module).items():
                 read = self._given.buffers.get((id(module), name))
@@ -188,7 +191,7 @@ class FirstValues:
         self._initialise(fresh, holders)
         missed = _without_values(fresh)
         if missed:
-            # As in a constructor: every module has its own values before somebody else has a say.
+            # As in a constructor: each module resets itself before an ancestor's `init_weights` changes its values.
             for module in {id(place): place for item in missed for place, _ in item.places}.values():
                 reset = _resets(module)
                 if reset is not None:
@@ -198,7 +201,7 @@ class FirstValues:
             self._refuse(_without_values(fresh))
 
     def check(self) -> None:
-        """To be called when all units have their values.
+        """Checks that every buffer from the meta device was set. Called when all units have their values.
 
         Raises:
             ConfigError: a buffer was built on the meta device and nothing has set it (I2).
@@ -207,14 +210,14 @@ class FirstValues:
         for module, name in self._made:
             buffer = buffers_in(module)[name]
             if buffer is None or not buffer.numel() or _unset(buffer.dtype) == 0:
-                continue  # that is a value as any other
+                continue  # the marker of unset memory is an ordinary value of this dtype
             numbers = buffer.is_floating_point() or buffer.is_complex()
             unset = buffer != buffer if numbers else buffer == _unset(buffer.dtype)
             if bool(unset.all()):
                 raise ConfigError(
-                    f"buffer {names[id(module)]}{name} of a {type(module).__name__} was built on the meta device and has no "
-                    f"value after its initialisation; let init_weights(module) or its reset_parameters() set it, or build "
-                    f"it on the CPU"
+                    f"buffer {names[id(module)]}{name} of a {type(module).__name__} was built on the meta device and "
+                    "has no value after its initialisation; let init_weights(module) or its reset_parameters() set "
+                    "it, or build it on the CPU"
                 )
         self._made = []
 
@@ -245,22 +248,24 @@ class FirstValues:
                     initialise()
                 except (
                     RuntimeError
-                ) as error:  # NotImplementedError among them: what torch raises for a read of the meta device
+                ) as error:  # NotImplementedError among them: torch raises it when the meta device is read
                     if not isinstance(error, NotImplementedError) and "meta" not in str(error):
                         raise
                     raise ConfigError(
                         f"the initialisation of a {type(module).__name__} on the meta device reads weights of several "
-                        f"units, of which one exists at a time ({error}); build the model on the CPU"
+                        f"units, and only one unit exists at a time ({error}); build the model on the CPU"
                     ) from error
 
     def _initialiser(self, module: nn.Module) -> Callable[[], object]:
         for ancestor in self._lineages[id(module)]:
             if hasattr(ancestor, "reset_lora_parameters"):
-                # The base model's own rule, which is the next to be asked, would give random numbers to what must be zero.
+                # The base model's rule would be the next candidate; it would draw random numbers for lora_B, which must
+                # be zero.
                 raise ConfigError(
-                    f"an adapter of peft's ({type(ancestor).__name__}) was built on the meta device, and only peft knows its "
-                    f"first values; when the model is built, give each such layer its own memory, layer.lora_A.to_empty("
-                    f"device='cpu') and the same for lora_B, and call layer.reset_lora_parameters('default', True)"
+                    f"an adapter of peft ({type(ancestor).__name__}) was built on the meta device, and only peft "
+                    "knows its first values; after building the model, give each such layer memory of its own, "
+                    "layer.lora_A.to_empty(device='cpu') and the same for lora_B, and call "
+                    "layer.reset_lora_parameters('default', True)"
                 )
             for name in ("init_weights", INIT_WEIGHTS):
                 method = _method(ancestor, name)
@@ -269,14 +274,14 @@ class FirstValues:
         reset = _resets(module)
         if reset is None:
             raise ConfigError(
-                f"a {type(module).__name__} was built on the meta device and nothing says how to initialise it; give it a "
-                f"reset_parameters() method, or give the LightningModule an init_weights(module) method, or build it on "
-                f"the CPU"
+                f"a {type(module).__name__} was built on the meta device and nothing says how to initialise it; give "
+                "it a reset_parameters() method, or give the LightningModule an init_weights(module) method, or build "
+                "it on the CPU"
             )
         return reset
 
     def _applied(self, module: nn.Module) -> Callable[[], object] | None:
-        """`_init_weights` for a module that has no parameter of the unit itself."""
+        """Returns the `_init_weights` call for a module without parameters of the unit, or None."""
         for ancestor in self._lineages[id(module)]:
             if _method(ancestor, "init_weights") is not None:
                 return None
@@ -287,7 +292,7 @@ class FirstValues:
 
     @contextmanager
     def _others_stand_in(self, modules: Iterable[nn.Module], fresh: list[UnitParameter], device: str) -> Iterator[None]:
-        """Inside, `modules` hold stand-ins for all parameters but `fresh` ones (I1)."""
+        """Context in which stand-ins replace all parameters of `modules` but `fresh` ones (I1)."""
         ours = {id(item.parameter) for item in fresh}
         replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         for module in modules:
@@ -315,23 +320,27 @@ class FirstValues:
         if missed:
             holder = missed[0].places[0][0]
             raise ConfigError(
-                f"parameter {missed[0].name} of a {type(holder).__name__} was built on the meta device and has no value "
-                f"after its initialisation ({len(missed)} such in its unit); let init_weights(module) or its "
+                f"parameter {missed[0].name} of a {type(holder).__name__} was built on the meta device and has no "
+                f"value after its initialisation ({len(missed)} such in its unit); let init_weights(module) or its "
                 f"reset_parameters() set it, or build it on the CPU"
             )
 
 
 def _unset(dtype: torch.dtype) -> float | int:
-    """What fresh memory is filled with: what nobody sets on purpose, or 0 where a dtype has nothing of the kind."""
+    """Returns the filling of fresh memory: a value that no initialisation sets, or 0 where the dtype has no such
+    value."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype is torch.bool else torch.iinfo(dtype).min
 
 
 def _real_storage(item: UnitParameter, box: TensorSlice | None, *, given: bool) -> None:
-    """
+    """Gives a meta parameter storage on the CPU, in place.
+
     Args:
-        box: it is to have the shape of the whole.
+        box: the slice that the parameter is of a larger one, whose shape the storage gets; None: the parameter's own
+            shape.
+        given: a file provides the value, so that the storage is not written to.
     """
     old = item.parameter
     values = torch.empty_like(old, device="cpu", requires_grad=False)
@@ -343,14 +352,14 @@ def _real_storage(item: UnitParameter, box: TensorSlice | None, *, given: bool) 
         torch.utils.swap_tensors(old, nn.Parameter(values, requires_grad=old.requires_grad))
     except RuntimeError as error:
         raise ConfigError(
-            f"parameter {item.name} is on the meta device and something holds a weak reference to it, so it cannot "
-            f"be given storage in place ({error}); build it on the CPU"
+            f"parameter {item.name} is on the meta device and a weak reference to it exists, so it cannot be given "
+            f"storage in place ({error}); build it on the CPU"
         ) from error
 
 
 def _without_values(fresh: list[UnitParameter]) -> list[UnitParameter]:
     def unset(values: Tensor) -> bool:
-        # The sum is the cheap question; infinities of both signs have a NaN for a sum, too.
+        # The sum is the cheap test; it is NaN as well where infinities of both signs are added.
         return bool(values.sum().isnan()) and bool(values.isnan().any())
 
     return [item for item in fresh if unset(item.parameter)]

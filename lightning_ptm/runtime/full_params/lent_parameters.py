@@ -1,10 +1,11 @@
-"""Parameters in the user's hands: whole, real and theirs for a while, or for good when a run ends.
+"""Full parameters in the user's module: gathered for a `with` block, or for good when a run ends.
 
-Owns who has got what: which units are lent to be read alone, and which parameters have shapes of the user's own. Values come
-from runtime/full_params/parameter_values.py and go back through it.
+Owns which units are gathered read-only, and which parameters the user has given other shapes. Values are read and
+written through runtime/full_params/parameter_values.py.
 
-I1: what a block of `gathered` has got, a block inside of it has, too. I2: of a parameter that is a part of a larger one, the
-user has the part, with which the module computes.
+I1: parameters that an outer block of `gathered` has gathered stay as they are in an inner block.
+I2: of a parameter that is a slice of a larger one (tensor parallelism), the user gets the slice, as the module computes
+with.
 """
 
 from __future__ import annotations
@@ -31,39 +32,41 @@ if TYPE_CHECKING:
 
 
 class LentParameters:
-    """See the file's contract. The engine has drained all updates before any of these is called.
+    """Gathers parameters into the user's module and takes edits back. The engine has drained all updates before each
+    call.
 
     Args:
-        learnt: ids of parameters that a run has trained, this one or an earlier one.
+        trained: ids of parameters that a run of this process, this one or an earlier one, has trained.
     """
 
-    def __init__(self, gathered_flats: GatheredFlats, values: ParameterValues, learnt: Collection[int] = ()) -> None:
+    def __init__(self, gathered_flats: GatheredFlats, values: ParameterValues, trained: Collection[int] = ()) -> None:
         self._gathered_flats = gathered_flats
         self._values = values
-        self._learnt = learnt
+        self._trained = trained
         self._places = {
             id(parameter): (binding, slot)
             for binding in gathered_flats.bindings()
             for slot, parameter in enumerate(binding.parameters)
         }
         self.resized: dict[str, nn.Parameter] = {}
-        """By name, parameters that have other shapes than their pages, which have no part in them any more."""
+        """Parameters by name whose shape the user has changed; pages do not hold their values any more."""
         self._read_only: set[int] = set()
-        """Units, by index, that are gathered, and whose edits are not kept."""
+        """Indexes of units that are gathered and whose edits are discarded."""
 
-    # -- for a while --------------------------------------------------------------------------------------------------
+    # -- for a block --------------------------------------------------------------------------------------------------
 
     def untrained(self) -> list[FlatBinding]:
-        """Flats of which no run has trained anything."""
+        """Returns the flats in which no run has trained a parameter."""
         return [
             each
             for each in self._gathered_flats.bindings()
-            if not any(id(parameter) in self._learnt for parameter in each.parameters)
+            if not any(id(parameter) in self._trained for parameter in each.parameters)
         ]
 
     @contextmanager
     def absent(self, left_out: Collection[FlatBinding], why: str) -> Iterator[None]:
-        """Inside the block nobody has values of these flats; `why` says what has become of them, and what to do."""
+        """Context in which parameters of these flats cannot be read. `why` says why, and what to do; their guard raises
+        it."""
         for binding in left_out:
             binding.lose(why)
         try:
@@ -72,8 +75,8 @@ class LentParameters:
             for binding in left_out:
                 binding.lose("")
 
-    def bytes_to_lend(self, wanted: Collection[int], left_out: Collection[FlatBinding] = ()) -> int:
-        """RAM that `gathered` takes for these units, at most."""
+    def bytes_to_gather(self, wanted: Collection[int], left_out: Collection[FlatBinding] = ()) -> int:
+        """Returns the RAM that `gathered` takes for these units, at most."""
         sizes = [
             self._values.precise_bytes(binding, flat)
             for store in self._gathered_flats.stores
@@ -81,7 +84,7 @@ class LentParameters:
             for binding, flat in flats_of(store)
             if not binding.lent and binding not in left_out
         ]
-        return sum(sizes) + max(sizes, default=0)  # one flat twice while it is read
+        return sum(sizes) + max(sizes, default=0)  # one flat exists twice while it is read
 
     @contextmanager
     def gathered(
@@ -92,23 +95,23 @@ class LentParameters:
         may_write: Callable[[], bool] = lambda: True,
         left_out: Collection[FlatBinding] = (),
     ) -> Iterator[None]:
-        """The parameters of the units in `wanted` whole inside the block, in their precise dtype. Those that a block around
-        this one has gathered already are what they are there.
+        """Context in which the parameters of the units in `wanted` are full tensors in their precise dtype. Parameters
+        that an outer block has gathered stay as they are (I1).
 
         Args:
-            write: edits are kept: those of rank 0, on all ranks; of parts, those of the first rank that has each.
-            may_write: asked at the end: whether all ranks are still there.
-            left_out: flats of these units that are not.
+            write: edits are kept: those of rank 0, on all ranks; of a slice, those of the first rank that has it.
+            may_write: called at the end of the block: whether all ranks still run.
+            left_out: flats of these units that are not gathered.
 
         Raises:
-            UsageError: edits are to be kept, and a block around this one does not keep them.
+            UsageError: edits are to be kept, and an outer block discards them.
         """
         chosen = [store for store in self._gathered_flats.stores if store.unit.index in wanted]
         forgets = [store.unit.name or "the root" for store in chosen if write and store.unit.index in self._read_only]
         if forgets:
             raise UsageError(
-                f"gathered(write=True) inside of gathered(write=False): edits of {', '.join(forgets[:3])} would be lost; "
-                f"give the outer block write=True"
+                f"gathered(write=True) inside of gathered(write=False): edits of {', '.join(forgets[:3])} would be "
+                "lost; give the outer block write=True"
             )
         gathered_flats: list[tuple[FlatBinding, FlatStore | None, Tensor]] = []
         before: list[list[int]] = []
@@ -134,7 +137,7 @@ class LentParameters:
                 if write:
                     self.resized |= binding.give_up_resized(whole)
                     self._collect_edits(binding, whole)
-                    self._gathered_flats.tells(binding.layout).broadcast(whole)
+                    self._gathered_flats.broadcast_group(binding.layout).broadcast(whole)
                     if flat is not None:
                         _warn_of_rounding(flat, whole)
                         self._values.write(flat, whole)
@@ -148,20 +151,21 @@ class LentParameters:
                     binding.values_change(slot for slot, (one, other) in pairs if one != other)
 
     def check_dtypes(self, units: Collection[int]) -> None:
-        """Raises UsageError: parameters of these units, which are lent, were converted."""
+        """Raises UsageError if the user has changed the dtype of gathered parameters of these units."""
         for store in self._gathered_flats.stores:
             if store.unit.index in units:
                 for binding, _ in flats_of(store):
                     binding.check_dtypes()
 
     @contextmanager
-    def lent(self, values: Mapping[int, Tensor] | None) -> Iterator[None]:
-        """Inside the block every parameter has its value of `values`, by id of parameter, to be read; with None: can be read
-        by those who ask for its name alone, and is NaN."""
+    def substituted(self, values: Mapping[int, Tensor] | None) -> Iterator[None]:
+        """Context in which every parameter has its value of `values` (by id of parameter), to be read. With None,
+        parameters are NaN and only their names, shapes and dtypes can be used."""
         flats = [(binding, flat) for _, binding, flat in self._gathered_flats.flats()]
         if any(binding.lent for binding, _ in flats):
             raise UsageError(
-                "a checkpoint cannot be made inside of `with strategy.gathered(module):`; end the block before"
+                "a checkpoint cannot be saved inside of `with strategy.gathered(module):`, where parameters are not "
+                "in pages; save it after the block"
             )
         try:
             for binding, _ in flats:
@@ -174,16 +178,16 @@ class LentParameters:
                 else:
                     flat.rebind(None)
 
-    def follow_shapes(self) -> bool:
-        """Whether users have given parameters other shapes (`parameter.data = ...`): what they are now is theirs, until pages
-        are laid out anew."""
+    def find_resized(self) -> bool:
+        """Finds parameters to which the user has given another shape (`parameter.data = ...`) and returns whether there
+        are any. Such parameters keep the user's storage until the next re-layout."""
         for binding in self._gathered_flats.bindings():
             self.resized |= {} if binding.lent else binding.give_up_resized()
         return bool(self.resized)
 
     @staticmethod
     def _collect_edits(binding: FlatBinding, whole: Tensor) -> None:
-        # `param.data = x` inside the block replaces the view; bring such values home too.
+        # `param.data = x` inside the block replaces the view, so its values are not in `whole` yet.
         with torch.no_grad():
             for slot, parameter in enumerate(binding.parameters):
                 view = binding.arrangement.view(whole, slot)
@@ -193,11 +197,12 @@ class LentParameters:
     # -- for good -----------------------------------------------------------------------------------------------------
 
     def restore(self, left_out: Collection[FlatBinding] = (), absent: str = ENDED) -> None:
-        """Gives every parameter storage of its own with its precise value: the module as the user knows it.
+        """Gives every parameter storage of its own with its precise value, as before the run.
 
         Args:
-            left_out: flats that RAM has no room for: of these only what is in RAM anyway comes back, the user's own tensors.
-            absent: what has become of the rest of their values, and what to do.
+            left_out: flats for which RAM has no room. Only those of their parameters come back whose original tensor is
+                in RAM.
+            absent: why the other parameters of these flats have no values, and what to do.
         """
         slots = {
             id(parameter): (binding, slot)
@@ -211,9 +216,9 @@ class LentParameters:
                 original = self._values.original_of(parameter)
                 if original is not None:
                     binding.restore(slot, original)
-        for _, parameter, value in self._values.parts(letting_go=True, left_out=left_out):
+        for _, parameter, value in self._values.parts(last_read=True, left_out=left_out):
             if id(parameter) in theirs:
-                continue  # the user's own storage stays, as anywhere
+                continue  # the user has replaced its storage, which stays
             binding, slot = slots[id(parameter)]
             binding.restore(slot, value.clone() if self._values.original_of(parameter) is None else value)
         for binding in self._gathered_flats.bindings():
@@ -221,13 +226,13 @@ class LentParameters:
                 binding.forget()
 
     def check_written(self) -> None:
-        """Raises UsageError: a parameter was written to by hand where that is lost."""
+        """Raises UsageError if the user has written to a parameter where the write would be lost."""
         for binding in self._gathered_flats.bindings():
             binding.check_written()
 
     def names_of_copies(self, parameters: Iterable[Tensor]) -> list[str]:
-        """Which of these are copies now, of more precise values or of pages elsewhere, so that what is written to them is
-        lost. Asked before each step of an optimizer that is none of the run's."""
+        """Returns the names of those parameters that are copies now, of more precise values or of pages in another
+        place, so that writes to them are lost. Called before each step of an optimizer that the run does not page."""
         found = []
         for parameter in parameters:
             binding, slot = self._places.get(id(parameter), (None, 0))
@@ -235,24 +240,24 @@ class LentParameters:
                 found.append(binding.layout.slots[slot].spec.name)
         return found
 
-    def let_go(self, absent: str = ENDED) -> None:
-        """Parameters name no page any more, and cannot be read. Args: absent: as for `restore`."""
+    def detach(self, absent: str = ENDED) -> None:
+        """Detaches all parameters from their pages; they cannot be read any more. Args: absent: as for `restore`."""
         for binding in self._gathered_flats.bindings():
             binding.unbind(absent=absent)
 
-    def leave(self, dtypes: Mapping[int, torch.dtype]) -> None:
-        """Parameters name no page any more, and cannot be read until other pages have them; they keep the shapes, strides and
-        dtypes that users know.
+    def detach_for_relayout(self, dtypes: Mapping[int, torch.dtype]) -> None:
+        """Detaches all parameters from their pages before a re-layout; they cannot be read until the new pages have
+        them. Shapes, strides and dtypes stay those that the user knows.
 
         Args:
-            dtypes: by id of parameter.
+            dtypes: what dtype each parameter shows, by id of parameter.
         """
         for binding in self._gathered_flats.bindings():
             binding.leave([dtypes[id(parameter)] for parameter in binding.parameters])
 
 
 def _warn_of_rounding(flat: FlatStore, edited: Tensor) -> None:
-    """Says what codes make of edits. Of weights that nobody has edited they make nothing.
+    """Warns if quantized pages change edited values. Values that were not edited are not changed by quantizing again.
 
     Args:
         edited: new values of a flat, (padded_numel,).
@@ -267,9 +272,9 @@ def _warn_of_rounding(flat: FlatStore, edited: Tensor) -> None:
         error = wanted - got
         if error.any():
             warnings.warn(
-                f"{place.spec.name} was edited inside of `with strategy.gathered(module):`, and its pages keep it as "
-                f"{code.name}: it differs from what was written by up to {error.abs().max():.3g} from now on, and in all by "
-                f"{error.norm() / wanted.norm():.2%} of its norm, which may be more than the edit; edit it (merge adapters) "
-                f"in a module that is loaded again behind the run, or leave frozen_dtype out",
+                f"{place.spec.name} was edited inside of `with strategy.gathered(module):`, and its pages store it as "
+                f"{code.name}: from now on it differs from what was written by up to {error.abs().max():.3g}, and in "
+                f"all by {error.norm() / wanted.norm():.2%} of its norm, which may be more than the edit; edit it "
+                "(merge adapters) in a module that is loaded again after the run, or leave frozen_dtype out",
                 stacklevel=2,
             )

@@ -1,9 +1,11 @@
-"""Moves whole optimizer states between the user's hands and pages: what state dicts have of them.
+"""Full optimizer states: read from pages for state dicts, and written to pages from state dicts.
 
-Owns nothing. One kind of states of one flat at a time, so that no more than that exists whole beside the pages.
+Owns nothing. Handles one kind of states of one flat at a time, so that no more than that exists whole in addition to
+the pages.
 
-I1: each state is in the shape that the optimizer itself would give it; of a parameter that is a part of a larger one, in the
-larger one's. I2: all methods are collective where ranks own parameters or hold other units, but for those that say otherwise.
+I1: each state has the shape that the optimizer itself would give it; a state of a slice of a larger parameter has the
+larger one's shape. I2: all methods that do not say otherwise are collective where ranks own whole parameters or hold
+other units.
 """
 
 from __future__ import annotations
@@ -28,16 +30,17 @@ if TYPE_CHECKING:
     from lightning_ptm.runtime.updates.updates import FlatUpdate
 
 Scalars = Sequence[dict[str, Any] | None]
-"""By parameter of a flat; None for one that was never updated."""
+"""States other than element-wise ones, by parameter of a flat; None for a parameter that was never updated."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Updated:
-    """What an optimizer keeps of a flat, but for the elements.
+    """What an optimizer keeps of a flat, without the elements in pages.
 
     Attributes:
-        slots: by parameter the names of its states in pages.
-        dtypes: of these, by name.
+        scalars: by parameter, the states that are not element-wise.
+        slots: by parameter, the names of its states in pages.
+        dtypes: dtypes of states in pages, by name.
     """
 
     scalars: Scalars
@@ -46,7 +49,7 @@ class _Updated:
 
 
 class OptimizerValues:
-    """Reads and writes whole states. The engine has drained all updates before any of these is called."""
+    """Reads and writes full optimizer states. The engine has drained all updates before each call."""
 
     def __init__(self, gathered_flats: GatheredFlats, progress: Progress | None = None) -> None:
         self._gathered_flats = gathered_flats
@@ -55,8 +58,8 @@ class OptimizerValues:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def scalars(self) -> dict[tuple[int, int], Scalars]:
-        """By flat that this rank shares, and optimizer, of all its parameters, whoever keeps them. Collective where ranks own
-        parameters."""
+        """Returns the scalars of all parameters of each flat that this rank shares, by (flat, optimizer), also of
+        parameters that other ranks own. Collective where ranks own whole parameters."""
         found = {key: _scalars_here(update) for key, update in self._gathered_flats.updates.items()}
         owned = {
             key: update.store.layout
@@ -66,17 +69,17 @@ class OptimizerValues:
         if not owned:
             return found
         here = {key: _in_ram(found[key]) for key in owned}
-        told = [
+        sent = [
             self._gathered_flats.communicator.broadcast_object(here, rank)
             for rank in range(self._gathered_flats.communicator.world_size)
         ]
         for key, flat in owned.items():
             owners = [flat.owner(slot.start) for slot in flat.slots]
-            found[key] = [told[owner][key][place] for place, owner in enumerate(owners)]
+            found[key] = [sent[owner][key][place] for place, owner in enumerate(owners)]
         return found
 
     def _states_of(self, optimizer: int) -> Iterator[tuple[UnitStore, FlatBinding, FlatUpdate | None, _Updated]]:
-        """The flats of an optimizer; FlatUpdate is None for those that this rank does not hold."""
+        """Yields the flats of an optimizer; FlatUpdate is None for those that this rank does not hold."""
         scalars = self.scalars()
         for store, binding, flat in self._gathered_flats.flats():
             if optimizer not in binding.layout.optimizers:
@@ -86,8 +89,8 @@ class OptimizerValues:
             known = None if update is None else _updated(update, scalars[key])
             source = self._gathered_flats.source(store)
             if source is not None:
-                told = None if known is None else dataclasses.replace(known, scalars=_in_ram(known.scalars))
-                known = self._gathered_flats.communicator.broadcast_object(told, source)
+                sent = None if known is None else dataclasses.replace(known, scalars=_in_ram(known.scalars))
+                known = self._gathered_flats.communicator.broadcast_object(sent, source)
             assert known is not None
             yield store, binding, update, known
 
@@ -96,13 +99,14 @@ class OptimizerValues:
         optimizer: int,
         copy_of: Callable[[str, Tensor], Tensor] = lambda name, value: value.clone(),
         *,
-        letting_go: bool = False,
+        last_read: bool = False,
     ) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-        """(parameter, state as the optimizer itself would keep it) of all parameters that were ever updated (I1).
+        """Yields (parameter, state as the optimizer itself would keep it) of all parameters that were ever updated
+        (I1).
 
         Args:
-            copy_of: makes the copies of element-wise state, by the parameter's name.
-            letting_go: each state loses its RAM when it has been copied: they are read for the last time.
+            copy_of: copies an element-wise state; called with the parameter's name and the state.
+            last_read: frees the RAM of each state when it has been copied: this is the last read.
         """
         flats = list(self._states_of(optimizer))
         sizes = [
@@ -114,15 +118,15 @@ class OptimizerValues:
                 states = {slot: _copied(scalars) for slot, scalars in enumerate(known.scalars) if scalars is not None}
                 for name in known.dtypes if states else ():
                     whole = None if update is None else self._gathered_flats.whole_states(update, name)
-                    whole = self._gathered_flats.told(store, binding, whole)
+                    whole = self._gathered_flats.broadcast(store, binding, whole)
                     for slot, state in states.items():
                         if name in known.slots[slot]:
                             spec = binding.layout.slots[slot].spec
                             view = _state_in(binding, update, name, slot, whole)
                             value = put_together(view, spec.box, self._gathered_flats.communicator)
                             state[name] = copy_of(spec.name, value)
-                    del whole  # no two of them at once
-                    paged = update.states.slots.get(name) if letting_go and update is not None else None
+                    del whole  # so that no two of them exist at once
+                    paged = update.states.slots.get(name) if last_read and update is not None else None
                     if paged is not None:
                         self._gathered_flats.allocator.discard(paged)
                 for slot, state in states.items():
@@ -130,7 +134,7 @@ class OptimizerValues:
                 seen(size_bytes)
 
     def scalars_in_order(self, optimizer: int, order: Sequence[nn.Parameter]) -> dict[int, dict[str, Any]]:
-        """What the optimizer keeps of each parameter that was ever updated beside element-wise state, by place in `order`."""
+        """Returns the scalars of each parameter that was ever updated, by place in `order`."""
         places = {id(parameter): place for place, parameter in enumerate(order)}
         found: dict[int, dict[str, Any]] = {}
         for _, binding, _, known in self._states_of(optimizer):
@@ -140,8 +144,8 @@ class OptimizerValues:
         return {place: found[place] for place in sorted(found)}
 
     def has_states(self, optimizer: int) -> bool:
-        """Whether pages of this rank, or of those that own its parameters, hold anything that an optimizer knows from earlier
-        steps. Not collective."""
+        """Returns whether states of earlier steps are in pages of this rank, or of ranks that own its parameters. Not
+        collective."""
         flats = [flat.states for flat in self._gathered_flats.updates.values() if flat.optimizer == optimizer]
         return any(states.remembers(slot) for states in flats for slot in range(len(states.groups)))
 
@@ -149,8 +153,10 @@ class OptimizerValues:
 
     @torch.no_grad()
     def load(self, optimizer: int, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Writes optimizer states by id of parameter; parameters without one start afresh. Raises as
-        `ParameterValues.load_parameters`."""
+        """Writes optimizer states by id of parameter. Parameters without an entry start with fresh states.
+
+        Raises: as `ParameterValues.load_parameters`.
+        """
         flats = [flat for flat in self._gathered_flats.updates.values() if flat.optimizer == optimizer]
         total_bytes = sum(flat.states.elements(name).nbytes for flat in flats for name in flat.states.slots)
         with self._progress.bar("loading optimizer states", total_bytes) as seen:
@@ -161,26 +167,29 @@ class OptimizerValues:
     def take_over(
         self, optimizer: int, handed: PreviousState, before: int, states: Mapping[int, Mapping[str, Any]]
     ) -> None:
-        """As `load`, of states in pages of the engine before this one. Collective.
+        """As `load`, with states from the pages of the previous engine. Collective.
 
         Args:
-            before: the number that the optimizer had there.
-            states: by id of parameter, what is in no pages; empty of those that have been updated all the same.
+            handed: the previous engine's state.
+            before: the optimizer's number in the previous engine.
+            states: what is not in pages, by id of parameter; an empty entry for a parameter that was updated and has
+                only states in pages.
         """
         flats = [flat for flat in self._gathered_flats.updates.values() if flat.optimizer == optimizer]
         total_bytes = sum(flat.states.elements(name).nbytes for flat in flats for name in flat.states.slots)
         with self._progress.bar("optimizer states into pages", total_bytes) as seen:
             for flat in flats:
                 for name in flat.states.everywhere:
-                    handed.lay_states(flat, name, before, self._gathered_flats.allocator, seen)
+                    handed.write_states(flat, name, before, self._gathered_flats.allocator, seen)
                 self._load_flat(flat, states, seen, keep=True)
 
     def _load_flat(
         self, flat: FlatUpdate, states: Mapping[int, Mapping[str, Any]], seen: Seen, *, keep: bool = False
     ) -> None:
-        """
+        """Writes states of one flat.
+
         Args:
-            keep: parameters without a state of some name keep the elements that they have.
+            keep: parameters without a state of some name keep the elements that are in pages.
         """
         binding = flat.store.binding
         per_slot = [states.get(id(parameter)) for parameter in binding.parameters]
@@ -197,8 +206,9 @@ class OptimizerValues:
                 ):
                     spec = binding.layout.slots[slot].spec
                     raise ConfigError(
-                        f"{name} of {spec.name} has shape {tuple(value.shape)} in what is loaded, and "
-                        f"{f'the parameter {spec.whole_shape}' if own is None else f'{own} here'}; it is of another model"
+                        f"{name} of {spec.name} has shape {tuple(value.shape)} in the loaded state, and "
+                        f"{f'the parameter {spec.whole_shape}' if own is None else f'{own} here'}, so it is of "
+                        "another model; build the model with the sizes that it was saved with"
                     )
             if ours.traits.whole:
                 given = [None if value is None else value.reshape(-1) for value in given]
@@ -220,7 +230,8 @@ class OptimizerValues:
 
 
 def _state_in(binding: FlatBinding, update: FlatUpdate | None, name: str, slot: int, whole: Tensor) -> Tensor:
-    """A state of the parameter of `slot`, in its shape, as a view of `whole`, which holds those of the flat."""
+    """Returns the state of the parameter of `slot` in its shape, a view of `whole`, which has the states of the
+    flat."""
     own = None if update is None else update.states.everywhere[name].own
     return binding.arrangement.view(whole, slot) if own is None else own.view(whole, slot)
 
@@ -240,7 +251,8 @@ def _updated(update: FlatUpdate, scalars: Scalars) -> _Updated:
 
 
 def _in_ram(scalars: Scalars) -> Scalars:
-    """For other ranks: what is told of a tensor on a device names that device, and theirs is another one."""
+    """Moves tensors to the CPU before they are pickled for other ranks: a pickled CUDA tensor names its rank's
+    device."""
     return [
         each and {name: value.cpu() if isinstance(value, Tensor) else value for name, value in each.items()}
         for each in scalars

@@ -1,12 +1,12 @@
-"""Moves whole parameters between the user's hands and pages: first values, what is loaded, and what is read.
+"""Full parameters: written to pages from modules, files and state dicts, and read from pages.
 
-Owns nothing but references to tensors that the user built, for runs that keep no master copy of them. Optimizer states are
-moved by optimizer_values.py, what users get for a while by lent_parameters.py; both read flats as gathered_flats.py
-does, and so does this.
+Owns references to tensors that the user built, for runs that keep no master copy of them. Optimizer states are handled
+by optimizer_values.py, parameters that users gather by lent_parameters.py. All three read flats through
+gathered_flats.py.
 
-I1: with several ranks the values of rank 0 count, but for those of files, of which each rank reads what it owns. Every
-method is then collective.
-I2: of a parameter that is a part of a larger one, what is read and what is loaded is the larger one.
+I1: with several ranks the values of rank 0 count. Values of files are the exception: each rank reads what it owns.
+Every method is then collective.
+I2: of a parameter that is a slice of a larger one (tensor parallelism), the larger one is read and loaded.
 """
 
 from __future__ import annotations
@@ -35,29 +35,31 @@ if TYPE_CHECKING:
 
 
 def _rounds(value: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `dtype` is less precise than the value."""
+    """Returns whether `dtype` is less precise than the value's."""
     return torch.promote_types(value.dtype, dtype) is not dtype
 
 
 def _wide(binding: FlatBinding) -> torch.dtype:
-    """In which a flat's first values go into pages."""
+    """Returns the dtype in which a flat's first values are assembled before they are written to pages."""
     return torch.float64 if binding.dtype is torch.float64 else torch.float32
 
 
 def _open(binding: FlatBinding) -> bool:
-    """Whether all parameters have values that can be read."""
+    """Returns whether all parameters have values that can be read."""
     return not any(isinstance(parameter, GuardedParameter) for parameter in binding.parameters)
 
 
 def _in_old_pages() -> Tensor:
-    raise InternalError("what is in pages of another engine is moved from page to page, and not read whole")
+    raise InternalError(
+        "values in pages of the previous engine are copied from page to page, and one was to be read whole; report it"
+    )
 
 
 class ParameterValues:
-    """Reads and writes whole parameters. The engine has drained all updates before any of these is called.
+    """Reads and writes full parameters. The engine has drained all updates before each call.
 
     Args:
-        mixed: pages compute with 16 bits of weights that have more.
+        mixed: mixed precision: pages compute in 16 bits, and the weights have more.
     """
 
     def __init__(self, gathered_flats: GatheredFlats, progress: Progress | None = None, *, mixed: bool = False) -> None:
@@ -66,16 +68,17 @@ class ParameterValues:
         self._mixed = mixed
         self._originals: dict[int, Tensor] = {}
         self._narrow: set[int] = set()
-        """Ids of parameters that nobody trains, and that the user has in the dtype of their pages."""
+        """Ids of frozen parameters that the user has in the dtype of their pages."""
         self._unknown: dict[int, str] = {}
-        """Names, by id, of parameters whose values an earlier run has not put back, until they are loaded."""
+        """Names, by id, of parameters whose values an earlier run has not restored, and that have not been loaded
+        since."""
         self.of_files: set[int] = set()
-        """Ids of frozen parameters whose values are those that files have provided, which have them still."""
+        """Ids of frozen parameters whose values equal those of the files that provided them."""
 
     # -- first values -------------------------------------------------------------------------------------------------
 
-    def bytes_to_lay(self) -> int:
-        """Of this rank's pages that `take_over` writes, for all units."""
+    def bytes_to_write(self) -> int:
+        """Returns the bytes of this rank's pages that `take_over` writes, for all units."""
         return sum(
             self._gathered_flats.bytes_of_homes(flat) for store in self._gathered_flats.stores for flat in store.flats
         )
@@ -92,17 +95,17 @@ class ParameterValues:
         handed: PreviousState | None = None,
         seen: Seen = unseen,
     ) -> None:
-        """Lays a unit's parameters into pages; from then on they are views of pages, or released.
+        """Writes a unit's parameters into pages. From then on they are views of pages, or released.
 
         Args:
-            given: values that files provide, by id of parameter; they take the place of those that a parameter has, and
-                go from the file to the pages a few pages at a time.
-            only: these of its flats; None: all.
-            keep_originals: keep the user's tensors too, to put them back at the end (a run that trains nothing).
-            keep_frozen: keep those of frozen parameters whose pages are less precise under mixed precision: nothing
-                else remembers what the user had, and training must not round what it does not train.
-            handed: what pages of an engine before this one provide; it takes the place of all others.
-            seen: is told how many more bytes lie in pages.
+            given: what reads the values that files provide, by id of parameter. They replace the values that a
+                parameter has, and are copied from the file to the pages a few pages at a time.
+            only: flats of the unit that are written; None: all.
+            keep_originals: keep the user's tensors too, to restore them at the end (a run that trains nothing).
+            keep_frozen: keep the user's tensors of frozen parameters whose pages are less precise under mixed
+                precision: no other copy has the user's values, and training must not round what it does not train.
+            handed: the previous engine's pages; their values take precedence over all others.
+            seen: called with the number of bytes that were written to pages.
         """
         for binding, flat in flats_of(store):
             if only is not None and binding not in only:
@@ -112,16 +115,23 @@ class ParameterValues:
                 reads = [_in_old_pages if each in handed else None for each in binding.parameters]
             if flat is None:
                 if not all(reads):
-                    self._built(binding, reads, keep=False, replicate=False)  # for those who hold it
+                    # Takes part in the broadcast for the ranks that hold it.
+                    self._assembled(binding, reads, keep=False, replicate=False)
                 binding.unbind()
                 continue
             keep = keep_originals or (keep_frozen and self._mixed and not flat.layout.trainable)
-            keep = keep and flat.layout.code is None  # what their codes are for is that nothing else is kept
+            keep = keep and flat.layout.code is None  # a copy in addition to quantized pages would undo what they save
             if not all(reads):
-                # Of a unit that some ranks do not hold, the values of one rank are told to all.
+                # The values of a unit that some ranks do not hold are broadcast by one rank.
                 replicate = not keep_originals or self._gathered_flats.source(store) is not None
-                if self._gathered_flats.tells(binding.layout).alone and not keep and not any(reads) and _open(binding):
-                    # Straight from the parameters: a flat of an embedding and a head takes as much again in between.
+                if (
+                    self._gathered_flats.broadcast_group(binding.layout).alone
+                    and not keep
+                    and not any(reads)
+                    and _open(binding)
+                ):
+                    # Straight from the parameters: assembling a flat of an embedding and a head would take its size in
+                    # RAM again.
                     left = self._gathered_flats.bytes_of_homes(flat)
 
                     def laid(size: int) -> None:
@@ -132,9 +142,9 @@ class ParameterValues:
                     self._fill(flat, [each.detach() for each in binding.parameters], laid, through=_wide(binding))
                     seen(left)  # the ends of parameters
                 else:
-                    self._write_pages(flat, self._built(binding, reads, keep=keep, replicate=replicate), seen)
+                    self._write_pages(flat, self._assembled(binding, reads, keep=keep, replicate=replicate), seen)
             if any(reads) and handed is not None:
-                self._hand_on(flat, handed, keep=keep, seen=seen)
+                self._copy_previous(flat, handed, keep=keep, seen=seen)
             elif any(reads):
                 values = [None if read is None else read() for read in reads]
                 if not flat.layout.trainable:
@@ -150,8 +160,8 @@ class ParameterValues:
             else:
                 binding.unbind()
 
-    def _hand_on(self, flat: FlatStore, handed: PreviousState, *, keep: bool, seen: Seen) -> None:
-        """The values of those parameters that old pages have. Args: as `take_over`."""
+    def _copy_previous(self, flat: FlatStore, handed: PreviousState, *, keep: bool, seen: Seen) -> None:
+        """Copies the parameters that the previous engine's pages have. Args: as `take_over`."""
         known = [each for each in flat.binding.parameters if each in handed]
         if not flat.layout.trainable:
             self.of_files |= handed.of_files & {id(each) for each in known}
@@ -164,12 +174,12 @@ class ParameterValues:
                 )
         master = self._gathered_flats.master(flat)
         if master is not None:
-            handed.lay_precise(master, flat, self._gathered_flats.allocator, seen)
-        handed.lay_values(flat, self._gathered_flats.allocator, seen)
-        if not keep:  # else it is the same tensor, which takes no more memory
-            handed.let_go_of_originals([id(each) for each in known])
+            handed.write_precise(master, flat, self._gathered_flats.allocator, seen)
+        handed.write_values(flat, self._gathered_flats.allocator, seen)
+        if not keep:  # else it is the same tensor and takes no more memory
+            handed.forget_originals([id(each) for each in known])
 
-    def _built(
+    def _assembled(
         self,
         binding: FlatBinding,
         reads: Sequence[Read | None],
@@ -177,7 +187,8 @@ class ParameterValues:
         keep: bool,
         replicate: bool,
     ) -> Tensor:
-        """A flat's parameters as they are in the first rank's memory, (padded_numel,); zeros for those that files provide."""
+        """Returns a flat's parameters as the first rank has them, (padded_numel,); zeros for those that files
+        provide."""
         whole = torch.zeros(binding.layout.padded_numel, dtype=_wide(binding))
         built = [slot for slot, read in enumerate(reads) if read is None]
         for slot in built:
@@ -191,7 +202,7 @@ class ParameterValues:
                 self._originals[id(parameter)] = parameter.data
             elif keep:
                 self._narrow.add(id(parameter))
-        communicator = self._gathered_flats.tells(binding.layout)
+        communicator = self._gathered_flats.broadcast_group(binding.layout)
         communicator.broadcast(whole)
         if replicate and not communicator.alone:
             for slot in built:  # I1
@@ -202,7 +213,7 @@ class ParameterValues:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def precise(self, flat: FlatStore) -> Tensor:
-        """The precise values of a flat, whole, on the CPU: (padded_numel,)."""
+        """Returns the precise values of a flat, whole, on the CPU: (padded_numel,)."""
         whole = self._gathered_flats.whole(flat, self._gathered_flats.precise_home(flat))
         originals = [self._originals.get(id(parameter)) for parameter in flat.binding.parameters]
         wide = torch.float32 if self._mixed and whole.dtype.itemsize < 4 else whole.dtype
@@ -218,17 +229,18 @@ class ParameterValues:
         return whole
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """(name, parameter, precise value) of every parameter, flat by flat (I2)."""
+        """Yields (name, parameter, precise value) of every parameter, flat by flat (I2)."""
         for spec, parameter, value in self.parts():
             yield spec.name, parameter, put_together(value, spec.box, self._gathered_flats.communicator)
 
     def parts(
-        self, *, letting_go: bool = False, left_out: Collection[FlatBinding] = ()
+        self, *, last_read: bool = False, left_out: Collection[FlatBinding] = ()
     ) -> Iterator[tuple[ParameterSpec, nn.Parameter, Tensor]]:
-        """What this rank computes with of every parameter, and its precise value; of a part, the part.
+        """Yields (spec, parameter, precise value) of every parameter as this rank computes with it: of a slice, the
+        slice.
 
         Args:
-            letting_go: masters, which nobody else has ever seen, lose their RAM when they have been read.
+            last_read: frees the RAM of master weights, which no user object refers to, when they have been read.
             left_out: flats that are not read.
         """
         flats = [each for each in self._gathered_flats.flats() if each[1] not in left_out]
@@ -241,53 +253,55 @@ class ParameterValues:
                     value = binding.arrangement.view(whole, slot) if original is None else original
                     value = value.to(binding.dtype) if id(parameter) in self._narrow else value
                     yield binding.layout.slots[slot].spec, parameter, value
-                master = self._gathered_flats.master(flat) if letting_go and flat is not None else None
+                master = self._gathered_flats.master(flat) if last_read and flat is not None else None
                 if master is not None:
                     self._gathered_flats.allocator.discard(master)
                 seen(size_bytes)
 
     def precise_bytes(self, binding: FlatBinding, flat: FlatStore | None) -> int:
-        """Of a whole flat; as if in fp32 where only other ranks know."""
+        """Returns the bytes of a whole flat in its precise dtype; as if in fp32 where only other ranks hold the
+        flat."""
         return binding.layout.padded_numel * (
             4 if flat is None else self._gathered_flats.precise_home(flat).dtype.itemsize
         )
 
     def precise_of(self, store: UnitStore, binding: FlatBinding, flat: FlatStore | None) -> Tensor:
-        """As `precise`, also of a flat that this rank does not hold."""
-        return self._gathered_flats.told(store, binding, None if flat is None else self.precise(flat))
+        """As `precise`, also for a flat that this rank does not hold."""
+        return self._gathered_flats.broadcast(store, binding, None if flat is None else self.precise(flat))
 
     def bytes_of_originals(self) -> int:
-        """RAM that these take."""
+        """Returns the RAM that the user's original tensors take."""
         return sum(original.nbytes for original in self._originals.values())
 
     def original_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Its precise value, where pages do not have it; as this rank has the parameter."""
+        """Returns a parameter's original tensor, if pages are less precise; in the shape in which this rank has it."""
         return self._originals.get(id(parameter))
 
-    def give_originals(self) -> dict[int, Tensor]:
-        """All of these, by id of parameter; nothing is read or written here afterwards."""
+    def pop_originals(self) -> dict[int, Tensor]:
+        """Returns all original tensors, by id of parameter, and forgets them. No value can be read or written
+        afterwards."""
         given, self._originals = self._originals, {}
         return given
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Names of parameters whose values ended with an earlier run, and that nobody has loaded since."""
+        """Names of parameters whose values ended with an earlier run, and that have not been loaded since."""
         return tuple(self._unknown.values())
 
     def check_known(self) -> None:
-        """Raises UsageError: there are such parameters."""
+        """Raises UsageError if there are such parameters."""
         if self._unknown:
             raise UsageError(
-                f"the values of {', '.join(self.unknown[:3])}{'...' if len(self._unknown) > 3 else ''} ended with an earlier "
-                f"run, which could not put them back into the module (restore_weights, or too little RAM); give this run a "
-                f"ckpt_path, or load the weights before"
+                f"the values of {', '.join(self.unknown[:3])}{'...' if len(self._unknown) > 3 else ''} ended with an "
+                "earlier run, which could not restore them (restore_weights=False, or too little RAM), so this run "
+                "has nothing to start from; give it a ckpt_path, or load the weights before it"
             )
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def load_parameters(self, values: Mapping[int, Tensor]) -> None:
-        """Writes new values by id of parameter; the others keep theirs. Of each, a rank reads what it owns.
+        """Writes new values by id of parameter; parameters without one keep theirs. Each rank reads what it owns.
 
         Raises:
             ConfigError: a shape differs; nothing is written then.
@@ -297,8 +311,8 @@ class ParameterValues:
                 if value is not None and not binding.arrangement.fits(slot, value):
                     spec = binding.layout.slots[slot].spec
                     raise ConfigError(
-                        f"{spec.name} has shape {spec.whole_shape} here and {tuple(value.shape)} in what is loaded; build "
-                        f"the model with the sizes that it was saved with"
+                        f"{spec.name} has shape {spec.whole_shape} here and {tuple(value.shape)} in the loaded state, "
+                        "so nothing was loaded; build the model with the sizes that it was saved with"
                     )
         for known in values:
             self._unknown.pop(known, None)
@@ -333,10 +347,10 @@ class ParameterValues:
     def _fill(
         self, flat: FlatStore, given: Sequence[Tensor | None], seen: Seen, *, through: torch.dtype | None = None
     ) -> None:
-        """Writes those of a flat's parameters that are given, whole, reading of each what this rank owns.
+        """Writes those of a flat's parameters that are given. They are given whole; each rank reads what it owns.
 
         Args:
-            through: what they are rounded to on their way; by default what masters are.
+            through: dtype to which values are rounded first; default: that of master weights.
         """
         master, segments = self._gathered_flats.master(flat), self._gathered_flats.segments(flat)
         flat.binding.values_will_change()
@@ -349,10 +363,10 @@ class ParameterValues:
         flat.binding.values_have_changed()
 
     def write(self, flat: FlatStore, whole: Tensor) -> None:
-        """New values of a flat that this rank holds: (padded_numel,), in their precise dtype."""
+        """Writes new values of a flat that this rank holds: (padded_numel,), in their precise dtype."""
         of_files = self.of_files & {id(parameter) for parameter in flat.binding.parameters}
         if of_files and torch.equal(whole, self.precise(flat)):
-            return  # gathered to be edited, and not edited: the files' values still
+            return  # gathered with write=True and not edited: the values of the files still
         self.of_files -= of_files
         self._write_pages(flat, whole)
         for slot, parameter in enumerate(flat.binding.parameters):

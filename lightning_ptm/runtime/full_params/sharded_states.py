@@ -1,10 +1,10 @@
-"""What this rank has of each kind of states, where it lies in pages, and of which stretches of which parameters: what sharded
-checkpoints are written from.
+"""The table of contents of a sharded checkpoint: which ranges of which parameters this rank has of each kind of states,
+and in which pages they are.
 
 Owns nothing.
 
-I1: the kinds, and the tensors of each, are the same on all ranks, in one order, however units fetch them; of a parameter
-that is a part of a larger one, the tensor is the larger one.
+I1: the kinds of states, and the tensors of each, are the same on all ranks and in the same order, however units are
+fetched. For a parameter that is a slice of a larger one (tensor parallelism), the tensor is the larger one.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardedFlat:
-    """What this rank has of one flat, of one kind of its states: paged elements, and those that lie outside of pages.
+    """This rank's elements of one kind of states of one flat: those in pages, and those that are in no page.
 
     Args:
-        parameters: the flat's, by their index.
-        segments: stretches of parameters in `paged`.
-        outside: (parameter, first element, elements) of stretches that no page holds.
-        cells: where stretches of `paged` begin that an update changes at once; None where these are equally long.
+        parameters: the flat's parameters; segments refer to them by index.
+        segments: ranges of parameters in `paged`.
+        outside: (parameter, first element, elements) of ranges that are in no page.
+        cells: starts of the ranges of `paged` that one update changes together; None where these ranges have equal
+            lengths.
     """
 
     paged: Elements
@@ -52,13 +53,15 @@ class ShardedFlat:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardedStates:
-    """One kind of states of what a unit's modules hold (`Unit.own`).
+    """One kind of states of the parameters that a unit's modules have (`Unit.own`).
 
     Args:
-        unit: its name; kind: `PARAMETERS`, or a slot of the optimizer.
-        tensors: (name of the parameter, dtype, whole shape), in the order of the flats if all were the unit's, and none were
-            apart because its parameters are parts of larger ones; the same on all ranks.
-        flats: where this rank's stretches of them are; a flat of the root may be among those of several units.
+        unit: name of the unit.
+        kind: `PARAMETERS`, or a slot of the optimizer.
+        tensors: (name of the parameter, dtype, whole shape), the same on all ranks, in the order that the flats would
+            have if all parameters were the unit's own and none were in a flat apart for being a slice.
+        flats: the flats that have this rank's ranges of these tensors; a flat of the root may be listed for several
+            units.
     """
 
     unit: str
@@ -72,8 +75,8 @@ class _Part:
     """One kind of states of a flat.
 
     Attributes:
-        paged: where they are; None where other ranks have all of them.
-        slots: the parameters that have them.
+        paged: its elements; None where other ranks have all of them.
+        slots: indexes of the parameters that have such states.
     """
 
     flat: FlatStore
@@ -83,10 +86,10 @@ class _Part:
 
 
 class AllShardedStates:
-    """See the file's contract. The engine has drained all updates before any of these is called.
+    """Lists the states of a run for sharded checkpoints. The engine has drained all updates before each call.
 
     Args:
-        original_of: the precise value of a parameter where pages do not have it.
+        original_of: returns the precise value of a parameter if it is not in pages.
     """
 
     def __init__(
@@ -101,10 +104,10 @@ class AllShardedStates:
         self._unit_of = {item.name: store.unit.index for store in gathered_flats.stores for item in store.unit.own}
 
     def kinds(self, *, optimizers: bool) -> Sequence[ShardedStates]:
-        """Every kind of every unit's states, unit by unit; the same on all ranks, but for what of them is here. Collective.
+        """Returns every kind of every unit's states, unit by unit; the same on all ranks but for `flats`. Collective.
 
         Args:
-            optimizers: with those of the optimizers.
+            optimizers: include the optimizers' states.
         """
         here = list(self._kinds_here(optimizers=optimizers))
         if not self._gathered_flats.holders.by_unit:
@@ -115,14 +118,14 @@ class AllShardedStates:
         units = [(store.unit.name, self._gathered_flats.source(store)) for store in self._gathered_flats.stores]
         for source in sorted({source for _, source in units if source is not None}):
             theirs = [unit for unit, its in units if its == source]
-            told = [dataclasses.replace(kind, flats=()) for unit in theirs for kind in by_unit.get(unit, ())]
-            for kind in self._gathered_flats.communicator.broadcast_object(told, source):
+            sent = [dataclasses.replace(kind, flats=()) for unit in theirs for kind in by_unit.get(unit, ())]
+            for kind in self._gathered_flats.communicator.broadcast_object(sent, source):
                 if all(kind.kind != known.kind for known in by_unit.setdefault(kind.unit, [])):
                     by_unit[kind.unit].append(kind)
         return [kind for unit, _ in units for kind in by_unit[unit]]
 
     def _kinds_here(self, *, optimizers: bool) -> Iterator[ShardedStates]:
-        """Those of the units that this rank holds. Collective where ranks own parameters."""
+        """Yields the kinds of states of units that this rank holds. Collective where ranks own whole parameters."""
         scalars = self._optimizer_values.scalars() if optimizers else {}
         weights: dict[int, list[_Part]] = {}
         states: dict[int, list[tuple[str, _Part]]] = {}
@@ -156,15 +159,16 @@ class AllShardedStates:
             yield self._kind(unit, kind, parts, families)
 
     def _by_unit(self, part: _Part) -> Iterator[tuple[int, _Part]]:
-        """What of it is of which unit's modules; nothing of it, as of what was never updated, is of its flat's unit."""
+        """Splits a part by the unit whose modules have the parameters. A part without slots (states of a flat that was
+        never updated) goes to the flat's own unit."""
         slots: dict[int, list[int]] = {} if part.slots else {part.flat.layout.unit: []}
         for slot in part.slots:
             slots.setdefault(self._unit_of[part.flat.layout.slots[slot].spec.name], []).append(slot)
         return ((unit, dataclasses.replace(part, slots=its)) for unit, its in slots.items())
 
     def strides(self, kind: str) -> dict[str, tuple[int, ...]]:
-        """By name, strides of parameters of which this kind of states lies in pages, and so in files of sharded checkpoints,
-        in another order than row by row."""
+        """Returns the strides of parameters whose states of this kind are stored in pages, and so in the files of
+        sharded checkpoints, in another order than row by row; by name."""
         found: dict[str, tuple[int, ...]] = {}
         for _, binding, flat in self._gathered_flats.flats():
             update = None if flat is None else self._gathered_flats.update_of(flat)
@@ -177,7 +181,7 @@ class AllShardedStates:
 
     @staticmethod
     def _states_part(update: FlatUpdate, name: str, scalars: Scalars) -> _Part:
-        """Of parameters that were ever updated."""
+        """Returns the states of those parameters that were ever updated."""
         states = update.states
         slots = [slot for slot, known in enumerate(scalars) if known is not None and name in states.state_names(slot)]
         elements = states.elements(name) if name in states.slots else None
@@ -216,7 +220,8 @@ class AllShardedStates:
         return ShardedStates(unit.name, name, [tensor for _, tensor in tensors], flats)
 
     def _laid(self, flat: FlatStore, kind: str) -> tuple[Sequence[ParameterSpec], Sequence[Segment]]:
-        """A flat's parameters, with the shapes that this kind of states has of them, and where these lie."""
+        """Returns a flat's parameters, with the shapes of this kind of their states, and the segments of these
+        states."""
         specs = [slot.spec for slot in flat.layout.slots]
         update = self._gathered_flats.update_of(flat)
         if kind == PARAMETERS or update is None or not update.states.traits.whole:
@@ -238,8 +243,8 @@ class AllShardedStates:
 
 
 def _order_of_families(unit: Unit, parts: Sequence[_Part]) -> dict[Family, int]:
-    """As a layout would have the flats of what a unit's modules hold: trained ones first, else in the order of their first
-    parameters."""
+    """Returns the order that a layout would give the flats of a unit's parameters: trained ones first, then by their
+    first parameter."""
     families = {
         part.flat.layout.slots[slot].spec.name: part.flat.layout.family for part in parts for slot in part.slots
     }

@@ -1,12 +1,14 @@
-"""The states of one moment, taken while training goes on: what an update is about to change is copied first.
+"""Snapshots: consistent copies of model states, made while training goes on. An update waits until the elements that it
+is about to change have been copied (copy on write).
 
-Owns which cells (stretches that change at once) of which paged tensors have been taken. Two threads take cells: the one that
-calls `take_all`, in order, and the updater's, by `before_write`. What taking means is the caller's: `put` copies.
-I1: a cell is taken once, and nothing changes it before or while it is.
+Owns which cells (ranges that one update changes together) of which paged tensors have been copied. Two threads copy
+cells: the one that calls `copy_all`, in order, and the updater's thread, through `before_write`. The caller's `put`
+    makes the copies.
+I1: each cell is copied once, and no update changes it before or during its copy.
 I2: `put` is called by one thread at a time.
-I3: after a failure nothing is taken any more and updates go on; the failure is `take_all`'s to raise.
-I4: Ctrl-C comes before or after a cell is taken by the updater, never while it is; where it comes twice, so that it must be
-    heard, it is a failure. So no cell stays half taken, for which `take_all` would wait for ever.
+I3: after a failure no more cells are copied, and updates go on; `copy_all` raises the failure.
+I4: Ctrl-C takes effect before or after the updater's thread copies a cell, never during it. A second Ctrl-C, which must
+    take effect, counts as a failure. So no cell stays half copied, which would make `copy_all` wait for ever.
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SnapshotPart:
-    """What lies in pages and what to do with its elements: `put(first element, elements on the CPU)` must copy them.
+    """A paged tensor to copy; `put(first element, elements on the CPU)` must copy the elements.
 
     Attributes:
-        cells: where its cells begin; None: they are of equal length.
-        at_once: elements that are read together, and of a cell of equal length; None: as the snapshot says.
-        before_put: is called with the first element before `put` is, by any thread at any time; may wait.
+        cells: starts of its cells; None: cells have equal lengths.
+        at_once: number of elements that are read together, and length of the cells if equal; None: the snapshot's
+            default.
+        before_put: called with the first element before `put`, by either thread; may wait.
     """
 
     paged: Elements
@@ -49,10 +52,11 @@ class SnapshotPart:
 
 
 def stretches(numel: int, cells: Sequence[int] | None, at_once: int) -> Iterator[tuple[int, int]]:
-    """(first element, elements) of all that is put of `numel` elements, each by itself, if nobody takes them out of turn.
+    """Yields (first element, number of elements) of each `put` for a tensor of `numel` elements, as `copy_all` makes
+    them.
 
     Args:
-        cells, at_once: as a part's.
+        cells, at_once: as in SnapshotPart.
     """
     starts = cells or range(0, numel, at_once)
     for place, first in enumerate(starts):
@@ -61,26 +65,27 @@ def stretches(numel: int, cells: Sequence[int] | None, at_once: int) -> Iterator
 
 
 def stretches_of_cell(first: int, end: int, at_once: int) -> Iterator[tuple[int, int]]:
-    """Those of elements [first, end)."""
+    """Yields the ranges for elements [first, end)."""
     for start in range(first, end, at_once):
         yield start, min(at_once, end - start)
 
 
 class _State(enum.Enum):
-    THERE = enum.auto()
-    BEING_TAKEN = enum.auto()
-    TAKEN = enum.auto()
+    PENDING = enum.auto()
+    COPYING = enum.auto()
+    COPIED = enum.auto()
 
 
 class Snapshot:
-    """See the file's contract. From now until it has ended, all changes of the parts must be announced to `before_write`.
+    """One snapshot. From its construction to its end, all changes of the parts must be announced to `before_write`.
 
     Args:
-        parts: what to take, in this order.
-        cell_numel: elements of a cell, but for parts that say otherwise; as many are read at once. Stretches that are
-            announced are cells.
+        parts: the paged tensors to copy, in this order.
+        cell_numel: elements of a cell, and of one read, for parts that do not say otherwise. The ranges that are
+            announced to `before_write` are cells.
         buffers: for parts on disk.
-        failed: is called after a failure, for who waits in a part's `before_put`; by any thread, perhaps more than once.
+        failed: called after a failure, to wake what waits in a part's `before_put`; by either thread, perhaps
+            repeatedly.
     """
 
     def __init__(
@@ -102,33 +107,37 @@ class Snapshot:
         self._starts = {
             part.paged.id: part.cells or range(0, part.paged.numel, self._at_once[part.paged.id]) for part in parts
         }
-        """Where cells begin."""
-        self._cells = {key: [_State.THERE] * len(starts) for key, starts in self._starts.items()}
+        """Starts of cells, by id of the paged tensor."""
+        self._cells = {key: [_State.PENDING] * len(starts) for key, starts in self._starts.items()}
         self._failure: BaseException | None = None
         self._putting = threading.Lock()
 
-    def take_all(self) -> None:
-        """Take every cell that nobody has taken; returns when all are. Raises what a `put` raised, in either thread."""
+    def copy_all(self) -> None:
+        """Copies every cell that the updater has not copied; returns when all cells are copied. Raises what a `put`
+        raised, in either thread."""
         for part in self._parts.values():
             claims = self._claims(part.paged)
             for start, values in page_io.chosen(self._allocator, part.paged, claims, self._buffers):
                 self._put(part, start, values)
         with self._changed:
-            # The last ones may be in the updater's hands.
+            # The updater's thread may be copying the last ones.
             self._changed.wait_for(
                 lambda: (
                     self._failure is not None
-                    or all(state is _State.TAKEN for cells in self._cells.values() for state in cells)
+                    or all(state is _State.COPIED for cells in self._cells.values() for state in cells)
                 )
             )
         if self._failure is not None:
             raise self._failure
 
     def before_write(self, paged: PagedTensor, start: int, values: Tensor) -> None:
-        """The cell that starts at `start` is about to change from `values`, as they lie in pages: return when it is taken.
+        """Returns when the cell from `start` on is copied. Called before an update changes it.
+
+        Args:
+            values: the cell's present values, as pages store them.
 
         Raises:
-            KeyboardInterrupt: it has been taken, or given up, all the same (I4).
+            KeyboardInterrupt: after the cell was copied, or the snapshot has failed (I4).
         """
         part = self._parts.get(paged.id)
         if part is None or not values.numel():
@@ -145,18 +154,16 @@ class Snapshot:
                 raise
 
     def _claim(self, paged: Elements, start: int) -> bool:
-        """Whether the cell is the caller's to take; waits while somebody else takes it."""
+        """Returns whether the caller is to copy the cell; waits while the other thread copies it."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or self._state(paged, start) is not _State.BEING_TAKEN
-            )
-            if self._failure is not None or self._state(paged, start) is _State.TAKEN:
+            self._changed.wait_for(lambda: self._failure is not None or self._state(paged, start) is not _State.COPYING)
+            if self._failure is not None or self._state(paged, start) is _State.COPIED:
                 return False
-            self._set(paged, start, _State.BEING_TAKEN)
+            self._set(paged, start, _State.COPYING)
             return True
 
     def fail(self, error: BaseException) -> None:
-        """Give it up."""
+        """Ends the snapshot with this failure."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
@@ -175,27 +182,27 @@ class Snapshot:
         if start + values.numel() < self._end(part.paged, start):
             return  # the rest of the cell comes next
         with self._changed:
-            self._set(part.paged, start, _State.TAKEN)
+            self._set(part.paged, start, _State.COPIED)
             self._changed.notify_all()
 
     def _claims(self, paged: Elements) -> Iterator[tuple[int, int]]:
-        """Cells that are there, a stretch (first element, elements) for each reading of one; a cell is claimed when its first
-        is asked for."""
+        """Yields the ranges to read of cells that are not copied yet. A cell is claimed when its first range is
+        requested."""
         for first in self._starts[paged.id]:
             with self._changed:
                 if self._failure is not None:
                     raise self._failure
-                if self._state(paged, first) is not _State.THERE:
+                if self._state(paged, first) is not _State.PENDING:
                     continue
-                self._set(paged, first, _State.BEING_TAKEN)
+                self._set(paged, first, _State.COPYING)
             yield from stretches_of_cell(first, self._end(paged, first), self._at_once[paged.id])
 
     def _place(self, paged: Elements, start: int) -> int:
-        """Of the cell that has an element."""
+        """Returns the index of the cell that has this element."""
         return bisect.bisect_right(self._starts[paged.id], start) - 1
 
     def _end(self, paged: Elements, start: int) -> int:
-        """Of the cell that has an element."""
+        """Returns the end of the cell that has this element."""
         starts, place = self._starts[paged.id], self._place(paged, start)
         return starts[place + 1] if place + 1 < len(starts) else paged.numel
 
@@ -207,12 +214,13 @@ class Snapshot:
 
 
 class Snapshots:
-    """Of a run, one at a time. Owns the buffers through which what is on disk comes into memory.
+    """The snapshots of a run, one at a time. Owns the buffers through which elements on disk are read.
 
     Args:
-        buffers: those of the whole run, where saves go on behind training; else they are taken for each snapshot.
-        sizes: (dtype, elements) of such buffers.
-        settle: brings every update home, on all ranks, and gives up what is gathered.
+        buffers: buffers for the whole run, if checkpoints are saved in the background; None: each snapshot allocates
+            its own.
+        sizes: (dtype, elements) of these buffers.
+        settle: drains all updates, on all ranks, and releases gathered flats.
     """
 
     def __init__(
@@ -231,10 +239,10 @@ class Snapshots:
         self._settle = settle
 
     def begin(self, parts: Sequence[SnapshotPart], failed: Callable[[], None] | None = None) -> Snapshot:
-        """The states of now, to be taken in any thread while updates go on; end it with `end`.
+        """Begins a snapshot of the present states, to be copied by any thread while updates go on; end it with `end`.
 
         Args:
-            failed: see `Snapshot`.
+            failed: as for `Snapshot`.
         """
         self._settle("snapshot")
         cell_numel = self.at_once
@@ -246,16 +254,16 @@ class Snapshots:
 
     @property
     def at_once(self) -> int:
-        """Elements of a paged tensor that the next snapshot takes at once: a chunk, where updates go on meanwhile."""
+        """Elements that the next snapshot copies together: a chunk, if updates go on meanwhile."""
         chunk = self._updater.chunk_numel
         if self._buffers is not None:
             return chunk
-        # Buffers that are taken for one save hold a page at most, which is less than a chunk of fp64.
+        # Buffers that are allocated for one save hold at most a page, which is less than a chunk of fp64.
         return min([chunk, *(self._allocator.page_size // dtype.itemsize for dtype, _ in self._sizes)])
 
     def end(self) -> None:
-        """It has been taken, or given up."""
+        """Ends the snapshot, whether it was completed or has failed."""
         self._updater.watch(None)
         if self._buffers is not None and not self._for_the_run:
-            self._buffers.close()  # the plan has no room of its own for them
+            self._buffers.close()  # the memory budget has no room for them between snapshots
             self._buffers = None

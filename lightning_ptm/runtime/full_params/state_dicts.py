@@ -1,12 +1,13 @@
-"""`state_dict()`, `load_state_dict()` and copies of the user's module, or of any part of it, while a run is in progress: true
-values.
+"""Replaces `state_dict()`, `load_state_dict()` and copying of modules during a run, so that they see full parameters.
 
-Owns what is put in place of the modules' own methods until `close`. Knows modules; pages are the engine's.
+Owns the replaced methods, of the user's module and its submodules, until `close`. Knows modules; pages are the
+engine's.
 
-I1: the outermost call makes the parameters readable, or writable; what it returns keeps its values when the call is over,
-whatever becomes of the pages. I2: with `keep_vars=True` what is asked for are the parameters themselves, so nothing is
-gathered for them. I3: a copy is an ordinary module in no run: with parameters of its own, and without anything that the run
-has put into its modules (`replace`).
+I1: the outermost call gathers the parameters. What it returns keeps its values afterwards, whatever happens to the
+pages.
+I2: `keep_vars=True` asks for the parameters themselves, so nothing is gathered for it.
+I3: a copy is an ordinary module in no run: it has parameters of its own and none of the methods that the run has
+replaced (`replace`).
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ from torch import nn
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.autograd.recompute import replace
 
-InHand = Callable[[nn.Module], AbstractContextManager[None]]
-"""Makes the parameters of a module readable, or writable; collective if it has to gather them."""
+Gather = Callable[[nn.Module], AbstractContextManager[None]]
+"""Context in which a module's parameters can be read (or written); collective if it has to gather them."""
 
 _ASSIGNED = (
-    "load_state_dict(assign=True) was called in a run whose weights are in pages: it would give the {name} other parameters "
-    "than those that pages and optimizers have; leave assign=True out, or call it before the run"
+    "load_state_dict(assign=True) was called in a run whose weights are in pages: it would replace the parameters of "
+    "the {name}, which pages and optimizers refer to; leave assign=True out, or call it before the run"
 )
 
 
 class StateDicts:
-    """Of a module and all that is inside of it.
+    """The replaced methods of a module and its submodules.
 
     Args:
-        modules: those of which some parameters cannot be read at any time.
-        copied: those of which copies are made.
-        readable: see `InHand`.
+        modules: modules some of whose parameters cannot be read at all times.
+        copied: modules that can be copied.
+        readable: see `Gather`.
         writable: the same, for parameters that are written to.
-        uncopied: why no copies can be made; empty where they can.
+        uncopied: why modules cannot be copied; empty where they can.
     """
 
     def __init__(
         self,
         modules: Iterable[nn.Module],
         copied: Iterable[nn.Module],
-        readable: InHand,
-        writable: InHand,
+        readable: Gather,
+        writable: Gather,
         *,
         uncopied: str = "",
     ) -> None:
@@ -68,13 +69,13 @@ class StateDicts:
             self._restore.append(replace(each, **ours))
 
     def close(self) -> None:
-        """Gives the modules their own back."""
+        """Restores the modules' own methods."""
         while self._restore:
             self._restore.pop()()
 
     @contextmanager
-    def as_they_are(self) -> Iterator[None]:
-        """Inside, the modules' own methods are called, and nothing is gathered for them."""
+    def without_gathering(self) -> Iterator[None]:
+        """Context in which the modules' own methods are called and nothing is gathered."""
         before, self._inside = self._inside, True
         try:
             yield
@@ -82,12 +83,12 @@ class StateDicts:
             self._inside = before
 
     @contextmanager
-    def _outermost(self, module: nn.Module, in_hand: InHand) -> Iterator[None]:
-        """Inside, the module's own method is called (I1)."""
+    def _outermost(self, module: nn.Module, gather: Gather) -> Iterator[None]:
+        """Context in which the module's own method is called, with its parameters gathered (I1)."""
         if self._inside:
             yield
             return
-        with self.as_they_are(), in_hand(module):
+        with self.without_gathering(), gather(module):
             yield
 
     def _take(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +106,7 @@ class StateDicts:
     def _copy(self, module: nn.Module, known: dict[int, Any]) -> Any:
         if self._uncopied and next(module.parameters(), None) is not None:
             raise UsageError(self._uncopied)
-        # Of all modules: one that asks another for what it lacks itself (PEFT's) would find that one's.
+        # Of all modules: a module that forwards attribute lookups (PEFT's) would find those of another.
         names = "__deepcopy__", "__reduce_ex__"
         ours = [(each, {name: vars(each).pop(name) for name in names if name in vars(each)}) for each in self._copied]
         try:
@@ -117,10 +118,10 @@ class StateDicts:
 
 
 class _Method:
-    """In the place of a method of one module.
+    """A replaced method of one module.
 
     Args:
-        ours: what is called instead, with the module and `original` first.
+        ours: the replacement; gets the module and `original` as first arguments.
         original: the module's own method.
     """
 
@@ -134,7 +135,7 @@ class _Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._ours(self._module, self._original, *args, **kwargs)
 
-    # Somebody may have kept the method: a copy of it is the copied module's own.
+    # User code may have stored the method: its copy is the copied module's own method.
 
     def __deepcopy__(self, known: dict[int, Any]) -> Any:
         return getattr(copy.deepcopy(self._module, known), self.name)
@@ -163,7 +164,7 @@ class _DeepCopy:
 
 
 class _Reduce:
-    """`__reduce_ex__` of one module: a copy is pickled, since values are read when this has returned."""
+    """`__reduce_ex__` of one module: pickles a copy, since pickle reads the values after this has returned."""
 
     def __init__(self, made: Callable[[nn.Module, dict[int, Any]], Any], module: nn.Module) -> None:
         self._made = made

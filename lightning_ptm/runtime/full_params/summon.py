@@ -1,9 +1,10 @@
-"""Weights in the user's hands while ranks run: who asks, whether all ranks do, and whether RAM has room.
+"""Gathers full parameters for the user during a run (`strategy.gathered`), as FSDP's summon_full_params does.
 
-Owns nothing; `runtime/full_params/lent_parameters.py` owns what is lent.
+Checks that all ranks take part and that RAM has room. Owns nothing; `runtime/full_params/lent_parameters.py` owns which
+parameters are gathered.
 
-I1: nothing is lent before every update is at home, on all ranks, and no unit is gathered then. I2: a block ends when all
-ranks are at its end: what follows is collective.
+I1: before parameters are gathered, all ranks have drained their updates and released all units.
+I2: a block with edits ends when all ranks have reached its end: what follows is collective.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from lightning_ptm.runtime.units.store import UnitStore
 
 
 class SummonFullParams:
-    """See the file's contract.
+    """Gathers full parameters into the user's module, for a `with` block.
 
     Args:
-        settle: brings every update home, on all ranks, and gives up what is gathered, for the deed that it is told.
-        ranks_here: ranks that share this machine's RAM.
+        settle: drains all updates, on all ranks, and releases gathered flats; gets the name of the operation.
+        ranks_here: number of ranks that share this machine's RAM.
+        before_edits: called before a block whose edits are kept.
     """
 
     def __init__(
@@ -61,13 +63,14 @@ class SummonFullParams:
 
     @contextmanager
     def gathered(self, modules: Sequence[nn.Module], *, write: bool = True, untrained: bool = True) -> Iterator[None]:
-        """The parameters of `modules` whole and real inside the block; collective. See `AngelPTMStrategy.gathered`.
+        """Context in which the parameters of `modules` are full tensors; collective. See `AngelPTMStrategy.gathered`.
 
         Args:
-            untrained: those that were never trained, too; else these are absent where RAM has no room for all.
+            untrained: gather parameters that were never trained, too. If False, they are absent where RAM has no room
+                for all.
 
         Raises:
-            CapacityError: some rank's RAM has no room for them.
+            CapacityError: RAM of some rank has no room for them.
         """
         if write and self._before_edits is not None:
             self._before_edits()
@@ -79,20 +82,21 @@ class SummonFullParams:
         if not self._barriers.all_agree(needed <= free_host_bytes()):
             names = ", ".join(type(module).__name__ for module in modules)
             refusal = (
-                f"the weights of {names} take {format_bytes(needed)} of RAM where they are whole (state_dict(), gathered), "
-                f"and {format_bytes(free_host_bytes())} are free, or too few on another rank; take part after part, such as "
-                f"block.state_dict(), or save a checkpoint with "
-                f"checkpoints=Checkpoints(state_dict_type='sharded'), which gathers nothing"
+                f"the full weights of {names} take {format_bytes(needed)} of RAM (state_dict(), gathered), and "
+                f"{format_bytes(free_host_bytes())} are free here, or too little on another rank; take part after "
+                "part, such as block.state_dict(), or save a checkpoint with "
+                "checkpoints=Checkpoints(state_dict_type='sharded'), which gathers "
+                "nothing"
             )
             left_out = [] if untrained else self._lent_parameters.untrained()
             if not left_out or not self._barriers.all_agree(self._needed(wanted, left_out) <= free_host_bytes()):
                 raise CapacityError(refusal)
-        ending = self._until_all_have(f"edited {sorted(wanted)}") if write else nullcontext()
+        ending = self._ends_on_all_ranks(f"edited {sorted(wanted)}") if write else nullcontext()
         with (
             self._lent_parameters.gathered(
                 wanted, write=write, may_write=lambda: not self._barriers.failed, left_out=left_out
             ),
-            self._lent_parameters.absent(left_out, f"are in pages, for which RAM had no room: {refusal}"),
+            self._lent_parameters.absent(left_out, f"were not gathered, since RAM had no room for all: {refusal}"),
             ending,
         ):
             yield
@@ -102,9 +106,9 @@ class SummonFullParams:
 
     @contextmanager
     def readable(self, module: nn.Module) -> Iterator[None]:
-        """Inside the block the parameters of `module` can be read and are precise; gathers nothing where they are so already.
-        Where RAM has room for those alone that were trained, the others are absent: a state dict of adapters asks for no
-        more. Collective otherwise. Raises as `gathered`."""
+        """Context in which the parameters of `module` can be read and are precise. Gathers nothing if they are so
+        already; otherwise collective. Where RAM has room for trained parameters only, the others are absent: a state
+        dict of adapters needs no more. Raises as `gathered`."""
         if all(self._stores[unit].readable or self._stores[unit].lent for unit in self._units_in([module])):
             yield
             return
@@ -112,12 +116,12 @@ class SummonFullParams:
             yield
 
     def _needed(self, wanted: Collection[int], left_out: Sequence[FlatBinding] = ()) -> int:
-        """RAM of this machine that units take in the user's hands."""
-        return self._lent_parameters.bytes_to_lend(wanted, left_out) * self._ranks_here
+        """Returns the RAM of this machine that the units' full parameters take."""
+        return self._lent_parameters.bytes_to_gather(wanted, left_out) * self._ranks_here
 
     @contextmanager
     def writable(self, module: nn.Module) -> Iterator[None]:
-        """Inside the block the parameters of `module` can be written to. Collective. Raises as `gathered`."""
+        """Context in which the parameters of `module` can be written to. Collective. Raises as `gathered`."""
         with self.gathered([module]):
             yield
 
@@ -125,19 +129,19 @@ class SummonFullParams:
         return all(self._stores[unit].readable for unit in self._units_in([module]))
 
     def _check_memory(self) -> None:
-        """What is in the user's hands now and goes back to pages would be in them twice."""
+        """Raises UsageError if gathered parameters share memory: each would get pages of its own."""
         looked_at = self._known.changed() and not self._blueprint.outside
         shared = overlap(self._module, self._module.parameters()) if looked_at else None
         if shared is not None:
             raise UsageError(
-                f"{shared[0]} and {shared[1]} lie in the same memory, so that what changes one of them changes the other, "
-                f"and pages are each one's own; make them one parameter (`decoder.weight = encoder.weight`), or give what is "
-                f"new memory of its own, nn.Parameter(tensor.clone())"
+                f"{shared[0]} and {shared[1]} share memory, so that a change of one changes the other, and in pages "
+                "each has memory of its own; make them one parameter (`decoder.weight = encoder.weight`), or give the "
+                "new one memory of its own, nn.Parameter(tensor.clone())"
             )
 
     @contextmanager
-    def _until_all_have(self, deed: str) -> Iterator[None]:
-        """The block ends when all ranks are at its end: what follows is collective."""
+    def _ends_on_all_ranks(self, deed: str) -> Iterator[None]:
+        """Context that ends when all ranks have reached its end: what follows is collective."""
         try:
             yield
         except BaseException:

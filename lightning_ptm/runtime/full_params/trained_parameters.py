@@ -1,8 +1,8 @@
-"""Which parameters runs of this process have trained: their values may be nowhere else, so they are never let go of.
+"""Which parameters runs of this process have trained: such values may exist nowhere else, so a run never drops them.
 
-Owns that one fact, by module and attribute, for as long as the module lives: what trains in one run may be frozen in the
-next, of another Trainer. By module, since a parameter that somebody refers to weakly cannot change places with another one
-(`torch.utils.swap_tensors`).
+Owns that fact alone, by module and attribute name, for as long as the module lives: a parameter that one run has
+trained may be frozen in the next run, of another Trainer. It is kept by module, because a weak reference to a parameter
+would keep it from being exchanged (`torch.utils.swap_tensors`).
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from torch import nn
 
 from lightning_ptm.torch_internals import parameters_in
 
-_LEARNT: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+_TRAINED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 def note(root: nn.Module, trained: Collection[int]) -> None:
-    """Optimizers update these parameters of a module from now on. Args: trained: by id."""
+    """Records that optimizers update these parameters of a module. Args: trained: ids of parameters."""
     for module in root.modules():
         names = {name for name, each in parameters_in(module).items() if id(each) in trained}
         if names:
-            _LEARNT.setdefault(module, set()).update(names)
+            _TRAINED.setdefault(module, set()).update(names)
 
 
-def learnt_in(root: nn.Module) -> frozenset[int]:
-    """Ids of those parameters of a module that a run has trained."""
-    # A scripted module has a dictionary of its own, which does not know `get`.
+def trained_in(root: nn.Module) -> frozenset[int]:
+    """Returns the ids of those parameters of a module that a run has trained."""
+    # The `_parameters` of a scripted module is a class without `get`.
     return frozenset(
         id(parameters_in(module)[name])
         for module in root.modules()
-        for name in _LEARNT.get(module, ())
+        for name in _TRAINED.get(module, ())
         if name in parameters_in(module)
     )

@@ -1,1 +1,1 @@
-"""Model states of an engine that has ended, for the pages of the next one."""
+"""Re-layout: model states of an engine that has ended, moved to the pages of the next one."""

@@ -1,10 +1,11 @@
-"""Flats whole: what of them lies in this rank's pages and in others', put together, and told to those who hold none of it.
+"""Full values of flats: the shards of all ranks gathered, and broadcast to ranks that hold none of the flat.
 
-Owns nothing. One flat at a time, so that no more than a unit exists whole beside the pages.
+Owns nothing. Handles one flat at a time, so that no more than one unit exists whole in addition to the pages.
 
-I1: what some ranks do not hold (experts that others do) they are told by the first rank that holds it; of parts, each by the
-first one that holds the same part. Every method that gives whole values is collective.
-I2: the precise value of a parameter is its master where there is one, else its compute parameter.
+I1: a rank that does not hold a unit (an expert of another rank) gets its values from the first rank that holds it;
+slices of tensor parallelism come from the first rank that holds the same slice. Every method that returns full values
+is collective.
+I2: the precise value of a parameter is its master weight where there is one, else its compute parameter.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class GatheredFlats:
-    """Reads flats whole. The engine has drained all updates before.
+    """Reads flats of a run whole. The engine has drained all updates before each call.
 
     Args:
-        stores: of all units.
-        flats: what updates them, by unit.
-        holders: who has what.
+        stores: the stores of all units.
+        flats: the updates of each unit's flats.
+        holders: which ranks share each flat.
     """
 
     def __init__(
@@ -52,14 +53,15 @@ class GatheredFlats:
         self.stores = stores
         self.holders = holders
         self.updates = {(flat.store.layout.index, flat.optimizer): flat for unit in flats for flat in unit}
-        """By flat and optimizer."""
+        """By index of the flat and number of the optimizer."""
         self._with_same_parts = communicators.along(holders.common.parts.axes)
         self._first = {flat: self.updates[flat, number] for flat, number in reversed(self.updates)}
 
-    # -- what there is ------------------------------------------------------------------------------------------------
+    # -- contents -----------------------------------------------------------------------------------------------------
 
     def flats(self) -> Iterator[tuple[UnitStore, FlatBinding, FlatStore | None]]:
-        """All flats, whoever holds them, unit by unit, in order; None in place of what this rank has no part in."""
+        """Yields the flats of all units in order, on every rank; FlatStore is None for flats that this rank does not
+        share."""
         for store in self.stores:
             for binding, flat in flats_of(store):
                 yield store, binding, flat
@@ -68,13 +70,13 @@ class GatheredFlats:
         return (binding for _, binding, _ in self.flats())
 
     def names(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of every parameter, each once."""
+        """Yields (name, parameter) of every parameter, each once."""
         for binding in self.bindings():
             for slot, parameter in zip(binding.layout.slots, binding.parameters, strict=True):
                 yield slot.spec.name, parameter
 
     def shapes(self) -> dict[int, tuple[int, ...]]:
-        """Of every parameter, by its id, the shape that checkpoints have."""
+        """Returns the shape that each parameter has in checkpoints, by id of the parameter."""
         return {
             id(parameter): slot.spec.whole_shape
             for binding in self.bindings()
@@ -82,7 +84,8 @@ class GatheredFlats:
         }
 
     def update_of(self, flat: FlatStore) -> FlatUpdate | None:
-        """Of several optimizers', the first's: the others have the same master and segments. None for frozen ones."""
+        """Returns the update of a flat's first optimizer (others have the same master weights and segments); None if
+        the flat is frozen."""
         return self._first.get(flat.layout.index)
 
     def master(self, flat: FlatStore) -> PagedTensor | None:
@@ -90,50 +93,51 @@ class GatheredFlats:
         return update.states.master if update is not None else None
 
     def precise_home(self, flat: FlatStore) -> Elements:
-        """Where this rank's precise values are (I2)."""
+        """Returns this rank's elements of a flat's precise values (I2)."""
         return self.master(flat) or flat.values
 
     def bytes_of_homes(self, flat: FlatStore) -> int:
-        """That the parameters take in this rank's pages."""
+        """Returns the bytes that a flat's parameters and master weights take in this rank's pages."""
         master = self.master(flat)
         return flat.values.nbytes + (0 if master is None else master.nbytes)
 
     def segments(self, flat: FlatStore) -> Sequence[Segment]:
-        """Where this rank's stretches of a flat's parameters lie in its shard."""
+        """Returns the ranges of parameters in this rank's shard of a flat."""
         update = self.update_of(flat)
         return update.states.segments if update is not None else shard_segments(flat.layout, flat.communicator.rank)
 
-    # -- who tells whom -----------------------------------------------------------------------------------------------
+    # -- broadcasts ---------------------------------------------------------------------------------------------------
 
-    def tells(self, flat: FlatLayout) -> Communicator:
-        """Of the ranks of which the first one's values count, and that tell each other (I1): all, or those that have the same
-        parts."""
+    def broadcast_group(self, flat: FlatLayout) -> Communicator:
+        """Returns the communicator in which the first rank's values of a flat are broadcast (I1): of all ranks, or of
+        those that have the same slices."""
         return self._with_same_parts if flat.parts > 1 else self.communicator
 
     def source(self, store: UnitStore) -> int | None:
-        """The rank that tells all others of a unit; None for one that all ranks hold."""
+        """Returns the rank that broadcasts a unit's values to all others; None for a unit that all ranks hold."""
         sharing = self.holders.by_unit.get(store.unit.index)
         return None if sharing is None else sharing.whole.ranks[0]
 
-    def told(self, store: UnitStore, binding: FlatBinding, whole: Tensor | None) -> Tensor:
-        """Values of a flat, (padded_numel,), that those who hold it have read (I1)."""
+    def broadcast(self, store: UnitStore, binding: FlatBinding, whole: Tensor | None) -> Tensor:
+        """Broadcasts values of a flat, (padded_numel,), from ranks that hold it to the others (I1). Returns them."""
         source = self.source(store)
         if source is None:
             assert whole is not None
             return whole
-        communicator = self.tells(binding.layout)
+        communicator = self.broadcast_group(binding.layout)
         if binding.layout.parts > 1:
-            source = self.holders.common.parts.ranks.index(source)  # of the first parts, and so of any
+            source = self.holders.common.parts.ranks.index(source)  # the same index in the group of each slice
         dtype = communicator.broadcast_object(None if whole is None else whole.dtype, source)
         ours = whole is not None and communicator.rank == source
-        told = whole if ours and whole is not None else torch.empty(binding.layout.padded_numel, dtype=dtype)
-        communicator.broadcast(told, source)
-        return told
+        values = whole if ours and whole is not None else torch.empty(binding.layout.padded_numel, dtype=dtype)
+        communicator.broadcast(values, source)
+        return values
 
     # -- values -------------------------------------------------------------------------------------------------------
 
     def whole(self, flat: FlatStore, paged: Elements) -> Tensor:
-        """All ranks' values of a flat, of those `paged` that are here, on the CPU: (padded_numel,)."""
+        """Returns a flat's values from the shards of all ranks, on the CPU: (padded_numel,). `paged`: this rank's
+        shard."""
         shard = self.read(paged)
         if not flat.layout.shared:
             return shard
@@ -143,7 +147,7 @@ class GatheredFlats:
         return full.cpu()
 
     def whole_states(self, update: FlatUpdate, name: str) -> Tensor:
-        """All ranks' states of one name of a flat, on the CPU."""
+        """Returns the states of one name of a flat from all ranks, on the CPU."""
         flat, layout, paged = update.store, update.states.everywhere[name], update.states.slots.get(name)
         if layout.own is None or not flat.layout.shared:
             return self.whole(flat, update.states.elements(name))
@@ -154,12 +158,12 @@ class GatheredFlats:
         return full.cpu()
 
     def read(self, paged: Elements) -> Tensor:
-        """A paged tensor's values, on the CPU."""
+        """Returns the values of paged elements, on the CPU."""
         return page_io.read(self.allocator, paged)
 
 
 def flats_of(store: UnitStore) -> Iterator[tuple[FlatBinding, FlatStore | None]]:
-    """The flats of a unit, in order, whoever holds them; None in place of what this rank has no part in."""
+    """Yields the flats of a unit in order, on every rank; FlatStore is None for flats that this rank does not share."""
     for flat in store.flats:
         yield flat.binding, flat
     for binding in store.elsewhere:

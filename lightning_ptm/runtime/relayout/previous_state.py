@@ -1,9 +1,10 @@
-"""Model states of an engine that has ended, in its pages, until those of the next engine have them.
+"""Model states of an engine that has ended, in its pages, until the next engine has copied them.
 
-Owns the old pages from `Engine.hand_on` to `close`: they are read, and nothing else is done with them.
+Owns the old pages from `Engine.hand_on` to `close`; they are only read.
 
-I1: elements keep their bits. I2: no second copy: RAM behind old pages goes back to the system as it is read, and what lies on
-disk as it is to lie goes on there (reused_tensors.py). I3: parameters are known by their ids, and not held.
+I1: elements keep their bits. I2: no second copy: old pages in RAM are freed as they are read, and tensors on disk that
+the new layout has in the same form stay where they are (reused_tensors.py). I3: parameters are referred to by id,
+without a reference.
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreviousFlat:
-    """Pages of a flat that are of the old engine.
+    """Pages of a flat of the previous engine.
 
     Attributes:
-        states: by (number of an optimizer, name).
+        home: compute parameters.
+        master: master weights.
+        states: optimizer states and their layouts, by (number of the optimizer, name).
     """
 
     home: PagedTensor
@@ -53,14 +56,15 @@ class PreviousFlat:
 
 
 class PreviousState:
-    """The pages of an engine that has drained all updates and is about to close. Collective where ranks own parameters.
+    """The pages of an engine that has drained all updates and is about to close. Collective where ranks own whole
+    parameters.
 
     Args:
-        gathered_flats: reads the engine's flats; its allocator is from now on this object's.
-        optimizers: of the engine, in the order of the groups' numbers.
-        scalars: what optimizers keep of parameters beside element-wise states, by (flat, optimizer).
+        gathered_flats: reads the engine's flats; this object owns its allocator from now on.
+        optimizers: the engine's, in the order of their numbers.
+        scalars: states that are not element-wise, by (flat, optimizer).
         originals: values before they were rounded to compute precision, by id of parameter.
-        of_files: ids of frozen parameters whose values are still in the files that they came from.
+        of_files: ids of frozen parameters whose values equal those of the files that provided them.
         disk_paths: folders of the engine's disk tier.
     """
 
@@ -78,18 +82,18 @@ class PreviousState:
         self.disk_paths = disk_paths
         self.optimizers = tuple(optimizers)
         self.flats: dict[tuple[object, ...], PreviousFlat] = {}
-        """By geometry."""
-        self.relay = Resharder(self.allocator)
+        """By geometry (`shard_map.geometry`)."""
+        self.resharder = Resharder(self.allocator)
         self._values: dict[int, ShardMap] = {}
         self._precise: dict[int, ShardMap] = {}
         self._states: dict[tuple[int, str], dict[int, ShardMap]] = {}
         self._originals = originals
         self.of_files = frozenset(of_files)
         self._axes: dict[int, tuple[Axis, ...]] = {}
-        """Along which ranks that share a parameter differ."""
+        """By id of a parameter, the axes along which the ranks that share it are counted."""
         self._boxes: dict[int, TensorSlice] = {}
         self._apart: dict[int, tuple[int, torch.dtype, tuple[int, ...]]] = {}
-        """Of what not all ranks hold: who tells them, dtype and shape."""
+        """By id of a parameter that not all ranks hold: the rank that broadcasts it, its dtype and its shape."""
         for store, binding, flat in gathered_flats.flats():
             self._remember_apart(gathered_flats, store, binding, flat)
             if flat is None:
@@ -117,13 +121,13 @@ class PreviousState:
     def _remember_apart(
         self, gathered_flats: GatheredFlats, store: UnitStore, binding: FlatBinding, flat: FlatStore | None
     ) -> None:
-        """Collective where not all ranks hold a unit."""
+        """Records which rank broadcasts a flat's parameters. Collective where not all ranks hold a unit."""
         boxes = zip(binding.parameters, binding.arrangement.boxes, strict=True)
         self._boxes |= {id(parameter): box for parameter, box in boxes if box is not None}
         source = gathered_flats.source(store)
         if source is not None:
-            told = None if flat is None else gathered_flats.precise_home(flat).dtype
-            dtype = gathered_flats.communicator.broadcast_object(told, source)
+            ours = None if flat is None else gathered_flats.precise_home(flat).dtype
+            dtype = gathered_flats.communicator.broadcast_object(ours, source)
             shapes = {
                 id(each): slot.spec.shape for each, slot in zip(binding.parameters, binding.layout.slots, strict=True)
             }
@@ -139,21 +143,21 @@ class PreviousState:
             kept = [key for slot, key in enumerate(keys) if updated[slot] and name in states.state_names(slot)]
             self._states.setdefault((update.optimizer, name), {}).update(dict.fromkeys(kept, held))
 
-    # -- what there is ------------------------------------------------------------------------------------------------
+    # -- contents -----------------------------------------------------------------------------------------------------
 
     def __contains__(self, parameter: object) -> bool:
-        """Whether pages have its values, here or of other ranks; the same on all of them."""
+        """Returns whether pages have the parameter's values, on this or other ranks; the same on all ranks."""
         return id(parameter) in self._precise or id(parameter) in self._apart
 
     def dtype(self, key: int) -> torch.dtype:
-        """Of the precise values of a parameter."""
+        """Returns the dtype of a parameter's precise values."""
         original = self._originals.get(key)
         if original is not None:
             return original.dtype
         return self._precise[key].dtype if key in self._precise else self._apart[key][1]
 
     def tensors(self) -> list[PagedTensor]:
-        """All that is read."""
+        """Returns all paged tensors of the previous engine's states."""
         found = [flat.home for flat in self.flats.values()]
         for flat in self.flats.values():
             found += [] if flat.master is None else [flat.master]
@@ -161,36 +165,37 @@ class PreviousState:
         return found
 
     def bytes_in_memory(self) -> int:
-        """That come back as new pages are laid."""
+        """Bytes in RAM that are freed while new pages are written."""
         return sum(tensor.nbytes for tensor in self.tensors() if tensor.tier.addressable)
 
     def bytes_on_disk(self) -> int:
-        """That new pages have or replace."""
+        """Bytes on disk that new pages reuse or replace."""
         return self.allocator.capacity_bytes(Tier.DISK)
 
-    def settle(self) -> None:
-        """The old engine has ended: what it needed beside its states goes back to the system."""
+    def free_all_but_states(self) -> None:
+        """Frees all pages but those of the states. Called when the old engine has ended."""
         self.allocator.discard_all_but(self.tensors())
 
-    # -- into new pages -----------------------------------------------------------------------------------------------
+    # -- writing new pages --------------------------------------------------------------------------------------------
 
     def original(self, key: int) -> Tensor | None:
-        """The user's own tensor, where pages had not the precise value."""
+        """Returns the user's own tensor, if pages did not have the precise value."""
         return self._originals.get(key)
 
-    def let_go_of_originals(self, keys: Collection[int]) -> None:
-        """Pages have these now, and nobody else."""
+    def forget_originals(self, keys: Collection[int]) -> None:
+        """Forgets original tensors whose values are in new pages."""
         for key in keys:
             if self._originals.pop(key, None) is not None:
-                self.relay.give_up()
+                self.resharder.make_irreversible()
 
     def precise(self, key: int, communicator: Communicator) -> Tensor:
-        """A parameter's precise value, of this rank's part, in memory of its own. Collective for the ranks that share it."""
+        """Returns a parameter's precise value (of a slice, the slice) in new memory. Collective for the ranks that
+        share it."""
         original = self._originals.get(key)
-        return self.relay.whole(self._precise[key], key, communicator) if original is None else original.clone()
+        return self.resharder.whole(self._precise[key], key, communicator) if original is None else original.clone()
 
-    def told(self, key: int, communicators: Communicators) -> Tensor:
-        """The same on all ranks, of the whole of which a parameter is a part. Collective for all of them."""
+    def precise_everywhere(self, key: int, communicators: Communicators) -> Tensor:
+        """Returns a parameter's precise, whole value on all ranks. Collective for all of them."""
         here, world = key in self._precise, communicators.world
         value = self.precise(key, communicators.along(self._axes[key])) if here else None
         if key in self._apart:
@@ -200,33 +205,33 @@ class PreviousState:
         assert value is not None
         return put_together(value, self._boxes.get(key), world)
 
-    def lay_precise(self, target: PagedTensor, flat: FlatStore, allocator: Allocator, seen: Seen) -> None:
-        """Masters of a flat, of those parameters that are known here; the others keep what they have."""
+    def write_precise(self, target: PagedTensor, flat: FlatStore, allocator: Allocator, seen: Seen) -> None:
+        """Writes master weights of a flat. Parameters that are not in the old pages keep what new pages have."""
         here = {id(each) for each in flat.binding.parameters}
         originals = {key: original for key, original in self._originals.items() if key in here}
         sources = {key: self._precise[key] for key in here - originals.keys() if key in self._precise}
         keep = len(sources) + len(originals) < len(here)
-        self._lay(target, self._new(flat, target), sources, originals, flat, allocator, keep=keep, seen=seen)
+        self._write(target, self._new(flat, target), sources, originals, flat, allocator, keep=keep, seen=seen)
 
-    def lay_values(self, flat: FlatStore, allocator: Allocator, seen: Seen) -> None:
-        """Compute parameters of a flat; after its masters, as the old ones are read for the last time."""
+    def write_values(self, flat: FlatStore, allocator: Allocator, seen: Seen) -> None:
+        """Writes compute parameters of a flat. Called after `write_precise`, as it frees the old pages that it reads."""
         target = flat.values
         known = {id(each) for each in flat.binding.parameters if each in self}
-        # What was rounded before is not rounded again.
+        # Rounding the precise value again could give other bits.
         sources = {key: held for key in known if (held := self._values[key]).dtype is target.dtype}
         originals = {
             key: original for key in known - sources.keys() if (original := self._originals.get(key)) is not None
         }
         sources |= {key: self._precise[key] for key in known - sources.keys() - originals.keys()}
         keep, new = len(known) < len(flat.binding.parameters), self._new(flat, target)
-        self._lay(target, new, sources, originals, flat, allocator, keep=keep, letting_go=True, seen=seen)
+        self._write(target, new, sources, originals, flat, allocator, keep=keep, last_read=True, seen=seen)
 
-    def lay_states(self, update: FlatUpdate, name: str, before: int, allocator: Allocator, seen: Seen) -> None:
-        """One kind of states of a flat. Where nothing is known of any parameter, they are what pages hold, as in a run that
-        begins; else those of others become 0.
+    def write_states(self, update: FlatUpdate, name: str, before: int, allocator: Allocator, seen: Seen) -> None:
+        """Writes one kind of states of a flat. If the old pages have none for any parameter, the new pages keep their
+        initial states, as at the start of a run; else parameters without old states get 0.
 
         Args:
-            before: the number that the optimizer had.
+            before: the optimizer's number in the previous engine.
         """
         flat, states = update.store, update.states
         keys = tuple(map(id, flat.binding.parameters))
@@ -238,13 +243,13 @@ class PreviousState:
         target = states.elements(name) if name in states.slots else None
         ranks = next(iter(sources.values())).ranks
         new = ShardMap(flat.layout, ranks, keys, states.dtype_of(name), target, states.everywhere[name].own)
-        self._lay(target, new, sources, {}, flat, allocator, letting_go=True, seen=seen)
+        self._write(target, new, sources, {}, flat, allocator, last_read=True, seen=seen)
 
     def _new(self, flat: FlatStore, target: page_io.Elements) -> ShardMap:
-        ranks = (0,) * flat.communicator.world_size  # their numbers alone count
+        ranks = (0,) * flat.communicator.world_size  # only their number is used
         return ShardMap(flat.layout, ranks, tuple(map(id, flat.binding.parameters)), target.dtype, target)
 
-    def _lay(
+    def _write(
         self,
         target: page_io.Elements | None,
         new: ShardMap,
@@ -254,40 +259,43 @@ class PreviousState:
         allocator: Allocator,
         *,
         keep: bool = False,
-        letting_go: bool = False,
+        last_read: bool = False,
         seen: Seen = unseen,
     ) -> None:
-        """
+        """Writes one tensor of a flat from old pages and from tensors.
+
         Args:
-            sources, tensors: by parameter, where its elements are, and those that are in no pages.
-            keep: what is in neither stays as it is there.
+            target: the new elements; None if this rank owns none.
+            sources: by id of parameter, the old pages that have its elements.
+            tensors: by id of parameter, values that are in no pages.
+            keep: elements in neither keep what new pages have; else they get 0.
         """
         if target is not None and allocator.is_reused(page_io.in_pages(target)):
             return
         communicator, tensors = flat.communicator, dict(tensors)
-        for key, held in sources.items():  # elements in another order than there
+        for key, held in sources.items():  # stored in another order or shape than in the new pages
             if held.stride(key) != new.stride(key) or held.shape(key) != new.shape(key):
-                tensors[key] = self.relay.whole(held, key, communicator)
+                tensors[key] = self.resharder.whole(held, key, communicator)
         sources = {key: held for key, held in sources.items() if key not in tensors}
         wanted = list(new.stretches())
-        setup_barrier = self.relay.setup_barrier(wanted, sources, communicator, letting_go=letting_go)
+        moved = self.resharder.reshard(wanted, sources, communicator, last_read=last_read)
         if target is None:
-            for _ in setup_barrier:
-                raise AssertionError("elements have come to a rank that owns none of them")
+            for _ in moved:
+                raise AssertionError("elements were sent to a rank that owns none of them")
             return
         step = page_io.step_of(allocator, target)
-        merged = heapq.merge(setup_barrier, _of_tensors(new, tensors, communicator.rank, step, flat), key=itemgetter(0))
+        merged = heapq.merge(moved, _of_tensors(new, tensors, communicator.rank, step, flat), key=itemgetter(0))
         page_io.lay(allocator, target, merged, keep=keep, seen=seen)
 
     def close(self) -> None:
-        """The old pages go, wherever they are."""
+        """Frees the old pages, in all tiers."""
         self.allocator.close()
 
 
 def _of_tensors(
     new: ShardMap, tensors: Mapping[int, Tensor], rank: int, step: int, flat: FlatStore
 ) -> Iterator[tuple[int, Tensor]]:
-    """(place, elements) of tensors in this rank's shard, no more than `step` at once."""
+    """Yields (offset in this rank's shard, elements) of tensors, at most `step` elements at a time."""
     slots = {key: slot for slot, key in enumerate(new.keys) if key in tensors}
     laid = {
         slot: flat.binding.arrangement.in_order(slot, tensors[key]) for key, slot in slots.items() if new.own is None

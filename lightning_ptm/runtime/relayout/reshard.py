@@ -1,9 +1,10 @@
-"""Moves elements from pages of an engine that has ended to those of the next one, through a few buffers.
+"""Copies elements from the pages of an engine that has ended to those of the next one, through a few buffers.
 
-Owns nothing but what it counts; the old pages are their allocator's. What has been read for the last time loses its RAM.
+Owns nothing but its counters; the old pages are their allocator's. RAM of old pages is freed after its last read.
 
-I1: what moves is read once, in the order in which it is wanted, ahead of who writes it. I2: between ranks elements go in
-rounds of at most a page to and from each (planning/reshard_moves.py), and all ranks that share a flat take part in each.
+I1: each element is read once, in the order in which it is needed, ahead of the writes. I2: ranks exchange elements in
+rounds of at most a page to and from each rank (planning/reshard_moves.py); all ranks that share a flat take part in
+each round.
 """
 
 from __future__ import annotations
@@ -29,78 +30,79 @@ if TYPE_CHECKING:
 
 
 class Resharder:
-    """See the file's contract.
+    """Reads elements of old pages in the order of a new layout, and exchanges them between ranks.
 
     Args:
-        allocator: of the old pages.
+        allocator: the old pages' allocator.
     """
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
-        self.given_up = False
-        """Whether some of the old pages are gone, so that nobody can go back to them."""
+        self.irreversible = False
+        """Whether some old pages were freed, so that the previous layout cannot be restored."""
         self.moved_bytes = 0
-        """That this rank has read from old pages."""
+        """Bytes that this rank has read from old pages."""
         self.sent_bytes = 0
-        """That it has given to other ranks."""
+        """Bytes that this rank has sent to other ranks."""
 
-    def setup_barrier(
+    def reshard(
         self,
         wanted: Iterable[ShardRange],
         sources: Mapping[int, ShardMap],
         communicator: Communicator,
         *,
-        letting_go: bool = False,
+        last_read: bool = False,
     ) -> Iterator[tuple[int, Tensor]]:
-        """(place, elements), ascending, of what this rank wants; each is good until the next is asked for. Collective where
-        any of it comes from another rank.
+        """Yields (offset in this rank's new shard, elements), ascending. Each tensor is valid until the next is
+        requested. Collective if any of the elements come from another rank.
 
         Args:
-            wanted: of all ranks that share the flat, in the order of each shard; what is in no source does not come.
-            sources: by parameter.
-            communicator: of these ranks.
-            letting_go: nobody reads it again.
+            wanted: ranges of all ranks that share the flat, in the order of each new shard; ranges without a source are
+                left out.
+            sources: by id of parameter.
+            communicator: of the ranks that share the flat.
+            last_read: this is the last read: free RAM after it.
         """
         kinds = {id(held): held for held in sources.values()}
         there = {kind: held.of_parameters() for kind, held in kinds.items()}
         planned = list(moves(wanted, {key: there[id(held)].get(key, []) for key, held in sources.items()}))
         if all(move.local for move in planned):
             own = [move for move in planned if move.target == communicator.rank]
-            for move, done, part in self._read(own, sources, letting_go=letting_go):
+            for move, done, part in self._read(own, sources, last_read=last_read):
                 yield move.to + done, part
             return
         for held in kinds.values():
             if len(held.ranks) != communicator.world_size:
                 raise InternalError(
-                    f"flat {held.flat.unit}/{held.flat.index} was shared by {len(held.ranks)} ranks, and what is laid out of "
-                    f"it by {communicator.world_size}; please report this with the settings of the strategy"
+                    f"flat {held.flat.unit}/{held.flat.index} was shared by {len(held.ranks)} ranks, and the new flat "
+                    f"is shared by {communicator.world_size}; please report this with the settings of the strategy"
                 )
-        yield from self._exchanged(planned, sources, communicator, letting_go=letting_go)
+        yield from self._exchanged(planned, sources, communicator, last_read=last_read)
 
     def whole(self, source: ShardMap, key: int, communicator: Communicator) -> Tensor:
-        """All elements of what is kept of a parameter, in its shape and order, in memory of their own; of a part, the part.
-        Collective, as `setup_barrier`."""
-        numel = sum(each.numel for each in source.of_parameters().get(key, ()))  # none of one without elements
+        """Returns all elements of one tensor of a parameter, in its shape and strides, in new memory; of a slice, the
+        slice. Collective if other ranks have some of them."""
+        numel = sum(each.numel for each in source.of_parameters().get(key, ()))  # an empty parameter has no ranges
         found = torch.empty(numel, dtype=source.dtype)
         wanted = [ShardRange(key, 0, numel, rank, 0) for rank in range(communicator.world_size)]
-        for start, part in self.setup_barrier(wanted, {key: source}, communicator):
+        for start, part in self.reshard(wanted, {key: source}, communicator):
             found[start : start + part.numel()].copy_(part)
         shape, stride = source.shape(key), source.stride(key)
         return found.view(shape) if stride is None else found.as_strided(shape, stride)
 
     def _read(
-        self, own: Sequence[Move], sources: Mapping[int, ShardMap], *, letting_go: bool
+        self, own: Sequence[Move], sources: Mapping[int, ShardMap], *, last_read: bool
     ) -> Iterator[tuple[Move, int, Tensor]]:
-        """(move, how far it has come, elements) of what this rank holds, in that order."""
+        """Yields (move, elements of it that were yielded before, elements) for moves from this rank, in their order."""
         on_disk = {id(held): page_io.in_pages(held.here()) for move in own for held in (sources[move.parameter],)}
         through = [(paged.dtype, paged.numel) for paged in on_disk.values() if not paged.tier.addressable]
         with contextlib.closing(page_io.PageIOBuffers.for_now(self._allocator, through)) as buffers:
             for _, group in itertools.groupby(own, key=lambda move: id(sources[move.parameter])):
                 found = list(group)
-                yield from self._read_one(found, sources[found[0].parameter], buffers, letting_go=letting_go)
+                yield from self._read_one(found, sources[found[0].parameter], buffers, last_read=last_read)
 
     def _read_one(
-        self, own: Sequence[Move], held: ShardMap, buffers: page_io.PageIOBuffers, *, letting_go: bool
+        self, own: Sequence[Move], held: ShardMap, buffers: page_io.PageIOBuffers, *, last_read: bool
     ) -> Iterator[tuple[Move, int, Tensor]]:
         tensor = held.here()
         step = page_io.step_of(self._allocator, tensor)
@@ -124,33 +126,34 @@ class Resharder:
                     self.moved_bytes += part.nbytes
                     yield move, done, part
                     done += part.numel()
-                    if letting_go:
-                        self._let_go(tensor, place, part.numel())
+                    if last_read:
+                        self._free(tensor, place, part.numel())
 
-    def give_up(self) -> None:
-        """Nobody can go back to the old pages."""
-        self.given_up = True
+    def make_irreversible(self) -> None:
+        """Records that the previous layout cannot be restored."""
+        self.irreversible = True
 
-    def _let_go(self, tensor: page_io.Elements, start: int, numel: int) -> None:
-        """Of what is encoded, chunks that are read in parts keep their RAM to the end."""
+    def _free(self, tensor: page_io.Elements, start: int, numel: int) -> None:
+        """Frees RAM of elements that were read for the last time. A quantized chunk that is read in parts keeps its
+        RAM."""
         if not tensor.tier.addressable:
             return
         if isinstance(tensor, PagedTensor):
-            self.given_up = True
+            self.irreversible = True
             self._allocator.discard(tensor, start, numel)
         elif numel == page_io.step_of(self._allocator, tensor):
-            self.given_up = True
+            self.irreversible = True
             self._allocator.discard(page_io.in_pages(tensor), *tensor.stretch(start, numel))
 
     def _exchanged(
-        self, planned: Sequence[Move], sources: Mapping[int, ShardMap], communicator: Communicator, *, letting_go: bool
+        self, planned: Sequence[Move], sources: Mapping[int, ShardMap], communicator: Communicator, *, last_read: bool
     ) -> Iterator[tuple[int, Tensor]]:
-        """As `setup_barrier`, of moves between ranks."""
+        """Yields as `moved`, for moves between ranks."""
         here = communicator.rank
         dtype = reduce(torch.promote_types, {held.dtype for held in sources.values()})
         found = list(rounds(planned, self._allocator.page_size // dtype.itemsize))
         own = [move for each in found for move in each if move.source == here]
-        reading = self._read(own, sources, letting_go=letting_go)
+        reading = self._read(own, sources, last_read=last_read)
         with contextlib.closing(reading):  # type: ignore[type-var]
             for each in found:
                 sent, received = [0] * communicator.world_size, [0] * communicator.world_size
@@ -164,7 +167,7 @@ class Resharder:
                     rows[filled : filled + part.numel()].copy_(part)
                     filled += part.numel()
                 self.sent_bytes += sum(sent) - sent[here]
-                # Bytes: not every library knows every dtype.
+                # As bytes: not every backend can send every dtype.
                 out = communicator.all_to_all(rows.view(torch.uint8), sent, received).view(dtype)
                 arrived = sorted(
                     (move for move in each if move.target == here), key=lambda move: (move.source, move.to)

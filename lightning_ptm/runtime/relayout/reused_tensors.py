@@ -1,6 +1,6 @@
-"""Which tensors of an engine that has ended lie on disk as the next one is to have them, so that they stay where they are.
+"""Which tensors on disk of an engine that has ended the next engine can use as they are, without a copy.
 
-Decides; touches no page. What is chosen has the same elements at the same places of the same shard, in the same tier.
+Decides; touches no page. A reused tensor has the same elements at the same offsets of the same shard, in the same tier.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ _OF_FLATS = (What.PARAMETERS, What.MASTERS, What.STATES)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReusedTensors:
-    """What a new engine takes over as it is.
+    """The tensors that a new engine takes over.
 
     Attributes:
-        heritage: None where nothing is on disk.
-        tensors: by (kind of row, flat), the old ones, one for each of its rows; None of those that are made.
-        pages: by (tier, lifetimes), pages that it takes more than its rows fill, since not all lies end to end.
+        reused_extents: their extents of the disk tier; None where no tensor is reused.
+        tensors: old tensors by (kind of row, flat), one for each inventory row; None for a tensor that is newly
+            allocated.
+        more_pages: by tier, pages beyond those of the inventory, since reused tensors do not share partly filled pages.
     """
 
     reused_extents: ReusedExtents | None = None
     tensors: Mapping[tuple[What, int], Sequence[PagedTensor | None]] = dataclasses.field(default_factory=dict)
     more_pages: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
     more_pages_at_once: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
-    """The same of what set-up takes."""
+    """The same, of what set-up allocates."""
 
     def of(self, row: What, flat: int, count: int) -> Sequence[PagedTensor | None]:
         return self.tensors.get((row, flat), [None] * count)
@@ -49,9 +50,10 @@ class ReusedTensors:
 def reused_tensors(
     blueprint: Blueprint, handed: PreviousState, optimizers: Sequence[Optimizer], disk_paths: Sequence[Path]
 ) -> ReusedTensors:
-    """All that can stay, or nothing where the tier's budget has no room for what lies between.
+    """Returns all tensors that can be reused; none if the tier's budget has no room for the gaps between them.
 
     Args:
+        handed: the previous engine's state.
         optimizers: the new engine's.
     """
     allocator = handed.allocator
@@ -102,7 +104,7 @@ def _more_pages(
     kept: Sequence[PagedTensor],
     counts: Callable[[Row], bool],
 ) -> int:
-    """Pages that rows of a tier take beyond those that they would fill, if so many stay where they are."""
+    """Returns how many pages the rows of a tier take beyond the inventory's number, if `kept` tensors are reused."""
     page, seen = blueprint.layout.page_size, dict.fromkeys(found, 0)
     rows = [row for row in blueprint.inventory.rows if row.tier is tier and counts(row)]
     made = []

@@ -1,6 +1,7 @@
-"""What lies where in one tensor of a flat, on every rank that shares it: parameters, masters, or one kind of states.
+"""Which ranges of which parameters are where in one tensor of a flat, on every rank that shares the flat.
 
-Facts only; what is moved by them, reshard.py decides and moves.
+The tensor holds compute parameters, master weights, or one kind of optimizer states. Facts only; reshard.py moves
+elements by them.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ShardMap:
-    """See the file's contract.
+    """The place of each parameter in one tensor of a flat.
 
     Attributes:
-        flat: as this rank has it.
-        ranks: that share it, in the order of their pieces.
-        keys: by slot, what the parameter is known by.
-        dtype: of the elements.
-        elements: this rank's; None where only others have any.
-        own: shapes of states that are not those of parameters.
+        flat: the layout, as this rank has it.
+        ranks: the ranks that share it, in the order of their pieces.
+        keys: by slot, the id of the parameter.
+        dtype: dtype of the elements.
+        elements: this rank's shard; None if it has no elements.
+        own: shapes of states whose shapes differ from the parameters'.
     """
 
     flat: FlatLayout
@@ -43,7 +44,8 @@ class ShardMap:
     own: OwnShapes | None = None
 
     def segments(self, rank: int) -> Sequence[Segment]:
-        """Which parameters lie where in the shard of a rank, by its number among those that share the flat."""
+        """Returns the ranges of parameters in the shard of a rank; `rank` is its index among those that share the
+        flat."""
         flat, own = self.flat.of(rank), self.own
         if own is None:
             return shard_segments(flat, rank)
@@ -54,13 +56,13 @@ class ShardMap:
         ]
 
     def stretches(self) -> Iterator[ShardRange]:
-        """Of all ranks, one after the other, in the order of each shard."""
+        """Yields the ranges of all ranks, rank by rank, in the order of each shard."""
         for rank in range(len(self.ranks)):
             for each in self.segments(rank):
                 yield ShardRange(self.keys[each.parameter], each.parameter_start, each.numel, rank, each.start)
 
     def of_parameters(self) -> dict[int, list[ShardRange]]:
-        """The same by parameter, in its order."""
+        """Returns the ranges of each parameter, in its order, by key."""
         found: dict[int, list[ShardRange]] = {}
         for each in self.stretches():
             found.setdefault(each.parameter, []).append(each)
@@ -69,26 +71,30 @@ class ShardMap:
         return found
 
     def shape(self, key: int) -> tuple[int, ...]:
-        """Of what is kept of a parameter, on the ranks that have the same part of it."""
+        """Returns the shape of the states of a parameter (or of its slice), as the ranks that share the flat have
+        it."""
         place = self.keys.index(key)
         own = None if self.own is None else self.own.shapes[place]
         return self.flat.slots[place].spec.shape if own is None else own
 
     def stride(self, key: int) -> tuple[int, ...] | None:
-        """Where the elements do not lie row by row, from one to the next along each dimension."""
+        """Returns the strides of a parameter whose elements are not stored row by row; None for one stored row by
+        row."""
         return None if self.own is not None else self.flat.slots[self.keys.index(key)].spec.stride
 
     def here(self) -> Elements:
-        """This rank's elements, of which others want some."""
+        """Returns this rank's elements, which other ranks or the new layout need."""
         if self.elements is None:
             raise InternalError(
-                f"flat {self.flat.unit}/{self.flat.index} has no elements here of which some are to move"
+                f"flat {self.flat.unit}/{self.flat.index} has no elements on this rank, and some are to be moved from "
+                "it; report it"
             )
         return self.elements
 
 
 def geometry(flat: FlatLayout, keys: Sequence[int]) -> tuple[object, ...]:
-    """What two flats have in common whose shards hold the same elements at the same places, on every rank."""
+    """Returns what two flats have in common if their shards hold the same elements at the same offsets on every
+    rank."""
     slots = tuple((slot.start, slot.numel, slot.spec.stride, slot.spec.box) for slot in flat.slots)
     pieces = (flat.world_size, flat.piece_numel, flat.stripes, flat.tail_piece_numel, flat.shares, flat.rank)
     return tuple(keys), slots, pieces, flat.dtype, flat.code
