@@ -122,7 +122,7 @@ def changed(folder: Path, **values: Any) -> Path:
         ),
         (
             {"host_memory": 128},
-            r"host_memory is 128, which is 128 bytes and holds nothing; write its unit, as in 128GiB",
+            r"host_memory is 128, which is 128 bytes, too few for any page; write its unit, as in 128GiB",
         ),
         (
             {"host_to_device_bytes_per_s": 32},
