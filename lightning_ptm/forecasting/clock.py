@@ -98,9 +98,9 @@ class Clock:
         self._master_bytes = [sum(placement.master_bytes(flat) for flat in of if flat.trainable) for of in flats]
         """By unit, bytes of master states of a rank's shards."""
         world = max((flat.world_size for flat in layout.flats), default=1)
-        together = (world if holders is None else holders.mesh.world_size) > 1
-        self._batch_rounds = _BATCH_ROUNDS if together else 0
-        self._step_rounds = 1 + bool(holders is not None and holders.apart) if together else 0
+        several_ranks = (world if holders is None else holders.mesh.world_size) > 1
+        self._batch_rounds = _BATCH_ROUNDS if several_ranks else 0
+        self._step_rounds = 1 + bool(holders is not None and holders.apart) if several_ranks else 0
         """Rounds of agreement per step among all ranks, in addition to those for collectives."""
         self._shared_rates = {} if holders is None else hardware.shared_rates(layout.flats, holders)
         # State.
@@ -108,7 +108,8 @@ class Clock:
         self._compute_s = 0.0
         self._rounds = 0
         self._queues = Queues(hardware, record)
-        self._setup_barrier: dict[tuple[int, Kind], _Arrival] = {}
+        self._arrivals: dict[tuple[int, Kind], _Arrival] = {}
+        """By unit and kind of data, when its last transfer, collective or update ends."""
         self._stalls: dict[Operation, float] = {}
         self._updated: dict[int, _Arrival] = {}
         """By unit, when its parameters are updated by the last step."""
@@ -133,7 +134,7 @@ class Clock:
             case Operation.GATHER:
                 loads = self._collectives(task.unit, gradients=False)
                 self._agree(1 if loads else 0)
-                source = self._setup_barrier.get((task.unit, Kind.PARAMETER), self._update_of(task.unit))
+                source = self._arrivals.get((task.unit, Kind.PARAMETER), self._update_of(task.unit))
                 self._arrive(task, Kind.FULL, loads, max(self._now.s, source.at_s))
                 # If the copy before it is late, compute's wait counts as one for the copy, not for the collective.
                 self._blame(task.unit, Kind.FULL, source)
@@ -156,9 +157,9 @@ class Clock:
                 ready_s = self._ready_s(task.unit, Kind.GRADIENT)
                 self._arrive(task, Kind.MASTER, [*update.reads, update.arithmetic, *update.writes], ready_s)
             case Operation.RELEASE:
-                self._setup_barrier.pop((task.unit, Kind.FULL), None)
+                self._arrivals.pop((task.unit, Kind.FULL), None)
             case Operation.EVICT:
-                self._setup_barrier.pop((task.unit, Kind.PARAMETER), None)
+                self._arrivals.pop((task.unit, Kind.PARAMETER), None)
             case Operation.COMPUTE:
                 raise ValueError("issue() got a compute, which needs its tick; call compute()")
 
@@ -168,7 +169,7 @@ class Clock:
         for unit in tick.live:
             self._finish(unit)
         nothing = _Arrival(0.0, Operation.COMPUTE)
-        late = max((self._setup_barrier.get((unit, Kind.FULL), nothing) for unit in tick.live), key=lambda at: at.at_s)
+        late = max((self._arrivals.get((unit, Kind.FULL), nothing) for unit in tick.live), key=lambda at: at.at_s)
         updated = max((self._update_of(unit) for unit in tick.live), key=lambda at: at.at_s)
         self._wait(max(late, updated, key=lambda at: at.at_s))
         for link, sent in exchanged.items():
@@ -212,9 +213,9 @@ class Clock:
                         self.issue(task)
                 if trigger < plan.tick_count:
                     self.compute(trace.ticks[trigger], exchanged.get(trigger, {}))
-        for unit, kind in list(self._setup_barrier):
+        for unit, kind in list(self._arrivals):
             if kind is Kind.MASTER:
-                arrival = self._setup_barrier.pop((unit, kind))
+                arrival = self._arrivals.pop((unit, kind))
                 if wait_for_updates:
                     self._updated[unit] = arrival
 
@@ -329,8 +330,8 @@ class Clock:
     def _arrive(self, task: Task, kind: Kind, loads: Iterable[Load], ready_s: float) -> None:
         end_s = self._queues.carry(task.operation, task.unit, loads, ready_s)
         arrival = _Arrival(end_s, task.operation)
-        before = self._setup_barrier.get((task.unit, kind), arrival)
-        self._setup_barrier[task.unit, kind] = max(before, arrival, key=lambda at: at.at_s)
+        before = self._arrivals.get((task.unit, kind), arrival)
+        self._arrivals[task.unit, kind] = max(before, arrival, key=lambda at: at.at_s)
 
     def _update_of(self, unit: int) -> _Arrival:
         return self._updated.get(unit, _Arrival(0.0, Operation.GATHER))
@@ -338,10 +339,10 @@ class Clock:
     def _blame(self, unit: int, kind: Kind, source: _Arrival) -> None:
         """Attributes the wait for a copy or gather to `source`, if that was late."""
         if source.at_s > self._now.s:
-            self._setup_barrier[unit, kind] = _Arrival(self._setup_barrier[unit, kind].at_s, source.cause)
+            self._arrivals[unit, kind] = _Arrival(self._arrivals[unit, kind].at_s, source.cause)
 
     def _ready_s(self, unit: int, kind: Kind) -> float:
-        return max(self._now.s, self._setup_barrier.get((unit, kind), _Arrival(0.0, Operation.COMPUTE)).at_s)
+        return max(self._now.s, self._arrivals.get((unit, kind), _Arrival(0.0, Operation.COMPUTE)).at_s)
 
     def _loads(self, source: Tier, target: Tier, size: int) -> list[Load]:
         return [Load(link, size) for link in self._links[source, target]]

@@ -87,7 +87,7 @@ class Arithmetic:
                 runs_now = [dataclasses.replace(run, scalars=known[run.group, id(run.scalars)]) for run in runs]
             else:
                 runs_now = runs
-            if job.forecast is not None and hyper is job.hyper:
+            if job.prediction is not None and hyper is job.hyper:
                 before = self._copy_of(parameter)
             self._step(_Chunk(progress, hyper, start, parameter, slots, target, reader), runs_now)
         _end(progress, start, runs_now, before, windows, whole_target=whole_target)
@@ -265,11 +265,11 @@ def _end(
         before: the parameters before that step, which a weight prediction needs; None without one.
     """
     job, parameter = progress.job, windows[PARAMETER]
-    if job.forecast is not None and before is not None:
+    if job.prediction is not None and before is not None:
         for run in runs:
             place = (run.start - start, run.numel)
-            compute_timing = {name: windows[name].narrow(0, *place) for name in job.states.slot_names[run.group]}
-            job.forecast.learn(run, before.narrow(0, *place), parameter.narrow(0, *place), compute_timing)
+            slots = {name: windows[name].narrow(0, *place) for name in job.states.slot_names[run.group]}
+            job.prediction.learn(run, before.narrow(0, *place), parameter.narrow(0, *place), slots)
         windows[TARGET].copy_(before)
     elif whole_target:
         windows[TARGET].copy_(parameter)

@@ -221,7 +221,7 @@ class BufferingThread:
         buffer = begun.flat
         flat = self._of_buffer[id(buffer)]
         steps, transform = combined(contribution)
-        forecast = WeightPrediction(flat.states, steps[-1], begun.ahead, buffer.forecast) if begun.ahead else None
+        prediction = WeightPrediction(flat.states, steps[-1], begun.ahead, buffer.prediction) if begun.ahead else None
         job = UpdateJob(
             flat.states,
             flat.shadow,
@@ -233,8 +233,8 @@ class BufferingThread:
             merge=begun.at_once,
             after=contribution.after,
             fresh_target=True,
-            forecast=forecast,
-            on_done=lambda: self._messages.put(partial(self._finish, buffer, forecast, bool(steps))),
+            prediction=prediction,
+            on_done=lambda: self._messages.put(partial(self._finish, buffer, prediction, bool(steps))),
         )
         handle = self._updater.submit(job)
         self._handles[id(buffer)] = handle
@@ -249,9 +249,9 @@ class BufferingThread:
         self._buffers.offer(buffer, contribution)
         self._notify()  # compute may have waited for the weight prediction, or to learn which gradients wait
 
-    def _finish(self, buffer: FlatBuffer, forecast: WeightPrediction | None, update: bool) -> None:
+    def _finish(self, buffer: FlatBuffer, prediction: WeightPrediction | None, update: bool) -> None:
         del self._handles[id(buffer)]
-        self._buffers.finish(buffer, forecast)
+        self._buffers.finish(buffer, prediction)
         self.updates += update
         self._notify()
 

@@ -100,19 +100,19 @@ class Version:
         pages: the pages with the values.
         applied: number of contributions that the values include.
         seen: number of contributions that the values include or predict, if they predict any and lack at most `REACH`.
-        forecast: weight prediction of the next update; None: there is none.
+        prediction: weight prediction of the next update; None: there is none.
         exact: whether the values are the master parameters, rounded.
     """
 
     pages: PagedTensor
     applied: int
     seen: int
-    forecast: WeightPrediction | None = None
+    prediction: WeightPrediction | None = None
     exact: bool = True
 
     def fits(self, received: int) -> bool:
         """Whether the version includes or predicts all of the `received` contributions, as far as prediction reaches."""
-        return self.forecast is None or forecasts_all(received, self.applied, self.seen)
+        return self.prediction is None or forecasts_all(received, self.applied, self.seen)
 
 
 class VersionSlot:
@@ -189,19 +189,19 @@ class FlatBuffer(Flat):
         """Pages that the job of `applying` writes."""
         self.offers = 0
         """Contributions that the buffering thread has processed; compute reads it."""
-        self.forecast: WeightPrediction | None = None
+        self.prediction: WeightPrediction | None = None
         """The newest weight prediction."""
 
     def predict_weights(self, pages: PagedTensor, contribution: Contribution) -> None:
         """Changes parameters as the update with a contribution is expected to change them."""
-        if self.forecast is not None and contribution.origins:
+        if self.prediction is not None and contribution.origins:
             contribution.settle()
-            predict_weights(self.forecast, pages.tensor(), contribution)
+            predict_weights(self.prediction, pages.tensor(), contribution)
 
 
-def predict_weights(forecast: WeightPrediction, values: torch.Tensor, contribution: Contribution) -> None:
+def predict_weights(prediction: WeightPrediction, values: torch.Tensor, contribution: Contribution) -> None:
     """Calls `WeightPrediction.add_` with a contribution whose gradients are complete."""
-    forecast.add_(values, contribution.source, contribution.transform, len(contribution.origins))
+    prediction.add_(values, contribution.source, contribution.transform, len(contribution.origins))
 
 
 Submit = Callable[[Begin[FlatBuffer], Contribution, "PagedTensor"], None]
@@ -246,7 +246,7 @@ class LockFreeBuffers:
         if unseen is not None:
             if offered.foreseen:
                 flat.predict_weights(unseen.pages, contribution)
-            flat.slot.publish(dataclasses.replace(unseen, seen=flat.received, forecast=flat.forecast, exact=False))
+            flat.slot.publish(dataclasses.replace(unseen, seen=flat.received, prediction=flat.prediction, exact=False))
         if offered.doing is GradientEvent.ADDED:
             flat.waiting[-1].add(contribution)
         else:
@@ -273,22 +273,22 @@ class LockFreeBuffers:
         self._take_back(pages)
         self._feed()
 
-    def finish(self, flat: FlatBuffer, forecast: WeightPrediction | None = None) -> None:
+    def finish(self, flat: FlatBuffer, prediction: WeightPrediction | None = None) -> None:
         """Publishes the pages that a flat's job has written.
 
         Args:
-            forecast: the weight prediction that the job has learned, if any.
+            prediction: the weight prediction that the job has learned, if any.
         """
-        ended = self.policy.finish(flat, learned=forecast is not None)
+        ended = self.policy.finish(flat, learned=prediction is not None)
         applied, target = flat.applying, flat.target
         assert applied is not None and target is not None
         flat.applying = flat.target = None
         applied.discard()
-        flat.forecast = forecast or flat.forecast
+        flat.prediction = prediction or flat.prediction
         if ended.foreseen:
             for contribution in flat.waiting:
                 flat.predict_weights(target, contribution)
-        version = Version(target, flat.applied, flat.received, flat.forecast, flat.exact)
+        version = Version(target, flat.applied, flat.received, flat.prediction, flat.exact)
         unseen = flat.slot.publish(version)
         if unseen is not None:
             self._take_back(unseen.pages)

@@ -76,7 +76,7 @@ class UpdateJob:
         after: reductions of the gradient and reads of the target that must end first; master states are read ahead meanwhile.
         fresh_target: whether the target's pages have no contents yet: every element is written, also those without a
             gradient.
-        forecast: weight prediction that learns from the update; the target then gets what momentum alone would make of the
+        prediction: weight prediction that learns from the update; the target then gets what momentum alone would make of the
             parameters next. Needs a master parameter, a fresh target, and no `merge`.
         turn: jobs of earlier turns are served first. All jobs of a flat have the same turn.
         on_done: called by the updater, in its thread, right after the handle is done. Must not raise or block.
@@ -92,7 +92,7 @@ class UpdateJob:
     merge: bool = False
     after: Sequence[Pending] = ()
     fresh_target: bool = False
-    forecast: WeightPrediction | None = None
+    prediction: WeightPrediction | None = None
     turn: int = 0
     on_done: Callable[[], None] | None = None
 

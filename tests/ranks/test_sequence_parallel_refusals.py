@@ -216,7 +216,9 @@ def test_a_gradient_that_is_asked_for_too_late_is_refused(ask: Callable[[Tensor]
     between = first(torch.randn(2, 6, WIDTH, requires_grad=True))
     loss = second(between).sum() + between.sum()
     ask(between)
-    with pytest.raises(UsageError, match=r"retain_grad was called .* after the next block had taken it.*call it before"):
+    with pytest.raises(
+        UsageError, match=r"retain_grad was called .* after the next block had taken it.*call it before"
+    ):
         loss.backward()
 
 

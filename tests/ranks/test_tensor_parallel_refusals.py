@@ -195,7 +195,10 @@ def of_distributed_parameters() -> str:
 
 def test_what_a_module_has_distributed_on_the_strategys_mesh_is_refused() -> None:
     for refused in run_ranks(of_distributed_parameters, 2):
-        assert "layer.weight is a DTensor" in refused and "ColwiseParallel is ColwiseParallel()" in refused
+        assert (
+            "layer.weight is a DTensor" in refused
+            and "RowwiseParallel of lightning_ptm.parallel mean the same" in refused
+        )
 
 
 def test_one_rank_makes_no_group_of_two() -> None:

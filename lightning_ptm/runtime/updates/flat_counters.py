@@ -60,8 +60,8 @@ class FlatCounters(Reading):
 
     def take(self, version: Version) -> None:
         """Compute reads this one from now on."""
-        self.adopt(version.applied, version.seen, learned=version.forecast is not None)
-        self.forecast, self.exact = version.forecast, version.exact
+        self.adopt(version.applied, version.seen, learned=version.prediction is not None)
+        self.forecast, self.exact = version.prediction, version.exact
 
     def add_forecast(self, contribution: Contribution) -> None:
         """Brings the parameters, which nobody reads now, to where a contribution is expected to take them."""
