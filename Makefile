@@ -1,4 +1,4 @@
-# `make run` trains a small GPT, `make test` runs the tests, `make docs` builds the site of docs/. On a fresh Linux machine with Python nothing else is needed:
+# `make run` trains a small GPT, `make test` runs the quick tests, `make test-all` the slow ones too (hours), `make docs` builds the site of docs/. On a fresh Linux machine with Python nothing else is needed:
 # each installs what it needs in .venv first, with the build of PyTorch that suits the machine (CUDA where there is a
 # driver, else CPU). ARGS are passed on: make run ARGS=--trainer.max_steps=20, make test ARGS=tests/test_drawing.py
 
@@ -10,12 +10,15 @@ CPU_BUILDS ?= https://download.pytorch.org/whl/cpu
 pip := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 in_venv := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: run test docs
+.PHONY: run test test-all docs
 run: $(VENV)/.for-runs
 	$(in_venv) python main.py fit --config gpt.yaml $(ARGS)
 
 test: $(VENV)/.for-tests
 	$(in_venv) pytest -q -n 3 $(ARGS)
+
+test-all: $(VENV)/.for-tests
+	$(in_venv) pytest -q -n 3 -m "slow or not slow" $(ARGS)
 
 # The site of docs/, in docs/_build/html.
 docs: $(VENV)/.for-docs

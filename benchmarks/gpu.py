@@ -179,7 +179,7 @@ def in_memory(args: argparse.Namespace, machine: Machine, folder: Path, table: T
         placed("masters in RAM", options, args, {"offload_parameters": "device", "offload_optimizer": "host"}),
         placed("all in RAM", options, args, {"offload_parameters": "host", "offload_optimizer": "host"}),
         placed("masters on disk", options, args, {**disk, "offload_parameters": "device"}),
-        placed("lock-free", options, args, {**disk, "lock_free": True, "max_staleness": 16}),
+        placed("lock-free", options, args, {**disk, "lock_free": {"max_staleness": 16}}),
     ]
     name = f"GPT {shape.numel:,}"
     scores: dict[str, Score] = {}
@@ -259,7 +259,7 @@ def largest(args: argparse.Namespace, machine: Machine, folder: Path, table: Tab
         "model": model,
         "data": {"sequence_length": model["sequence_length"], "batch_size": 1},
         "precision": "bf16-mixed",
-        "settings": {**settings, "restore_weights": False},
+        "settings": {**settings, "tuning": {"restore_weights": False}},
     }
     side = Side("largest", "configured", options, threads=args.threads, environment=side_environment(args))
     with Race([on_device(side)], timeout_s=4 * 3600) as race:

@@ -32,11 +32,14 @@ def sides(size: str, args: argparse.Namespace) -> list[Side]:
     options = base_options(SIZES[size], batch=args.batch or BATCH[size])
     single = {**options, "precision": "32-true"}
     found = [
-        ours(options, args, {"matmul_precision": "fp32"}),
+        ours(options, args, {"tuning": {"matmul_precision": "fp32"}}),
         Side("single", "trainer", single, threads=args.threads, environment=side_environment(args)),
     ]
     if has_arithmetic(torch.bfloat16):
-        found += [replace(ours(options, args, {"matmul_precision": name}), name=name) for name in ("auto", "native")]
+        found += [
+            replace(ours(options, args, {"tuning": {"matmul_precision": name}}), name=name)
+            for name in ("auto", "native")
+        ]
     return found
 
 

@@ -57,9 +57,9 @@ def sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> list[Side]
         "disk_path": str(folder),
         "offload_parameters": "auto",
         "offload_optimizer": "disk",
-        "freed_memory": "keep",
+        "tuning": {"freed_memory": "keep"},
     }
-    lock_free = {"lock_free": True, "max_staleness": args.max_staleness}
+    lock_free = {"lock_free": {"max_staleness": args.max_staleness}}
     return [
         ours(options, args, settings | lock_free),
         replace(ours(options, args, settings), name="synchronous"),

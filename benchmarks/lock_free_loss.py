@@ -116,12 +116,10 @@ def train(name: str, seed: int, args: argparse.Namespace, folder: Path, rule_nam
     settings = {
         "disk_path": folder,
         "offload_optimizer": "disk",
-        "lock_free": lock_free,
-        "max_staleness": args.max_staleness,
-        "forecast": not args.no_forecast,
+        "lock_free": {"max_staleness": args.max_staleness, "predict_weights": not args.no_forecast},
     }
     if lock_free:
-        settings |= {"staleness_warmup": args.staleness_warmup}
+        settings |= {"lock_free": {"warmup_steps": args.staleness_warmup}}
     original, merge = buffering_thread.combined, update_job.merge
     counted = Counted(RULES.get(rule_name or OURS, original))
     buffering_thread.combined = counted

@@ -673,7 +673,7 @@ def _with_ssds(ask: Answers, model: str, ranks: int, staleness: Sequence[int]) -
     disk = {"disk_path": "/any"}
     asked = [("synchronous", _experts(ranks, 32, **disk, offload_optimizer="disk"))]
     for steps in staleness:
-        question = _experts(ranks, 32, **disk, lock_free=True, max_staleness=steps)
+        question = _experts(ranks, 32, **disk, lock_free={"max_staleness": steps})
         asked.append((f"lock-free, max_staleness={steps}", question))
     said = ask([question for _, question in asked])
     rows = []

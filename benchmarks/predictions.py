@@ -58,7 +58,7 @@ def runs(size: str, args: argparse.Namespace, folder: Path) -> dict[str, Side]:
     settings: dict[str, dict[str, object]] = {
         "in RAM": {},
         "masters on disk": on_disk,
-        "lock-free": {**disk, "lock_free": True, "max_staleness": 16},
+        "lock-free": {**disk, "lock_free": {"max_staleness": 16}},
         "tensor 2 in RAM": divided,
         "tensor 2 masters on disk": {**on_disk, **divided},
     }
@@ -69,7 +69,7 @@ def runs(size: str, args: argparse.Namespace, folder: Path) -> dict[str, Side]:
             "model": {**model, "sequence_length": SEQUENCE},
             "data": {"sequence_length": SEQUENCE, "batch_size": batch},
             "precision": "bf16-mixed",
-            "settings": {**given, **dict(args.set), "restore_weights": False},
+            "settings": {**given, **dict(args.set), "tuning": {"restore_weights": False}},
         }
         title, ranks = f"{size} {name}", 2 if "tensor_parallel_size" in given else 1
         options["devices"] = ranks

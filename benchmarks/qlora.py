@@ -165,8 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
         host_memory=args.host_memory,
         recompute="all",
         units=["Block"],
-        freed_memory="return",
-        restore_weights=False,
+        tuning={"freed_memory": "return", "restore_weights": False},
     )
     trainer = L.Trainer(
         accelerator="cpu",

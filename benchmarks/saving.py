@@ -45,7 +45,7 @@ WHERE = {"ours": "", "on_disk": " masters on disk", "all_on_disk": " all on disk
 def saving_sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> list[Side]:
     """Those that only write."""
     options = base_options(shape, batch=1)
-    settings = {"page_size": f"{args.page_size}MiB", "state_dict_type": args.kind}
+    settings = {"page_size": f"{args.page_size}MiB", "checkpoints": {"state_dict_type": args.kind}}
     made = []
     homes_of: dict[str, dict[str, str]] = {
         "ours": {},
@@ -74,11 +74,11 @@ def training_sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> l
         "disk_path": str(folder),
         "offload_optimizer": args.offload_optimizer,
     }
-    settings |= {"state_dict_type": "sharded"}
+    settings |= {"checkpoints": {"state_dict_type": "sharded"}}
     made = [replace(ours(options, args, settings), name="train")]
     for name, behind in (("before", False), ("behind", True)):
         saves = {**options, "save_to": str(folder / f"{name}.ckpt")}
-        made.append(replace(ours(saves, args, settings | {"async_save": behind}), name=name))
+        made.append(replace(ours(saves, args, settings | {"checkpoints": {"async_save": behind}}), name=name))
     return made
 
 

@@ -38,7 +38,7 @@ RANKS = {"one": (1, 1), "data": (2, 1), "tensor": (2, 2), "behind": (2, 2)}
 def sides(size: str, where: str, args: argparse.Namespace, folder: Path) -> list[Side]:
     """The contestants that have their master states there."""
     options = base_options(SHAPES[size], batch=1)
-    settings = {"page_size": f"{args.page_size}MiB", "state_dict_type": "sharded"}
+    settings = {"page_size": f"{args.page_size}MiB", "checkpoints": {"state_dict_type": "sharded"}}
     if where == "on_disk":
         settings |= {"disk_path": str(folder), "offload_optimizer": "disk"}
     made = []
@@ -48,7 +48,7 @@ def sides(size: str, where: str, args: argparse.Namespace, folder: Path) -> list
         place = folder / name
         place.mkdir()
         groups = {"tensor_parallel_size": tensor} if tensor > 1 else {}
-        groups |= {"async_save": True} if name == "behind" else {}
+        groups |= {"checkpoints": {"async_save": True}} if name == "behind" else {}
         mine = {**options, "meta": True, "folder": str(place)}
         side = ours(mine, args, {**settings, **groups}, devices=ranks)
         made.append(replace(side, name=name, module="saver"))

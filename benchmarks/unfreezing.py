@@ -138,7 +138,7 @@ def once(shape: GPTShape, args: argparse.Namespace, folder: Path) -> dict[str, f
         "disk_path": str(folder),
         "offload_optimizer": "disk",
         "offload_parameters": "device",
-        "restore_weights": False,
+        "tuning": {"restore_weights": False},
         **dict(args.set),
     }
     options = {**base_options(shape, batch=1), "threads": args.threads, "settings": settings}

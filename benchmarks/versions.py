@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--against", required=True, help="the Python of an environment with the other version")
     parser.add_argument("--cases", default=",".join(CASES), help="by comma (default: all)")
     parser.add_argument("--sizes", help="by comma (default: each case's own)")
-    parser.set_defaults(batch=None, recompute="all", max_staleness=16, reduce_dtype="bfloat16")
+    parser.set_defaults(batch=None, recompute="all", lock_free={"max_staleness": 16}, reduce_dtype="bfloat16")
     args = quicken(parser.parse_args())
     if unknown := set(args.cases.split(",")) - CASES.keys():
         parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")

@@ -6,6 +6,7 @@ Owns a count of each optimizer's steps. I1: the norm is asked for at the same st
 from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
 
 from .where import own_name, pages_of
@@ -46,7 +47,8 @@ class GradNormMonitor(Callback):
         strategy = pages_of(trainer)
         if strategy is None:
             return
-        inner = getattr(optimizer, "_optimizer", optimizer)  # manual optimization hands out Lightning's wrapper
+        # Manual optimization hands out Lightning's wrapper.
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         index = next(index for index, each in enumerate(trainer.optimizers) if each is inner)
         self._steps[index] += 1
         if (self._steps[index] - 1) % self.every_n_steps:

@@ -14,6 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.tensorboard.summary import hparams
 
+from lightning_ptm.trainer.internals import shows_only_hp_metric
+
 from .where import boards_of, pages_of
 
 
@@ -39,7 +41,7 @@ class HyperParameters(Callback):
         """A new run."""
         self._written = False
         for logger in boards_of(trainer):
-            if logger._default_hp_metric:
+            if shows_only_hp_metric(logger):
                 rank_zero_warn(
                     "HyperParameters: the TensorBoardLogger was made with default_hp_metric=True and has written a row with "
                     "hp_metric alone, so TensorBoard shows no other metric beside the hyper-parameters; give it "

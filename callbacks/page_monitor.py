@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_ptm import Statistics
+from lightning_ptm.trainer.internals import steps_of_loop
 
 from .outside_fit import OutsideFit
 from .where import pages_of
@@ -189,7 +190,7 @@ class StalenessMonitor(_Monitor):
                 for name in ("produced", "applied", "pending", "skipped")
             }
             for logger in trainer.loggers:
-                logger.log_metrics(numbers, trainer.fit_loop.epoch_loop._batches_that_stepped)
+                logger.log_metrics(numbers, steps_of_loop(trainer.fit_loop.epoch_loop))
 
     def numbers(self, now: Statistics, before: Statistics, steps: int) -> dict[str, float]:
         numbers = super().numbers(now, before, steps)

@@ -29,7 +29,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_ptm import AngelPTMStrategy
+from lightning_ptm import AngelPTMStrategy, Weights
 from lightning_ptm.data import TextBytes
 
 
@@ -95,12 +95,11 @@ def make_strategy(options: argparse.Namespace) -> AngelPTMStrategy:
 
     The files say `transformer.h.0.attn.c_attn.weight`, and the module `model.transformer.h.0...`, or, with adapters,
     `model.base_model.model.transformer.h.0.attn.c_attn.base_layer.weight`. That prefix is found, and wrapped layers are
-    looked into. Where it is not, say it: weights_map={"": "model.base_model.model"}.
+    looked into. Where it is not, say it: Weights(path, key_mapping={"": "model.base_model.model"}).
     """
     return AngelPTMStrategy(
-        weights=options.model,
-        # A name of the module that the files lack is an error, unless it is said to be new.
-        weights_new=["*.lora_*"] if options.lora_rank else [],
+        # A name of the module that the files lack is an error, unless it is listed.
+        weights=Weights(path=options.model, allow_missing=["*.lora_*"] if options.lora_rank else []),
         disk_path=options.disk,
         frozen_dtype=options.frozen_dtype,
         page_size=options.page_size,

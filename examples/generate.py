@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> Tensor:
         disk_path=given.disk_path,
         host_memory=given.host_memory,
         page_size=given.page_size,
-        restore_weights=False,  # nobody asks for them after the text
+        tuning={"restore_weights": False},  # nobody asks for them after the text
     )
     trainer = Trainer(
         accelerator=given.accelerator,

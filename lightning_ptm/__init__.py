@@ -19,7 +19,13 @@ from lightning_ptm.trainer.other_front_ends import refuse_elsewhere
 from lightning_ptm.trainer.registered import NAMES, register
 
 if TYPE_CHECKING:
+    from lightning_ptm.config import Checkpoints as Checkpoints
+    from lightning_ptm.config import Debug as Debug
+    from lightning_ptm.config import LockFree as LockFree
     from lightning_ptm.config import Settings as Settings
+    from lightning_ptm.config import TensorParallel as TensorParallel
+    from lightning_ptm.config import Tuning as Tuning
+    from lightning_ptm.config import Weights as Weights
     from lightning_ptm.errors import AngelPTMError as AngelPTMError
     from lightning_ptm.errors import CapacityError as CapacityError
     from lightning_ptm.errors import CheckpointError as CheckpointError
@@ -45,7 +51,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "config": ("Settings",),
+    "config": ("Checkpoints", "Debug", "LockFree", "Settings", "TensorParallel", "Tuning", "Weights"),
     "errors": (
         "AngelPTMError",
         "CapacityError",

@@ -36,6 +36,7 @@ from lightning_ptm.commands.mistakes import in_short, nearest, subclasses_of
 from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import AngelPTMError, CapacityError, CheckpointError, ConfigError, PageIOError, some
+from lightning_ptm.trainer.internals import check_command_line, config_value, options_of
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 REFUSALS = (ConfigError, CapacityError, CheckpointError)
@@ -49,6 +50,8 @@ LIBRARIES = frozenset(
 
 _NAMED_CHECKPOINTS = ("best", "last", "hpc")
 """Those that Lightning finds itself."""
+
+check_command_line()
 
 
 class _OwnError(BaseException):
@@ -91,7 +94,7 @@ class Parser(LightningArgumentParser):
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         name = parser.prog.replace(" [options]", "")
-        options = [option for action in parser._actions for option in action.option_strings]
+        options = [option for action in options_of(parser) for option in action.option_strings]
         sys.stderr.write(f"{name}: {in_short(message, options)} (see {name} --help)\n")
         self.exit(2)
 
@@ -126,16 +129,16 @@ class PTMCommandLine(LightningCLI):
         self._take_for_a_class(
             "accelerator", Accelerator, ["auto", "gpu", *AcceleratorRegistry.available_accelerators()]
         )
-        strategy = self._get(self.config, "trainer.strategy")
+        strategy = config_value(self, self.config, "trainer.strategy")
         names = {field.name for field in dataclasses.fields(Settings)}
         if isinstance(strategy, Namespace) and strategy.get("class_path", "").endswith(AngelPTMStrategy.__name__):
-            given = vars(strategy.get("init_args") or Namespace())
+            given = (strategy.get("init_args") or Namespace()).as_dict()
             try:
                 Settings(**{name: value for name, value in given.items() if name in names})
             except ConfigError as error:
                 # Otherwise jsonargparse would take it for a value that some type did not want, and list all types.
                 self.parser.error(str(error))
-        for problem in (_no_accelerator(self._get(self.config, "trainer.accelerator")), self._no_checkpoint()):
+        for problem in (_no_accelerator(config_value(self, self.config, "trainer.accelerator")), self._no_checkpoint()):
             if problem:
                 self.parser.error(problem)
         try:
@@ -173,7 +176,7 @@ class PTMCommandLine(LightningCLI):
     def _take_for_a_class(self, part: str, kind: type[Strategy] | type[Accelerator], known: Sequence[str]) -> None:
         """A part of the Trainer that is a registered name or an object: what is given alone and is no such name is a class
         without settings. To jsonargparse any text is a name."""
-        trainer = self._get(self.config, "trainer")
+        trainer = config_value(self, self.config, "trainer")
         given = trainer.get(part)
         if not isinstance(given, str) or given in known:
             return
@@ -190,7 +193,7 @@ class PTMCommandLine(LightningCLI):
 
     def _no_checkpoint(self) -> str:
         """What is wrong with `--ckpt_path`; empty if nothing is, or only the run can know."""
-        given = self._get(self.config, "ckpt_path")
+        given = config_value(self, self.config, "ckpt_path")
         if not isinstance(given, str) or given in _NAMED_CHECKPOINTS or ":" in given or Path(given).exists():
             return ""
         there = sorted(path.name for path in Path(given).parent.glob("*.ckpt"))
@@ -204,7 +207,7 @@ class PTMCommandLine(LightningCLI):
         saves = self.trainer.checkpoint_callback
         if isinstance(saves, ModelCheckpoint) and saves.best_model_path:
             path = saves.best_model_path
-            missing = not get_filesystem(path).exists(path)  # with failed_save="go_on"
+            missing = not get_filesystem(path).exists(path)  # with on_failure="warn"
             print(f"no checkpoint: {path} could not be written" if missing else f"checkpoint: {path}")
 
     def _print_losses(self) -> None:

@@ -30,14 +30,14 @@ _PLANNED = "leave it out: the plan decides what is moved when, from a traced ite
 
 SETTING_HINTS = (
     SettingHint(
-        ("offload_optimizer", "offload_optimizer_device", "optimizer_offload", "offload_optim_frac"),
+        ("offload_optimizer_device", "optimizer_offload", "offload_optim_frac"),
         "DeepSpeed's and Accelerate's",
         "give offload_optimizer='host' for fp32 parameters and moments in RAM, or offload_optimizer='disk' and a "
         "disk_path; 'auto' keeps "
         "on the device what fits",
     ),
     SettingHint(
-        ("offload_parameters", "offload_params", "offload_params_device", "offload_param", "offload_param_device"),
+        ("offload_params", "offload_params_device", "offload_param", "offload_param_device"),
         "DeepSpeed's and Accelerate's",
         "give offload_parameters='host', or offload_parameters='disk' and a disk_path; 'auto' keeps on the device what fits",
     ),
@@ -86,9 +86,9 @@ SETTING_HINTS = (
         "give recompute='all', or 'every 2nd'",
     ),
     SettingHint(
-        ("cpu_checkpointing", "partition_activations", "offload_activations", "activation_offload"),
+        ("cpu_checkpointing", "partition_activations", "activation_offload"),
         "DeepSpeed's",
-        "give activations='host'",
+        "give offload_activations='host'",
     ),
     SettingHint(
         ("mixed_precision", "fp16", "bf16", "loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale"),
@@ -108,7 +108,8 @@ SETTING_HINTS = (
     SettingHint(
         ("max_in_cpu", "params_buffer_size", "params_buffer_count", "optimizer_buffer_count", "sub_group_size"),
         "DeepSpeed's",
-        "give host_memory='64GiB' for what pages may take of RAM, and staging_memory for those between disk and update",
+        "give host_memory='64GiB' for what pages may take of RAM, and tuning=Tuning(staging_memory='1GiB') for "
+        "those between disk and update",
     ),
     SettingHint(
         (
@@ -122,7 +123,8 @@ SETTING_HINTS = (
     SettingHint(
         ("save_distributed_checkpoint", "fsdp_state_dict_type", "zero3_save_16bit_model", "load_full_weights"),
         "FSDP's and DeepSpeed's",
-        "give state_dict_type='full' for one file, or 'sharded' for a folder that all ranks write; `lightning-ptm export` "
+        "give checkpoints=Checkpoints(state_dict_type='full') for one file, or 'sharded' for a folder that all "
+        "ranks write; `lightning-ptm export` "
         "writes 16-bit weights",
     ),
     SettingHint(
@@ -168,6 +170,33 @@ SETTING_HINTS = (
     ),
 )
 
+EARLIER = {
+    "parameter_home": "offload_parameters",
+    "master_home": "offload_optimizer",
+    "state_dtype": "optimizer_state_dtype",
+    "activations": "offload_activations='host' (or 'none', in place of 'keep')",
+    "max_staleness": "lock_free=LockFree(max_staleness=...)",
+    "staleness_warmup": "lock_free=LockFree(warmup_steps=...)",
+    "forecast": "lock_free=LockFree(predict_weights=...)",
+    "weights_map": "weights=Weights(path=..., key_mapping=...)",
+    "weights_new": "weights=Weights(path=..., allow_missing=...)",
+    "weights_strict": "weights=Weights(path=..., strict=...)",
+    "state_dict_type": "checkpoints=Checkpoints(state_dict_type=...)",
+    "async_save": "checkpoints=Checkpoints(async_save=...)",
+    "failed_save": "checkpoints=Checkpoints(on_failure='stop') (or 'warn', in place of 'go_on')",
+    "resume": "checkpoints=Checkpoints(resume=...)",
+    "tensor_parallel_plan": "tensor_parallel=TensorParallel(plan=...)",
+    "sequence_parallel": "tensor_parallel=TensorParallel(sequence_parallel=...)",
+    "half_products": "tuning=Tuning(matmul_precision=...)",
+    "matmul_precision": "tuning=Tuning(matmul_precision=...)",
+    "staging_memory": "tuning=Tuning(staging_memory=...)",
+    "freed_memory": "tuning=Tuning(freed_memory=...)",
+    "reduce_gradients": "tuning=Tuning(reduce_gradients=...)",
+    "restore_weights": "tuning=Tuning(restore_weights=...)",
+    "poison": "debug=Debug(poison=...)",
+}
+"""Fields of nested settings, and names of settings before 0.1.0: what to give in their place."""
+
 
 def unknown_setting(name: str, known: Sequence[str]) -> str:
     """What to do in place of a setting that does not exist; empty where nothing comes near.
@@ -175,6 +204,8 @@ def unknown_setting(name: str, known: Sequence[str]) -> str:
     Args:
         known: names that do.
     """
+    if name in EARLIER and name not in known:
+        return f"give {EARLIER[name]}"
     for habit in SETTING_HINTS:
         if name in habit.names and name not in known:
             return f"that is {habit.libraries}: {habit.instead}"

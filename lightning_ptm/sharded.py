@@ -55,7 +55,8 @@ def optimizer_remainder(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
     if strangers := engine.changes.strangers(optimizer):
         raise UsageError(
             f"a parameter of shape {tuple(strangers[0].shape)} is in a group of {type(optimizer).__name__}, and no module "
-            f"has it, so a sharded checkpoint has no name for it; take it out of the group, or use state_dict_type='full'"
+            f"has it, so a sharded checkpoint has no name for it; take it out of the group, or use "
+            f"checkpoints=Checkpoints(state_dict_type='full')"
         )
     with opened(optimizer):
         result = optimizer.state_dict()

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.settings import merged
 
 # Before torch is imported: tests that run side by side share the cores, and threads that wait for each other on too few
 # cores take many times as long.
@@ -22,9 +23,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # The tests that do ask for two threads would otherwise spin on the core that their neighbours compute on.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from least_memory import LEAST, strategy_with
-from quick_cases import Turn, mark_slow
-from quick_start import catch_logs_where_asked, leave_out_of_collections, look_for_callbacks_once
+from kit.memory import LEAST, strategy_with
+from kit.quick_start import catch_logs_where_asked, leave_out_of_collections, look_for_callbacks_once
+from kit.slow import mark_slow
 
 from lightning_ptm import AngelPTMStrategy
 
@@ -40,12 +41,11 @@ TIERS: dict[str, dict[str, Any]] = {
         "offload_parameters": "host",
         "offload_optimizer": "disk",
     },
-    "lock_free": {"lock_free": True, "max_staleness": 0},
+    "lock_free": {"lock_free": {"max_staleness": 0}},
     "lock_free_three_tiers": {
         "device_memory": "2MiB",
         "host_memory": "64MiB",
-        "lock_free": True,
-        "max_staleness": 0,
+        "lock_free": {"max_staleness": 0},
     },
     "tight": {"device_memory": LEAST, "offload_parameters": "disk", "offload_optimizer": "disk"},
     "tight_recomputed": {
@@ -53,7 +53,7 @@ TIERS: dict[str, dict[str, Any]] = {
         "offload_parameters": "disk",
         "offload_optimizer": "disk",
         "recompute": "all",
-        "poison": False,
+        "debug": {"poison": False},
     },
 }
 """Settings by name. A tier apart from RAM for the device, too small for a whole model, is what `three_tiers` has; in the
@@ -126,11 +126,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--turn",
-        default="",
-        help="also run part 3 of 30 (--turn=3/30) of the cases that are slow because others of their test are quick",
-    )
+    parser.addoption("--seeds", type=int, help="how many seeds tests/fuzz tries")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -143,13 +139,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     catch_logs_where_asked(session.config)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    try:
-        turn = Turn.read(config.getoption("--turn"))
-    except ValueError as error:
-        raise pytest.UsageError(f"--turn: {error}") from None
-    mark_slow(items, list(TIERS), turn)
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Marks as slow what others of the same test make slow: here all cases of a test are known, whatever is selected."""
+    made = yield
+    if isinstance(made, list) and all(isinstance(each, pytest.Function) for each in made):
+        mark_slow(made)
+    return made
 
 
 def pytest_collection_finish() -> None:
@@ -173,7 +169,8 @@ def strategy_at(disk: Path) -> MakeStrategy:
     """`strategy_at("three_tiers", recompute="all")`: a strategy with model states where the name of TIERS says."""
 
     def make(tier: str, **settings: Any) -> AngelPTMStrategy:
-        chosen = {"page_size": "64KiB", "poison": True, "disk_path": disk, **TIERS[tier], **settings}
+        base = {"page_size": "64KiB", "debug": {"poison": True}, "disk_path": disk}
+        chosen = merged(base, TIERS[tier], settings)
         return strategy_with(**chosen)
 
     return make

@@ -15,27 +15,25 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
+from kit.models import Block
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ptm import AngelPTMPrecision, AngelPTMStrategy, CapacityError, ConfigError, PageIOError
+from lightning_ptm import (
+    AngelPTMPrecision,
+    AngelPTMStrategy,
+    CapacityError,
+    Checkpoints,
+    ConfigError,
+    LockFree,
+    PageIOError,
+)
 from lightning_ptm.command_line import command_line
 from lightning_ptm.config import Settings
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.trainer import building
-
-
-class Block(nn.Module):
-    """More than 4096 parameters, so that it becomes a unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(64, 256)
-        self.down = nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Stack(L.LightningModule):
@@ -43,7 +41,7 @@ class Stack(L.LightningModule):
 
     def __init__(self, optimizer: Callable[[Any], Any] | None = None) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block(64, 256, torch.relu) for _ in range(4))
         self.make_optimizer = optimizer or (lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3))
         self.steps = 0
 
@@ -62,18 +60,7 @@ def batches() -> DataLoader[Any]:
 
 
 def trainer_with(strategy: AngelPTMStrategy, precision: str = "32-true", **options: Any) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        precision=precision,  # type: ignore[arg-type]
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    return quiet_trainer(strategy, precision=precision, max_epochs=1, **options)
 
 
 def refused(strategy: AngelPTMStrategy, module: Stack, error: type[Exception], precision: str = "32-true") -> str:
@@ -85,7 +72,7 @@ def refused(strategy: AngelPTMStrategy, module: Stack, error: type[Exception], p
 
 
 def small(**settings: Any) -> AngelPTMStrategy:
-    return AngelPTMStrategy(**{"page_size": "64KiB", "poison": True, **settings})
+    return AngelPTMStrategy(**{"page_size": "64KiB", "debug": {"poison": True}, **settings})
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
@@ -96,7 +83,7 @@ def small(**settings: Any) -> AngelPTMStrategy:
     [
         ({"page_sise": "1MiB"}, r"AngelPTMStrategy has no setting 'page_sise'; did you mean 'page_size'\?"),
         ({"hostmemory": "1GiB"}, r"no setting 'hostmemory'; did you mean 'host_memory'\?"),
-        ({"xyz": 1}, r"no setting 'xyz'; the settings are page_size, device_memory, .*poison"),
+        ({"xyz": 1}, r"no setting 'xyz'; the settings are page_size, device_memory, .*debug"),
         ({"page_size": 100_000}, r"page_size=100000 is 100000 bytes; a page is a multiple of 4096 .*page_size='4MiB'"),
         ({"page_size": "32KiB"}, r"page_size='32KiB' is 32768 bytes; .*at least 64 KiB"),
         ({"page_size": 0}, r"page_size=0 is 0 bytes; .*at least 64 KiB"),
@@ -108,13 +95,13 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"host_memory": -4096}, r"host_memory=-4096 is not a size"),
         ({"device_memory": None}, r"device_memory=None is not a size"),
         ({"disk_memory": "1.GiB"}, r"disk_memory='1.GiB' is not a size"),
-        ({"staging_memory": []}, r"staging_memory=\[\] is not a size"),
+        ({"tuning": {"staging_memory": []}}, r"staging_memory=\[\] is not a size"),
         ({"offload_parameters": "gpu"}, r"offload_parameters='gpu' is no tier; use 'auto', 'device', 'host' or 'disk'"),
         ({"offload_optimizer": "ssd"}, r"offload_optimizer='ssd' is no tier; use 'auto', 'device', 'host' or 'disk'"),
-        ({"reduce_gradients": "never"}, r"reduce_gradients='never': use 'each_backward' or 'each_step'"),
-        ({"freed_memory": "free"}, r"freed_memory='free': use 'auto', 'keep' or 'return'"),
-        ({"lock_free": "yes"}, r"lock_free='yes' is neither on nor off; give True or False"),
-        ({"forecast": "false"}, r"forecast='false' is neither on nor off"),
+        ({"tuning": {"reduce_gradients": "never"}}, r"reduce_gradients='never': use 'each_backward' or 'each_step'"),
+        ({"tuning": {"freed_memory": "free"}}, r"freed_memory='free': use 'auto', 'keep' or 'return'"),
+        ({"lock_free": "yes"}, r"lock_free='yes' is neither on nor off; give True, False or LockFree"),
+        ({"lock_free": {"predict_weights": "false"}}, r"predict_weights='false' is neither on nor off"),
         ({"disk_path": ""}, r"disk_path='': give the path of a folder, or a list of some"),
         ({"disk_path": []}, r"disk_path=\[\]: give the path of a folder"),
         ({"disk_path": ["/a", ""]}, r"disk_path=\['/a', ''\]: give the path"),
@@ -136,27 +123,31 @@ def test_settings_that_cannot_work(settings: dict[str, Any], message: str) -> No
 
 
 WITHOUT_EFFECT = [
+    ({"max_staleness": 4}, r"no setting 'max_staleness'; give lock_free=LockFree\(max_staleness=\.\.\.\)"),
+    ({"sequence_parallel": True}, r"no setting 'sequence_parallel'; give tensor_parallel=TensorParallel\("),
+    ({"weights_new": ["*.lora_*"]}, r"no setting 'weights_new'; give weights=Weights\(path=\.\.\., allow_missing"),
     (
-        {"max_staleness": 4},
-        "max_staleness=4 with lock_free=False: each step waits .* give lock_free=True, or leave max_st",
+        {"failed_save": "go_on"},
+        r"no setting 'failed_save'; give checkpoints=Checkpoints\(on_failure='stop'\) \(or 'warn'",
     ),
-    ({"max_staleness": 0}, "max_staleness=0 with lock_free=False"),
-    ({"staleness_warmup": 10}, "staleness_warmup=10 with lock_free=False"),
-    ({"forecast": False}, "forecast=False with lock_free=False: .* nothing is forecast"),
     (
-        {"sequence_parallel": True},
-        "sequence_parallel=True with tensor_parallel_size=1: .* tensor_parallel_size of 2 or more",
+        {"tensor_parallel": {"sequence_parallel": True}},
+        r"tensor_parallel=.*sequence_parallel=True\) with tensor_parallel_size=1: .* tensor_parallel_size of 2 or more",
     ),
-    ({"tensor_parallel_plan": {"a": 1}}, "tensor_parallel_plan=.* with tensor_parallel_size=1"),
-    ({"weights_map": {"a": "b"}}, "weights_map=.* with weights=None: no files are read"),
-    ({"weights_new": ["*.lora_*"]}, r"weights_new=\['\*.lora_\*'\] with weights=None"),
-    ({"weights_strict": False}, "weights_strict=False with weights=None: .* give weights='/a/folder'"),
+    ({"tensor_parallel": {"plan": {"a": 1}}}, "tensor_parallel=.* with tensor_parallel_size=1"),
+    ({"weights": {"strict": False}}, r"weights=.* names no files; give path='/a/folder'"),
     (
         {"disk_memory": "1GiB"},
-        "disk_memory='1GiB' with disk_path=None and no home on disk: .* give disk_path='/a/folder'",
+        "disk_memory='1GiB' with disk_path=None and nothing offloaded to disk: .* give disk_path='/a/folder'",
     ),
     ({"disk_memory": 1 << 30, "offload_optimizer": "host"}, "disk_memory=1073741824 with disk_path=None"),
-    ({"async_save": True}, "async_save=True writes checkpoints from pages, .* set state_dict_type='sharded'"),
+    (
+        {"checkpoints": {"async_save": True}},
+        "async_save=True writes checkpoints from pages, .* set state_dict_type='sharded'",
+    ),
+    ({"lock_free": {"max_stale": 1}}, "lock_free has no setting 'max_stale'; did you mean 'max_staleness'"),
+    ({"tuning": {"poison": True}}, "tuning has no setting 'poison'; it has staging_memory, "),
+    ({"checkpoints": "sharded"}, r"checkpoints='sharded': give lightning_ptm\.Checkpoints\(state_dict_type="),
 ]
 
 
@@ -169,14 +160,14 @@ def test_settings_that_would_have_no_effect(settings: dict[str, Any], message: s
 @pytest.mark.parametrize(
     "settings",
     [
-        {"lock_free": True, "max_staleness": 4, "staleness_warmup": 10},
-        {"lock_free": True, "forecast": False},
+        {"lock_free": LockFree(max_staleness=4, warmup_steps=10)},
+        {"lock_free": {"predict_weights": False}},
         {"lock_free": True, "disk_memory": "1GiB"},
         {"offload_parameters": "disk", "disk_memory": "1GiB"},
         {"disk_path": "/disk", "disk_memory": "1GiB"},
-        {"tensor_parallel_size": 2, "sequence_parallel": True, "tensor_parallel_plan": {}},
-        {"weights": "w", "weights_map": {"a": "b"}, "weights_new": ["a"], "weights_strict": False},
-        {"weights_new": []},  # as a config file says nothing
+        {"tensor_parallel_size": 2, "tensor_parallel": {"sequence_parallel": True, "plan": {}}},
+        {"weights": {"path": "w", "key_mapping": {"a": "b"}, "allow_missing": ["a"], "strict": False}},
+        {"checkpoints": Checkpoints(state_dict_type="sharded", async_save=True)},
         {field.name: field.default for field in dataclasses.fields(Settings)},  # as a saved config says it
     ],
 )
@@ -272,7 +263,7 @@ def test_the_smallest_module_is_one_unit_with_a_name(disk: Path) -> None:
 
 
 def test_staging_too_small(disk: Path) -> None:
-    settings = {"offload_optimizer": "disk", "disk_path": disk, "staging_memory": "64KiB"}
+    settings = {"offload_optimizer": "disk", "disk_path": disk, "tuning": {"staging_memory": "64KiB"}}
     message = refused(small(**settings), Stack(), ConfigError, "bf16-mixed")
     # fp32 parameter and two moments, a 16-bit copy and a gradient.
     assert "staging_memory is 64 KiB and one chunk of this optimizer's states takes 320 KiB" in message

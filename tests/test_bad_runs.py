@@ -19,6 +19,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
+from kit.models import Block
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -31,24 +33,12 @@ AWAY = ["all_on_disk", "three_tiers"]
 """Where units are fetched and released."""
 
 
-class Block(nn.Module):
-    """More than 4096 parameters, so that it becomes a unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(64, 256)
-        self.down = nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Stack(L.LightningModule):
     """Three blocks; `before` is called with the module and the index of each batch."""
 
     def __init__(self, before: Callable[[Stack, int], object] | None = None) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(64, 256) for _ in range(3))
         self.before = before
         self.losses: list[Tensor] = []
 
@@ -77,20 +67,7 @@ def batches(count: int = 5) -> DataLoader[Any]:
 
 
 def trainer_with(strategy: AngelPTMStrategy, precision: str = "bf16-mixed", **options: Any) -> L.Trainer:
-    quiet = {
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        precision=precision,  # type: ignore[arg-type]
-        **{**quiet, **options},  # type: ignore[arg-type]
-    )
+    return quiet_trainer(strategy, precision=precision, **{"max_epochs": 1, **options})
 
 
 def at(step: int, act: Callable[[Stack], object]) -> Callable[[Stack, int], object]:
@@ -129,8 +106,11 @@ class BreakableFiles(FileOps):
         return super().pwritev(fd, buffers, offset)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "masters_on_disk-read_error-5-reading page (\\\\d+) in {path} failed: Input/output error \\\\(errno 5\\\\)",
+    "all_on_disk-write_error-28-writing page (\\\\d+) in {path} failed: No space left on device \\\\(errno 28\\\\)",
+    "three_tiers-short_write-None-writing page (\\\\d+) in {path} ended after 512 of \\\\d+ bytes \\\\(errno None\\\\)",
+)
 @pytest.mark.parametrize(
     ("fault", "number", "what"),
     [
@@ -147,7 +127,7 @@ def test_a_disk_that_fails_in_mid_run(
 ) -> None:
     files = BreakableFiles()
     # Poisoning writes to the disk by itself, also when all is over.
-    strategy = strategy_at(tier, poison=False)
+    strategy = strategy_at(tier, debug={"poison": False})
     strategy.file_ops = files
     module = built(at(2, lambda module: setattr(files, "fault", fault)))
     with pytest.raises(PageIOError) as caught:
@@ -329,13 +309,13 @@ def test_a_parameter_that_changes_shape_where_edits_are_not_kept(strategy_at: An
 def test_a_parameter_whose_data_is_replaced(strategy_at: Any) -> None:
     """It would go on as if nothing had been written."""
     with pytest.raises(UsageError) as caught:
-        sharded = strategy_at("ram", state_dict_type="sharded")  # which writes pages
+        sharded = strategy_at("ram", checkpoints={"state_dict_type": "sharded"})  # which writes pages
         trainer_with(sharded, precision="32-true").fit(built(at(2, _replace)), batches())
     assert "the data of parameter blocks.1.up.weight was replaced" in str(caught.value)
     assert "edit parameters inside `with strategy.gathered(module):`" in str(caught.value)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("ram", "masters_on_disk-_replace", "all_on_disk-_prune", "all_on_disk-_write")
 @pytest.mark.parametrize("change", [_prune, _replace, _write])
 @pytest.mark.parametrize("tier", EVERYWHERE)
 def test_a_parameter_that_is_changed_by_hand(strategy_at: Any, tier: str, change: Callable[[Stack], None]) -> None:
@@ -386,7 +366,9 @@ class UsesAWeightDirectly(Stack):
         return self.blocks[2](self.blocks[1](outputs) + inner if self.beside else inner)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.slow_unless(
+    "all_on_disk-none-True", "all_on_disk-all-False", "three_tiers-none-False", "three_tiers-all-True"
+)
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize("tier", AWAY)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from capped_fits import OTHER, REFUSED
+from capped_fits import REFUSED
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[1]
@@ -29,11 +29,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
     "masters on disk": (WIDE, ON_DISK, 4, {"precision": "bf16-mixed"}),
     "all on disk": (WIDE, {"offload_optimizer": "disk", "offload_parameters": "disk"}, 4, {}),
     "no disk": ({"width": 384}, {"disk_path": None}, 8, {}),
-    "lock-free": (WIDE, {"lock_free": True, "max_staleness": 0}, 4, {}),
+    "lock-free": (WIDE, {"lock_free": {"max_staleness": 0}}, 4, {}),
     "accumulates": (WIDE, {}, 8, {"accumulate_grad_batches": 2}),
     "clips": (WIDE, ON_DISK, 4, {"gradient_clip_val": 0.1}),
     "by hand": ({**WIDE, "manual": True}, {}, 4, {}),
-    "keeps freed memory": (WIDE, {**ON_DISK, "freed_memory": "keep"}, 8, {}),
+    "keeps freed memory": (WIDE, {**ON_DISK, "tuning": {"freed_memory": "keep"}}, 8, {}),
     "recomputes": (WIDE, {**ON_DISK, "recompute": "all"}, 32, {}),
     "SGD": ({**WIDE, "optimizer": "SGD"}, {}, 8, {}),
     "whole parameters": ({**WIDE, "optimizer": "Adafactor"}, ON_DISK, 4, {}),
@@ -98,7 +98,7 @@ def check(ask: Ask, name: str, caps: tuple[int, ...]) -> None:
         if capped["rc"] == 0:
             assert capped["weights"] == free["weights"]
         else:
-            assert capped["error"].startswith("CapacityError") and OTHER
+            assert capped["error"].startswith("CapacityError")
         fits.append(capped["rc"] == 0)
     assert fits == sorted(fits, reverse=True), f"{name} fits where there is less and not where there is more: {fits}"
     # Caps are from more than it takes to less than it can do with.
@@ -111,9 +111,11 @@ def test_under_a_cap_a_fit_ends_as_without_or_with_a_sentence(ask: Ask, name: st
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CASES)
 def test_under_any_cap_a_fit_ends_as_without_or_with_a_sentence(ask: Ask, name: str) -> None:
-    check(ask, name, (700, 500, 400, 350, 300, 250, 225, 200, 175, 150, 125, 110))
+    less = (80, 50) if name == "small" else ()
+    check(ask, name, (700, 500, 400, 350, 300, 250, 225, 200, 175, 150, 125, 110, *less))
 
 
 # -- whole processes ------------------------------------------------------------------------------------------------------

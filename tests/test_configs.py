@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch import LightningDataModule, LightningModule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_ptm import AngelPTMStrategy
+from lightning_ptm import AngelPTMStrategy, LockFree
 from lightning_ptm.command_line import PTMCommandLine, command_line
 from lightning_ptm.data import TextBytes
 
@@ -70,9 +70,7 @@ SHORT = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            "gpt.yaml", marks=pytest.mark.in_turn
-        ),  # as the main job, whose losses the project's checks look at
+        pytest.param("gpt.yaml", marks=pytest.mark.slow),  # as the main job, whose losses the project's checks look at
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("t5.yaml", "t5_moe.yaml")),
     ],
 )
@@ -146,7 +144,7 @@ def test_lock_free_from_the_command_line(name: str, tmp_path: Path, monkeypatch:
     )
     strategy = run.trainer.strategy
     assert isinstance(strategy, AngelPTMStrategy)
-    assert strategy.settings.lock_free and strategy.settings.max_staleness == 1
+    assert strategy.settings.lock_free == LockFree(max_staleness=1)
     assert {(audit.produced, audit.applied, audit.pending) for audit in strategy.update_audit()} == {(3, 3, 0)}
     (folder,) = (tmp_path / "runs").glob("*/version_0")
     board = EventAccumulator(str(folder))

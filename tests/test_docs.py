@@ -30,13 +30,14 @@ from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptm.cli import COMMANDS, main
-from lightning_ptm.config import Settings
+from lightning_ptm.config import Checkpoints, Debug, LockFree, Settings, TensorParallel, Tuning, Weights
 from lightning_ptm.setting_hints import SETTING_HINTS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 README_WORDS = 1200
+NESTED_SETTINGS = (LockFree, Weights, Checkpoints, TensorParallel, Tuning, Debug)
 
 NOT_RUN = {
     "launching.md": ["needs two machines", "needs a SLURM cluster", "needs a Kubernetes cluster"],
@@ -141,11 +142,22 @@ def test_tables_of_settings_have_the_defaults(page: Path) -> None:
     else:
         assert len(written) == 6
     for name, default in written.items():
-        shown = {None: "none", (): "`[]`"}.get(fields[name], f"`{fields[name]}`")
+        default_is = fields[name]
+        nested = dataclasses.is_dataclass(default_is)
+        shown = "none" if default_is is None else f"`{type(default_is).__name__}()`" if nested else f"`{default_is}`"
         assert default == shown, name
 
 
-def test_every_habit_has_a_row() -> None:
+def test_the_table_of_nested_settings_has_their_defaults() -> None:
+    rows = re.findall(r"^\| `(\w+\.\w+)` \| (\S+) \|", (DOCS / "settings.md").read_text(), re.MULTILINE)
+    fields = {
+        f"{cls.__name__}.{field.name}": field.default for cls in NESTED_SETTINGS for field in dataclasses.fields(cls)
+    }
+    words = {dataclasses.MISSING: "required", None: "none"}
+    assert dict(rows) == {name: words.get(default, f"`{default}`") for name, default in fields.items()}
+
+
+def test_every_setting_hint_has_a_row() -> None:
     text = (DOCS / "moving.md").read_text()
     for habit in SETTING_HINTS:
         assert any(f"`{name}`" in text for name in habit.names), habit.names

@@ -62,7 +62,15 @@ def _imports(path: Path) -> set[str]:
 @pytest.mark.parametrize("name", ["lightning", "pytorch-lightning"])
 @pytest.mark.parametrize(
     ("version", "allowed"),
-    [("2.5.6", False), ("2.6.0", True), ("2.6.1", True), ("2.6.2", False), ("2.6.3", False), ("2.6.4", True)],
+    [
+        ("2.5.6", False),
+        ("2.6.0", False),
+        ("2.6.1", True),
+        ("2.6.2", False),
+        ("2.6.3", False),
+        ("2.6.6", True),
+        ("2.7.0", False),
+    ],
 )
 def test_releases_that_somebody_else_uploaded_are_not_installed(name: str, version: str, allowed: bool) -> None:
     """GHSA-w37p-236h-pfx3. `lightning` brings `pytorch-lightning` in any version, so it is excluded by its own name, too."""

@@ -158,7 +158,10 @@ def make_strategy(settings: dict[str, Any] | None) -> Strategy | str:
             "up": ColwiseParallel(),
             "down": RowwiseParallel(),
         }
-        settings = {**settings, "tensor_parallel_plan": {f"model.blocks.*.{name}": rule for name, rule in plan.items()}}
+        settings = {
+            **settings,
+            "tensor_parallel": {"plan": {f"model.blocks.*.{name}": rule for name, rule in plan.items()}},
+        }
     strategy: Strategy = lightning_ptm.AngelPTMStrategy(**settings)
     return strategy
 

@@ -117,7 +117,7 @@ def module_state(ended: EndedRun, module: LightningModule, settings: Settings, *
             f"room, and are not in this checkpoint: load it with strict=False over the base model (strict_loading = False "
             f"of the LightningModule)"
         )
-    if settings.state_dict_type == "sharded":
+    if settings.checkpoints.state_dict_type == "sharded":
         return without_parameters(module)
     state = module.state_dict()
     for name in [name for name, item in state.items() if isinstance(item, AbsentTensor)]:
@@ -146,7 +146,7 @@ def optimizer_state(ended: EndedRun, optimizer: Optimizer, settings: Settings, *
         )
     if not keep:
         return {}
-    sharded = settings.state_dict_type == "sharded"
+    sharded = settings.checkpoints.state_dict_type == "sharded"
     return optimizer_remainder(optimizer) if sharded else plain_optimizer(optimizer).state_dict()
 
 

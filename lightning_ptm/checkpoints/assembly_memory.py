@@ -56,7 +56,8 @@ def copies(engine: Engine) -> Callable[[str, Tensor], Tensor]:
                 return value.clone()
             raise CheckpointError(
                 f"a full checkpoint takes {format_bytes(needed)}, which is more than RAM should hold, and there is no room "
-                f"to put it together in {folder}, at {name}: {error.strerror or error}; use state_dict_type='sharded', "
+                f"to put it together in {folder}, at {name}: {error.strerror or error}; use "
+                f"checkpoints=Checkpoints(state_dict_type='sharded'), "
                 f"which needs no such room, or free some there"
             ) from error
         return value.clone()

@@ -18,6 +18,7 @@ from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.tensors.parts import Boxes, cut
 from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.torch_internals import buffers_in, unsaved_buffers_in, version_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class DeferredState:
         """Raises:
         UsageError: parameters without storage were written to since.
         """
-        written = {id(parameter) for parameter, version in self.versions if parameter._version != version}
+        written = {id(parameter) for parameter, version in self.versions if version_of(parameter) != version}
         names = [name for name, parameter in module.named_parameters() if id(parameter) in written]
         if names:
             raise UsageError(
@@ -61,7 +62,7 @@ class DeferredState:
         parameters, buffers = list(self.parameters), list(self.buffers)
         known = {id(parameter) for parameter in module.parameters()}
         for place, value, dtype in self.precise:
-            now = place[0]._buffers.get(place[1]) if isinstance(place, tuple) else place
+            now = buffers_in(place[0]).get(place[1]) if isinstance(place, tuple) else place
             if now is None or now.is_meta:
                 continue
             part = cut(value, boxes.get(id(place)))
@@ -85,7 +86,7 @@ class DeferredState:
             engine.executor.release_all()
             engine.values.load_parameters({id(parameter): value for parameter, value in self.parameters})
         for owner, name, value in self.buffers:
-            buffer = owner._buffers.get(name)
+            buffer = buffers_in(owner).get(name)
             if buffer is not None:
                 buffer.copy_(value)
 
@@ -122,8 +123,8 @@ def load_before_pages(
     places = [
         (owner, name, f"{path}.{name}" if path else name, buffer)
         for path, owner in module.named_modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None and name not in owner._non_persistent_buffers_set
+        for name, buffer in buffers_in(owner).items()
+        if buffer is not None and name not in unsaved_buffers_in(owner)
     ]
     here: set[int | tuple[int, str]] = set()
     here |= {id(item) for name, item in named.items() if name not in missing} - lacking.keys()
@@ -138,7 +139,7 @@ def load_before_pages(
     return DeferredState(
         tuple(parameters.values()),
         tuple((owner, name, state[path]) for owner, name, path, buffer in places if buffer.is_meta and path in state),
-        tuple((parameter, parameter._version) for parameter in module.parameters() if id(parameter) in lacking),
+        tuple((parameter, version_of(parameter)) for parameter in module.parameters() if id(parameter) in lacking),
         precise,
         frozenset(here),
     )

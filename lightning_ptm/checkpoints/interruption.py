@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_ptm.checkpoints.save_queue import SaveQueue
 from lightning_ptm.errors import AngelPTMError, CheckpointError, UsageError
 from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.trainer.internals import trainer_of
 
 _MEET_S = 5.0
 """How long a rank that was cut short waits for the others to be, before a checkpoint is given up."""
@@ -49,7 +50,7 @@ class Interruption:
     @property
     def here(self) -> bool:
         """Whether the run was cut short on this rank."""
-        trainer = self._module._trainer
+        trainer = trainer_of(self._module)
         return trainer is not None and trainer.state.status is TrainerStatus.INTERRUPTED
 
     @property

@@ -17,12 +17,12 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.nn.modules.module import _IncompatibleKeys
 
 from lightning_ptm.checkpoints.assembly_memory import copies
 from lightning_ptm.checkpoints.placeholders import Placeholders
 from lightning_ptm.errors import ConfigError, UsageError, some
 from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.torch_internals import IncompatibleKeys
 
 
 def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def load_rest(
             f"on_load_checkpoint instead"
         )
     # An override of the user's may return anything, such as nothing.
-    told = result.missing_keys if isinstance(result, _IncompatibleKeys) else None
+    told = result.missing_keys if isinstance(result, IncompatibleKeys) else None
     missing = {id(named[name]) for name in (named.keys() - state.keys() if told is None else told) if name in named}
     known = {of for _, of in given}
     for name, item in named.items():

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -21,7 +22,7 @@ from lightning_ptm.update.trial.traits import same_value
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
     """The user's optimizer, out of Lightning's wrapper."""
-    return getattr(optimizer, "_optimizer", optimizer)
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_ptm.torch_internals import OpOverload, TorchDispatchMode, parameters_in, schema_of, storage_id
 
 
 class Placeholders:
@@ -25,18 +25,18 @@ class Placeholders:
 
     def __enter__(self) -> None:
         for owner in self._module.modules():
-            for name, parameter in owner._parameters.items():
+            for name, parameter in parameters_in(owner).items():
                 if id(parameter) in self._elsewhere:
                     assert parameter is not None
                     empty = torch.empty(self._elsewhere[id(parameter)], dtype=parameter.dtype, device="meta")
                     stand_in = torch.nn.Parameter(empty, requires_grad=False)
                     self._taken.append((owner, name, parameter, stand_in))
                     self._of[id(stand_in)] = parameter
-                    owner._parameters[name] = stand_in
+                    parameters_in(owner)[name] = stand_in
 
     def __exit__(self, *exception: object) -> None:
         for owner, name, parameter, _ in self._taken:
-            owner._parameters[name] = parameter
+            parameters_in(owner)[name] = parameter
 
     def stands_for(self, item: Any) -> Any:
         """What an item of the module's state dict stands for, itself if for nothing."""
@@ -56,7 +56,7 @@ class Placeholders:
         with _Writes(owners, self.changed):
             yield
         for owner, name, parameter, _ in self._taken:
-            if owners.get(_storage(owner._parameters.get(name))) != id(parameter):  # another tensor was put there
+            if owners.get(_storage(parameters_in(owner).get(name))) != id(parameter):  # another tensor was put there
                 self.changed.add(id(parameter))
 
 
@@ -82,8 +82,8 @@ class _Writes(TorchDispatchMode):
         elif not isinstance(func, OpOverload):
             written = []
         else:
-            values = [*args, *(kwargs.get(each.name) for each in func._schema.arguments[len(args) :])]
-            marks = [each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments]
+            values = [*args, *(kwargs.get(each.name) for each in schema_of(func).arguments[len(args) :])]
+            marks = [each.alias_info is not None and each.alias_info.is_write for each in schema_of(func).arguments]
             chosen = [value for value, is_written in zip(values, marks, strict=False) if is_written]
             written = [each for value in chosen for each in (value if isinstance(value, (list, tuple)) else (value,))]
         self._changed.update(of for of in map(self._owner, written) if of is not None)
@@ -96,4 +96,4 @@ class _Writes(TorchDispatchMode):
 def _storage(value: Any) -> int | None:
     """Equal for views of one meta tensor; None for all else."""
     is_meta = isinstance(value, Tensor) and value.is_meta and value.layout is torch.strided
-    return value.untyped_storage()._cdata if is_meta else None
+    return storage_id(value.untyped_storage()) if is_meta else None

@@ -19,7 +19,8 @@ from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import PageIOError, UsageError
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.machine.machine import free_host_bytes
-from lightning_ptm.runtime.units.binding import ENDED
+from lightning_ptm.runtime.tensors.page_io import in_pages
+from lightning_ptm.runtime.units.binding import ENDED, FlatBinding
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +54,23 @@ def decided(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = Fals
     if (engine.barriers.failed and not engine.communicator.alone) or engine.values.unknown or not wanted:
         return GivenBack.NONE
     every, trained = _needed(engine, ranks_here, whole=whole)
-    if engine.barriers.all_say(every <= free_host_bytes()):
+    every += _read_at_once(engine, ()) * ranks_here
+    trained += _read_at_once(engine, engine.lent_parameters.untrained()) * ranks_here
+    if engine.barriers.all_say(every <= _free_bytes(engine)):
         return GivenBack.ALL
-    return GivenBack.TRAINED if engine.barriers.all_say(trained <= free_host_bytes()) else GivenBack.WRITTEN
+    return GivenBack.TRAINED if engine.barriers.all_say(trained <= _free_bytes(engine)) else GivenBack.WRITTEN
+
+
+def _read_at_once(engine: Engine, left_out: Collection[FlatBinding]) -> int:
+    """RAM that the largest flat takes for a moment beside its parameters, where it is read from a file."""
+    flats = (flat for store in engine.stores for flat in store.flats if flat.binding not in left_out)
+    homes = (engine.gathered_flats.precise_home(flat) for flat in flats)
+    return max((home.numel * home.dtype.itemsize for home in homes if not in_pages(home).tier.addressable), default=0)
+
+
+def _free_bytes(engine: Engine) -> int:
+    free = free_host_bytes()
+    return free if engine.heap is None else min(free, engine.heap.free_bytes())
 
 
 def _untouched_bytes(engine: Engine) -> int:
@@ -193,7 +208,7 @@ def optimizer_states(
     if engine.blueprint.holders.in_parts and not whole:
         return False
     in_memory, on_disk = engine.optimizer_state_bytes(on_disk=False), engine.optimizer_state_bytes(on_disk=True)
-    room = free_host_bytes() // 2 if on_disk else free_host_bytes()
+    room = _free_bytes(engine) // 2 if on_disk else _free_bytes(engine)
     # Ranks that hold different experts may keep them in different tiers.
     if not engine.barriers.all_say(in_memory + on_disk <= room):
         return False

@@ -22,11 +22,11 @@ class SaveQueue:
     """The checkpoints of one run.
 
     Args:
-        failed_save: see `Settings.failed_save`.
+        on_failure: see `Settings.on_failure`.
     """
 
-    def __init__(self, failed_save: Literal["stop", "go_on"]) -> None:
-        self._failed_save = failed_save
+    def __init__(self, on_failure: Literal["stop", "warn"]) -> None:
+        self._on_failure = on_failure
 
         self._current: Saving | None = None
         self._last_failed = False
@@ -103,9 +103,9 @@ class SaveQueue:
 
     def _failed(self, path: str | Path, error: CheckpointError) -> None:
         self._last_failed = True
-        if self._failed_save == "stop":
+        if self._on_failure == "stop":
             raise error
-        rank_zero_warn(f"there is no checkpoint {path}, and the run goes on (failed_save='go_on'): {error}")
+        rank_zero_warn(f"there is no checkpoint {path}, and the run goes on (on_failure='warn'): {error}")
 
 
 def _link(path: Path, name: Path, link: Callable[[Path, Path], None]) -> None:

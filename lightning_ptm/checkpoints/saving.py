@@ -156,7 +156,7 @@ class Saving:
             room_bytes: free RAM has room for so much of what is exchanged behind training.
         """
         engine, cell_numel = self._engine, self._engine.snapshots.at_once
-        channel = engine.communicators.behind if behind else None
+        channel = engine.communicators.background if behind else None
         with engine.barriers.together():
             flats = [pages_of(flat, cell_numel, changing=behind) for kind in kinds for flat in kind.flats]
             rows = RowExchange(engine.with_other_parts, flats, channel)

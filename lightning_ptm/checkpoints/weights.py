@@ -30,13 +30,20 @@ from torch import Tensor, nn
 
 from lightning_ptm import sharded
 from lightning_ptm.comm import Communicator, raise_on_all_ranks
-from lightning_ptm.config import Settings
+from lightning_ptm.config import Settings, Weights
 from lightning_ptm.errors import ConfigError, some
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.full_params.first_values import Given
 from lightning_ptm.runtime.tensors.parts import Boxes
 from lightning_ptm.storage.index import PARAMETERS, Index, StateFile, is_sharded
 from lightning_ptm.storage.pretrained import FileTensor, find
+from lightning_ptm.torch_internals import (
+    MAY_BE_MISSING,
+    MAY_BE_UNEXPECTED,
+    buffers_in,
+    parameters_in,
+    unsaved_buffers_in,
+)
 
 WRAPPERS = re.compile(
     r"\.(base_layer|original_module|modules_to_save\.[^.]+|_orig_mod|_checkpoint_wrapped_module)(?=\.)"
@@ -97,13 +104,14 @@ def first_values(
     Raises:
         ConfigError, CheckpointError: on all ranks, when the files cannot be read or do not fit the module.
     """
-    assert settings.weights is not None
-    path = Path(settings.weights).expanduser()
+    asked = settings.pretrained
+    assert asked is not None
+    path = Path(asked.path).expanduser()
     with raise_on_all_ranks(communicator):
         held = _held(path, communicator, progress)
         names = names_of(module, boxes)
-        chosen = _placed(path, held, names, settings.weights_map)
-        _check(path, module, held, names, chosen, settings, warn=communicator.rank == 0)
+        chosen = _placed(path, held, names, asked.key_mapping)
+        _check(path, module, held, names, chosen, asked, warn=communicator.rank == 0)
         if communicator.rank == 0:
             _check_tied(path, held, names, chosen)
     _check_ranks(path, held, chosen, communicator)
@@ -141,9 +149,9 @@ def names_of(module: nn.Module, boxes: Boxes = MappingProxyType({})) -> Names:
     places: dict[str, StateDictPlace] = {}
     computed: set[str] = set()
     for prefix, owner in module.named_modules(remove_duplicate=False):
-        for attribute, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+        for attribute, tensor in (*parameters_in(owner).items(), *buffers_in(owner).items()):
             name = f"{prefix}.{attribute}" if prefix else attribute
-            if attribute in owner._non_persistent_buffers_set:
+            if attribute in unsaved_buffers_in(owner):
                 computed.add(WRAPPERS.sub("", name))
             elif tensor is not None:
                 box = boxes.get(id(tensor))
@@ -242,7 +250,7 @@ def _prefixed(path: Path, given: Sequence[str], names: Names) -> Callable[[str],
         name = given[0]
         raise ConfigError(
             f"{name} of {path} could be {' or '.join(rename(name) for _, rename, _ in best)}; say which: "
-            f"weights_map={{'prefix in the files': 'prefix in the module'}}"
+            f"weights=Weights(path, key_mapping={{'prefix in the files': 'prefix in the module'}})"
         )
     return best[0][1]
 
@@ -260,18 +268,18 @@ def _check(
     held: Mapping[str, FileTensor],
     names: Names,
     chosen: Mapping[str, Sequence[str]],
-    settings: Settings,
+    asked: Weights,
     *,
     warn: bool,
 ) -> None:
     covered = {id(names.places[target].tensor) for targets in chosen.values() for target in targets}
-    may_lack = (*_patterns(module, "_keys_to_ignore_on_load_missing"),)
-    may_have = (*_patterns(module, "_keys_to_ignore_on_load_unexpected"),)
+    may_lack = (*_patterns(module, MAY_BE_MISSING),)
+    may_have = (*_patterns(module, MAY_BE_UNEXPECTED),)
     missing = [
         place.name
         for place in names.places.values()
         if id(place.tensor) not in covered
-        and not any(fnmatchcase(place.name, pattern) for pattern in settings.weights_new)
+        and not any(fnmatchcase(place.name, pattern) for pattern in asked.allow_missing)
         and not any(re.search(pattern, place.name) for pattern in may_lack)
     ]
     unexpected = [
@@ -291,7 +299,7 @@ def _check(
         for target in targets
         if names.places[target].tensor.is_floating_point() and not held[name].dtype.is_floating_point
     ]
-    if differing or (settings.weights_strict and (missing or unexpected)):
+    if differing or (asked.strict and (missing or unexpected)):
         found = [
             _listed("the files lack", missing),
             _listed("the module has no place for", unexpected),
@@ -299,8 +307,9 @@ def _check(
         ]
         raise ConfigError(
             f"{path} does not fit the module, so a run would not start from its weights: {'; '.join(filter(None, found))}. "
-            f"Say with weights_map={{'prefix in the files': 'prefix in the module'}} which name is which (None leaves out "
-            f"what is not wanted), name what is new in weights_new=['*.head.*'], or give weights_strict=False to "
+            f"Say with weights=Weights(key_mapping={{'prefix in the files': 'prefix in the module'}}) which name "
+            f"is which (None leaves out "
+            f"what is not wanted), name what is new in allow_missing=['*.head.*'], or give strict=False to "
             f"initialise what is missing and leave the rest (shapes and kinds must fit in any case)"
         )
     if warn and (missing or unexpected):

@@ -1,4 +1,4 @@
-"""Collectives over pages, and how ranks agree on their order."""
+"""Communication between ranks: collectives over pages, and the agreement of all ranks on the order of collectives."""
 
 from lightning_ptm.comm.agreement import (
     DIFFERENT,

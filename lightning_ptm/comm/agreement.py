@@ -1,25 +1,28 @@
-"""Ranks agree on each collective before it is issued, so that ranks which use different units never hang.
+"""Agreement between ranks on each collective before it is issued, so that ranks that use different units never hang.
 
-Owns this rank's place in the sequence of agreements. Knows requests (an operation on a unit), never tensors.
+Owns this rank's position in the sequence of rounds. Knows requests (an operation on a unit), never tensors.
 
-Not every rank has a part in everything: a unit may be held by some ranks only, and ranks of a group meet to exchange tokens
-(`RankTeams`). Those that have none still come to the rounds, so that the order is one for all.
+Not every rank takes part in every collective: a unit may be held by some ranks only, and ranks of an expert group
+exchange tokens among themselves (`RankTeams`). Ranks without a part still join every round, so that there is one order
+for all.
 
-Every rank brings its next request, or the boundary that it has reached, to a round; all ranks see the same proposals
-and choose by the same pure rule (`choose`). A rank whose request was not chosen takes part in the chosen one with what
-it has (its shard of a gather, zeros for a reduce) and proposes again.
+In a round, every rank submits its next request, or the boundary that it has reached. All ranks see the same rows and
+choose by the same pure function (`choose`). A rank whose request was not chosen takes part in the chosen collective
+with what it has (its shard for an all-gather, zeros for a reduction) and submits its request again.
 
 I1: all ranks issue the same collectives in the same order.
-I2: a gather goes before a meeting and a meeting before a reduce: a rank that still computes may bring gradients for the
-    unit whose reduce waits.
-I3: a rank leaves a boundary when no rank is before it, so a rank that skips a batch waits for the others. A boundary
-    that every rank reaches is left by all of them in the same round, so what follows it may be collective.
-I4: a rank meets when its whole group is at the same meeting. If none can come any more, all ranks raise.
-I5: a gathering is left in the round in which all its ranks are there. If they never can be, its ranks are told in that very
-    round, and so are those that wait for all others to be at a boundary.
-I6: what one rank gives up, all give up in the next round that they bring anything to, each with what all of them did.
-I7: ranks that have to have done the same (`alike`), and have not, are told where they leave a boundary together.
-A rank that fails brings nothing any more: the communicator ends the others' rounds (`Communicator.fail`).
+I2: an all-gather goes before a meeting, and a meeting before a reduction: a rank that still computes may have more
+    gradients for the unit whose reduction waits.
+I3: a rank leaves a boundary when no rank is before it, so a rank that skips a batch waits for the others. If all ranks
+    reach one boundary, all leave it in the same round, so what follows may be collective.
+I4: a rank leaves a meeting when its whole group is at the same meeting. If a member can no longer come, all ranks
+    raise.
+I5: a rank leaves a gathering in the round in which all of its ranks are there. If they can never be, that round reports
+    it to its ranks, and to the ranks that wait at a boundary for all others.
+I6: if one rank gives up, all ranks raise in the next round that they join, each with the state of all ranks.
+I7: ranks that must have done the same (`compared`), and have not, are informed when they leave a boundary together.
+
+A rank that fails joins no more rounds: the communicator ends the rounds of the other ranks (`Communicator.fail`).
 """
 
 from __future__ import annotations
@@ -39,38 +42,40 @@ _GATHERING = 4
 _GIVEN_UP = 5
 
 TOGETHER = 1 << 62
-"""From here on are positions of boundaries that a rank leaves only when all ranks are at one of these."""
+"""Least position of boundaries that a rank leaves only when all ranks are at such a boundary."""
 
 DIFFERENT = 1 << 61
-"""Flag in what `reach` returns: the ranks came together at different ones."""
+"""Flag in the result of `reach`: the ranks are at different boundaries of those at `TOGETHER` or above."""
 
 UNLIKE = 1 << 60
-"""Flag in what `reach` returns: ranks that have to have done the same have not."""
+"""Flag in the result of `reach`: ranks that must have done the same have not."""
 
 OTHER_NUMBER = 1 << 59
-"""Flag in what `reach` returns: ranks that have to have the same number (their loss) have not."""
+"""Flag in the result of `reach`: ranks that must have computed the same number (their loss) have not."""
 
 _WORD = 1 << 16
-"""Flags are below; above, a boundary's row has the word for what its rank has done."""
+"""Divides the third number of a boundary's row: flags are below it, the word for what the rank has done above it."""
 
 _CELLS = 1 << 48
-"""From here on, a boundary's row has the two cells of its rank's number."""
+"""Divides the third number of a boundary's row: the two grid cells of the rank's number are above it."""
 
 _CELL_BITS = 7
 _STEP = 1e-3
-"""Relative, of numbers above a hundredth. Those that differ by no more share a cell of one of two grids, whose cells are
-twice as wide."""
+"""Relative tolerance for numbers above a hundredth: numbers that differ by no more share a cell of one of two grids.
+
+The cells are twice as wide.
+"""
 
 Row = tuple[int, int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankTeams:
-    """Which ranks have a part in what, where not all have. Equal on all ranks.
+    """The ranks that take part in collectives of less than all ranks. Equal on all ranks.
 
     Attributes:
-        groups: ranks that meet; each rank is in one at most.
-        holders: by unit the ranks that hold it; a unit that is not named is everybody's.
+        groups: groups of ranks that meet; each rank is in one at most.
+        holders: by unit, the ranks that hold it; all ranks hold a unit that is not named.
     """
 
     groups: tuple[tuple[int, ...], ...] = ()
@@ -82,8 +87,10 @@ NO_TEAMS = RankTeams()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NeededCollective:
-    """A collective that this rank needs next. `flag` rides along and reaches all ranks (bit 0: some parameter of the
-    unit got no gradient here)."""
+    """A collective that this rank needs next.
+
+    All ranks receive `flag` (bit 0: some parameter of the unit got no gradient on this rank).
+    """
 
     operation: Operation
     unit: int
@@ -95,8 +102,10 @@ class NeededCollective:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Boundary:
-    """A point that all ranks reach in the same order: the end of a micro-batch's backward, an optimizer step. `flag`
-    rides along and reaches all ranks that leave in the same round."""
+    """A point that all ranks reach in the same order: the end of a micro-batch's backward, an optimizer step.
+
+    All ranks that leave in the same round receive `flag`.
+    """
 
     position: int
     flag: int = 0
@@ -107,8 +116,10 @@ class Boundary:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Meeting:
-    """A point at which the ranks of a group exchange tokens: `place` tells which exchange of which layer, `number` which
-    one of this rank's it is."""
+    """A point at which the ranks of a group exchange tokens.
+
+    `place` identifies the exchange and its layer, `number` counts this rank's exchanges.
+    """
 
     place: int
     number: int
@@ -119,12 +130,12 @@ class Meeting:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gathering:
-    """A point at which some ranks come together for a collective that is none of ours.
+    """A point at which some ranks wait for each other before a collective that the package does not issue itself.
 
     Attributes:
-        number: tells which collective of which ranks, below 2**40.
-        size: how many ranks these are.
-        flag: reaches ranks that leave a boundary meanwhile.
+        number: identifies the collective and its ranks, below 2**40.
+        size: number of these ranks.
+        flag: received by ranks that leave a boundary meanwhile.
     """
 
     number: int
@@ -137,7 +148,7 @@ class Gathering:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
-    """What a round chose. `unanimous`: every rank that holds the unit had asked for just that."""
+    """The collective that a round chose. `unanimous`: every rank that holds the unit had asked for it."""
 
     request: NeededCollective
     unanimous: bool
@@ -146,37 +157,37 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Met:
-    """A round in which groups meet: these ranks go on, the others propose again."""
+    """The result of a round in which groups meet: `ranks` go on, the others submit again."""
 
     ranks: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stuck:
-    """A round after which nobody could go on: some ranks wait for others, and these wait, too."""
+    """The result of a round after which no rank can go on: the ranks wait for each other."""
 
 
 def choose(rows: Sequence[Row], teams: RankTeams = NO_TEAMS) -> Decision | Met | Stuck | None:
-    """The collective that all ranks issue next, or who meets, or None when some rank can leave a boundary.
+    """Returns the collective that all ranks issue next, or the ranks that meet, or None if a rank can leave a boundary.
 
     Raises:
         RankError: some ranks wait for others to meet them, and these do not come. It is raised on all ranks.
     """
     here = {row[0] for row in rows}
     if _CODES[Operation.GATHER] in here:
-        return _decided(rows, teams, Operation.GATHER)
+        return _decide(rows, teams, Operation.GATHER)
     met: set[int] = set()
     if _MEETING in here:
-        met.update(rank for group in teams.groups if _together(rows, group) for rank in group)
+        met.update(rank for group in teams.groups if _at_same_meeting(rows, group) for rank in group)
     if _GATHERING in here:
         met.update(rank for rank, row in enumerate(rows) if row[0] == _GATHERING and rows.count(row) == _size(row))
     if met:
         return Met(frozenset(met))
     if _CODES[Operation.REDUCE] in here:
-        return _decided(rows, teams, Operation.REDUCE)
+        return _decide(rows, teams, Operation.REDUCE)
     if _MEETING in here:
         waiting = next(rank for rank, row in enumerate(rows) if row[0] == _MEETING)
-        raise RankError(_deserted(rows, teams, waiting))
+        raise RankError(_missing_at_meeting(rows, teams, waiting))
     return Stuck() if _GATHERING in here and not any(_leaves(row, rows) for row in rows) else None
 
 
@@ -185,8 +196,10 @@ def _size(gathering: Row) -> int:
 
 
 def _leaves(row: Row, rows: Sequence[Row]) -> bool:
-    """Whether a rank at this boundary leaves it: no rank is before it. Who is at a gathering may have passed any boundary but
-    those of all ranks together."""
+    """Whether the rank of `row` leaves its boundary, because no rank is before it.
+
+    Ranks at a gathering may have passed any boundary except those of all ranks together.
+    """
     together = row[1] >= TOGETHER
     return row[0] == _BOUNDARY and all(
         other[1] >= min(row[1], TOGETHER) if other[0] == _BOUNDARY else other[0] == _GATHERING and not together
@@ -194,8 +207,8 @@ def _leaves(row: Row, rows: Sequence[Row]) -> bool:
     )
 
 
-def _decided(rows: Sequence[Row], teams: RankTeams, operation: Operation) -> Decision:
-    """Of an operation that some rank asks for."""
+def _decide(rows: Sequence[Row], teams: RankTeams, operation: Operation) -> Decision:
+    """Returns the decision on an operation that some rank asks for."""
     code = _CODES[operation]
     asked = [row for row in rows if row[0] == code]
     unit = asked[0][1]
@@ -207,35 +220,35 @@ def _decided(rows: Sequence[Row], teams: RankTeams, operation: Operation) -> Dec
     return Decision(NeededCollective(operation, unit, flags), unanimous=len(same) == holders, flags=flags)
 
 
-def _together(rows: Sequence[Row], group: Sequence[int]) -> bool:
+def _at_same_meeting(rows: Sequence[Row], group: Sequence[int]) -> bool:
     first = rows[group[0]]
     return first[0] == _MEETING and all(rows[rank] == first for rank in group)
 
 
-def _deserted(rows: Sequence[Row], teams: RankTeams, rank: int) -> str:
+def _missing_at_meeting(rows: Sequence[Row], teams: RankTeams, rank: int) -> str:
     group = next(group for group in teams.groups if rank in group)
     other = next(other for other in group if rows[other] != rows[rank])
     doing = (
         f"is at exchange {rows[other][2]}, which is another one or of another layer"
         if rows[other][0] == _MEETING
-        else "has none before the end of its pass"
+        else "has no further exchange in its pass"
     )
     return (
-        f"rank {rank} waits with exchange {rows[rank][2]} of tokens for its expert group of ranks "
-        f"{', '.join(map(str, group))}, "
-        f"and rank {other} {doing}, so they would wait for ever; with expert_parallel_size above 1 all ranks of a group "
-        f"must call the same layers with experts in the same order, in as many batches"
+        f"rank {rank} waits in exchange {rows[rank][2]} of tokens for its expert group of ranks "
+        f"{', '.join(map(str, group))}, and rank {other} {doing}, so they would wait forever; with expert_parallel_size "
+        f"above 1, call the same layers with experts in the same order, in as many batches, on all ranks of a group"
     )
 
 
 class Agreement:
-    """Runs the rounds of one rank.
+    """This rank's side of the rounds.
 
     Args:
-        exchange: all-gathers this rank's row; returns the rows of all ranks by rank.
+        exchange: all-gathers this rank's row; returns the rows of all ranks, by rank.
         participate: takes part in a collective that other ranks asked for and this one did not.
-        rank: this one; asked for only where ranks meet.
-        explain: all-gathers what a rank that gave up says (else ""), and where each is; makes one text of it.
+        rank: this rank; used only at meetings and gatherings.
+        teams: the ranks that take part in collectives of less than all ranks.
+        explain: all-gathers the reason of a rank that gives up (else "") and each rank's position; returns one text.
     """
 
     def __init__(
@@ -251,26 +264,26 @@ class Agreement:
         self._rank = rank
         self._teams = teams
         self._explain = explain
-        self.alike: Sequence[Sequence[int]] = ()
-        """Ranks that have to have done the same where they leave a boundary together. Equal on all ranks."""
-        self.done: Callable[[], int] = lambda: 0
-        """A word of 32 bits for what this rank has done."""
-        self.number: float = 0.0
-        """That ranks which have to have done the same have to have, too, but for rounding."""
+        self.compared: Sequence[Sequence[int]] = ()
+        """Groups of ranks that must have done the same when they leave a boundary together. Equal on all ranks."""
+        self.work_word: Callable[[], int] = lambda: 0
+        """Returns a word of 32 bits for what this rank has done."""
+        self.compared_number: float = 0.0
+        """This rank's number that must be equal within a group of `compared`, except for rounding."""
 
-    def compare(self, alike: Sequence[Sequence[int]], done: Callable[[], int]) -> None:
-        """From now on these ranks have to have done the same, which is what `done` says."""
-        self.alike, self.done = alike, done
+    def compare(self, groups: Sequence[Sequence[int]], work_word: Callable[[], int]) -> None:
+        """From now on the ranks of each of these groups are compared where they leave a boundary together."""
+        self.compared, self.work_word = groups, work_word
 
     def compare_number(self, number: float) -> None:
-        """Ranks that have to have done the same have to have this one at their next boundary, but for rounding."""
-        self.number = number
+        """Sets this rank's number for the next boundary; it must be equal within a group, except for rounding."""
+        self.compared_number = number
 
     def request(self, request: NeededCollective) -> Decision:
         """Returns when all ranks have agreed to issue `request` now; the caller issues it."""
         while True:
             decision = choose(self._round(request.row()), self._teams)
-            if decision is None or isinstance(decision, Stuck):  # cannot be: our own row is a request
+            if decision is None or isinstance(decision, Stuck):  # impossible: this rank's row is a request
                 raise RankError(f"no rank proposed {request}; ranks run different versions of lightning_ptm")
             if isinstance(decision, Met):
                 continue
@@ -279,10 +292,10 @@ class Agreement:
             self._participate(decision)
 
     def meet(self, meeting: Meeting) -> None:
-        """Returns when all ranks of this one's group are here; what follows may be a collective of theirs.
+        """Returns when all ranks of this rank's group have come; the caller may issue a collective of the group next.
 
         Raises:
-            RankError: one of them cannot come any more.
+            RankError: one of them can no longer come.
         """
         while True:
             decision = choose(self._round(meeting.row()), self._teams)
@@ -292,8 +305,11 @@ class Agreement:
                 return
 
     def gather(self, gathering: Gathering) -> int | None:
-        """Returns when all ranks of a gathering are here, and None; what follows may be a collective of theirs. If they can
-        never be: all bits that are set in the flags of where the ranks are instead."""
+        """Waits for all ranks of a gathering, which may then issue their collective.
+
+        Returns:
+            None if all of its ranks have come; if they never can, all bits set in the flags of all ranks' rows.
+        """
         while True:
             rows = self._round(gathering.row())
             decision = choose(rows, self._teams)
@@ -305,14 +321,13 @@ class Agreement:
                 return _flags(rows)
 
     def reach(self, boundary: Boundary) -> int:
-        """Returns when no rank is before `boundary`, having taken part in all that the others asked for meanwhile.
+        """Returns when no rank is before `boundary`, after taking part in collectives that other ranks asked for.
 
         Returns:
-            All bits that are set in the flags of the places at which the ranks are then, `DIFFERENT`, `UNLIKE` and
-            `OTHER_NUMBER`.
+            All bits set in the flags of all ranks' rows at that time, with `DIFFERENT`, `UNLIKE` and `OTHER_NUMBER`.
         """
         kind, position, flag = boundary.row()
-        ours = (kind, position, flag + _WORD * self.done() + _CELLS * cells(self.number))
+        ours = (kind, position, flag + _WORD * self.work_word() + _CELLS * cells(self.compared_number))
         while True:
             rows = self._round(ours)
             decision = choose(rows, self._teams)
@@ -320,12 +335,12 @@ class Agreement:
                 self._participate(decision)
             elif isinstance(decision, Stuck) or (decision is None and _leaves(ours, rows)):
                 different = ours[1] >= TOGETHER and any(row[:2] != ours[:2] for row in rows)
-                return _flags(rows) | DIFFERENT * different | self._unlike(rows)
+                return _flags(rows) | DIFFERENT * different | self._differences(rows)
 
-    def _unlike(self, rows: Sequence[Row]) -> int:
-        """`UNLIKE`, `OTHER_NUMBER`: whether ranks that are at one boundary have not done the same (I7)."""
+    def _differences(self, rows: Sequence[Row]) -> int:
+        """Returns `UNLIKE` and `OTHER_NUMBER`: whether ranks at one boundary have not done the same (I7)."""
         found = 0
-        for ranks in self.alike:
+        for ranks in self.compared:
             here = {rows[rank][1]: rows[rank][2] // _WORD for rank in ranks if rows[rank][0] == _BOUNDARY}
             for rank in ranks:
                 kind, position, flag = rows[rank]
@@ -333,11 +348,11 @@ class Agreement:
                     continue
                 number, word = divmod(flag // _WORD, _CELLS // _WORD)
                 first_number, first_word = divmod(here[position], _CELLS // _WORD)
-                found |= UNLIKE * (word != first_word) | OTHER_NUMBER * (not _share(number, first_number))
+                found |= UNLIKE * (word != first_word) | OTHER_NUMBER * (not _may_be_equal(number, first_number))
         return found
 
     def give_up(self, reason: str) -> NoReturn:
-        """This rank and others would wait for each other for ever: all ranks raise, when they come to their next round."""
+        """Makes all ranks raise RankError in their next round, because some ranks would wait for each other forever."""
         self._exchange((_GIVEN_UP, 0, 0))
         raise RankError(self._explain(reason))
 
@@ -350,15 +365,18 @@ class Agreement:
 
 
 def cells(number: float) -> int:
-    """Where a number lies in two grids: ranks that compute it in another order of sums share a cell of one of them. Cells
-    have few bits, so one that is far off is missed once in 64 times."""
+    """Returns the cells of a number in two grids, as one integer.
+
+    Ranks that compute a number with another order of summation share a cell of one of the grids. Cells have few bits,
+    so a number that is far off is missed once in 64 times.
+    """
     place = math.floor(math.copysign(math.log1p(abs(number) * 100), number) / _STEP) if math.isfinite(number) else -1
     cell, other, most = place // 2, (place + 1) // 2, 1 << _CELL_BITS
     return cell % most | other % most << _CELL_BITS
 
 
-def _share(one: int, another: int) -> bool:
-    """Whether numbers in these cells may be the same."""
+def _may_be_equal(one: int, another: int) -> bool:
+    """Whether two numbers share a cell of one of the grids, and so may be the same."""
     differ = one ^ another
     return not differ % (1 << _CELL_BITS) or not differ >> _CELL_BITS
 

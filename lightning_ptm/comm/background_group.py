@@ -1,10 +1,11 @@
-"""All-to-alls of some ranks behind training: on connections that nothing else uses, in a thread that issues nothing else.
+"""All-to-alls in the background of training, on a process group and in a thread that nothing else uses.
 
-Owns one gloo group, beside all groups of the run. Knows bytes in RAM.
+Owns one gloo group besides all groups of the run. Knows bytes in RAM.
 
-I1: what training issues meanwhile, in whatever order, is on other groups; so neither can be taken for the other, and neither
-    waits for the other. I2: it outlives a run that has failed (`Communicator.fail`), since a checkpoint in progress may still
-    be finished: it is closed when the run's communicator is, behind the last of its threads.
+I1: the collectives of training are on other groups, so their order relative to these does not matter: neither is
+    mistaken for the other, and neither waits for the other.
+I2: it outlives a run that has failed (`Communicator.fail`), since a checkpoint in progress may still be finished. The
+    run's communicator closes it, after the last thread that uses it has ended.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from lightning_ptm.errors import CheckpointError
 
 
 class AsyncExchange(Protocol):
-    """Bytes that are on their way."""
+    """An exchange in flight."""
 
     def wait(self) -> None:
-        """Until they are there."""
+        """Blocks until the bytes have been received."""
 
 
 class Channel(Protocol):
-    """By which ranks send each other bytes; they are numbered among themselves. One thread at a time."""
+    """Ranks that can send each other bytes, numbered from 0. One thread at a time."""
 
     @property
     def rank(self) -> int: ...
@@ -41,11 +42,11 @@ class Channel(Protocol):
 
 
 class BackgroundGroup:
-    """A `Channel` of its own.
+    """A `Channel` on a process group of its own.
 
     Args:
-        group: gloo's, which nobody else uses.
-        ranks: of it, among all of the run.
+        group: a gloo group that nothing else uses.
+        ranks: its ranks, as numbered in the run.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
@@ -55,7 +56,7 @@ class BackgroundGroup:
 
     @property
     def group_name(self) -> str:
-        """torch's."""
+        """torch's name of the group."""
         return "" if self._group is None else self._group.group_name
 
     def start_all_to_all(
@@ -64,22 +65,22 @@ class BackgroundGroup:
         """See `Channel`.
 
         Raises:
-            CheckpointError: another rank is gone; so does `wait`.
+            CheckpointError: another rank is gone; `wait` raises it too.
         """
         out = rows.new_empty(sum(received))
 
         def start() -> Any:
             return dist.all_to_all_single(out, rows, list(received), list(sent), group=self._group, async_op=True)
 
-        return out, _Arriving(self._told(start), [rows, out], self._told)
+        return out, _Arriving(self._guard(start), [rows, out], self._guard)
 
     def close(self) -> None:
-        """Behind the last exchange; idempotent."""
+        """Destroys the group. Call after the last exchange; idempotent."""
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def _told(self, call: Callable[[], Any]) -> Any:
+    def _guard(self, call: Callable[[], Any]) -> Any:
         if self._group is None:
             raise CheckpointError("the run has ended, and with it the exchange of rows for its checkpoint")
         try:
@@ -93,13 +94,13 @@ class BackgroundGroup:
 
 
 class _Arriving:
-    """Keeps the buffers of an exchange alive."""
+    """An exchange in flight; keeps its buffers alive."""
 
-    def __init__(self, handle: Any, buffers: Sequence[Tensor], told: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(self, handle: Any, buffers: Sequence[Tensor], guard: Callable[[Callable[[], Any]], Any]) -> None:
         self._handle = handle
         self._buffers = buffers
-        self._told = told
+        self._guard = guard
 
     def wait(self) -> None:
-        self._told(self._handle.wait)
+        self._guard(self._handle.wait)
         self._buffers = ()

@@ -1,7 +1,7 @@
-"""What the runtime asks of the other ranks (the design, section 3; the paper's Communicator), and what one alone answers.
+"""The communicator: the operations between ranks that the runtime needs (the paper's Communicator).
 
-Knows flats and tensors, never units' meaning. World size 1 takes the same path with `SoloCommunicator`; several ranks have
-`process_group.py`.
+Knows flats and tensors, not what units mean. A run with one rank takes the same path, with `SoloCommunicator`; several
+ranks use process_group.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_ptm.planning.layout import FlatLayout
 
 
 class Communicator(Protocol):
-    """What the runtime needs of the other ranks. Every method but the queries is collective."""
+    """Communication with other ranks. All methods are collective, except properties and those that say otherwise."""
 
     @property
     def rank(self) -> int: ...
@@ -30,69 +30,84 @@ class Communicator(Protocol):
     def alone(self) -> bool:
         """Whether there is no other rank."""
 
-    def part(self, partition: Sequence[Sequence[int]]) -> Communicator:
-        """A communicator of those ranks of `partition` that this one is among. It is closed with this one.
+    def subgroup(self, partition: Sequence[Sequence[int]]) -> Communicator:
+        """Returns a communicator of the ranks of `partition` that include this one. It is closed with its parent.
 
         Args:
-            partition: every rank once; the same on all ranks. Collective for all of them.
+            partition: every rank once; the same on all ranks. All ranks must call.
         """
 
-    def behind(self, partition: Sequence[Sequence[int]]) -> BackgroundGroup | None:
-        """As `part`, for what is exchanged behind training; None of a rank that is alone."""
+    def background_group(self, partition: Sequence[Sequence[int]]) -> BackgroundGroup | None:
+        """Returns a group for exchanges in the background of training, partitioned as in `subgroup`; None if alone."""
 
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
-        """`shard` (shard_numel,) of every rank -> `full` (padded_numel,), stripe by stripe."""
+        """All-gathers `shard` (shard_numel,) of every rank into `full` (padded_numel,), stripe by stripe."""
 
     def gather_shares(self, share: Tensor | None, full: Tensor, shares: Sequence[int]) -> Work:
-        """What every rank has -> `full`: rank r's to [shares[r], shares[r + 1]). None of a rank whose share is empty."""
+        """Gathers every rank's share into `full`: the share of rank r to [shares[r], shares[r + 1]).
+
+        Args:
+            share: this rank's; None if it is empty.
+        """
 
     def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
-        """Sum over ranks of `full` (padded_numel,), over `divisor` -> this rank's pieces in `shard` (shard_numel,)."""
+        """Sums `full` (padded_numel,) over ranks and divides by `divisor`, into this rank's `shard` (shard_numel,)."""
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """The first `sent[0]` of `rows` (n, ...) to rank 0, and so on; returns the rows of rank 0, rank 1..., of which
-        `received` says how many there are. Waits for them."""
+        """Sends the first `sent[0]` of `rows` (n, ...) to rank 0, the next `sent[1]` to rank 1, and so on. Blocks.
+
+        Returns:
+            The rows received from rank 0, rank 1, and so on, `received[r]` rows from rank r.
+        """
 
     def start_all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, Work]:
-        """The same; the rows are there when the work has been waited for."""
+        """Starts `all_to_all`; the returned rows may be read after the work has been waited for."""
 
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
-        """Sum (or maximum) over ranks of a small tensor, in place; returns it."""
+        """Sums a small tensor over ranks (or takes the maximum), in place; returns it."""
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None: ...
     def broadcast_object(self, value: Any, source: int = 0) -> Any: ...
     def exchange(self, row: Row) -> Sequence[Row]: ...
     def exchanged(self) -> Exchanged:
-        """What this rank has exchanged with its tensor group since that has met, if anything. Not collective."""
+        """Returns what this rank has exchanged with its tensor group since they last met, for errors. Local."""
 
     def send(self, page: Tensor, rank: int) -> Work:
-        """The paper's Page.send: the bytes of a page to another rank."""
+        """Sends the bytes of a page to another rank (the paper's Page.send)."""
 
     def receive(self, page: Tensor, rank: int) -> Work:
-        """The paper's Page.receive."""
+        """Receives the bytes of a page from another rank (the paper's Page.receive)."""
 
     def meet(self, word: str | None, within_s: float) -> bool:
-        """Whether all ranks come here with the same word in time; the same answer on all that come. None: this rank knows
-        that it cannot be. For ranks that were cut short, so that nobody knows who will come: no collective."""
+        """Whether all ranks call this with the same word in time; the same answer on all ranks that call.
+
+        Not a collective: for ranks that were interrupted, when it is unknown which ranks will come.
+
+        Args:
+            word: compared between ranks; None: this rank knows already that the answer is no.
+            within_s: how long to wait.
+        """
 
     def fail(self, reason: str) -> None:
-        """This rank has failed: leaves the reason for the others and hangs up, so that none of them waits for it. Not
-        collective; only `close` may follow."""
+        """Reports that this rank has failed and closes its connections, so that no other rank waits for it.
+
+        Not collective; only `close` may follow.
+        """
 
     def close(self) -> None: ...
 
 
 class SoloCommunicator:
-    """One rank: its shard is the whole flat."""
+    """The communicator of a single rank: its shard is the whole flat."""
 
     rank = 0
     world_size = 1
     alone = True
 
-    def part(self, partition: Sequence[Sequence[int]]) -> Communicator:
+    def subgroup(self, partition: Sequence[Sequence[int]]) -> Communicator:
         return self
 
-    def behind(self, partition: Sequence[Sequence[int]]) -> BackgroundGroup | None:
+    def background_group(self, partition: Sequence[Sequence[int]]) -> BackgroundGroup | None:
         return None
 
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
@@ -134,10 +149,10 @@ class SoloCommunicator:
         return NOTHING
 
     def send(self, page: Tensor, rank: int) -> Work:
-        raise RankError(f"there is one rank only; rank {rank} does not exist")
+        raise RankError(f"the run has one rank only; rank {rank} does not exist")
 
     def receive(self, page: Tensor, rank: int) -> Work:
-        raise RankError(f"there is one rank only; rank {rank} does not exist")
+        raise RankError(f"the run has one rank only; rank {rank} does not exist")
 
     def meet(self, word: str | None, within_s: float) -> bool:
         return word is not None

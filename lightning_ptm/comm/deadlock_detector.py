@@ -1,10 +1,12 @@
-"""What a rank that waits for long tells the others of its tensor group, or finds out from them: that nobody can come.
+"""Detects that ranks of a tensor group wait for each other, by notes that waiting ranks post in a shared store.
 
-Owns how many rounds and exchanges this rank has begun. Knows no tensors, and nothing of what is exchanged but words.
+Owns how many rounds and exchanges this rank has begun. Knows no tensors, and of the exchanges only words that describe
+them.
 
-I1: a rank that waits in the round behind this one's last, and has begun fewer exchanges than this one, waits for this rank,
-    and so does this one for it, in its exchange. I2: what is told of a round stays true until this rank comes to it, so
-    nobody reads it too late. I3: who does not wait for long tells nothing and asks nobody.
+I1: if another rank waits in the round after this rank's last one, and has begun fewer exchanges than this rank, that
+    rank waits for this one in the round, and this one waits for it in an exchange: a deadlock.
+I2: a note about a round stays true until this rank comes to that round, so it can never be read too late.
+I3: a rank that does not wait long posts nothing and reads nothing.
 """
 
 from __future__ import annotations
@@ -19,100 +21,101 @@ from typing import Any
 from lightning_ptm.errors import RankError
 
 _LONG_S = 5.0
-"""So long a rank waits without a word. Others may only be slow: how long it is decides nothing."""
+"""Seconds that a rank waits before it uses the store. The others may only be slow, so the value decides nothing."""
 
 Exchanged = tuple[int, Sequence[str]]
-"""The number of a tensor group, and what a rank of it has exchanged since it has met, in words, with what it is at."""
+"""The number of a tensor group, and in words a rank's exchanges since the group last met, and what it does now."""
 
 OF_A_BATCH = "batch "
-"""So begin, among these, words for what the ranks compute; the others are for exchanges."""
+"""Prefix of words that describe what the ranks compute; all other words describe exchanges."""
 
 NOTHING: Exchanged = (0, ())
-"""Of a rank that exchanges nothing."""
+"""`Exchanged` of a rank that exchanges nothing."""
 
 
 class DeadlockDetector:
-    """Of one rank, in one run.
+    """Detects deadlocks of one rank, in one run.
 
     Args:
-        board: keys and values of all ranks, which can be reached while collectives hang.
-        key: what the keys begin with; of this run alone.
-        rank: this one.
+        store: a store of keys and values of all ranks, which works while collectives hang.
+        key: prefix of the keys, unique to this run.
+        rank: this rank.
     """
 
-    def __init__(self, board: Any, key: str, rank: int) -> None:
-        self._board = board
+    def __init__(self, store: Any, key: str, rank: int) -> None:
+        self._store = store
         self._key = f"{key}/waits"
         self._rank = rank
-        # state
         self.exchanged: Callable[[], Exchanged] = lambda: NOTHING
-        """What this rank has exchanged; called here, and where ranks explain why they give up."""
+        """Returns what this rank has exchanged. Used here and in errors."""
+        # state
         self._rounds = self._exchanges = 0
 
     def ask(self, exchanged: Callable[[], Exchanged]) -> None:
-        """From now on, what this rank has exchanged is what this says."""
+        """Sets the function that returns what this rank has exchanged."""
         self.exchanged = exchanged
 
     def in_round(self, work: Any) -> None:
         """Waits for a round of all ranks."""
         self._rounds += 1
-        if not _ends(work):
-            told = [self._rounds, self._exchanges, self.exchanged()]
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the board is gone with the rank that kept it, and so will the round be
-                self._board.set(f"{self._key}/{self._rank}", json.dumps(told))
+        if not _wait_briefly(work):
+            note = [self._rounds, self._exchanges, self.exchanged()]
+            with contextlib.suppress(RuntimeError):  # the rank that hosts the store is gone; the round will raise
+                self._store.set(f"{self._key}/{self._rank}", json.dumps(note))
             work.wait()
 
     def in_exchange(self, work: Any, ranks: Sequence[int]) -> None:
         """Waits for an exchange of this rank's tensor group.
 
         Args:
-            ranks: of the group.
+            work: the exchange's handle.
+            ranks: ranks of the group.
 
         Raises:
             RankError: one of them will not come.
         """
         self._exchanges += 1
-        while not _ends(work):
+        while not _wait_briefly(work):
             for rank in ranks:
-                self._look_at(rank)
+                self._check_note(rank)
 
-    def _look_at(self, rank: int) -> None:
-        key, told = f"{self._key}/{rank}", None
+    def _check_note(self, rank: int) -> None:
+        key, note = f"{self._key}/{rank}", None
         with contextlib.suppress(RuntimeError):
-            told = self._board.get(key) if rank != self._rank and self._board.check([key]) else None
-        if told is None:
+            note = self._store.get(key) if rank != self._rank and self._store.check([key]) else None
+        if note is None:
             return
-        rounds, exchanges, theirs = json.loads(told)
+        rounds, exchanges, theirs = json.loads(note)
         if rounds == self._rounds + 1 and exchanges < self._exchanges:  # I1
             reason = (
-                f"rank {self._rank} waits in an exchange of its tensor group to which rank {rank} does not come, which waits "
-                f"for rank {self._rank} elsewhere"
+                f"rank {self._rank} waits for rank {rank} in an exchange of their tensor group, and rank {rank} waits for "
+                f"rank {self._rank} elsewhere"
             )
             raise RankError(explained(reason, dict(sorted({rank: theirs, self._rank: self.exchanged()}.items()))))
 
 
-def _ends(work: Any) -> bool:
-    """Waits for a while; raises what the collective has failed with."""
+def _wait_briefly(work: Any) -> bool:
+    """Waits for a while; whether the collective has ended. Raises its error if it failed."""
     try:
         work.wait(timedelta(seconds=_LONG_S))
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # it has just ended, or has failed
+        work.wait()  # it ended after the timeout, or failed: this call raises its error
     return True
 
 
-def explained(reason: str, told: Mapping[int, Exchanged]) -> str:
-    """A reason why ranks cannot go on, with what two ranks of a tensor group have exchanged differently, if that is known;
-    in its place, that they compute different batches.
+def explained(reason: str, exchanged_by_rank: Mapping[int, Exchanged]) -> str:
+    """Returns `reason` with the first difference between the exchanges of two ranks of a tensor group, if there is one.
+
+    If the ranks computed different batches, that is the cause and replaces the reason.
 
     Args:
-        told: by rank.
+        reason: why ranks cannot go on.
+        exchanged_by_rank: by rank, what it has exchanged.
     """
     firsts: dict[int, tuple[int, Sequence[str]]] = {}
-    for rank, (group, theirs) in told.items():
+    for rank, (group, theirs) in exchanged_by_rank.items():
         first, ours = firsts.setdefault(group, (rank, theirs))
         for one, another in itertools.zip_longest(ours, theirs, fillvalue="no exchange"):
             if one == another:
@@ -126,7 +129,7 @@ def explained(reason: str, told: Mapping[int, Exchanged]) -> str:
 
 
 _SAME = (
-    "ranks of a tensor group have to get the same batches (a sampler goes by trainer.strategy.distributed_sampler_kwargs) "
-    "and to draw the same random numbers: on all of them alike, or from a generator of your own where one rank alone draws"
+    "give all ranks of a tensor group the same batches (build samplers from trainer.strategy.distributed_sampler_kwargs) "
+    "and the same random numbers: draw on all of them, or use a generator of your own if only one rank draws"
 )
-_SAME_ORDER = "layers that are cut have to be computed in the same order on all ranks of a tensor group, and as often"
+_SAME_ORDER = "call tensor-parallel layers in the same order, and as often, on all ranks of a tensor group"

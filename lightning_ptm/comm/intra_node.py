@@ -1,6 +1,6 @@
-"""The ways that ranks of one machine have to each other beside process groups.
+"""Connections between ranks of one machine that bypass process groups: sockets for rounds, shared memory for exchanges.
 
-Owns when there are any, and what ranks say that have come to different exchanges. All ranks find it out together.
+Owns the decision whether they exist, which all ranks take together, and the error of ranks whose exchanges differ.
 """
 
 from __future__ import annotations
@@ -19,37 +19,40 @@ from lightning_ptm.errors import RankError
 
 
 class IntraNode:
-    """Of the ranks of some lines, with which they end. Collective.
+    """The direct connections between the ranks of some process groups. They are closed with the groups. Collective.
 
     Args:
+        process_groups: the process groups.
         timeout: after this long without an answer of the others, waiting fails.
-        rounds: they tell each other rows.
-        exchanges: they exchange activations in RAM.
+        rounds: make connections for rows of rounds.
+        exchanges: make connections for activations in RAM.
     """
 
-    def __init__(self, lines: ProcessGroups, timeout: datetime.timedelta, *, rounds: bool, exchanges: bool) -> None:
-        self._lines = lines
+    def __init__(
+        self, process_groups: ProcessGroups, timeout: datetime.timedelta, *, rounds: bool, exchanges: bool
+    ) -> None:
+        self._groups = process_groups
         self.rounds: UdsConnections | None = None
         self.exchanges: ShmCollectives | None = None
-        rank, size = lines.rank, len(lines.ranks)
-        found = connected(rank, size, timeout, self._gathered) if rounds else None
+        rank, size = process_groups.rank, len(process_groups.ranks)
+        found = connected(rank, size, timeout, self._all_gather_object) if rounds else None
         if found is not None:
-            self.rounds = lines.with_connections(found[0])
+            self.rounds = process_groups.add_connections(found[0])
         if exchanges:
-            near = shm_collectives(rank, size, timeout, self._gathered, self._wait, self._differ)
-            self.exchanges = None if near is None else lines.with_connections(near)
+            near = shm_collectives(rank, size, timeout, self._all_gather_object, self._wait, self._raise_difference)
+            self.exchanges = None if near is None else process_groups.add_connections(near)
 
-    def _gathered(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * len(self._lines.ranks)
-        # Not counted as issued: some parts may need fewer of them than others.
-        self._lines.guard(lambda: dist.all_gather_object(values, value, group=self._lines.control))
+    def _all_gather_object(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * len(self._groups.ranks)
+        # Not counted as issued: some subgroups may need fewer of these collectives than others.
+        self._groups.guard(lambda: dist.all_gather_object(values, value, group=self._groups.control))
         return values
 
     def _wait(self, work: Any) -> None:
-        self._lines.deadlock_detector.in_exchange(work, self._lines.ranks)
+        self._groups.deadlock_detector.in_exchange(work, self._groups.ranks)
 
-    def _differ(self, connections: UdsConnections) -> NoReturn:
-        words = connections.tell_text(json.dumps(self._lines.deadlock_detector.exchanged()))
-        told = dict(zip(self._lines.ranks, map(json.loads, words), strict=True))
-        reason = f"rank {self._lines.own_rank} and another rank of its tensor group have come to different exchanges"
-        raise RankError(explained(reason, told))
+    def _raise_difference(self, connections: UdsConnections) -> NoReturn:
+        words = connections.all_gather_text(json.dumps(self._groups.deadlock_detector.exchanged()))
+        exchanged_by_rank = dict(zip(self._groups.ranks, map(json.loads, words), strict=True))
+        reason = f"rank {self._groups.own_rank} and another rank of its tensor group have come to different exchanges"
+        raise RankError(explained(reason, exchanged_by_rank))

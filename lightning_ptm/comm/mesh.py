@@ -1,9 +1,10 @@
 """The communicators of one run, by the axes of its mesh.
 
-Owns which of them is among whom. Knows axes and their sizes, not what ranks do along them.
+Owns which ranks each communicator has. Knows axes and their sizes, not what ranks do along them.
 
-I1: along axes that reach all ranks is the communicator of all; a rank that is alone along its axes has one of its own.
-I2: all of them are made at the start, in the same order on all ranks; later, asking makes none.
+I1: axes that reach all ranks give the communicator of all ranks; a rank that is alone along its axes gets a
+    SoloCommunicator.
+I2: all communicators are made at the start, in the same order on all ranks; `along` makes none.
 """
 
 from __future__ import annotations
@@ -16,36 +17,39 @@ from lightning_ptm.planning.sharding import Axis, Mesh
 
 
 class Communicators:
-    """Whoever differs along some axes alone, by these axes. Collective: process groups are made.
+    """Communicators of the ranks that differ from this one only along some axes. Collective: makes process groups.
 
     Args:
-        everybody: of all ranks of the mesh; those made here end with it.
-        along: the sets of axes that will be asked for, beside all of them; the same on all ranks.
-        behind: the axes along which ranks exchange something behind training; the same on all ranks.
+        mesh: axes and sizes.
+        world: communicator of all ranks of the mesh; closes those made here.
+        along: sets of axes that `along` will be called with, besides all axes; the same on all ranks.
+        background: axes along which ranks exchange data in the background of training; the same on all ranks.
     """
 
     def __init__(
         self,
         mesh: Mesh,
-        everybody: Communicator,
+        world: Communicator,
         along: Iterable[Collection[Axis]] = (),
-        behind: Collection[Axis] = (),
+        background: Collection[Axis] = (),
     ) -> None:
         self._mesh = mesh
-        self.everybody = everybody
-        self._made = {self._wide(mesh.sizes): everybody}
+        self.world = world
+        self._made = {self._nontrivial(mesh.sizes): world}
         for axes in along:
-            wide = self._wide(axes)
-            if wide not in self._made:
-                self._made[wide] = everybody.part(mesh.groups(wide)) if wide else SoloCommunicator()
-        wide = self._wide(behind)
-        self.behind: BackgroundGroup | None = everybody.behind(mesh.groups(wide)) if wide else None
-        """Of the ranks that differ from this one along `behind` alone, if there are others."""
+            nontrivial = self._nontrivial(axes)
+            if nontrivial not in self._made:
+                self._made[nontrivial] = world.subgroup(mesh.groups(nontrivial)) if nontrivial else SoloCommunicator()
+        nontrivial = self._nontrivial(background)
+        self.background: BackgroundGroup | None = (
+            world.background_group(mesh.groups(nontrivial)) if nontrivial else None
+        )
+        """Group of the ranks that differ from this one only along `background`; None if there are no others."""
 
     def along(self, axes: Collection[Axis]) -> Communicator:
-        """Of the ranks that differ from this one along these axes alone."""
-        return self._made[self._wide(axes)]
+        """Returns the communicator of the ranks that differ from this one only along these axes."""
+        return self._made[self._nontrivial(axes)]
 
-    def _wide(self, axes: Collection[Axis]) -> frozenset[Axis]:
-        """Of some axes, those along which there are others."""
+    def _nontrivial(self, axes: Collection[Axis]) -> frozenset[Axis]:
+        """Returns those of the axes along which there is more than one rank."""
         return frozenset(axis for axis in axes if self._mesh.sizes[axis] > 1)

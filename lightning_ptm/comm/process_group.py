@@ -1,15 +1,14 @@
-"""The collectives of pages over several ranks: one stripe of a flat at a time (section 3 of the design).
+"""Collectives of pages between several ranks over torch.distributed, one stripe of a flat at a time.
 
-The process groups are `process_groups.py`'s, and what ranks of one machine tell each other without one is
-`intra_node.py`'s. What some
-ranks only share has a communicator of theirs (`ProcessGroupCommunicator.part`): its ranks are counted among themselves, and
-it ends with the one of all.
+The process groups are in process_groups.py, and direct connections between ranks of one machine in intra_node.py. Ranks
+that share only a part of the states have a communicator of their own (`ProcessGroupCommunicator.subgroup`): its ranks
+are numbered among themselves, and it is closed with the communicator of all ranks.
 
-I1: an all-gather of stripe i writes piece r of rank r straight into its place in the full flat; nothing is merged. Shares of
-    different lengths (whole parameters of each rank) go from their owner to all others, and come to it.
-I2: a reduction adds the ranks' pieces in rank order, in fp32 on CPU, and rounds once.
-I3: on a device, torch's own groups keep the order: a collective is behind what the current stream has queued when it is
-    issued, on a stream of its group's, and its handle's `wait` has the stream wait that is the current one then.
+I1: an all-gather of stripe i writes the piece of rank r directly to its position in the full flat; nothing is copied
+    afterwards. Shares of different lengths (whole parameters of each rank) are broadcast by their owners.
+I2: on a CPU, a reduction adds the ranks' pieces in rank order, in fp32, and rounds once.
+I3: on a device, torch's own groups keep the order: a collective runs on a stream of its group, after the work that the
+    current stream has queued when it is issued; `wait` of its handle makes the stream that is current then wait for it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_ptm.comm.agreement import Row
 from lightning_ptm.comm.background_group import BackgroundGroup
@@ -35,22 +33,23 @@ from lightning_ptm.comm.work import Work
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import Backend, in_ram
 from lightning_ptm.planning.layout import FlatLayout
+from lightning_ptm.torch_internals import AllgatherOptions, backend_of_group, gather_by_backend
 
 Exchange = Callable[[dist.ProcessGroup, bool], tuple[Tensor, Any]]
 NearExchange = Callable[[ShmCollectives, int], Tensor]
-"""See `ProcessGroupCommunicator.issue`."""
+"""Argument types of `ProcessGroupCommunicator.issue`."""
 
 
 class ProcessGroupCommunicator:
-    """Collectives over torch.distributed, by the library of the device, and a gloo group for agreements.
+    """Communicator over torch.distributed: a data group with the device's library, and a gloo group for agreements.
 
     Args:
-        backend: the compute device of this rank; decides the library of the data group.
+        backend: the compute device of this rank; determines the library of the data group.
         timeout: after this long without an answer of the others a collective fails (`RankError`).
-        events: told of every collective of pages or tokens.
-        within: see `part`.
-        partition: see `part`.
-        exchanging: see `part`.
+        events: gets an event for every collective of pages or tokens.
+        within: the communicator of all ranks, of which this is a part; None: this is of all ranks.
+        partition: see `subgroup`.
+        exchanging: see `subgroup`.
     """
 
     def __init__(
@@ -66,45 +65,43 @@ class ProcessGroupCommunicator:
         self._events = events or Events()
         self._timeout = timeout
         self._backend = backend
-        self._lines: ProcessGroups = ProcessGroups(
-            backend.collectives, timeout, within=None if within is None else within._lines, partition=partition
+        self._groups: ProcessGroups = ProcessGroups(
+            backend.collectives, timeout, within=None if within is None else within._groups, partition=partition
         )
-        self._ranks = self._lines.ranks
-        self.rank, self.world_size = self._lines.rank, len(self._ranks)
-        self.deadlock_detector = self._lines.deadlock_detector
-        # torch 2.13 renamed the flat collectives and warns for the old names.
-        self._all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._ranks = self._groups.ranks
+        self.rank, self.world_size = self._groups.rank, len(self._ranks)
+        self.deadlock_detector = self._groups.deadlock_detector
         self._rows_in = torch.zeros(3, dtype=torch.int64)
         self._rows_out = torch.zeros(3 * self.world_size, dtype=torch.int64)
         self._rows_options = AllgatherOptions()
-        self._behind: list[BackgroundGroup] = []
+        self._background_groups: list[BackgroundGroup] = []
         exchanges = exchanging and not backend.apart
-        self._direct = IntraNode(self._lines, timeout, rounds=within is None, exchanges=exchanges)
+        self._intra_node = IntraNode(self._groups, timeout, rounds=within is None, exchanges=exchanges)
 
     @property
     def alone(self) -> bool:
         return self.world_size == 1
 
-    def part(self, partition: Sequence[Sequence[int]], *, exchanging: bool = False) -> ProcessGroupCommunicator:
-        """See `Communicator.part`.
+    def subgroup(self, partition: Sequence[Sequence[int]], *, exchanging: bool = False) -> ProcessGroupCommunicator:
+        """See `Communicator.subgroup`.
 
         Args:
-            exchanging: its ranks exchange activations (`issue`).
+            partition: every rank once; the same on all ranks.
+            exchanging: whether its ranks exchange activations (`issue`).
         """
         return ProcessGroupCommunicator(
             self._backend, self._timeout, self._events, within=self, partition=partition, exchanging=exchanging
         )
 
-    def behind(self, partition: Sequence[Sequence[int]]) -> BackgroundGroup | None:
+    def background_group(self, partition: Sequence[Sequence[int]]) -> BackgroundGroup | None:
         made: BackgroundGroup | None = None
         for ranks in partition:  # every rank makes all groups, in the same order
             members = list(ranks)
-            group = self._lines.guard(lambda: dist.new_group(members, backend=GLOO, timeout=self._timeout))  # noqa: B023
-            if self._lines.own_rank in members and len(members) > 1:
+            group = self._groups.guard(lambda: dist.new_group(members, backend=GLOO, timeout=self._timeout))  # noqa: B023
+            if self._groups.own_rank in members and len(members) > 1:
                 made = BackgroundGroup(group, members)
-                self._behind.append(made)
-            del group  # the last reference must be `close`'s
+                self._background_groups.append(made)
+            del group  # BackgroundGroup must have the last reference, so that its `close` closes the connections
         return made
 
     def all_gather(self, shard: Tensor, full: Tensor, flat: FlatLayout) -> Work:
@@ -113,12 +110,12 @@ class ProcessGroupCommunicator:
 
         def start() -> list[Any]:
             return [
-                self._all_gather_flat(stripe, piece, group=self._lines.data, async_op=True)
+                dist.all_gather_single(stripe, piece, group=self._groups.data, async_op=True)
                 for stripe, piece in _stripes(flat, full, shard)
             ]
 
-        told = _told(self._events, "all_gather", full)
-        return Work(self._lines.issue(start), [shard, full], guard=self._lines.guard, done=told)
+        at_end = _event_at_end(self._events, "all_gather", full)
+        return Work(self._groups.issue(start), [shard, full], guard=self._groups.guard, done=at_end)
 
     def gather_shares(self, share: Tensor | None, full: Tensor, shares: Sequence[int]) -> Work:
         places = [full[start:end] for start, end in itertools.pairwise(shares)]
@@ -127,14 +124,14 @@ class ProcessGroupCommunicator:
             if share is not None:
                 places[self.rank].copy_(share)
             return [
-                dist.broadcast(place, src=source, group=self._lines.data, async_op=True)
+                dist.broadcast(place, src=source, group=self._groups.data, async_op=True)
                 for place, source in zip(places, self._ranks, strict=True)
                 if place.numel()
             ]
 
-        told = _told(self._events, "all_gather", full)
+        at_end = _event_at_end(self._events, "all_gather", full)
         buffers = [full] if share is None else [share, full]
-        return Work(self._lines.issue(start), buffers, guard=self._lines.guard, done=told)
+        return Work(self._groups.issue(start), buffers, guard=self._groups.guard, done=at_end)
 
     def reduce_scatter(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
         if flat.shares and self._backend.collectives != GLOO:
@@ -143,8 +140,8 @@ class ProcessGroupCommunicator:
 
             def start() -> list[Any]:
                 return [
-                    self._reduce_scatter_flat(
-                        piece, stripe, op=dist.ReduceOp.AVG, group=self._lines.data, async_op=True
+                    dist.reduce_scatter_single(
+                        piece, stripe, op=dist.ReduceOp.AVG, group=self._groups.data, async_op=True
                     )
                     for stripe, piece in _stripes(flat, full, shard)
                 ]
@@ -157,7 +154,7 @@ class ProcessGroupCommunicator:
 
         def start() -> list[Any]:
             return [
-                dist.reduce(place, dst=owner, op=dist.ReduceOp.AVG, group=self._lines.data, async_op=True)
+                dist.reduce(place, dst=owner, op=dist.ReduceOp.AVG, group=self._groups.data, async_op=True)
                 for place, owner in zip(places, self._ranks, strict=True)
             ]
 
@@ -166,7 +163,11 @@ class ProcessGroupCommunicator:
     def _average(
         self, start: Callable[[], list[Any]], full: Tensor, shard: Tensor, divisor: float, mean: Tensor | None = None
     ) -> Work:
-        """A reduction whose mean over the ranks comes to `mean`, by default to `shard`."""
+        """Returns the work of a reduction that writes the mean over ranks to `mean`, then its result to `shard`.
+
+        Args:
+            mean: this rank's part of the mean; None: `shard` itself.
+        """
 
         def finish() -> None:
             if mean is not None:
@@ -174,12 +175,12 @@ class ProcessGroupCommunicator:
             if divisor != self.world_size:
                 shard.mul_(self.world_size / divisor)
 
-        told = _told(self._events, "reduce_scatter", full)
-        return Work(self._lines.issue(start), [full, shard], finish, self._lines.guard, told)
+        at_end = _event_at_end(self._events, "reduce_scatter", full)
+        return Work(self._groups.issue(start), [full, shard], finish, self._groups.guard, at_end)
 
     def _exchange_and_add(self, full: Tensor, shard: Tensor, flat: FlatLayout, divisor: float) -> Work:
-        # gloo's reduce-scatter moves all ranks' data to all ranks and adds in 16 bit; an all-to-all moves each piece
-        # once, and we add in fp32, in rank order (I2).
+        # gloo's reduce-scatter sends all data to all ranks and adds in 16 bit. An all-to-all sends each piece once,
+        # and the sum is computed here in fp32, in rank order (I2).
         sent: list[int] | None = None
         theirs: list[int] | None = None
         if flat.shares:
@@ -194,7 +195,7 @@ class ProcessGroupCommunicator:
 
         def start() -> list[Any]:
             return [
-                dist.all_to_all_single(into, stripe, theirs, sent, group=self._lines.data, async_op=True)
+                dist.all_to_all_single(into, stripe, theirs, sent, group=self._groups.data, async_op=True)
                 for stripe, (into, _) in zip(stripes, pairs, strict=True)
             ]
 
@@ -206,8 +207,8 @@ class ProcessGroupCommunicator:
                     total.add_(parts[rank])
                 piece.copy_(total.div_(divisor))
 
-        told = _told(self._events, "reduce_scatter", full)
-        return Work(self._lines.issue(start), [full, received, shard], add, self._lines.guard, told)
+        at_end = _event_at_end(self._events, "reduce_scatter", full)
+        return Work(self._groups.issue(start), [full, received, shard], add, self._groups.guard, at_end)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         out, work = self.start_all_to_all(rows, sent, received)
@@ -215,37 +216,39 @@ class ProcessGroupCommunicator:
         return out
 
     def start_all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, Work]:
-        group = self._lines.data if self._backend.holds(rows) else self._lines.control
+        group = self._groups.data if self._backend.holds(rows) else self._groups.control
         out = rows.new_empty(sum(received), *rows.shape[1:])
         rows = rows.contiguous()
 
         def start() -> Any:
             return dist.all_to_all_single(out, rows, list(received), list(sent), group=group, async_op=True)
 
-        told = _told(self._events, "all_to_all", rows)
-        return out, Work([self._lines.issue(start)], [rows, out], guard=self._lines.guard, done=told)
+        at_end = _event_at_end(self._events, "all_to_all", rows)
+        return out, Work([self._groups.issue(start)], [rows, out], guard=self._groups.guard, done=at_end)
 
     def issue(self, collective: Exchange, value: Tensor, near: NearExchange | None = None, word: int = 0) -> Tensor:
-        """An exchange of activations, behind what the current stream has queued, and before what it queues next. These ranks
-        have agreed that it is the next one.
+        """Runs an exchange of activations, ordered between past and future work of the current stream.
+
+        The ranks must have agreed that it is the next exchange.
 
         Args:
-            collective: issues it on a process group, and returns what it results in when the current stream is behind it; or,
-                where told that it is asynchronous, its handle, too.
-            value: what it sends; decides by which way.
-            near: the same among ranks of one machine.
-            word: tells which one it is; where ranks of one machine do not tell the same, all raise before they read.
+            collective: issues it on the given process group and returns its result, which the current stream may use
+                next. If its second argument is True it is asynchronous, and returns its handle as well.
+            value: the tensor that it sends; selects the path.
+            near: the same exchange over shared memory, between ranks of one machine.
+            word: identifies the exchange; if ranks of one machine pass different words, all raise before they read
+                data.
 
         Raises:
             RankError: one of the ranks will not come, or has come to another exchange.
         """
-        shm_collectives = self._direct.exchanges
+        shm_collectives = self._intra_node.exchanges
         if shm_collectives is not None and near is not None and in_ram(value):
-            self._lines.check_open()
-            result: Tensor = self._lines.issue(lambda: near(shm_collectives, word))
+            self._groups.check_open()
+            result: Tensor = self._groups.issue(lambda: near(shm_collectives, word))
             return result
-        group = self._lines.data if self._backend.holds(value) else self._lines.control
-        waits = self._backend.collectives == GLOO or group is self._lines.control  # the host waits
+        group = self._groups.data if self._backend.holds(value) else self._groups.control
+        waits = self._backend.collectives == GLOO or group is self._groups.control  # the host waits
 
         def start() -> Tensor:
             out, handle = collective(group, waits)
@@ -253,40 +256,42 @@ class ProcessGroupCommunicator:
                 self.deadlock_detector.in_exchange(handle, self._ranks)
             return out
 
-        out: Tensor = self._lines.issue(start)
+        out: Tensor = self._groups.issue(start)
         return out
 
     def all_reduce(self, values: Tensor, *, maximum: bool = False) -> Tensor:
-        # On the control group: values are small and the host needs them.
+        # On the control group: the values are small and the host reads them.
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         on_host = values.cpu()
-        self._lines.issue(lambda: dist.all_reduce(on_host, op=operation, group=self._lines.control))
+        self._groups.issue(lambda: dist.all_reduce(on_host, op=operation, group=self._groups.control))
         values.copy_(on_host)
         return values
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        group = self._lines.control if in_ram(tensor) else self._lines.data
-        self._lines.issue(lambda: dist.broadcast(tensor, src=self._ranks[source], group=group))
+        group = self._groups.control if in_ram(tensor) else self._groups.data
+        self._groups.issue(lambda: dist.broadcast(tensor, src=self._ranks[source], group=group))
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         box = [value]
-        self._lines.issue(lambda: dist.broadcast_object_list(box, src=self._ranks[source], group=self._lines.control))
+        self._groups.issue(lambda: dist.broadcast_object_list(box, src=self._ranks[source], group=self._groups.control))
         return box[0]
 
     def exchange(self, row: Row) -> Sequence[Row]:
-        connections = self._direct.rounds
+        connections = self._intra_node.rounds
         if connections is not None:
-            self._lines.check_open()
-            told: list[Row] = self._lines.issue(lambda: connections.tell(row, self.deadlock_detector.in_round))
-            return told
+            self._groups.check_open()
+            rows: list[Row] = self._groups.issue(
+                lambda: connections.all_gather_row(row, self.deadlock_detector.in_round)
+            )
+            return rows
         self._rows_in.copy_(torch.tensor(row, dtype=torch.int64))
 
-        # Of the backend itself: on the way there torch spends as long in Python as on the exchange.
+        # Calls the gloo backend itself: torch's Python wrappers take as long as the exchange.
         def exchange() -> None:
-            gloo: Any = self._lines.control._get_backend(self._rows_in.device)
-            self.deadlock_detector.in_round(gloo._allgather_base(self._rows_out, self._rows_in, self._rows_options))
+            gloo = backend_of_group(self._groups.control, self._rows_in.device)
+            self.deadlock_detector.in_round(gather_by_backend(gloo, self._rows_out, self._rows_in, self._rows_options))
 
-        self._lines.issue(exchange)
+        self._groups.issue(exchange)
         values = self._rows_out.tolist()
         return [(values[3 * rank], values[3 * rank + 1], values[3 * rank + 2]) for rank in range(self.world_size)]
 
@@ -294,37 +299,39 @@ class ProcessGroupCommunicator:
         return self.deadlock_detector.exchanged()
 
     def send(self, page: Tensor, rank: int) -> Work:
-        handle = self._lines.issue(lambda: dist.isend(page, self._ranks[rank], group=self._lines.data))
-        return Work([handle], [page], guard=self._lines.guard)
+        handle = self._groups.issue(lambda: dist.isend(page, self._ranks[rank], group=self._groups.data))
+        return Work([handle], [page], guard=self._groups.guard)
 
     def receive(self, page: Tensor, rank: int) -> Work:
-        handle = self._lines.issue(lambda: dist.irecv(page, self._ranks[rank], group=self._lines.data))
-        return Work([handle], [page], guard=self._lines.guard)
+        handle = self._groups.issue(lambda: dist.irecv(page, self._ranks[rank], group=self._groups.data))
+        return Work([handle], [page], guard=self._groups.guard)
 
     def meet(self, word: str | None, within_s: float) -> bool:
-        return self._lines.meet(word, within_s)
+        return self._groups.meet(word, within_s)
 
     def fail(self, reason: str) -> None:
-        self._lines.fail(reason)
+        self._groups.fail(reason)
 
     @property
     def group_names(self) -> list[str]:
-        """Of all groups that collectives are issued on here."""
-        return [*self._lines.group_names, *(each.group_name for each in self._behind)]
+        """Names of all groups that this communicator issues collectives on."""
+        return [*self._groups.group_names, *(each.group_name for each in self._background_groups)]
 
     def close(self) -> None:
-        """Destroys the two groups, those of its parts and those behind training. Not collective: a rank that failed closes
-        alone. Blocks until collectives in flight have ended, so that afterwards nothing writes into their buffers.
-        Idempotent."""
-        self._lines.hang_up()
-        for each in self._behind:
+        """Destroys its groups, those of its parts, and the background groups. Idempotent.
+
+        Not collective: a rank that failed closes alone. Blocks until collectives in flight have ended, so that
+        afterwards nothing writes into their buffers.
+        """
+        self._groups.close()
+        for each in self._background_groups:
             each.close()
 
 
 def _stripes(flat: FlatLayout, full: Tensor, shard: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pairs (stripe of `full`: world_size pieces; this rank's piece in `shard`)."""
+    """Returns pairs (stripe of `full`: world_size pieces; this rank's piece in `shard`)."""
     pairs = []
-    for piece in flat.pieces(0):  # stripes lie at the same places for every rank
+    for piece in flat.pieces(0):  # stripes have the same positions for every rank
         start = piece.full_start
         pairs.append(
             (
@@ -335,8 +342,8 @@ def _stripes(flat: FlatLayout, full: Tensor, shard: Tensor) -> list[tuple[Tensor
     return pairs
 
 
-def _told(events: Events, name: str, full: Tensor) -> Callable[[], None] | None:
-    """What the end of a collective that begins now has to tell; None while nobody listens."""
+def _event_at_end(events: Events, name: str, full: Tensor) -> Callable[[], None] | None:
+    """Returns a callback that sends the event of a collective that begins now; None without listeners."""
     if not events.heard:
         return None
     began_s, size_bytes = perf_counter(), full.nbytes

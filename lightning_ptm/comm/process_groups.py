@@ -1,10 +1,11 @@
-"""The process groups of some ranks: which collectives have been issued on them, and what becomes of one whose rank is gone.
+"""The process groups of some ranks, the count of collectives issued on them, and the handling of failed ranks.
 
-Owns the groups, and what a failed rank leaves for the others on the board: torch's store, which works while collectives hang.
+Owns the groups, and the reason of a failed rank in torch's store, which works while collectives hang.
 
-I1: no rank waits for one that has failed: it hangs up (`fail`), or its process's end does, and every collective that it
-    is missing from raises `RankError` on the others, with its reason if it could leave one.
-I2: parts of these ranks have lines of theirs, and hang up with them.
+I1: no rank waits for a rank that has failed. The failed rank closes its connections (`fail`), or the end of its process
+    does. Every collective that it is missing from then raises `RankError` on the others, with its reason if it could
+    post one.
+I2: subgroups of these ranks have a ProcessGroups of their own, and are closed with this one.
 """
 
 from __future__ import annotations
@@ -20,30 +21,31 @@ import torch.distributed as dist
 
 from lightning_ptm.comm.deadlock_detector import DeadlockDetector
 from lightning_ptm.errors import RankError, UsageError
+from lightning_ptm.torch_internals import default_store
 
 GLOO = "gloo"
 _LOOK_S = 0.05
-"""How often a rank that was cut short looks who else has come."""
+"""Seconds between two looks of an interrupted rank at the store."""
 
 
 class StoreConnection(Protocol):
-    """Connections of other kinds."""
+    """A connection of another kind that is closed with the groups."""
 
     def close(self) -> None:
-        """Whoever waits at the other end sees it. Idempotent."""
+        """Closes the connection, which ends the waiting of other ranks. Idempotent."""
 
 
 T = TypeVar("T", bound=StoreConnection)
 
 
 class ProcessGroups:
-    """This rank's lines to the ranks of `partition` that it is among: a group for data, and one of gloo for agreements.
+    """The two process groups of this rank with some ranks: one for data, and one of gloo for agreements.
 
     Args:
-        collectives: the library of the data group.
+        collectives: torch's name of the data group's backend.
         timeout: after this long without an answer of the others a collective fails (`RankError`).
-        within: of all ranks, of which these are a part.
-        partition: every rank once; the same on all ranks, which make all groups. None: all together.
+        within: the groups of all ranks, of which these are a part; None: these are of all ranks.
+        partition: every rank once; the same on all ranks, which make all groups. None: one group of all ranks.
     """
 
     def __init__(
@@ -56,13 +58,13 @@ class ProcessGroups:
     ) -> None:
         partition = partition or [range(dist.get_world_size())]
         self.ranks = next(tuple(ranks) for ranks in partition if dist.get_rank() in ranks)
-        """Of all, by their numbers among these."""
+        """Ranks of these groups: global rank by rank within the groups."""
         self.rank = self.ranks.index(dist.get_rank())
-        self._board = dist.distributed_c10d._get_default_store()
+        self._store = default_store()
         self._failure_key: str = "" if within is None else within._failure_key
         self._parts: list[ProcessGroups] = []
 
-        # State: no group any more once closed.
+        # State. The groups are None once closed.
         self._begun = self._issued = 0
         """Collectives that this rank has begun to issue, and that it has issued."""
         self._data_group: dist.ProcessGroup | None = None
@@ -74,12 +76,12 @@ class ProcessGroups:
             control = self.guard(lambda: dist.new_group(members, backend=GLOO, timeout=timeout))  # noqa: B023
             if dist.get_rank() in ranks:
                 self._data_group, self._control_group = data, control
-            del data, control  # the last reference must be `hang_up`'s
+            del data, control  # `close` must drop the last reference, which closes the connections
         if within is None:
-            # Of these lines alone: groups are numbered alike on all ranks.
+            # Unique to this run, and equal on all ranks, since torch numbers groups alike on all of them.
             self._failure_key = f"lightning_ptm/failure/{self.control.group_name}"
         self.deadlock_detector: DeadlockDetector = (
-            DeadlockDetector(self._board, self._failure_key, self.own_rank)
+            DeadlockDetector(self._store, self._failure_key, self.own_rank)
             if within is None
             else within.deadlock_detector
         )
@@ -95,14 +97,11 @@ class ProcessGroups:
         return self._still_open(self._control_group)
 
     def check_open(self) -> None:
-        """
-        Raises:
-            UsageError: this rank has hung up.
-        """
+        """Raises UsageError if the groups are closed."""
         self._still_open(self._control_group)
 
-    def with_connections(self, connections: T) -> T:
-        """Further connections of these ranks, which end with the groups; returned."""
+    def add_connections(self, connections: T) -> T:
+        """Registers further connections of these ranks, to be closed with the groups; returns them."""
         self._connections.append(connections)
         return connections
 
@@ -115,7 +114,7 @@ class ProcessGroups:
 
     @property
     def own_rank(self) -> int:
-        """Among all ranks."""
+        """Global rank of this process."""
         return self.ranks[self.rank]
 
     def issue(self, collective: Callable[[], Any]) -> Any:
@@ -126,20 +125,20 @@ class ProcessGroups:
         return result
 
     def guard(self, call: Callable[[], Any]) -> Any:
-        """Calls it, and turns what a failed collective raises into RankError."""
+        """Calls `call`, and turns the error of a failed collective into RankError."""
         try:
             return call()
         except RuntimeError as error:
             if isinstance(error, (UsageError, RankError)):
                 raise
-            # Without its traceback, whose frames name the group and would keep the connections open in `fail`.
+            # Without its traceback, whose frames refer to the group and would keep its connections open after `fail`.
             raise RankError(self._explanation(error)) from error.with_traceback(None)
 
     def _explanation(self, error: RuntimeError) -> str:
         reason = ""
-        with contextlib.suppress(Exception):  # the board may be gone with the rank that kept it
-            if self._failure_key and self._board.check([self._failure_key]):
-                reason = self._board.get(self._failure_key).decode()
+        with contextlib.suppress(Exception):  # the rank that hosts the store may be gone
+            if self._failure_key and self._store.check([self._failure_key]):
+                reason = self._store.get(self._failure_key).decode()
         if reason:
             return (
                 f"{reason}; a collective needs all ranks, so rank {self.own_rank} stops too; look for the traceback in that "
@@ -157,7 +156,7 @@ class ProcessGroups:
         """See `Communicator.meet`."""
         if self._control_group is None:
             return False
-        # Ranks that have not issued the same collectives would take one for another from now on.
+        # Ranks that have issued different numbers of collectives would mismatch all later ones.
         everything = (self, *self._parts)
         if word is not None and all(each._begun == each._issued for each in everything):
             word = f"{word}, {[each._issued for each in everything]} collectives"
@@ -168,37 +167,37 @@ class ProcessGroups:
         try:
             agreed = word is not None
             if word is not None:
-                self._board.set(keys[self.rank], word)
+                self._store.set(keys[self.rank], word)
                 until = monotonic() + within_s
-                while not self._board.check(keys):
-                    known = self._board.check([verdict_key]) or self._board.check([self._failure_key])
+                while not self._store.check(keys):
+                    known = self._store.check([verdict_key]) or self._store.check([self._failure_key])
                     if known or monotonic() > until:
                         break
                     time.sleep(_LOOK_S)
-                agreed = self._board.check(keys) and all(self._board.get(key).decode() == word for key in keys)
-            # The first to know decides: another may look when the last one has just come, or not yet.
-            return bool(self._board.compare_set(verdict_key, "", "yes" if agreed else "no") == b"yes")
-        except RuntimeError:  # the board is gone with the rank that kept it
+                agreed = self._store.check(keys) and all(self._store.get(key).decode() == word for key in keys)
+            # The first rank with an answer decides for all: the last rank may come between the looks of two others.
+            return bool(self._store.compare_set(verdict_key, "", "yes" if agreed else "no") == b"yes")
+        except RuntimeError:  # the rank that hosts the store is gone
             return False
 
     def fail(self, reason: str) -> None:
         """See `Communicator.fail`."""
         if self._control_group is None:
             return
-        # The board is gone when its rank's process is. The first reason stays: it is the cause of the others.
+        # The store may be gone with the rank that hosts it. Only the first reason is kept: it caused the others.
         with contextlib.suppress(Exception):
-            self._board.compare_set(self._failure_key, "", f"rank {self.own_rank} failed with {reason}")
-        self.hang_up()
+            self._store.compare_set(self._failure_key, "", f"rank {self.own_rank} failed with {reason}")
+        self.close()
 
     @property
     def group_names(self) -> list[str]:
-        """Of all groups that collectives are issued on here."""
+        """Names of all groups that collectives are issued on, including those of subgroups."""
         groups = [group for each in (self, *self._parts) for group in (each._data_group, each._control_group)]
         return [group.group_name for group in groups if group is not None]
 
-    def hang_up(self) -> None:
-        """Destroys all groups, those of parts, too. Not collective. Idempotent."""
-        # Dropping the last reference is what closes the groups' connections. Control first: there the others wait.
+    def close(self) -> None:
+        """Destroys all groups, including those of subgroups. Not collective. Idempotent."""
+        # Dropping the last reference closes a group's connections. Control groups first: the other ranks wait there.
         communicators = [self, *self._parts]
         for each in communicators:
             for connections in each._connections:

@@ -1,4 +1,4 @@
-"""What fails on one rank raises on all of them. Knows errors and one small collective."""
+"""Raises an error of one rank on all ranks. Knows errors and one small collective."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from lightning_ptm.errors import CheckpointError, FailedElsewhere
 
 @contextmanager
 def raise_on_all_ranks(communicator: Communicator, meet: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """What the block raises on one rank raises on all of them. Collective, at the end of the block. Of errors that only tell
-    of others (`FailedElsewhere`), the others' take the place.
+    """Raises on all ranks what the block raises on one of them. Collective, at the end of the block.
+
+    A `FailedElsewhere`, which only reports the failure of another rank, is replaced by that rank's error.
 
     Args:
-        meet: called before ranks tell each other, where some may still be busy with what they need the others for.
+        communicator: of all ranks.
+        meet: called before the collective, if other ranks may still be busy with work that needs this rank.
     """
     error: Exception | None = None
     try:

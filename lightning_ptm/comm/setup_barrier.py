@@ -1,13 +1,14 @@
-"""Whether the other ranks come, too, while a run is set up: before it has lines of its own, which would tell.
+"""Barrier during set-up, before a run has process groups of its own that would detect a failed rank.
 
-A rank that fails there, in `setup`, `configure_model` or `configure_optimizers`, and whose process lives on (it fits again,
-or a thread keeps it), would be waited for until `timeout`, in a collective that it takes part in with something else.
+A rank that fails in `setup`, `configure_model` or `configure_optimizers` may live on (the user fits again, or a thread
+keeps the process). Without the barrier the other ranks would wait for it until `timeout`, in a collective in which it
+may even take part with a different call.
 
-Owns how many points this rank has come to.
+Owns the number of points that this rank has reached.
 
-I1: who fails tells so on the board, and waits for nobody.
-I2: between a point and the collective that follows it there is no code of users.
-I3: nobody waits here for long: that a process is gone shows in the collective, and not on the board.
+I1: a rank that fails posts its reason in the store, and waits for no other rank.
+I2: no user code runs between a point and the collective that follows it.
+I3: a rank waits here for a bounded time only: if another process is gone, the collective reports it, not the store.
 """
 
 from __future__ import annotations
@@ -16,25 +17,26 @@ import contextlib
 import time
 from typing import Any
 
-import torch.distributed as dist
-
 from lightning_ptm.errors import RankError
+from lightning_ptm.torch_internals import default_store
 
 _FIRST_LOOK_S = 0.001
 _LOOK_S = 0.05
 
 
 class SetupBarrier:
-    """Of the ranks of one set-up.
+    """The barrier of the ranks of one set-up.
 
     Args:
-        word: names this set-up, the same on all ranks.
-        board: a store of torch's, which all ranks read and write; None: that of the default process group.
-        long_s: after so long it is taken for granted that they come.
+        word: identifies this set-up; the same on all ranks.
+        rank: this rank.
+        size: number of ranks.
+        store: a store of torch, which all ranks read and write; None: that of the default process group.
+        long_s: seconds after which the barrier stops waiting and leaves it to the collective.
     """
 
-    def __init__(self, word: str, rank: int, size: int, board: Any | None = None, long_s: float = 10.0) -> None:
-        self._board = board or dist.distributed_c10d._get_default_store()
+    def __init__(self, word: str, rank: int, size: int, store: Any | None = None, long_s: float = 10.0) -> None:
+        self._store = store or default_store()
         self._long_s = long_s
         self._key = f"lightning_ptm/set_up/{word}"
         self._rank = rank
@@ -43,21 +45,21 @@ class SetupBarrier:
         self._points = 0
 
     def wait(self) -> None:
-        """This rank has come to the next point, which all ranks come to before a collective.
+        """Waits until all ranks reach this point, before a collective.
 
         Raises:
-            RankError: another one has failed on its way.
+            RankError: another rank has failed before it.
         """
         self._points += 1
         here, failed = f"{self._key}/{self._points}", f"{self._key}/failed"
         until_s, look_s = time.monotonic() + self._long_s, _FIRST_LOOK_S
         reason = ""
-        # The board is gone with the rank that kept it: the collective will tell.
+        # If the rank that hosts the store is gone, the collective that follows reports it.
         with contextlib.suppress(RuntimeError):
-            self._board.add(here, 1)
-            while not reason and self._board.add(here, 0) < self._size and time.monotonic() < until_s:
-                if self._board.check([failed]):
-                    reason = self._board.get(failed).decode()
+            self._store.add(here, 1)
+            while not reason and self._store.add(here, 0) < self._size and time.monotonic() < until_s:
+                if self._store.check([failed]):
+                    reason = self._store.get(failed).decode()
                 else:
                     time.sleep(look_s)
                     look_s = min(_LOOK_S, 2 * look_s)
@@ -68,6 +70,6 @@ class SetupBarrier:
             )
 
     def fail(self, reason: str) -> None:
-        """This rank does not come any more. The first reason stays: it is the cause of the others."""
+        """Reports that this rank has failed. Only the first reason is kept: it caused the others."""
         with contextlib.suppress(RuntimeError):
-            self._board.compare_set(f"{self._key}/failed", "", f"rank {self._rank} failed with {reason}")
+            self._store.compare_set(f"{self._key}/failed", "", f"rank {self._rank} failed with {reason}")

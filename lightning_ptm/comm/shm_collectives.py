@@ -1,16 +1,16 @@
-"""Exchanges of values in RAM among ranks of one machine, through memory that they share.
+"""Collectives over shared memory between ranks of one machine, for values in RAM.
 
-gloo sends what is in RAM over the loopback device, by threads of its own: a sum of 512 KiB over two ranks took ten times
-the processor's time of this (benchmarks/LOG.md).
+gloo sends values in RAM over the loopback device, with threads of its own: a sum of 512 KiB over two ranks took ten
+times the CPU time of this (benchmarks/LOG.md).
 
-Owns a window of shared memory of each rank, and how many exchanges there were. What they are for, others know.
+Owns a window of shared memory per rank, and the count of exchanges. Does not know what they are for.
 
-I1: nobody reads what a rank has written before it has told so, and all have told the same: which exchange it is, and of how
-    many bytes. If they tell different ones, all raise, and nothing has been read.
-I2: a rank writes to the half of its window that the exchange before the last one used. Who has told of the last one has read
-    that, and this rank has heard it from all.
-I3: windows are in no graph, whatever is exchanged.
-I4: a sum is the same to the bit on all ranks: added in their order, in fp32 at least, and rounded once.
+I1: a rank reads another rank's window only after all ranks have sent the same row: number of the exchange, its word,
+    its bytes. If the rows differ, all ranks raise, and nothing has been read.
+I2: a rank writes to the half of its window that the exchange before the last one used. A rank that has sent its row for
+    the last exchange has read that half, and this rank has received the rows of all.
+I3: windows are part of no autograd graph, whatever is exchanged.
+I4: a sum is bitwise equal on all ranks: added in rank order, in fp32 or wider, and rounded once.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from torch import Tensor
 from lightning_ptm.comm.uds import Gather, UdsConnections, connected
 
 HALF_BYTES = 1 << 20
-"""Larger values go piece by piece, which are still in the cache when the others read them."""
+"""Bytes of half a window. Larger values go in pieces, which are still in the cache when other ranks read them."""
 _SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class ShmCollectives:
-    """Of one rank.
+    """The shared-memory collectives of one rank.
 
     Args:
-        windows: of all ranks, by rank, each of two halves.
-        wait: waits for what it is given, as it likes.
-        differ: raises, where ranks have come to different exchanges, from a connection over which all can say what.
+        connections: sockets to the other ranks.
+        windows: windows of all ranks, by rank, each of two halves.
+        wait: waits for the messages that it is given.
+        differ: called if ranks have come to different exchanges, with the connections; raises the error.
     """
 
     def __init__(
@@ -58,45 +59,53 @@ class ShmCollectives:
 
     @staticmethod
     def adds(dtype: torch.dtype) -> bool:
-        """Whether values of this dtype can be added up."""
+        """Whether values of this dtype can be summed."""
         return dtype in _SUMMED
 
     def sum(self, value: Tensor, word: int) -> Tensor:
-        """The sum over the ranks.
+        """Returns the sum over the ranks.
 
         Args:
-            word: tells which exchange of whose it is.
+            value: this rank's value.
+            word: identifies the exchange.
         """
         out = torch.empty_like(value, memory_format=torch.contiguous_format)
         flat, total = value.detach().reshape(-1), out.view(-1)
         for piece, place in zip(self._pieces(flat), self._pieces(total), strict=True):
-            _add(self._swapped(piece, word), place)
+            _add(self._exchange(piece, word), place)
         return out
 
     def gathered(self, value: Tensor, word: int) -> Tensor:
-        """All ranks' values, (size, *shape)."""
+        """All-gathers values: returns (size, *shape), by rank."""
         out = value.new_empty((self._size, *value.shape))
         flat, rows = value.detach().reshape(-1), out.view(self._size, -1)
         start = 0
         for piece in self._pieces(flat):
-            for rank, theirs in enumerate(self._swapped(piece, word)):
+            for rank, theirs in enumerate(self._exchange(piece, word)):
                 rows[rank, start : start + piece.numel()].copy_(theirs)
             start += piece.numel()
         return out
 
     def pieces(self, pieces: Tensor, word: int) -> Tensor:
-        """Of (size, *shape), a piece for each rank: those of all ranks for this one, (size, *shape)."""
+        """All-to-all of equal pieces.
+
+        Args:
+            pieces: (size, *shape): a piece for each rank.
+            word: identifies the exchange.
+        Returns:
+            (size, *shape): the pieces of all ranks for this rank, by rank.
+        """
         out = torch.empty_like(pieces, memory_format=torch.contiguous_format)
         given, got = pieces.detach().reshape(self._size, -1), out.view(self._size, -1)
         step = self._step(pieces) // self._size
         for start in range(0, max(1, given.shape[1]), step):
             part = given[:, start : start + step]
-            for rank, theirs in enumerate(self._swapped(part.reshape(-1), word)):
+            for rank, theirs in enumerate(self._exchange(part.reshape(-1), word)):
                 got[rank, start : start + step].copy_(theirs.view(part.shape)[self._rank])
         return out
 
     def close(self) -> None:
-        """The others see that this rank is gone. Idempotent."""
+        """Closes the connections, which ends the waiting of other ranks. Idempotent."""
         self._connections.close()
 
     def _step(self, value: Tensor) -> int:
@@ -105,14 +114,14 @@ class ShmCollectives:
     def _pieces(self, flat: Tensor) -> Sequence[Tensor]:
         return flat.split(self._step(flat)) if flat.numel() else [flat]
 
-    def _swapped(self, piece: Tensor, word: int) -> Sequence[Tensor]:
-        """The pieces of all ranks, by rank, until the exchange behind the next one begins."""
+    def _exchange(self, piece: Tensor, word: int) -> Sequence[Tensor]:
+        """Exchanges a piece; returns those of all ranks, by rank, valid until the exchange after the next one begins."""
         start = self._exchanges % 2 * HALF_BYTES
         self._exchanges += 1
         theirs = [window[start : start + piece.nbytes].view(piece.dtype) for window in self._windows]
         theirs[self._rank].copy_(piece)
-        told = self._connections.tell((self._exchanges, word, piece.nbytes), self._wait)
-        if any(row != told[0] for row in told):
+        rows = self._connections.all_gather_row((self._exchanges, word, piece.nbytes), self._wait)
+        if any(row != rows[0] for row in rows):
             self._differ(self._connections)
         return theirs
 
@@ -135,12 +144,15 @@ def shm_collectives(
     wait: Callable[[Any], None],
     differ: Callable[[UdsConnections], NoReturn],
 ) -> ShmCollectives | None:
-    """Of ranks on one machine; None where they are not. Collective.
+    """Connects ranks of one machine; None if they are not on one, or the system lacks the memory. Collective.
 
     Args:
+        rank: this rank.
+        world_size: number of ranks.
         limit: after this long without an answer, waiting fails.
-        gather: what every rank gives, on all of them. Collective.
-        wait, differ: as of `ShmCollectives`.
+        gather: all-gathers an object. Collective.
+        wait: see `ShmCollectives`.
+        differ: see `ShmCollectives`.
     """
     own = _shared_file()
     found = connected(rank, world_size, limit, gather, own)
@@ -149,7 +161,7 @@ def shm_collectives(
         if found is None:
             return None
         windows = _windows(files, world_size)
-        # One rank alone may lack them: its limit of open files or of memory is its own.
+        # A single rank may lack its windows: each process has limits of open files and memory of its own.
         if any(gather(windows is None)) or windows is None:
             found[0].close()
             return None
@@ -160,7 +172,7 @@ def shm_collectives(
 
 
 def _shared_file() -> int | None:
-    """A new file in RAM that holds a window; None where there is none, or no room for it."""
+    """Returns a new file in RAM with room for a window; None if the system has none, or no room."""
     if not hasattr(os, "memfd_create") or not hasattr(os, "posix_fallocate"):
         return None
     try:
@@ -168,7 +180,7 @@ def _shared_file() -> int | None:
     except OSError:
         return None
     try:
-        os.posix_fallocate(file, 0, 2 * HALF_BYTES)  # a lack of memory shows here, and not when it is written to
+        os.posix_fallocate(file, 0, 2 * HALF_BYTES)  # a lack of memory fails here, not as SIGBUS at the first write
     except OSError:
         os.close(file)
         return None
@@ -176,7 +188,7 @@ def _shared_file() -> int | None:
 
 
 def _windows(files: Sequence[int], world_size: int) -> list[Tensor] | None:
-    """Of all ranks, by rank; None where one has given none, or it cannot be had here."""
+    """Maps the windows of all ranks, by rank; None if a rank has none, or it cannot be mapped."""
     if len(files) < world_size or min(files) < 0:
         return None
     try:

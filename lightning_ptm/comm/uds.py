@@ -1,15 +1,16 @@
-"""Connections between ranks of one machine, by which they tell each other a few numbers.
+"""Unix domain sockets between ranks of one machine, for messages of a few numbers.
 
-gloo hands a message of 24 bytes through three threads of each rank; here the thread that tells writes it to a socket, and the
-one that waits reads it: a fiftieth of the processor's time (benchmarks/LOG.md).
+gloo passes a message of 24 bytes through three threads of each rank. Here the sending thread writes it to a socket and
+the waiting thread reads it, at a fiftieth of the CPU time (benchmarks/LOG.md).
 
-Owns one socket for each other rank, and a handle of its process. Knows numbers and bytes, nothing of what they are about.
+Owns one socket per other rank, and a handle of its process. Knows numbers and bytes, not their meaning.
 
-I1: each message goes to all others, and all ranks send as many: who waits for the n-th has sent its own.
-I2: a rank that is gone, whatever other processes it has left behind, ends the waiting of all others: one that was killed
-    could not hang up, and workers of its DataLoader still have copies of its sockets.
-I3: who waits for a while in vain goes on waiting where it was: nothing of a message is lost.
-I4: Ctrl-C takes effect when all messages are there, as it does where torch waits; or after some seconds, or the second time.
+I1: each message goes to all other ranks, and all ranks send the same number of messages: a rank that waits for the n-th
+    has sent its own n-th.
+I2: a rank whose process has ended also ends the waiting of all others, even if child processes remain: a killed rank
+    cannot close its sockets, and DataLoader workers still have copies of them.
+I3: a wait that times out can be continued: no part of a message is lost.
+I4: Ctrl-C takes effect when all messages have come, as while torch waits; or after some seconds, or the second time.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ Row = tuple[int, int, int]
 _ROW = struct.Struct("<3q")
 _LENGTH = struct.Struct("<q")
 _HELLO = struct.Struct("<3q")
-"""A rank, and whether it gives a handle of its process, and a file."""
+"""A rank, whether it sends a handle of its process, and whether it sends a file."""
 _MOST_RANKS = 16
-"""Of one machine: each has a socket for each of the others."""
+"""Ranks per machine: each has a socket for each of the others."""
 _PART_BYTES = 1 << 14
-"""Of a text, before the others' are read: a socket holds ten times as much, and nobody blocks who writes to it."""
+"""Bytes of a text sent before the others' are read: a socket buffers ten times as much, so no writer blocks."""
 _CONNECT_S = 30.0
-"""For ranks that have all said that they are about to."""
+"""Seconds to connect, for ranks that have all announced that they are about to."""
 _INTERRUPTED_S = 5.0
-"""So long a rank waits on that has been interrupted."""
+"""Seconds that a rank waits on after an interrupt."""
 _MOST_WAIT_S = 86400.0
-"""At a time: the kernel's limit is 24 days."""
+"""Longest single poll: the kernel's limit is 24 days."""
 _MACHINE = Path("/proc/sys/kernel/random/boot_id")
 _FILES = Path("/proc/self/ns/mnt")
-"""Names what this process sees of the machine's files: others in a container of their own do not find its path."""
+"""Identifies the files that this process sees: a rank in another container cannot find this rank's socket."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,31 +54,31 @@ class Peer:
     """Another rank.
 
     Attributes:
-        socket: to it.
-        process: a file that can be read when its process has ended (a pidfd); None where there are none.
+        socket: connection to it.
+        process: a file that becomes readable when its process has ended (a pidfd); None if the system has none.
     """
 
     socket: socket.socket
     process: int | None = None
 
     def close(self) -> None:
-        """It sees that this rank is gone. Idempotent."""
+        """Closes the connection, which the other rank notices. Idempotent."""
         if self.socket.fileno() < 0:
             return
-        with contextlib.suppress(OSError):  # the other has gone first
-            self.socket.shutdown(socket.SHUT_RDWR)  # whoever else has a copy of it, such as a forked process (I2)
+        with contextlib.suppress(OSError):  # the other rank has closed it first
+            self.socket.shutdown(socket.SHUT_RDWR)  # closing is not enough: forked processes have copies (I2)
         self.socket.close()
         if self.process is not None:
             os.close(self.process)
 
 
 class Arriving:
-    """One message of each other rank, on its way. As torch's handles, it is waited for with a limit or without.
+    """One message of each other rank, in flight. Like torch's handles, it can be waited for with or without a timeout.
 
     Args:
         peers: by rank.
         size: bytes of a message.
-        limit_s: after so long altogether none comes any more.
+        limit_s: seconds after which the wait fails for good.
     """
 
     def __init__(self, peers: Mapping[int, Peer], size: int, limit_s: float) -> None:
@@ -91,17 +92,18 @@ class Arriving:
         self._parts: dict[int, bytes] = dict.fromkeys(peers, b"")
 
     def messages(self) -> Mapping[int, bytes]:
-        """By rank, when they have been waited for."""
+        """Returns the messages by rank; call after `wait`."""
         return self._parts
 
     def is_completed(self) -> bool:
-        """Whether waiting again is of no use."""
+        """Whether another `wait` would change nothing: all messages have come, or the wait has failed."""
         return self._failed or not self._missing
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """
+        """Waits for all messages.
+
         Raises:
-            RuntimeError: they are not all there in time, or a rank is gone.
+            RuntimeError: they have not all come in time, or a rank is gone.
         """
         until_s = self._until_s
         if timeout is not None:
@@ -127,7 +129,7 @@ class Arriving:
             raise interrupt
 
     def _ready(self, until_s: float) -> list[int]:
-        """Ranks that have sent something, or are gone; none where nothing came in time."""
+        """Returns the ranks that have sent something or are gone; none if nothing came in time."""
         poll = select.poll()
         ranks: dict[int, int] = {}
         for rank in self._missing:
@@ -145,7 +147,7 @@ class Arriving:
     def _read(self, rank: int) -> None:
         try:
             part = self._peers[rank].socket.recv(self._missing[rank], socket.MSG_DONTWAIT)
-        except BlockingIOError:  # its process has ended, and all is read that it had sent
+        except BlockingIOError:  # its process has ended, and everything that it sent has been read
             part, reason = b"", ": its process has ended"
         except OSError as error:
             part, reason = b"", f": {error}"
@@ -161,9 +163,10 @@ class Arriving:
 
 
 class UdsConnections:
-    """With all other ranks of some.
+    """Connections to all other ranks of a group on one machine.
 
     Args:
+        rank: this rank.
         peers: by rank.
         limit_s: after this long without an answer, waiting fails.
     """
@@ -174,26 +177,27 @@ class UdsConnections:
         self._peers = peers
         self._limit_s = limit_s
 
-    def tell(self, row: Row, wait: Callable[[Any], None]) -> list[Row]:
-        """The numbers of all ranks, by rank.
+    def all_gather_row(self, row: Row, wait: Callable[[Any], None]) -> list[Row]:
+        """All-gathers rows: returns those of all ranks, by rank.
 
         Args:
-            wait: waits for what it is given, as it likes.
+            row: this rank's numbers.
+            wait: waits for the messages that it is given.
 
         Raises:
             RuntimeError: a rank is gone, or does not come.
         """
         arriving = self._exchange(_ROW.pack(*row))
         wait(arriving)
-        told = arriving.messages()
-        return [row if rank == self.rank else _ROW.unpack(told[rank]) for rank in range(self.world_size)]
+        received = arriving.messages()
+        return [row if rank == self.rank else _ROW.unpack(received[rank]) for rank in range(self.world_size)]
 
-    def tell_text(self, text: str) -> list[str]:
-        """What all ranks say, by rank. Raises as `tell`."""
+    def all_gather_text(self, text: str) -> list[str]:
+        """All-gathers texts: returns those of all ranks, by rank. Raises as `all_gather_row`."""
         ours = text.encode()
         arriving = self._exchange(_LENGTH.pack(len(ours)))
         arriving.wait()
-        lengths = {rank: _LENGTH.unpack(told)[0] for rank, told in arriving.messages().items()}
+        lengths = {rank: _LENGTH.unpack(message)[0] for rank, message in arriving.messages().items()}
         texts = dict.fromkeys(range(self.world_size), b"") | {self.rank: ours}
         for start in range(0, max(len(ours), *lengths.values()), _PART_BYTES):
             self._send(ours[start : start + _PART_BYTES])
@@ -205,7 +209,7 @@ class UdsConnections:
         return [texts[rank].decode() for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """The others see that this rank is gone. Idempotent."""
+        """Closes the connections, which the other ranks notice. Idempotent."""
         for peer in self._peers.values():
             peer.close()
 
@@ -222,39 +226,47 @@ class UdsConnections:
 
 
 Gather = Callable[[Any], Sequence[Any]]
-"""What every rank gives, by rank, on all of them."""
+"""All-gathers an object: returns those of all ranks, by rank."""
 
 
 def connected(
     rank: int, world_size: int, limit: timedelta, gather: Gather, own: int | None = None
 ) -> tuple[UdsConnections, Sequence[int]] | None:
-    """Connections of all ranks, which have to be of one machine; None where they are not. Collective.
+    """Connects all ranks with each other; None if they are not on one machine. Collective.
 
     Args:
-        gather: collective.
-        own: a file of this rank's that all others are to have, too.
+        rank: this rank.
+        world_size: number of ranks.
+        limit: after this long without an answer, waiting on the connections fails.
+        gather: all-gathers an object. Collective.
+        own: descriptor of a file of this rank that is sent to all others.
 
     Returns:
-        The connections, and the files of all ranks, by rank, its own among them; the others' are the caller's to close.
+        The connections, and the descriptors of all ranks' files, by rank, including its own; the caller closes those of
+        the others.
     """
     if not 1 < world_size <= _MOST_RANKS:
         return None
     with contextlib.ExitStack() as listening:
-        place, door = _opened(listening)
+        place, listener = _listen(listening)
         places = gather(place)
         if "" in places or len({machine for machine, _, _ in (each.partition(" ") for each in places)}) > 1:
             return None
-        assert door is not None
+        assert listener is not None
         paths = [each.partition(" ")[2] for each in places]
         called: list[socket.socket] = []
         met: dict[int, tuple[Peer, int]] = {}
-        # Before anybody waits for a call that never comes, as from a process of another user.
-        for step in (partial(_call, paths[:rank], called), partial(_meet, rank, world_size, called, door, own, met)):
-            done = _done(step)
-            if not done:  # the others may wait for this rank's answer, before they say so
-                _hang_up(door, called)
+        # Each step's success is agreed on before the next, so that no rank waits for a connection that never comes, as
+        # from a process of another user.
+        for step in (
+            partial(_connect, paths[:rank], called),
+            partial(_greet, rank, world_size, called, listener, own, met),
+        ):
+            done = _succeeds(step)
+            if not done:  # the others may wait for this rank before they can reach the agreement
+                _close_all(listener, called)
             if not all(gather(done)):
-                _hang_up(door, called)
+                _close_all(listener, called)
                 for peer, file in met.values():
                     peer.close()
                     if file >= 0:
@@ -265,14 +277,14 @@ def connected(
     return UdsConnections(rank, peers, limit.total_seconds()), [file for _, file in sorted(files.items())]
 
 
-def _hang_up(door: socket.socket, called: Sequence[socket.socket]) -> None:
-    """Who has called, or was called, waits no longer."""
-    for each in (door, *called):
+def _close_all(listener: socket.socket, called: Sequence[socket.socket]) -> None:
+    """Closes sockets, so that ranks connected to them stop waiting."""
+    for each in (listener, *called):
         each.close()
 
 
-def _done(act: Callable[[], None]) -> bool:
-    """Whether the system has let it be done."""
+def _succeeds(act: Callable[[], None]) -> bool:
+    """Calls `act`; whether the system permitted it."""
     try:
         act()
     except OSError:
@@ -280,46 +292,49 @@ def _done(act: Callable[[], None]) -> bool:
     return True
 
 
-def _opened(listening: contextlib.ExitStack) -> tuple[str, socket.socket | None]:
-    """The machine and the path at which this rank can be found; "" where it cannot."""
+def _listen(listening: contextlib.ExitStack) -> tuple[str, socket.socket | None]:
+    """Returns "machine path" where this rank listens, and its socket; ("", None) if it cannot listen."""
     try:
         machine = f"{_MACHINE.read_text().strip()}/{_FILES.readlink()}"
-        folder = tempfile.mkdtemp(prefix="ptm")  # nobody else's to enter
+        folder = tempfile.mkdtemp(prefix="ptm")  # accessible to this user only
         path = f"{folder}/rank"
-        # By names: at the limit of open files nothing else could be removed.
-        listening.callback(_removed, os.rmdir, folder)
-        listening.callback(_removed, os.unlink, path)
-        door = listening.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        door.settimeout(_CONNECT_S)
-        door.bind(path)
-        door.listen(_MOST_RANKS)
-    except (OSError, AttributeError):  # another system, or no folder for it
+        # By name: shutil.rmtree opens files, which fails at the limit of open files.
+        listening.callback(_remove, os.rmdir, folder)
+        listening.callback(_remove, os.unlink, path)
+        listener = listening.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.settimeout(_CONNECT_S)
+        listener.bind(path)
+        listener.listen(_MOST_RANKS)
+    except (OSError, AttributeError):  # another operating system, or no writable folder
         return "", None
-    return f"{machine} {path}", door
+    return f"{machine} {path}", listener
 
 
-def _removed(remove: Callable[[str], None], path: str) -> None:
+def _remove(remove: Callable[[str], None], path: str) -> None:
     with contextlib.suppress(OSError):
         remove(path)
 
 
-def _call(paths: Sequence[str], called: list[socket.socket]) -> None:
-    """Adds sockets to those who listen at these, whether they answer yet or not."""
+def _connect(paths: Sequence[str], called: list[socket.socket]) -> None:
+    """Connects to the listening sockets at `paths` and appends the sockets to `called`; does not wait for `accept`."""
     for path in paths:
         called.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         called[-1].settimeout(_CONNECT_S)
         called[-1].connect(path)
 
 
-def _meet(
+def _greet(
     rank: int,
     world_size: int,
     called: Sequence[socket.socket],
-    door: socket.socket,
+    listener: socket.socket,
     own: int | None,
     met: dict[int, tuple[Peer, int]],
 ) -> None:
-    """Adds each other rank, and its file (-1: it has none): those below have been called, those above call."""
+    """Exchanges greetings with each other rank and adds it to `met`, with its file (-1: none).
+
+    Lower ranks have been called by this rank; higher ranks call this one.
+    """
     with contextlib.ExitStack() as given:
         files = [] if own is None else [own]
         process = _own_process()
@@ -327,15 +342,15 @@ def _meet(
             given.callback(os.close, process)
             files.insert(0, process)
         for call in [*called, *(None for _ in range(rank + 1, world_size))]:
-            peer = call or door.accept()[0]
+            peer = call or listener.accept()[0]
             peer.settimeout(_CONNECT_S)
             socket.send_fds(peer, [_HELLO.pack(rank, process is not None, own is not None)], files)
-            told, theirs, _, _ = socket.recv_fds(peer, _HELLO.size, 2)
-            if len(told) != _HELLO.size:
-                raise ConnectionError("a rank has gone while it was connected")
+            greeting, theirs, _, _ = socket.recv_fds(peer, _HELLO.size, 2)
+            if len(greeting) != _HELLO.size:
+                raise ConnectionError("a rank has gone while it was being connected")
             peer.settimeout(None)
-            other, has_process, has_file = _HELLO.unpack(told)
-            if len(theirs) != has_process + has_file:  # this process may open no more
+            other, has_process, has_file = _HELLO.unpack(greeting)
+            if len(theirs) != has_process + has_file:  # this process is at its limit of open files
                 for each in theirs:
                     os.close(each)
                 has_process = has_file = 0
@@ -343,8 +358,8 @@ def _meet(
 
 
 def _own_process() -> int | None:
-    """See `Peer.process`."""
+    """Returns a pidfd of this process (`Peer.process`); None if the system has none."""
     try:
         return os.pidfd_open(os.getpid())
-    except (OSError, AttributeError):  # another system, or an old one
+    except (OSError, AttributeError):  # another operating system, or an old kernel
         return None

@@ -1,13 +1,16 @@
-"""Collectives that are none of ours: what a user, a metric or Lightning asks of torch.distributed in a run is heard of before
-it is issued, so that ranks can come together first.
+"""Interception of collectives that a user, a metric or Lightning issues through torch.distributed during a run.
 
-Owns kernels above those of torch's collectives, until `close`: whichever function asks (one that was imported by its name,
-a functional one, a compiled block), the call passes there. Knows calls and process groups, nothing of what ranks do.
+A callback is called before such a collective is issued, so that ranks can agree on it first.
 
-I1: nothing of a collective has been done when it is heard of, and it is issued in the thread that asked for it.
-I2: not heard of are collectives of our own groups, of groups of one rank, and of threads that a user started: these wait
-    for themselves, and their order is none that compute keeps.
-I3: messages from rank to rank are no collectives: who waits for one is not heard of.
+Owns kernels that are registered above those of torch's collectives, until `close`. Every call passes there, whichever
+function makes it (one imported by name, a functional collective, a compiled block). Knows calls and process groups, not
+what ranks do.
+
+I1: the callback is called before any part of the collective is done, and the collective is issued in the calling
+    thread.
+I2: not intercepted are collectives of the package's own groups, of groups of one rank, and of threads that a user
+    started: these wait for themselves, and compute does not depend on their order.
+I3: point-to-point messages are not intercepted.
 """
 
 from __future__ import annotations
@@ -24,10 +27,11 @@ from torch import DispatchKey
 from torch.library import Library
 
 from lightning_ptm.comm.agreement import Gathering
+from lightning_ptm.torch_internals import GATHER_NAME, SCATTER_NAME, close_library, keys_behind, schema_of
 
 _NAMES = {
-    "_allgather_base_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
+    GATHER_NAME: "all_gather",
+    SCATTER_NAME: "reduce_scatter",
     "allgather_": "all_gather",
     "allgather_coalesced_": "all_gather",
     "allgather_into_tensor_coalesced_": "all_gather",
@@ -44,15 +48,15 @@ _NAMES = {
     "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "scatter_": "scatter",
 }
-"""What torch calls its collectives, and what users do."""
+"""torch's operators of its collectives, and the names that users know."""
 
 
 class UserCollectives:
-    """Hears of collectives from now on.
+    """Intercepts collectives from its construction until `close`.
 
     Args:
-        before: is called with each, in the thread that issues it; what it raises, the caller gets.
-        ours: names of the process groups whose collectives are not told.
+        before: called before each, in the thread that issues it; the caller gets its errors.
+        ours: names of the process groups whose collectives are not intercepted.
     """
 
     def __init__(self, before: Callable[[Gathering], None], ours: Collection[str]) -> None:
@@ -60,19 +64,19 @@ class UserCollectives:
         self._ours = frozenset(ours)
         self._thread = threading.get_ident()
         self._gatherings: dict[tuple[str, str], Gathering | None] = {}
-        # Every call of an operator looks here first, also in inference mode; torch has nothing of its own here.
+        # Dispatched before the backends' kernels, also in inference mode; torch registers nothing at this key.
         here = DispatchKey.BackendSelect
-        self._below = torch._C._dispatch_keyset_full_after(here)
+        self._below = keys_behind(here)
         self._library = Library("c10d", "IMPL")
         for name in _NAMES:
             operator = getattr(torch.ops.c10d, name).default
-            place = [argument.name for argument in operator._schema.arguments].index("process_group")
+            place = [argument.name for argument in schema_of(operator).arguments].index("process_group")
             kernel = partial(self._kernel, name, operator, place)
             self._library.impl(name, kernel, here.name, with_keyset=True)
 
     def close(self) -> None:
-        """Idempotent."""
-        self._library._destroy()
+        """Removes the kernels. Idempotent."""
+        close_library(self._library)
 
     def _kernel(self, name: str, operator: Any, place: int, keys: Any, *args: Any, **kwargs: Any) -> Any:
         group = dist.ProcessGroup.unbox(args[place])
@@ -83,7 +87,7 @@ class UserCollectives:
         return operator.redispatch(keys & self._below, *args, **kwargs)
 
     def _is_of_compute(self) -> bool:
-        """Whether this is the run's thread, or one of autograd's, which Python has not started."""
+        """Whether this is the run's thread, or an autograd thread, which Python has not started."""
         return threading.get_ident() == self._thread or isinstance(threading.current_thread(), threading._DummyThread)
 
     def _gathering(self, name: str, group: dist.ProcessGroup) -> Gathering | None:

@@ -1,6 +1,6 @@
-"""A collective that has been started.
+"""Handle of a started collective.
 
-I1: it keeps every buffer alive and is waited on once.
+I1: it keeps every buffer alive until it has been waited on, once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 Guard = Callable[[Callable[[], Any]], Any]
-"""Calls its argument; turns what a failed collective raises into RankError."""
+"""Calls its argument; turns the error of a failed collective into RankError."""
 
 
 def _unguarded(call: Callable[[], Any]) -> Any:
@@ -19,7 +19,15 @@ def _unguarded(call: Callable[[], Any]) -> Any:
 
 
 class Work:
-    """A started collective. `wait` returns when its result may be read on the current stream."""
+    """A started collective. `wait` returns when its result may be read on the current stream.
+
+    Args:
+        handles: torch's handles.
+        buffers: tensors to keep alive.
+        finish: called after the handles have been waited on; completes the result.
+        guard: see `Guard`.
+        done: called at the end of the first `wait`.
+    """
 
     def __init__(
         self,

@@ -224,9 +224,9 @@ class Ranks:
         if launch.ranks_per_node > 1:
             firsts = range(0, launch.world_size, launch.ranks_per_node)
             nodes = [range(first, first + launch.ranks_per_node) for first in firsts]
-            of_node = self._all if launch.nodes == 1 else self._all.part(nodes)
+            of_node = self._all if launch.nodes == 1 else self._all.subgroup(nodes)
             in_node = self._rate(of_node, page_bytes, flat_bytes, seconds)
-            exchanging = self._all.part(nodes, exchanging=True)
+            exchanging = self._all.subgroup(nodes, exchanging=True)
             sums = self._sums(exchanging, nodes, barriers, page_bytes, seconds)
         if launch.nodes > 1:
             of_all = self._rate(self._all, page_bytes, flat_bytes, seconds)

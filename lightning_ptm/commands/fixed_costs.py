@@ -20,6 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_ptm.config import TensorParallel
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
@@ -74,7 +75,7 @@ def _step_s(backend: Backend, module: _Tiny, steps: int, ranks: int = 1) -> floa
                     host_memory="64MiB",
                     units=sorted({type(block).__name__ for block in module.blocks}),  # too small to be found
                     tensor_parallel_size=ranks,
-                    tensor_parallel_plan=_PLAN if ranks > 1 else "auto",
+                    tensor_parallel=TensorParallel(plan=_PLAN) if ranks > 1 else TensorParallel(),
                 ),
                 precision="bf16-mixed",
                 max_steps=steps + _WARM_UP,

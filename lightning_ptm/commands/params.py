@@ -84,7 +84,8 @@ def count(config: str | Path) -> ModelCount:
     sizes = {unit.name or "the root": sum(p.parameter.numel() for p in unit.parameters) for unit in units}
     largest = max(sizes, key=sizes.__getitem__)
     parts, states = _parts(model, units), _states(model, precision)
-    tensor_ranks, plan = settings.get("tensor_parallel_size", 1), settings.get("tensor_parallel_plan", "auto")
+    tensor_ranks = settings.get("tensor_parallel_size", 1)
+    plan = (settings.get("tensor_parallel") or {}).get("plan", "auto")
     if tensor_ranks > 1:  # from here on, its parameters are a rank's parts
         CutModule(model, plan_of(model, plan), CountedTensorGroup(tensor_ranks), strict=plan != "auto", proven=False)
     return ModelCount(

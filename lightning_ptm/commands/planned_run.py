@@ -74,7 +74,7 @@ class PlannedRun:
         here.state.fn = TrainerFn.FITTING
         self.model.trainer = here
         try:
-            strategy._lightning_module = self.model
+            strategy.connect(self.model)
             strategy.setup_optimizers(here)
             builder, cut = strategy.builder(here), None
             if strategy.settings.tensor_parallel_size > 1:
@@ -87,7 +87,7 @@ class PlannedRun:
                 wanted = dataclasses.replace(wanted, disk_path=here.default_root_dir)  # as a run does
             return builder.request(wanted, cut)
         finally:
-            self.model._trainer = None
+            self.model.trainer = None
 
     @property
     def tensor_ranks(self) -> int:

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.forecasting.meta_calls import Call, MetaCalls
@@ -31,6 +30,7 @@ from lightning_ptm.runtime.autograd.forward_wrappers import RecomputedForwardWra
 from lightning_ptm.runtime.autograd.recompute import replace
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.divided_experts import DividedExperts
+from lightning_ptm.torch_internals import storage_id, tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def anatomy(model: nn.Module, units: Sequence[Unit]) -> Anatomy:
     model.train()
     return Anatomy(
         {id(unit.module): unit.index for unit in units},
-        frozenset(parameter.untyped_storage()._cdata for parameter in model.parameters()),
+        frozenset(storage_id(parameter.untyped_storage()) for parameter in model.parameters()),
         tuple(module for module in model.modules() if isinstance(module, MixtureOfExperts)),
     )
 
@@ -253,7 +253,7 @@ class Counter:
         return tensor
 
     def _first_time(self, tensor: Tensor, seen: dict[int, Tensor]) -> bool:
-        key = tensor.untyped_storage()._cdata
+        key = storage_id(tensor.untyped_storage())
         if key in self._parameters or key in seen:
             return False
         seen[key] = tensor.detach()  # kept alive, or another storage could get the same address

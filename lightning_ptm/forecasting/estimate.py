@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_ptm.data import SpanCorruption, TextBytes
 from lightning_ptm.errors import ConfigError
@@ -25,6 +24,7 @@ from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.divided_experts import DividedExperts
 from lightning_ptm.terms import Phase
+from lightning_ptm.torch_internals import tree_leaves, tree_map
 
 
 def example_batch(data: LightningDataModule) -> Any:

@@ -12,7 +12,7 @@ from lightning_ptm.forecasting.shared_cores import SharedCoreFlat, SharedCoreRat
 from lightning_ptm.forecasting.update_extras import update_extras
 from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.runtime.deciding.blueprint import Blueprint, LockFree
+from lightning_ptm.runtime.deciding.blueprint import Blueprint, LockFreeNeeds
 from lightning_ptm.runtime.deciding.build_inventory import taken_dtype
 from lightning_ptm.terms import chunk_numel
 from lightning_ptm.update.weight_prediction import can_predict_weights
@@ -20,7 +20,7 @@ from lightning_ptm.update.weight_prediction import can_predict_weights
 
 def beside_compute(
     blueprint: Blueprint,
-    lock_free: LockFree,
+    lock_free: LockFreeNeeds,
     trace: Trace,
     node: Node,
     rates: Hardware,

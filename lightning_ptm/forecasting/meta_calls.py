@@ -15,13 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-_CURVED = ("gelu", "silu", "tanh", "sigmoid", "exp", "erf", "_softmax", "_log_softmax", "elu", "mish", "softplus")
+from lightning_ptm.torch_internals import (
+    SOFTMAX_NAMES,
+    VIEW_NAMES,
+    TorchDispatchMode,
+    packet_of,
+    schema_of,
+    storage_id,
+    tree_leaves,
+)
+
+_CURVED = ("gelu", "silu", "tanh", "sigmoid", "exp", "erf", *SOFTMAX_NAMES, "elu", "mish", "softplus")
 """Names of calls that take an exponential function of each element."""
-_NO_WORK = ("empty", "empty_like", "new_empty", "detach", "_unsafe_view", "_reshape_alias")
+_NO_WORK = ("empty", "empty_like", "new_empty", "detach", *VIEW_NAMES)
 _NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _TENSORS = (Tensor, nn.Parameter)
 
@@ -84,10 +92,10 @@ class MetaCalls(TorchDispatchMode):
 
 
 def _call(func: Any, args: Any, kwargs: Any, out: Any) -> Call:
-    formula = flop_registry.get(func._overloadpacket)
+    formula = flop_registry.get(packet_of(func))
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-    name = func._overloadpacket.__name__
-    returns = func._schema.returns
+    name = packet_of(func).__name__
+    returns = schema_of(func).returns
     is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
     if is_view or name in _NO_WORK:
         return Call(flops)
@@ -99,7 +107,7 @@ def _call(func: Any, args: Any, kwargs: Any, out: Any) -> Call:
 
 def _key(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable | None:
     """Cache key, equal for calls with equal results; None if the call cannot be cached."""
-    if func._schema.is_mutable or any(each.alias_info is not None for each in func._schema.returns):
+    if schema_of(func).is_mutable or any(each.alias_info is not None for each in schema_of(func).returns):
         return None
     try:
         return func, tuple(map(_compared, args)), tuple((name, _compared(value)) for name, value in kwargs.items())
@@ -123,11 +131,11 @@ def _results(out: Any, args: Any, kwargs: Any) -> list[_Result]:
     made = [out] if isinstance(out, Tensor) else list(out) if type(out) in (list, tuple) else []
     if not all(type(each) is Tensor and each.is_meta for each in made):
         return []
-    given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+    given = {storage_id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
     own = [each.untyped_storage() for each in made]
     results = [_Result(tuple(each.shape), each.stride(), each.dtype) for each in made]
     alike = (
         result.make().untyped_storage().nbytes() == held.nbytes() for result, held in zip(results, own, strict=True)
     )
-    apart = len({held._cdata for held in own} - given) == len(own)
+    apart = len({storage_id(held) for held in own} - given) == len(own)
     return results if apart and all(alike) else []

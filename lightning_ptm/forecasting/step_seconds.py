@@ -19,7 +19,7 @@ from lightning_ptm.forecasting.timing import steady
 from lightning_ptm.forecasting.update_extras import update_extras
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.runtime.deciding.blueprint import Blueprint, LockFree
+from lightning_ptm.runtime.deciding.blueprint import Blueprint, LockFreeNeeds
 from lightning_ptm.terms import Link, Operation, Phase
 
 
@@ -166,7 +166,7 @@ def timed(trace: Trace, forward_s: Sequence[float], recomputed: frozenset[int], 
     )
 
 
-def _beside_updates(seconds: float, timing: Timing, lock_free: LockFree) -> float:
+def _beside_updates(seconds: float, timing: Timing, lock_free: LockFreeNeeds) -> float:
     """Seconds of a step whose updates run concurrently on other cores.
 
     The gradients of up to `max_staleness` steps are applied in one pass over the master states, so a step takes at least that

@@ -1,11 +1,13 @@
-"""The kinds of backends (backend.py) with memory and streams of their own: any accelerator of torch's, and CUDA.
+"""Backends (backend.py) of devices that have memory and streams of their own: any accelerator of torch, and CUDA.
 
-Owns nothing: a backend names a device. What any accelerator answers is asked of `torch.accelerator`, of torch's own streams
-and events, and of the device's module (`torch.get_device_module`), whatever its name: `xpu`, or what a library registers.
+Owns nothing: a backend names a device. What every accelerator can do goes through `torch.accelerator`, `torch.Stream`,
+`torch.Event` and the device's module (`torch.get_device_module`), whatever the device's name: `xpu`, or a name that an
+out-of-tree library registers.
 
-I1: what differs for CUDA (and ROCm, which has its name) stands in `CudaBackend`; `torch.cuda` is named there only (a test).
-I2: streams and events of a backend are of one family. torch's own events, and those of `torch.cuda`, have been reading each
-    other's streams as if they were theirs, so neither is given the other's.
+I1: what differs for CUDA (and for ROCm, which torch also calls cuda) is in `CudaBackend`; `torch.cuda` is named in this
+    file only (a test checks it).
+I2: the streams and events of a backend belong to one family. torch's generic events have treated streams of
+    `torch.cuda` as streams of their own, and the other way round, so neither family is ever given objects of the other.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class _DeviceStream:
             assert isinstance(mark, _EventMark)
             self.stream.wait_event(mark.event)
 
-    # torch.Stream is a context, too, but one that a second thread cannot enter while it is entered.
+    # torch.Stream is a context manager too, but a second thread cannot enter it while the first is inside.
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         with torch.accelerator.device_index(self.stream.device_index):
@@ -74,10 +76,10 @@ class _DeviceStream:
 
 @dataclass(frozen=True, slots=True)
 class AcceleratorBackend:
-    """A device of the accelerator that torch has in this process.
+    """A device of the accelerator that torch uses in this process.
 
     Args:
-        device: without an index it is whatever is current where it is used.
+        device: the device; without an index, the device that is current at each call.
     """
 
     device: torch.device
@@ -98,7 +100,7 @@ class AcceleratorBackend:
                 f"train on them; use devices=1, or import the library that registers one (Backend.register_backend)"
             ) from error
 
-    # Streams of torch's own; those of CUDA are its own.
+    # Generic streams and events of torch. CudaBackend replaces all three (I2).
 
     def _current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)
@@ -116,7 +118,7 @@ class AcceleratorBackend:
         if self.device.index is not None:
             torch.accelerator.set_device_index(self.device.index)
 
-    def near_cores(self) -> frozenset[int] | None:
+    def numa_cores(self) -> frozenset[int] | None:
         properties_of = getattr(self._module(), "get_device_properties", None)
         properties = None if properties_of is None else properties_of(self.device)
         address: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
@@ -138,17 +140,17 @@ class AcceleratorBackend:
         event.record(self._current())
         return _EventMark(self, event)
 
-    def used_here(self, tensor: torch.Tensor) -> None:
+    def record_use(self, tensor: torch.Tensor) -> None:
         if self.holds(tensor):
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
         if not pin:
             return HostRegion(size_bytes)
-        with kept_to(self.near_cores()):  # page-locking commits it
+        with kept_to(self.numa_cores()):  # page-locking commits the memory, on the NUMA node of the committing core
             return TorchLockedRegion(size_bytes)
 
-    def room_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def empty_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def device_region(self, size_bytes: int) -> Region:
@@ -158,7 +160,7 @@ class AcceleratorBackend:
         free, _ = torch.accelerator.get_memory_info(self.device)
         return int(free)
 
-    def bytes_beside(self, region_bytes: int) -> int:
+    def bytes_outside_region(self, region_bytes: int) -> int:
         return torch.accelerator.memory_allocated(self.device) - region_bytes
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -180,7 +182,7 @@ class AcceleratorBackend:
 
 
 class CudaBackend(AcceleratorBackend):
-    """A CUDA device, or a ROCm one, which torch calls by the same name."""
+    """A CUDA device, or a ROCm device, which torch calls cuda as well."""
 
     __slots__ = ()
 
@@ -191,19 +193,22 @@ class CudaBackend(AcceleratorBackend):
         return torch.cuda.Stream(self.device)
 
     def _new_event(self, timed: bool) -> torch.Event:
-        # Blocking: else the host spins while it waits, on a core that the CPU's updates need. torch.Event takes the word, and
-        # makes an event that spins (pytorch/pytorch, torch/csrc/Event.cpp).
+        # blocking=True: otherwise the host spins while it waits, on a core that the CPU optimizer needs. torch.Event
+        # accepts `blocking` and ignores it (pytorch/pytorch, torch/csrc/Event.cpp).
         return torch.cuda.Event(enable_timing=timed, blocking=True)
 
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
         if not pin:
             return HostRegion(size_bytes)
-        with kept_to(self.near_cores()):  # page-locking commits it
+        with kept_to(self.numa_cores()):  # page-locking commits the memory, on the NUMA node of the committing core
             return HostRegion(size_bytes, lock=self)
 
     def lock_pages(self, address: int, size_bytes: int) -> None:
-        """For the contexts of all devices, and through that of the current one: a thread of its own comes to `make_current`
-        first, or it makes a context on the machine's first device."""
+        """Page-locks memory for the CUDA contexts of all devices.
+
+        The call goes through the context of the current device. A thread of ours must call `make_current` first,
+        otherwise CUDA creates a context on the machine's first device.
+        """
         status = torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)
         self._check(status, f"page-lock {size_bytes} bytes")
 
@@ -213,7 +218,8 @@ class CudaBackend(AcceleratorBackend):
     def _check(self, status: object, doing: str) -> None:
         if int(status) == 0:  # type: ignore[call-overload]
             return
-        # The runtime keeps the error for whoever asks next, which is the launch of any kernel. This one asks, and clears it.
+        # The CUDA runtime keeps the error and reports it at the next kernel launch. This launch takes the report and
+        # clears it.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self.device)
         raise ConfigError(

@@ -1,16 +1,17 @@
-"""Activations in RAM between forward and backward: buffers, and the copies of whole storages there and back.
+"""Offload of activations to RAM between forward and backward: host buffers, and the copies of whole storages.
 
-Owns the buffers and the device memory of what is on its way. Knows storages, never who saved what of them
-(saved_tensors.py), and
-no pages: what moves here was allocated by PyTorch and is counted in no tier.
+Owns the host buffers, and the device memory of storages that are being copied. Knows storages, not which autograd node
+saved which tensor (saved_tensors.py does), and no pages: PyTorch allocated these storages and no tier counts them.
 
-What is copied is the storage, so that every view of it comes back with its own offset and strides, and one copy serves all.
+A copy covers the whole storage, so that every view of it is restored with its own offset and strides, and one copy
+serves all views.
 
-I1: a source stays allocated until the compute stream is behind the copy of it; a target until it is behind its last use.
-    What another stream has allocated goes back to that one's blocks, so the compute stream counts as a user of it.
-I2: a buffer is handed out again only when the compute stream is behind the last copy from or to it; every copy that
-    starts later starts behind the compute stream.
-I3: nothing is read back that was changed after it had been saved, as autograd has it without copies.
+I1: the source of a copy stays allocated until the compute stream waits for the copy; the target stays allocated until
+    the compute stream has queued its last use. If another stream allocated the memory, the caching allocator would hand
+    it out again in that stream's order, so the compute stream is recorded as a user of it.
+I2: a buffer is handed out again only after the compute stream waits for the last copy from or to it. Every copy that
+    starts later waits for the compute stream.
+I3: a storage that was changed in place after it had been saved is never read back; autograd makes the same check.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.streams import CopyStreams, Pair
 from lightning_ptm.memory.transfer import Completion
 from lightning_ptm.terms import BLOCK_BYTES
+from lightning_ptm.torch_internals import version_of
 
 _SIZE_CLASSES = 8
-"""Sizes of buffers between a power of two and the next: a buffer is at most an eighth larger than it was asked for."""
+"""Buffer sizes between one power of two and the next: a buffer is at most an eighth larger than requested."""
 _RESERVE_BYTES = 1 << 30
 """RAM that buffers leave free."""
 
 
 class HostBuffers:
-    """RAM by the piece, kept for the next step. Only `give` may be called in any thread.
+    """A pool of host buffers, kept from step to step. `give` is safe in any thread, the other methods are not.
 
     Args:
-        backend: the device that copies from and to it.
-        free_bytes: RAM that this process may still take.
+        backend: the device that copies from and to the buffers.
+        free_bytes: returns the RAM that this process may still take.
     """
 
     def __init__(self, backend: Backend, *, free_bytes: Callable[[], int]) -> None:
@@ -52,20 +54,22 @@ class HostBuffers:
         self._backend = backend
         self._free_bytes = free_bytes
         # State.
-        self._idle: list[tuple[int, int, HostRegion]] = []  # by size; the number keeps regions from being compared
-        self._returned: deque[HostRegion] = deque()  # filled by whatever thread collects garbage
+        self._idle: list[tuple[int, int, HostRegion]] = []
+        """(size, serial number, buffer), ascending. The serial number keeps buffers from being compared."""
+        self._returned: deque[HostRegion] = deque()
+        """Buffers given back, not yet sorted into `_idle`. Any thread that collects garbage appends to it."""
         self._made = 0
         self.total_bytes = 0
-        """Of all buffers, in use or not."""
+        """Bytes of all buffers, in use or idle."""
 
     def take(self, size_bytes: int) -> HostRegion:
-        """A buffer of at least `size_bytes`, and less than twice of it.
+        """Returns a buffer of at least `size_bytes` and less than twice as much.
 
         Raises:
             CapacityError: RAM has no room for it.
         """
         while self._returned:
-            self._keep(self._returned.popleft())
+            self._add_idle(self._returned.popleft())
         place = bisect.bisect_left(self._idle, (size_bytes, -1))
         if place < len(self._idle) and self._idle[place][0] < 2 * max(size_bytes, BLOCK_BYTES):
             return self._idle.pop(place)[2]
@@ -84,22 +88,22 @@ class HostBuffers:
         return region
 
     def give(self, region: HostRegion) -> None:
-        """A buffer that no copy uses any more (I2)."""
+        """Takes back a buffer that no copy uses any more (I2)."""
         self._returned.append(region)
 
     def close(self) -> None:
-        """Gives idle buffers up; one that is in use lives as long as its views."""
+        """Frees the idle buffers. A buffer in use is freed when its last view dies."""
         while self._returned:
-            self._keep(self._returned.popleft())
+            self._add_idle(self._returned.popleft())
         self._drop_idle()
 
-    def _keep(self, region: HostRegion) -> None:
+    def _add_idle(self, region: HostRegion) -> None:
         self._made += 1
         bisect.insort(self._idle, (region.tensor.numel(), self._made, region))
 
     def _drop_idle(self) -> None:
         if self._idle:
-            self._backend.synchronize()  # a stream may still copy from what was given back in its order
+            self._backend.synchronize()  # a stream may still copy from a buffer that was given back in stream order
         for size, _, region in self._idle:
             region.close()
             self.total_bytes -= size
@@ -112,16 +116,16 @@ def _size_class(size_bytes: int) -> int:
 
 
 class Where(enum.Enum):
-    """Where the bytes of a storage are."""
+    """Where the bytes of an offloaded storage are."""
 
     LEAVING = "leaving"
-    """On the device, and on their way to RAM."""
+    """On the device; the copy to RAM is in flight."""
     AWAY = "away"
-    """In RAM alone."""
+    """In RAM only."""
     COMING = "coming"
-    """In RAM, and on their way to the device."""
+    """In RAM; the copy to the device is in flight."""
     BACK = "back"
-    """On the device; the buffer has been given back."""
+    """On the device; the host buffer has been given back."""
 
 
 _NEXT = {
@@ -132,9 +136,9 @@ _NEXT = {
 
 
 class OffloadedStorage:
-    """One storage that was saved. It lives as long as somebody may read it; its end gives its memory back.
+    """One saved storage. It lives as long as a saved tensor refers to it; its finalizer gives the memory back.
 
-    Made, and changed, by a Mover alone.
+    Created and changed by an ActivationMover only.
     """
 
     __slots__ = (
@@ -155,39 +159,45 @@ class OffloadedStorage:
     ) -> None:
         self._mover = mover
         self.name = name
-        """In events."""
+        """Name of its copies in events."""
         self.size_bytes = source.untyped_storage().nbytes()
-        self.version = source._version
+        self.version = version_of(source)
         self.changed = False
-        """The source was written to after it had been saved."""
+        """Whether the source was written to after it had been saved."""
         self.where = Where.LEAVING
         self.device: Tensor | None = source
-        """Of any shape: its storage counts. None while it is AWAY."""
+        """A tensor on the device with this storage, of any shape. None while AWAY."""
         self.region: HostRegion | None = region
         self.completion: Completion | None = completion
 
     def still_holds(self, tensor: Tensor) -> bool:
-        """Whether a view of the source's storage has the elements that are on their way."""
+        """Whether a view of the source's storage still has the elements that are being copied."""
         source = self.device
-        return self.where is Where.LEAVING and source is not None and self.version == source._version == tensor._version
+        return (
+            self.where is Where.LEAVING
+            and source is not None
+            and self.version == version_of(source) == version_of(tensor)
+        )
 
     def to(self, where: Where) -> None:
         if (self.where, where) not in _NEXT:
-            raise InternalError(f"a saved storage is {self.where.value} and cannot become {where.value}")
+            raise InternalError(
+                f"the offloaded storage {self.name} cannot change from {self.where.value} to {where.value}"
+            )
         self.where = where
 
     def __del__(self) -> None:
-        self._mover.forgotten(self)
+        self._mover.storage_died(self)
 
 
 class ActivationMover:
-    """Copies storages to RAM and back on streams of their own. All calls are made with the compute stream as the current one.
+    """Copies storages to RAM and back on streams of its own. Callers must have the compute stream as current stream.
 
     Args:
-        backend: the device whose storages they are.
-        streams: of that device, nobody else's: copies of pages would hold these up.
-        buffers: RAM.
-        events: told of every copy, on the tracks of `links`.
+        backend: the device of the storages.
+        streams: copy streams that nothing else uses: copies of pages on the same streams would delay these.
+        buffers: the host buffers.
+        events: gets an event for every copy, on the tracks that `links` names.
     """
 
     def __init__(
@@ -200,27 +210,27 @@ class ActivationMover:
         self._to_host = StreamLink("activations_to_host", events)
         self._to_device = StreamLink("activations_to_device", events)
         # State.
-        self._orphans: deque[tuple[Completion, HostRegion, Tensor | None]] = (
-            deque()
-        )  # filled by whatever thread collects garbage
+        self._orphans: deque[tuple[Completion, HostRegion, Tensor | None]] = deque()
+        """Copies in flight whose storage has died. Any thread that collects garbage appends to it."""
         self._closed = False
         self.sent_bytes = 0
-        """That have left the device so far."""
+        """Bytes copied from the device to RAM so far."""
 
     def links(self) -> dict[str, LinkStats]:
-        """What has gone each way, of copies that have ended; waits for nothing."""
+        """Returns the totals of each direction over the copies that have ended. Does not block."""
         return {"activations_to_host": self._to_host.stats(), "activations_to_device": self._to_device.stats()}
 
     def send(self, source: Tensor, name: str = "activations") -> OffloadedStorage:
-        """Starts the copy of the source's whole storage to RAM. `settle` must follow before its memory comes free.
+        """Starts the copy of the source's whole storage to RAM. `settle` must follow before the device memory is freed.
 
         Args:
-            name: of the copies there and back, in events.
+            source: any tensor with that storage.
+            name: name of its copies in events.
         Raises:
             CapacityError: RAM has no room.
         """
-        self._adopt()
-        source = source.detach()  # its storage and its version, without its graph
+        self._order_orphans()
+        source = source.detach()  # shares storage and version counter, without the autograd graph
         size_bytes = source.untyped_storage().nbytes()
         region = self._buffers.take(size_bytes)
         pair = Pair(region.tensor[:size_bytes], _bytes_of(source))
@@ -231,21 +241,22 @@ class ActivationMover:
         return OffloadedStorage(self, name, source, region, completion)
 
     def settle(self, away: OffloadedStorage) -> None:
-        """The compute stream waits for the copy, and the source is let go (I1). Nothing happens if it was before."""
+        """Makes the compute stream wait for the copy to RAM, then frees the source (I1). No effect unless LEAVING."""
         if away.where is not Where.LEAVING:
             return
         assert away.completion is not None and away.device is not None
         away.completion.order()
-        self._backend.used_here(away.device)  # the block may be one of another stream, which is not behind the copy
-        away.changed = away.device._version != away.version
+        # Another stream may own the block, and it does not wait for the copy (I1).
+        self._backend.record_use(away.device)
+        away.changed = version_of(away.device) != away.version
         away.to(Where.AWAY)
         away.completion = away.device = None
 
     def bring(self, away: OffloadedStorage) -> None:
-        """Starts the copy back, if the bytes are AWAY."""
+        """Starts the copy back to the device. No effect unless AWAY."""
         if away.where is not Where.AWAY:
             return
-        self._adopt()
+        self._order_orphans()
         assert away.region is not None
         target = torch.empty(away.size_bytes, dtype=torch.uint8, device=self._backend.device)
         away.to(Where.COMING)
@@ -255,10 +266,10 @@ class ActivationMover:
         self._to_device.launched(away.name, away.size_bytes, began_s, away.completion.timer())
 
     def storage(self, away: OffloadedStorage) -> torch.UntypedStorage:
-        """The storage on the device, for what the compute stream does next.
+        """Returns the storage on the device, for use on the compute stream.
 
         Raises:
-            UsageError: it was written to after it had been saved (I3).
+            UsageError: it was changed in place after it had been saved (I3).
         """
         self.bring(away)
         if away.where is Where.COMING:
@@ -268,15 +279,15 @@ class ActivationMover:
             self._buffers.give(away.region)
             away.completion = away.region = None
         assert away.device is not None
-        if away.changed or (away.where is Where.LEAVING and away.device._version != away.version):
+        if away.changed or (away.where is Where.LEAVING and version_of(away.device) != away.version):
             raise UsageError(
                 "a tensor that the backward pass needs was changed in place after the forward pass had saved it, so its "
                 "gradients would be wrong; take the in-place operation out of the forward"
             )
         return away.device.untyped_storage()
 
-    def forgotten(self, away: OffloadedStorage) -> None:
-        """Nobody can read it any more; called in any thread."""
+    def storage_died(self, away: OffloadedStorage) -> None:
+        """Takes the buffer of a storage that has died. May be called in any thread."""
         region, away.region = away.region, None
         if region is None:
             return
@@ -287,10 +298,10 @@ class ActivationMover:
         elif away.completion is None:
             self._buffers.give(region)
         else:
-            self._orphans.append((away.completion, region, away.device))  # which holds source and target, too (I1)
+            self._orphans.append((away.completion, region, away.device))  # keeps source and target alive (I1)
 
     def close(self) -> None:
-        """Waits for what is in flight and gives idle memory up."""
+        """Waits for copies in flight and frees the idle buffers."""
         while self._orphans:
             completion, region, _ = self._orphans.popleft()
             completion.synchronize()
@@ -298,13 +309,13 @@ class ActivationMover:
         self._closed = True
         self._buffers.close()
 
-    def _adopt(self) -> None:
-        """Of those that were forgotten on their way, the compute stream waits for the copies (I2), and memory comes free."""
+    def _order_orphans(self) -> None:
+        """Makes the compute stream wait for the copies of dead storages (I2), then gives their buffers back."""
         while self._orphans:
             completion, region, source = self._orphans.popleft()
             completion.order()
             if source is not None:
-                self._backend.used_here(source)
+                self._backend.record_use(source)
             self._buffers.give(region)
 
 

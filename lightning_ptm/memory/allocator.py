@@ -1,14 +1,16 @@
-"""Allocates, releases, copies, moves and merges paged tensors (the paper's Allocator, section 5; Page and Tensor, 4.1).
+"""The Allocator: allocates, releases, copies, moves and merges paged tensors (the paper's sections 4.1 and 5).
 
-Owns the page pools, the page tables, the regions and the I/O threads of one rank, all taken once at the start. Does not
-know what a tensor means, nor when it should be where: callers decide, it acts. Long because whoever changes a tensor's pages
-is here (I1).
+Owns the page pools, page tables, regions and I/O threads of one rank, all created once at the start. Does not know what
+a tensor means nor which tier it should be in: callers decide, the Allocator acts. The file is long because every change
+of a tensor's pages is made here (I1).
 
-I1: the only writer, with its Copier, of the page tables and of a PagedTensor's place, under one lock, which is not held
-    while bytes move.
-I2: a copy holds its bytes (ARRIVING, LEAVING) from the call until its Transfer is finished; a conflicting copy or
-    release raises InternalError and changes nothing. Order between copies of the same bytes is made by waiting.
-I3: a paged tensor's bytes are whole blocks of its own in every tier, so whole-block transfers never touch a neighbour.
+I1: the Allocator, with its Copier, is the only writer of the page tables and of a PagedTensor's tier and pages, under
+    one lock. The lock is not held while bytes move.
+I2: a copy holds its bytes (ARRIVING, LEAVING) from the call until its Transfer is finished. A conflicting copy or
+    release raises InternalError and changes nothing. Callers order copies of the same bytes by waiting on their
+    Transfers.
+I3: in every tier, a paged tensor's bytes are whole blocks that no other tensor shares, so transfers of whole blocks
+    never touch a neighbour.
 """
 
 from __future__ import annotations
@@ -42,25 +44,25 @@ from lightning_ptm.progress import Progress
 from lightning_ptm.terms import TIERS, Tier
 
 POISON = 0xFF
-"""Released bytes are filled with this in tests: NaN in fp16, bf16, fp32 and fp64."""
+"""Byte that fills released memory in tests: NaN in fp16, bf16, fp32 and fp64."""
 
 
 class Allocator:
-    """Paged tensors over the tiers of one rank. Safe for threads. Long because whoever changes a tensor's pages is here.
+    """Paged tensors over the tiers of one rank. Safe for threads.
 
     Args:
         page_size: bytes of a page: a multiple of 4096, at least 64 KiB.
         backend: the compute device; on a CPU the device tier is RAM.
-        sizes: bytes of each tier, rounded down to whole pages; what is not named, or has 0, is not there.
-        disk_paths: existing folders, best on different disks, for the tier whose bytes have no address.
-        pin_host: page-lock tiers of RAM, where the device copies from and to them by itself.
-        poison: fill what is released, and what is handed out in RAM for the first time, with NaN. For tests.
-        io_threads_per_path: transfers of one disk path that run at once; None: as many as suit the disk (disk_probe.py).
+        sizes: bytes of each tier, rounded down to whole pages. A tier that is missing or 0 has no pages.
+        disk_paths: existing folders, best on different disks, for the tier that is not addressable.
+        pin_host: page-lock the tiers in RAM, where the device copies from and to RAM by DMA.
+        poison: fill released memory, and new RAM before its first use, with NaN. For tests.
+        io_threads_per_path: concurrent transfers of one disk path; None: measured at the start (disk_probe.py).
         file_ops: the file calls, for tests of failing disks.
-        events: told of every copy.
-        progress: of the disk tier's reservation.
-        uses: by tier, what its pages are for, which an error tells when there are too few.
-        heritage: what the allocator before this one leaves on disk; of the same paths and page size.
+        events: gets an event for every copy.
+        progress: progress bar of the reservation of the disk tier.
+        uses: by tier, what its pages are for, quoted in the error when there are too few.
+        reused_extents: pages that the previous allocator leaves on disk; of the same paths and page size.
     Raises:
         ConfigError: a setting that cannot work, or a disk path that cannot be used.
         CapacityError: the device has no room.
@@ -95,12 +97,12 @@ class Allocator:
         self._closed = False
         self._ids = itertools.count()
         self._tensors: dict[int, PagedTensor] = {}
-        self._inherited: dict[PagedTensor, PagedTensor] = {}
-        """By the tensor that it was before, until somebody takes it."""
-        self._kept: set[int] = set()
+        self._reused: dict[PagedTensor, PagedTensor] = {}
+        """Tensors in reused extents, by the previous allocator's tensor, until `reused_tensor` returns them."""
+        self._reused_ids: set[int] = set()
         self._io_threads = 0
         self._marks: dict[int, Mark] = {}
-        """By frame of a device apart, where its stream was when the frame was last given back."""
+        """By frame of a device with its own memory: the stream's position when the frame was last given back."""
         self._uses = uses or {}
         self._ledgers = {
             tier: TierLedger(tier, count, page_size, self._uses.get(tier, "")) for tier, count in frames.items()
@@ -114,7 +116,9 @@ class Allocator:
                 disk = disk_region(disk_paths, page_size, on_disk, reused_extents, file_ops, progress)
                 undo.callback(disk.close)
                 threads = (
-                    self._inherit(reused_extents, disk.frames) if reused_extents is not None else io_threads_per_path
+                    self._adopt_extents(reused_extents, disk.frames)
+                    if reused_extents is not None
+                    else io_threads_per_path
                 )
                 self._io_threads = threads = threads_per_path(disk) if threads is None else threads
                 io = IoQueue(
@@ -133,44 +137,42 @@ class Allocator:
             self._resources = undo.pop_all()
 
     def capacity_bytes(self, tier: Tier) -> int:
-        """Bytes of all pages of a tier."""
+        """Returns the bytes of all pages of a tier."""
         return self._ledgers[tier].capacity_bytes
 
     def free_bytes(self, tier: Tier) -> int:
-        """Bytes of the pages that no tensor has a part of."""
+        """Returns the bytes of the pages in which no tensor has a part."""
         return self._ledgers[tier].free_bytes
 
     def peak_bytes(self, tier: Tier) -> int:
-        """The most bytes of pages in use at once so far."""
+        """Returns the peak of the bytes of pages in use."""
         return self._ledgers[tier].peak_bytes
 
     def uncommitted_bytes(self) -> int:
-        """Bytes of the tiers in RAM that the system has not committed yet, and will."""
+        """Returns the bytes of the tiers in RAM that the system has not committed yet."""
         regions = self._machine.regions.values()
         return sum(region.uncommitted_bytes() for region in regions if isinstance(region, HostRegion))
 
     def stats(self) -> dict[Link, LinkStats]:
-        """Totals of every link used so far: (source tier, target tier) to bytes, transfers and busy seconds."""
+        """Returns the totals of every link used: (source tier, target tier) to bytes, copies and busy seconds."""
         with self._lock:
             return self._copier.stats()
 
     def busy_s(self) -> float:
-        """Seconds in which at least one copy was under way, on whatever link; copies on CUDA streams add up."""
+        """Returns the seconds in which at least one copy was in flight on any link. Copies on CUDA streams add up."""
         with self._lock:
             return self._copier.all_stats().busy_s
 
     def disk_stats(self) -> LinkStats:
-        """Totals of reads and writes of the disk together: `busy_s` counts time in which both go on once."""
+        """Returns the totals of disk reads and writes together. `busy_s` counts the time in which both run once."""
         with self._lock:
             return self._copier.disk_stats()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's storage lies in the memory of pages, whichever part of it the storage covers."""
+        """Whether a tensor's storage begins in the memory of a tier."""
         try:
             address = tensor.untyped_storage().data_ptr()
-        except (
-            RuntimeError
-        ):  # torch's answer where there is no memory: a zero tensor, or a subclass of which only Python knows
+        except RuntimeError:  # no memory behind the tensor: a zero tensor, or a subclass implemented in Python
             return False
         return any(start <= address < end for start, end in self._addresses)
 
@@ -179,15 +181,16 @@ class Allocator:
     def allocate(
         self, name: str, numel: int, dtype: torch.dtype, tier: Tier, *, shared_tail: bool = False
     ) -> PagedTensor:
-        """A tensor with undefined contents: neighbouring pages if the tier has such a run, else scattered ones.
+        """Allocates a tensor with undefined contents, on adjacent pages if the tier has such a run, else scattered.
 
         Args:
             name: for errors and logs.
             numel: elements, 0 allowed.
-            dtype: of the elements.
-            tier: where.
-            shared_tail: begin in the unused end of the page where the tier's last `shared_tail` tensor ended, when that
-                page holds one tensor and the pages behind it are free. For homes, which are allocated once, in a row.
+            dtype: dtype of the elements.
+            tier: the tier to allocate in.
+            shared_tail: begin in the unused end of the page in which the tier's last `shared_tail` tensor ended, if
+                that tensor is still there and the following pages are free. For homes, which are allocated once, in a
+                row.
         Raises:
             CapacityError: the tier has too few free pages; names the setting to raise. Nothing is allocated.
         """
@@ -201,10 +204,10 @@ class Allocator:
             return tensor
 
     def release(self, tensor: PagedTensor) -> None:
-        """Give a tensor's pages back. After `close` every tensor counts as released and this does nothing.
+        """Gives a tensor's pages back. No effect after `close`, which releases every tensor.
 
         Raises:
-            UsageError: it is released already, or being moved.
+            UsageError: the tensor is released already, or being moved.
             InternalError: a copy from or to it is not finished; nothing changes.
         """
         with self._lock:
@@ -224,16 +227,16 @@ class Allocator:
         target_start: int = 0,
         numel: int | None = None,
     ) -> Transfer:
-        """Start to copy elements between tensors of any tiers; wait on the transfer before using either's bytes.
+        """Starts to copy elements between tensors of any tiers. Wait on the transfer before using the bytes of either.
 
-        RAM to RAM is done at once on a CPU, and on a copy stream with CUDA (`wait(host=False)` orders the current
-        stream behind it). With the disk on a side, I/O threads do it; with a CUDA device on the other, through
-        page-locked staging.
+        A copy from RAM to RAM is finished on return on a CPU, and runs on a copy stream with CUDA (`wait(host=False)`
+        makes the current stream wait for it). If one side is on disk, I/O threads carry it out; if the other side is on
+        a CUDA device, the bytes go through page-locked staging buffers.
 
         Args:
             source: read.
             target: written; same dtype.
-            source_start: first element read; on disk at a multiple of 4096 bytes, as is target_start.
+            source_start: first element read; on disk at a multiple of 4096 bytes, like target_start.
             target_start: first element written.
             numel: elements; by default as many as both have from their starts.
         Raises:
@@ -249,20 +252,23 @@ class Allocator:
         return self._copier.launch(started)
 
     def fill(self, source: PagedTensor, target: PagedTensor, target_start: int = 0) -> Transfer:
-        """As `copy`, from a complete source to an unused device tensor: waits for its pages' last use only."""
+        """Copies a complete source to a device tensor that nothing uses yet; waits only for the last use of its pages.
+
+        Unlike `copy`, it does not wait for what the current stream has queued since. Raises as `copy`.
+        """
         with self._lock:
             self._check_open()
             self._check_usable(source)
             self._check_usable(target)
-            behind = {id(mark): mark for mark in (self._marks.get(span.frame, self._made) for span in target.pages)}
-            started = self._copier.begin(copy_range(source, target, 0, target_start, None), behind=[*behind.values()])
+            after = {id(mark): mark for mark in (self._marks.get(span.frame, self._made) for span in target.pages)}
+            started = self._copier.begin(copy_range(source, target, 0, target_start, None), after=[*after.values()])
         return self._copier.launch(started)
 
     def move(self, tensor: PagedTensor, tier: Tier) -> Transfer:
-        """Start to move a tensor to another tier (the paper's Tensor.move).
+        """Starts to move a tensor to another tier (the paper's Tensor.move).
 
-        The same object lives in `tier` once the transfer is finished; until then it can be neither used nor released.
-        Its old pages are then free; when the move fails it stays where it was.
+        The same object is in `tier` once the transfer is finished; until then it can be neither used nor released. Its
+        old pages are free afterwards. If the move fails, the tensor stays in its old tier.
 
         Raises:
             CapacityError: `tier` has too few free pages; nothing changes.
@@ -277,7 +283,7 @@ class Allocator:
         return self._copier.launch(started)
 
     def merge(self, tensor: PagedTensor) -> None:
-        """Make a tensor's bytes follow each other (the paper's Tensor.merge); returns when they do.
+        """Makes a tensor contiguous (the paper's Tensor.merge). Blocks until it is.
 
         Raises:
             CapacityError: the tier has no free run of enough pages; nothing changes.
@@ -292,8 +298,10 @@ class Allocator:
         self._copier.launch(started).wait()
 
     def discard(self, tensor: PagedTensor, start: int = 0, numel: int | None = None) -> None:
-        """A tensor's contents, or `numel` elements from `start` on, are lost, its pages stay its own: the system has their
-        RAM meanwhile. Raises as `release`."""
+        """Discards the contents of a tensor, or of `numel` elements from `start` on; the system gets the RAM back.
+
+        The tensor keeps its pages. Raises as `release`.
+        """
         start_bytes = start * tensor.dtype.itemsize
         stop_bytes = tensor.nbytes if numel is None else start_bytes + numel * tensor.dtype.itemsize
         with self._lock:
@@ -303,34 +311,40 @@ class Allocator:
             self._machine.discard(tensor, start_bytes, stop_bytes)
 
     def discard_all_but(self, kept: Sequence[PagedTensor]) -> None:
-        """As `discard`, of all pages in memory, used and free, that these have no part of; nothing is under way."""
+        """Discards the contents of all pages in memory, used or free, except those of the tensors `kept`.
+
+        The caller makes sure that no transfer is in flight.
+        """
         with self._lock:
             self._machine.discard_all_but(kept)
 
-    # One allocator after another.
+    # Reuse of disk extents by the next allocator.
 
-    def leave(self, kept: Sequence[PagedTensor], read: Sequence[PagedTensor]) -> ReusedExtents | None:
-        """What the next allocator goes on with (`reused_extents`); None where nothing is on disk.
+    def reusable_extents(self, kept: Sequence[PagedTensor], read: Sequence[PagedTensor]) -> ReusedExtents | None:
+        """Returns the extents that the next allocator can reuse (its `reused_extents`); None without a disk tier.
 
         Args:
-            kept: tensors on disk that stay where they are. read: others there that are read before this one closes.
+            kept: tensors on disk that keep their pages.
+            read: other tensors on disk that are read before this allocator is closed.
         """
         disk = self._machine.disk
         return None if disk is None else ReusedExtents(disk, self._io_threads, tuple(kept), tuple(read))
 
-    def inherited(self, before: PagedTensor) -> PagedTensor:
-        """What a tensor of `reused_extents` is here, with its bytes; once."""
-        found = self._inherited.pop(before)
-        self._kept.add(found.id)
+    def reused_tensor(self, before: PagedTensor) -> PagedTensor:
+        """Returns this allocator's tensor on the reused pages of `before`, with its bytes. Once for each."""
+        found = self._reused.pop(before)
+        self._reused_ids.add(found.id)
         return found
 
-    def was_kept(self, tensor: PagedTensor) -> bool:
-        """Whether it is one of those."""
-        return tensor.id in self._kept
+    def is_reused(self, tensor: PagedTensor) -> bool:
+        """Whether a tensor is on reused pages and has been returned by `reused_tensor`."""
+        return tensor.id in self._reused_ids
 
-    def _inherit(self, reused_extents: ReusedExtents, owned: Sequence[range]) -> int:
-        """The pages of what is kept are taken, and what lies between the pages that there are is left out; returns the
-        transfers of a disk path that run at once, since they cannot be tried any more."""
+    def _adopt_extents(self, reused_extents: ReusedExtents, owned: Sequence[range]) -> int:
+        """Takes the reused pages, and removes from the pool the frames that the disk region does not have.
+
+        Returns the previous allocator's I/O threads per path: with data on the pages they cannot be measured again.
+        """
         tier = next(tier for tier, ledger in self._ledgers.items() if ledger.capacity_bytes and not tier.addressable)
         ledger = TierLedger(tier, owned[-1].stop, self.page_size, self._uses.get(tier, ""))
         self._ledgers[tier] = ledger
@@ -340,16 +354,16 @@ class Allocator:
             tensor = PagedTensor(next(self._ids), before.name, before.numel, before.dtype, tier)
             ledger.keep(tensor.id, before.pages)
             tensor.place(tier, before.pages, None)
-            self._tensors[tensor.id] = self._inherited[before] = tensor
+            self._tensors[tensor.id] = self._reused[before] = tensor
         return reused_extents.io_threads
 
     def live_tensors(self) -> tuple[PagedTensor, ...]:
-        """Every tensor that is not released, in order of allocation."""
+        """Returns every tensor that is not released, in order of allocation."""
         with self._lock:
             return tuple(self._tensors.values())
 
     def close(self) -> None:
-        """End transfers (queued ones fail with UsageError), join threads, close files, free regions. Idempotent."""
+        """Finishes transfers (queued ones get UsageError), joins threads, closes files, frees regions. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -371,24 +385,24 @@ class Allocator:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # The lock is held.
+    # Methods below are called with the lock held.
 
     def _place(self, tensor: PagedTensor, *, shared_tail: bool = False, contiguous: bool = False) -> None:
-        """Give a tensor pages of its tier."""
+        """Gives a tensor pages of its tier."""
         spans = self._ledgers[tensor.tier].place(
             tensor.id, tensor.name, tensor.nbytes, shared_tail=shared_tail, contiguous=contiguous
         )
         tensor.place(tensor.tier, spans, self._machine.view(tensor.tier, spans, tensor.numel, tensor.dtype))
 
     def _vacate(self, tensor: PagedTensor) -> None:
-        """Take a tensor's pages away from it."""
+        """Takes a tensor's pages away from it."""
         ledger = self._ledgers[tensor.tier]
         ledger.check_vacate(tensor.id, tensor.pages)
         if self._poison:
             self._poison_pages(tensor)
         ledger.vacate(tensor.id, tensor.pages)
         if tensor.tier.computes and self.backend.apart:
-            mark = self.backend.mark()  # the last use of the pages is behind us, on this stream
+            mark = self.backend.mark()  # this stream has queued the last use of the pages already
             self._marks.update((span.frame, mark) for span in tensor.pages)
 
     def _poison_pages(self, tensor: PagedTensor) -> None:
@@ -401,7 +415,7 @@ class Allocator:
                 self._machine.regions[tensor.tier].tensor[start : start + span.bytes].fill_(POISON)
 
     def _begin_move(self, tensor: PagedTensor, tier: Tier, *, contiguous: bool) -> StartedCopy:
-        """Take new pages for a tensor and begin to copy it there."""
+        """Takes new pages for a tensor and begins the copy to them."""
         arriving = PagedTensor(tensor.id, tensor.name, tensor.numel, tensor.dtype, tier)
         self._place(arriving, contiguous=contiguous)
 

@@ -1,12 +1,13 @@
-"""The device that a run computes on: all that differs between kinds of devices, asked here and nowhere else.
+"""The device that a run computes on: every difference between kinds of devices is behind the protocol `Backend`.
 
-Owns nothing: a backend names a device. A run's is made once, by the strategy from its root device; the engine, the
-allocator (and through it the updater), the communicator and the blueprint's request are handed it. Commands make
-theirs of this machine (`backend_here`).
+Owns nothing: a backend names a device. The strategy makes one for a run, from its root device, and passes it to the
+engine, the allocator (and through it the updater), the communicator and the planner's request. Commands make one for
+this machine (`backend_here`).
 
-I1: who asks what kind a device is asks here (a test). Devices apart from the host are accelerators.py's, whatever their name.
-I2: a CPU takes the paths of a device, with stand-ins: its work has ended when the call returns, so that every stream is the
-    current one, every mark is reached, and every wait is over.
+I1: code that depends on the kind of device is here and in accelerators.py only (a test checks it). Devices with memory
+    of their own are in accelerators.py, whatever their name.
+I2: a CPU takes the same code path as a device, with stand-ins. Its work has ended when a call returns, so every stream
+    is the current stream, every mark is reached and every wait returns at once.
 """
 
 from __future__ import annotations
@@ -27,51 +28,51 @@ from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.memory.region import HostRegion, Region
 
 _CUDA = "cuda"
-"""What torch calls devices of CUDA and of ROCm."""
+"""torch's name for CUDA and ROCm devices."""
 
 
 class Mark(Protocol):
-    """A place in the queue of a stream, which the device comes to when it has done what was queued before."""
+    """A position in the queue of a stream, reached when the device has done the work queued before it."""
 
     def done(self) -> bool:
-        """Whether it has come there; never blocks."""
+        """Whether the position has been reached; never blocks."""
 
     def synchronize(self) -> None:
-        """Block this thread until it has."""
+        """Blocks this thread until the position is reached."""
 
     def order(self) -> None:
-        """Make this thread's current stream, not this thread, wait until it has."""
+        """Makes this thread's current stream, not the thread itself, wait for the position."""
 
     def seconds_since(self, earlier: Mark) -> float:
-        """From `earlier`, by the device's clock; both timed and done."""
+        """Returns the seconds between `earlier` and this mark, by the device's clock. Both must be timed and done."""
 
 
 class Stream(Protocol):
-    """A queue of work beside the current stream of a thread. What is queued there uses memory that its caller keeps."""
+    """A queue of device work besides the current stream of a thread. The caller keeps the memory of the work alive."""
 
     def follow(self, mark: Mark | None = None) -> None:
-        """What is queued from now on starts behind `mark`, or behind all that this thread's current stream has queued."""
+        """Makes later work on this stream wait for `mark`, or for everything queued on this thread's current stream."""
 
     def entered(self) -> AbstractContextManager[object]:
-        """Inside, it is this thread's current stream."""
+        """Makes this stream the thread's current stream inside the context."""
 
     def join(self) -> None:
-        """This thread's current stream waits for all that has been queued here."""
+        """Makes this thread's current stream wait for everything queued on this stream."""
 
 
 class Backend(Protocol):
-    """A device, and what can be asked of it. Safe for threads."""
+    """A device and its operations. Safe for threads."""
 
     apart: ClassVar[bool]
-    """The device has memory of its own and computes beside the host; else its memory is RAM."""
+    """Whether the device has memory of its own and computes concurrently with the host; otherwise its memory is RAM."""
 
     @property
     def name(self) -> str:
-        """Of the kind of device: in device strings, Lightning's accelerators, hardware files and checkpoints."""
+        """Kind of device, as in device strings, Lightning's accelerators, hardware files and checkpoints."""
 
     @property
     def collectives(self) -> str:
-        """Name of the library that carries collectives between such devices, for torch.distributed.
+        """Name of the torch.distributed backend for collectives between such devices.
 
         Raises:
             ConfigError: none is registered.
@@ -83,72 +84,78 @@ class Backend(Protocol):
     # Threads and streams.
 
     def make_current(self) -> None:
-        """Make it this thread's device. A thread begins with the machine's first one, whatever its rank's is."""
+        """Makes it this thread's device. A new thread starts with the machine's first device."""
 
     def synchronize(self) -> None:
-        """Block until the device has done all that was queued."""
+        """Blocks until the device has done everything queued on it."""
 
     def stream(self) -> Stream:
-        """A new stream."""
+        """Returns a new stream."""
 
     def current_stream(self) -> Stream:
-        """This thread's current one; equal to another that stands for the same queue."""
+        """Returns this thread's current stream; equal to other objects that stand for the same queue."""
 
     def mark(self, *, timed: bool = False) -> Mark:
-        """The place that this thread's current stream has come to."""
+        """Returns the present position in this thread's current stream."""
 
-    def used_here(self, tensor: torch.Tensor) -> None:
-        """This thread's current stream uses a tensor that another one may have made: its memory is not handed out again
-        before what is queued now has run."""
+    def record_use(self, tensor: torch.Tensor) -> None:
+        """Records this thread's current stream as a user of a tensor that another stream may have allocated.
 
-    def near_cores(self) -> frozenset[int] | None:
-        """CPU cores beside the device, where this thread runs on others, too (memory/numa.py); None: all alike."""
+        The tensor's memory is not handed out again before the work queued so far has run (`Tensor.record_stream`).
+        """
+
+    def numa_cores(self) -> frozenset[int] | None:
+        """Returns the CPU cores on the device's NUMA node if this thread may run on others too (numa.py), else None."""
 
     # Memory.
 
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
-        """RAM; page-locked, if `pin`, where the device copies from and to it by itself, and then near it. Raises as
-        HostRegion does."""
+        """Returns RAM. With `pin`, page-locked and on the device's NUMA node, if the device copies by DMA.
 
-    def room_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """RAM for a tensor's elements, where the device copies to it by itself: page-locked, and PyTorch's, which uses it
-        again behind copies that are under way."""
+        Raises as HostRegion.
+        """
+
+    def empty_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor in RAM of the same shape and dtype, as target of asynchronous copies from the device.
+
+        It is page-locked memory of PyTorch's host allocator, which reuses it only after copies in flight have ended.
+        """
 
     def device_region(self, size_bytes: int) -> Region:
-        """Memory of the device.
+        """Returns memory of the device.
 
         Raises:
             CapacityError, ConfigError: there is no room.
         """
 
     def free_bytes(self) -> int:
-        """Memory of its own that is free now; 0 where it has none."""
+        """Returns the free bytes of the device's own memory; 0 if its memory is RAM."""
 
-    def bytes_beside(self, region_bytes: int) -> int:
-        """Bytes of tensors beside a device region of so many bytes."""
+    def bytes_outside_region(self, region_bytes: int) -> int:
+        """Returns the bytes of tensors allocated outside a device region of `region_bytes` bytes."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on such a device."""
+        """Whether a tensor is on a device of this kind."""
 
     # Random numbers.
 
     def random_state(self) -> torch.Tensor | None:
-        """Of its own generator; None: it draws from the CPU's."""
+        """Returns the state of the device's random generator; None if the device draws from the CPU's generator."""
 
     def set_random_state(self, state: torch.Tensor) -> None: ...
 
     # This machine.
 
     def count(self) -> int:
-        """Devices of this kind here."""
+        """Returns the number of devices of this kind on this machine."""
 
     def description(self) -> str:
-        """For people."""
+        """Returns a description of the device for logs and reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurrentStream:
-    """The stand-in for a stream: what is queued keeps the order of the thread's current stream."""
+    """Stand-in for a stream: work keeps the order of the thread's current stream."""
 
     def follow(self, mark: Mark | None = None) -> None:
         if mark is not None:
@@ -181,7 +188,7 @@ class _Reached:
 
 @dataclass(frozen=True, slots=True)
 class CpuBackend:
-    """The host itself: the device tier is RAM."""
+    """The host itself as compute device: the device tier is RAM."""
 
     name: ClassVar[str] = "cpu"
     apart: ClassVar[bool] = False
@@ -193,7 +200,7 @@ class CpuBackend:
 
     def make_current(self) -> None: ...
 
-    def near_cores(self) -> frozenset[int] | None:
+    def numa_cores(self) -> frozenset[int] | None:
         return None
 
     def synchronize(self) -> None: ...
@@ -207,12 +214,12 @@ class CpuBackend:
     def mark(self, *, timed: bool = False) -> Mark:
         return _Reached(perf_counter())
 
-    def used_here(self, tensor: torch.Tensor) -> None: ...
+    def record_use(self, tensor: torch.Tensor) -> None: ...
 
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
         return HostRegion(size_bytes)
 
-    def room_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def empty_in_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     def device_region(self, size_bytes: int) -> Region:
@@ -221,8 +228,8 @@ class CpuBackend:
     def free_bytes(self) -> int:
         return 0
 
-    def bytes_beside(self, region_bytes: int) -> int:
-        return malloc_in_use_bytes()  # which regions are no part of: they are mapped
+    def bytes_outside_region(self, region_bytes: int) -> int:
+        return malloc_in_use_bytes()  # does not count regions, which are mapped and not malloc'ed
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return in_ram(tensor)
@@ -240,10 +247,10 @@ class CpuBackend:
 
 
 def backend_of(device: torch.device | str) -> Backend:
-    """The backend of a device.
+    """Returns the backend of a device.
 
     Raises:
-        ConfigError: torch computes on no such devices in this process, or they have no streams.
+        ConfigError: torch does not compute on such devices in this process, or they have no streams.
     """
     device = torch.device(device)
     if device.type == CpuBackend.name:
@@ -252,22 +259,22 @@ def backend_of(device: torch.device | str) -> Backend:
     if there is None or there.type != device.type:
         kinds = CpuBackend.name if there is None else f"{CpuBackend.name} and {there.type}"
         raise ConfigError(
-            f"pages cannot live on {device.type} devices, only on {kinds}, on which torch computes in this process; choose "
-            f"one of these, or import the library that gives torch such devices"
+            f"pages cannot be on {device.type} devices: torch computes on {kinds} in this process; choose one of these, or "
+            f"import the library that registers {device.type} devices with torch"
         )
     if not _has_streams(device):
         raise ConfigError(
-            f"pages cannot live on {device.type} devices: torch has no streams there, on which copies go beside compute; use "
-            f"accelerator={CpuBackend.name!r}"
+            f"pages cannot be on {device.type} devices: torch has no streams for them, so copies cannot overlap with "
+            f"compute; use accelerator={CpuBackend.name!r}"
         )
     return _accelerated(device)
 
 
 def backend_here(index: int | None = None) -> Backend:
-    """What this machine computes on: its accelerator's device of that number, if there is one with streams, else its CPU.
+    """Returns the backend of this machine: its accelerator if there is one with streams, else its CPU.
 
     Args:
-        index: None: the thread's current one.
+        index: index of the accelerator's device; None: the thread's current device.
     """
     there = torch.accelerator.current_accelerator(check_available=True)
     if there is None or not _has_streams(there):
@@ -285,7 +292,10 @@ def _has_streams(device: torch.device) -> bool:
 
 @cache
 def _makes_streams(kind: str) -> bool:
-    """By trying, since torch has no question for it: where there are none it raises, or a new one is the old one (MPS)."""
+    """Whether devices of a kind have streams, found by making one, since torch has no query for it.
+
+    Without streams torch raises, or returns the current stream as a new one (MPS).
+    """
     try:
         new = torch.Stream(kind)
         torch.Event(kind).record(new)
@@ -295,7 +305,7 @@ def _makes_streams(kind: str) -> bool:
 
 
 def apart(name: str) -> bool:
-    """Whether devices of a kind, which this machine need not have, have memory of their own.
+    """Whether devices of a kind have memory of their own. This machine need not have such a device.
 
     Raises:
         ConfigError: torch knows no such kind.
@@ -307,5 +317,5 @@ def apart(name: str) -> bool:
 
 
 def in_ram(tensor: torch.Tensor) -> bool:
-    """Whether the host can read a tensor without asking a device for it."""
+    """Whether a tensor is in RAM, so that the host can read it directly."""
     return tensor.device.type == CpuBackend.name

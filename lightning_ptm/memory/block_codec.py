@@ -1,14 +1,16 @@
-"""Block codec: fp32 elements as 8-bit codes, with one scale for each block of them.
+"""Block codec: stores fp32 elements as 8-bit codes with one scale per block. For optimizer states in 8 bits.
 
-Pure arithmetic on 1-D tensors of any device; knows no pages, no optimizers. A code is a short floating-point number, the
-upper bits of the fp32 number that it stands for, counted down from the largest of its block: 3 bits of mantissa, and 5 of
-exponent where the block has no negative element, so that a second moment keeps 31 powers of two; else a sign and 4 of
-exponent. A scale is an exponent, so nothing is ever multiplied and decoding is exact. (Blocks with scales of their own are
-those of 8-bit optimizers, Dettmers et al., ICLR 2022; exponents as scales those of OCP's microscaling formats.)
-I1: what decodes from codes encodes to itself, whatever the noise; zeros stay zeros, inf and NaN inf and NaN.
-I2: where a block has no negative element, none that is greater than 0 becomes 0: nobody divides by the root of nothing.
-I3: with noise that is uniform in [0, NOISE), the mean of what decodes is the element, but for I2 and what is smaller than
-    2**-14 (2**-30) of the largest of its block.
+Pure arithmetic on 1-D tensors of any device; knows no pages and no optimizers. A code is a short floating-point number:
+the upper bits of the fp32 number, relative to the largest element of the block. It has 3 bits of mantissa and, in a
+block without negative elements, 5 bits of exponent, so that a second moment keeps 31 powers of two; otherwise a sign
+bit and 4 bits of exponent. A scale is an exponent, so decoding multiplies nothing and is exact. (Blocks with scales of
+their own are from 8-bit optimizers, Dettmers et al., ICLR 2022; exponents as scales are from OCP's microscaling
+formats.)
+
+I1: a decoded value encodes to the same code, whatever the noise; zeros stay zeros, inf and NaN stay inf and NaN.
+I2: in a block without negative elements no element greater than 0 becomes 0, since an optimizer divides by its root.
+I3: with noise that is uniform in [0, NOISE), the expected decoded value is the element, except for I2 and for elements
+    smaller than 2**-14 (without negative elements 2**-30) of the largest of their block.
 """
 
 from __future__ import annotations
@@ -22,37 +24,38 @@ from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.terms import ALIGN_NUMEL
 
 BLOCK_NUMEL = ALIGN_NUMEL
-"""Elements of a block. Parameters and shards begin at multiples of it, so a block is of one parameter, whoever holds it."""
+"""Elements of a block. Parameters and shards begin at multiples of it, so no block spans two parameters or ranks."""
 SCALE_DTYPE = torch.int16
 _LOW_BITS = 20
-"""Of an fp32 number, those that a code has not."""
+"""Low bits of an fp32 number that a code drops."""
 NOISE = 1 << _LOW_BITS
 _NEAREST = NOISE // 2
 _TOP = {False: 0xFF, True: 0x7F}
-"""The largest code, by whether a bit is the sign."""
+"""The largest code, by whether one bit is the sign."""
 _EXPONENT_BITS = 23
 _INF = 0x7F800000
 _NAN = 0x7FC00000
-"""That which rounding cannot carry beyond the last number; a GPU's own is 0x7FFFFFFF."""
+"""The NaN pattern that rounding up does not carry into the sign bit; a GPU's own, 0x7FFFFFFF, would be carried."""
 _PER_EXPONENT = 1 << (_EXPONENT_BITS - _LOW_BITS)
 _SIGN = 0x80
 _STRIP_NUMEL = 1 << 18
-"""Elements that are worked on together: what is in between stays in a core's cache."""
+"""Elements processed together: their intermediate values stay in a core's cache."""
 
 
 class BlockCodec:
-    """Encodes and decodes. Owns scratch: one thread at a time."""
+    """Encoder and decoder with scratch memory of its own: one thread at a time."""
 
     def __init__(self) -> None:
         self._scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def encode(self, values: Tensor, codes: Tensor, scales: Tensor, noise: Tensor | None = None) -> None:
-        """Write the codes and scales of elements.
+        """Writes the codes and scales of elements.
 
         Args:
             values: (n,), fp32; n is a multiple of BLOCK_NUMEL.
-            codes: (n,), uint8, written; scales: (n / BLOCK_NUMEL,), SCALE_DTYPE, written.
-            noise: (n,), int32, uniform in [0, NOISE): rounding is stochastic; None: to the nearest.
+            codes: (n,), uint8, written.
+            scales: (n / BLOCK_NUMEL,), SCALE_DTYPE, written.
+            noise: (n,), int32, uniform in [0, NOISE), for stochastic rounding; None: rounds to nearest.
         """
         for part in _strips(values.numel()):
             other, rounded = self._room(values.device, part.stop - part.start)
@@ -89,7 +92,7 @@ class BlockCodec:
             codes[part].view(-1, BLOCK_NUMEL).copy_(rounded)
 
     def decode(self, codes: Tensor, scales: Tensor, values: Tensor) -> None:
-        """Write the elements that codes stand for. Args: as `encode`; `values` is written."""
+        """Writes the elements of codes into `values`. Shapes and dtypes as for `encode`."""
         for part in _strips(values.numel()):
             signs, moved = self._room(values.device, part.stop - part.start)
             bits = values[part].view(torch.int32).view(-1, BLOCK_NUMEL)
@@ -104,7 +107,7 @@ class BlockCodec:
             if least >= 0 and _range(codes[part])[0] > 0:
                 bits += offsets.unsqueeze(1)
             else:
-                torch.clamp(bits, max=1, out=moved)  # a code of 0 is no number but 0
+                torch.clamp(bits, max=1, out=moved)  # the code 0 stands for 0 at every scale
                 moved *= offsets.unsqueeze(1)
                 bits += moved
             bits <<= _LOW_BITS
@@ -113,11 +116,11 @@ class BlockCodec:
                 bits |= signs
 
     def scratch(self, device: torch.device, numel: int) -> Tensor:
-        """(numel,), int32, with undefined contents, good until the next call of any method; at most a strip."""
+        """Returns scratch memory (numel,), int32, undefined, valid until the next call of a method; at most a strip."""
         return self._room(device, numel)[0].view(-1)
 
     def _room(self, device: torch.device, numel: int) -> tuple[Tensor, Tensor]:
-        """Two tensors (blocks, BLOCK_NUMEL), int32, with undefined contents."""
+        """Returns two scratch tensors (blocks, BLOCK_NUMEL), int32, with undefined contents."""
         known = self._scratch.get(device)
         if known is None:
             known = self._scratch[device] = (
@@ -138,7 +141,7 @@ def _blocks(part: slice) -> slice:
 
 
 def _range(numbers: Tensor) -> tuple[int, int]:
-    """(least, greatest); what is true of any on a device, which is not waited for to know."""
+    """Returns (least, greatest) of `numbers`; on a device (-1, 0), the general case, to avoid a synchronization."""
     if not in_ram(numbers):
         return -1, 0
     return int(numbers.min()), int(numbers.max())

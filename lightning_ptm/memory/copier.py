@@ -1,10 +1,10 @@
-"""Copies in flight: takes hold of their pages, sets their bytes on their way, lets go at their end.
+"""The Copier: starts copies between tiers, holds their pages while they run, and frees the pages at their end.
 
-I1: all pages of a copy are held before its first byte moves, or none is and the caller gets InternalError.
-I2: the lock is the Allocator's. `begin` and what runs at a copy's end hold it; no byte moves and no thread is awaited
-    under it. Only a CUDA event, which needs nobody's lock, may be waited for (`unless_busy`).
-I3: a disk copy is finished by its I/O threads and a copy between RAM tiers by its caller. Nobody is told when a CUDA
-    event completes, so a copy on a stream is finished by whoever asks next: a waiter, or `begin`.
+I1: `begin` holds all pages of a copy before its first byte moves; if it cannot, it holds none and raises InternalError.
+I2: the lock is the Allocator's. `begin` and the code that runs at a copy's end hold it; under it no byte moves and no
+    thread is awaited. Only a CUDA event may be waited for (`unless_busy`), since its completion needs no lock.
+I3: I/O threads finish a disk copy, the caller finishes a copy within RAM. CUDA does not report that an event has
+    completed, so a copy on a stream is finished at the next query: by a waiter, or by `begin`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from lightning_ptm.terms import Tier
 Result = TypeVar("Result")
 
 Settle = Callable[[BaseException | None], None]
-"""What happens, under the lock, when a copy has ended and its pages are let go: gets its error, or None."""
+"""Called under the lock when a copy has ended and its pages are no longer held, with its error or None."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Hold:
-    """A flight, and the tier whose table it is in."""
+    """A transfer's hold on bytes of a page, and the tier of the page."""
 
     tier: Tier
     flight: Flight
@@ -50,19 +50,19 @@ class StartedCopy:
     meter: LinkMeter
     settle: Settle | None
     began_s: float
-    behind: Sequence[Mark] | None
-    """What a stream's part in it waits for; None: for what the launching thread's stream has queued."""
+    after: Sequence[Mark] | None
+    """Marks that the stream part of the copy waits for; None: it waits for the launching thread's current stream."""
 
 
 class Copier:
     """Starts and finishes copies for the Allocator.
 
     Args:
-        machine: the bytes and the streams.
-        io: I/O threads, None without a disk tier.
-        ledgers: of every tier; their tables are written here and in the Allocator, under the lock.
+        machine: the regions and the copy streams.
+        io: the I/O threads; None without a disk tier.
+        ledgers: of every tier. The Copier and the Allocator write their tables, under the lock.
         lock: the Allocator's.
-        events: told of every copy that ends.
+        events: gets an event for every copy that ends.
     """
 
     def __init__(
@@ -83,15 +83,19 @@ class Copier:
         self._links: dict[Link, LinkMeter] = {}
         self._disk = LinkMeter()
         """Reads and writes of the disk together."""
-        self._any = LinkMeter()
+        self._all_links = LinkMeter()
         """All links together."""
         self._streamed: list[StreamTransfer] = []
 
-    def begin(self, copy: CopyRange, settle: Settle | None = None, behind: Sequence[Mark] | None = None) -> StartedCopy:
-        """Hold a copy's pages (lock held); `launch` it afterwards, without the lock. See StartedCopy.
+    def begin(self, copy: CopyRange, settle: Settle | None = None, after: Sequence[Mark] | None = None) -> StartedCopy:
+        """Holds the pages of a copy (lock held). Call `launch` afterwards, without the lock.
 
+        Args:
+            copy: what to copy.
+            settle: called at the end of the copy.
+            after: see StartedCopy.
         Raises:
-            InternalError: bytes of it are in another transfer's way; nothing is held.
+            InternalError: another transfer holds some of the bytes; nothing is held.
         """
         self._reap()
         holds = self.unless_busy(lambda: self._hold(copy))
@@ -99,13 +103,13 @@ class Copier:
         now_s = perf_counter()
         if not self._machine.on_stream(copy.source.tier, copy.target.tier):
             meter.begin(copy.length_bytes, now_s)
-            self._any.begin(copy.length_bytes, now_s)
+            self._all_links.begin(copy.length_bytes, now_s)
         if copy.by_io:
             self._disk.begin(copy.length_bytes, now_s)
-        return StartedCopy(copy, holds, meter, settle, now_s, behind)
+        return StartedCopy(copy, holds, meter, settle, now_s, after)
 
     def launch(self, started: StartedCopy) -> Transfer:
-        """Set a copy's bytes on their way (lock not held)."""
+        """Starts the bytes of a copy (lock not held) and returns the handle to wait on."""
         copy, machine = started.copy, self._machine
 
         def finish(error: BaseException | None) -> None:
@@ -113,25 +117,25 @@ class Copier:
                 now_s = perf_counter()
                 if not machine.on_stream(copy.source.tier, copy.target.tier):
                     started.meter.end(now_s)
-                    self._any.end(now_s)
+                    self._all_links.end(now_s)
                 if copy.by_io:
                     self._disk.end(now_s)
-                self._tell(started, now_s)  # before its end: a tensor that is moved still has its old tier
+                self._report(started, now_s)  # before `_finish`: a moved tensor still has its old tier
                 self._finish(started, error)
 
         try:
             if copy.by_io:
-                jobs = disk_jobs(copy, machine, started.behind)
+                jobs = disk_jobs(copy, machine, started.after)
             else:
                 pairs = ram_pairs(copy, machine)
-                completion = machine.stream(copy.source.tier, copy.target.tier).launch(pairs, started.behind)
+                completion = machine.stream(copy.source.tier, copy.target.tier).launch(pairs, started.after)
         except BaseException as error:
             finish(error)
             raise
         if copy.by_io:
             transfer = Transfer(len(jobs), finish)
             for job in jobs:
-                assert self._io is not None  # there are jobs, so there is a disk
+                assert self._io is not None  # jobs exist only with a disk tier
                 self._io.submit(job.lane, job.job, transfer)
             return transfer
         if machine.on_stream(copy.source.tier, copy.target.tier):
@@ -139,9 +143,10 @@ class Copier:
         return Transfer(0, finish)
 
     def unless_busy(self, action: Callable[[], Result]) -> Result:
-        """Do `action` (lock held); when it meets pages that are busy, wait for copies that a stream was ordered behind.
+        """Runs `action` (lock held). If it meets busy pages, waits for copies already ordered on a stream, and retries.
 
-        Such a copy's caller has waited on it already, with `wait(host=False)`: only its event is late.
+        The callers of those copies have waited on them with `wait(host=False)`; only their events have not completed
+        yet.
         """
         try:
             return action()
@@ -154,22 +159,22 @@ class Copier:
             return action()
 
     def stats(self) -> dict[Link, LinkStats]:
-        """Totals of every link used so far (lock held)."""
+        """Returns the totals of every link used so far (lock held)."""
         self._reap()
         now_s = perf_counter()
         return {link: meter.stats(now_s) for link, meter in self._links.items()}
 
     def disk_stats(self) -> LinkStats:
-        """Totals of the disk, reads and writes together (lock held)."""
+        """Returns the totals of disk reads and writes together (lock held)."""
         return self._disk.stats(perf_counter())
 
     def all_stats(self) -> LinkStats:
-        """Totals of all links together (lock held)."""
+        """Returns the totals of all links together (lock held)."""
         self._reap()
-        return self._any.stats(perf_counter())
+        return self._all_links.stats(perf_counter())
 
     def finish_streamed(self) -> None:
-        """Wait for every copy on a stream."""
+        """Waits for every copy on a stream."""
         with self._lock:
             streamed, self._streamed = self._streamed, []
         for transfer in streamed:
@@ -185,7 +190,7 @@ class Copier:
             for piece in target_pieces(copy, page_size):
                 holds.append(self._hold_piece(target, piece, PageEvent.ARRIVE))
         except InternalError as error:
-            self._let_go(holds)
+            self._free_holds(holds)
             raise InternalError(
                 f"copying {copy.source.name} to {copy.target.name}: {error}; wait for the transfer that holds them"
             ) from None
@@ -195,48 +200,49 @@ class Copier:
         return _Hold(tier, self._ledgers[tier].table.begin(piece.frame, piece.start_bytes, piece.stop_bytes, event))
 
     def _track(self, started: StartedCopy, completion: Completion) -> Transfer:
-        """The handle of a copy on a CUDA stream (I3)."""
+        """Returns the handle of a copy on a CUDA stream (I3)."""
 
         def finish(error: BaseException | None) -> None:
             seconds_s = completion.seconds()
             if error is None:
                 started.meter.add(started.copy.length_bytes, seconds_s)
-                self._any.add(started.copy.length_bytes, seconds_s)
-            self._tell(started, started.began_s + seconds_s)
+                self._all_links.add(started.copy.length_bytes, seconds_s)
+            self._report(started, started.began_s + seconds_s)
             self._finish(started, error)
 
-        def let_go_of_device() -> None:
-            self._let_go([hold for hold in started.holds if hold.tier.computes])
+        def free_device_holds() -> None:
+            self._free_holds([hold for hold in started.holds if hold.tier.computes])
             started.holds = [hold for hold in started.holds if not hold.tier.computes]
 
-        # A move changes its tensor's place at its end, and that cannot be undone for a stream that is late: it blocks.
-        on_ordered = None if started.settle is not None else let_go_of_device
+        # A move changes its tensor's tier at its end, which must not happen while the stream still copies. So
+        # `wait` always blocks for a move.
+        on_ordered = None if started.settle is not None else free_device_holds
         transfer = StreamTransfer(completion, self._lock, on_finished=finish, on_ordered=on_ordered)
         with self._lock:
             self._streamed.append(transfer)
         if started.copy.source.tier is started.copy.target.tier:
-            transfer.wait(host=False)  # it runs on the current stream, so what follows there is behind it
+            transfer.wait(host=False)  # the copy runs on the current stream, so later work there is ordered after it
         return transfer
 
-    def _tell(self, started: StartedCopy, end_s: float) -> None:
+    def _report(self, started: StartedCopy, end_s: float) -> None:
         if self._events.heard:
             copy = started.copy
             track = f"{copy.source.tier.name}_to_{copy.target.tier.name}".lower()
-            # Of the two names, one is often that of a buffer; the home's tells more.
+            # One of the two tensors is often a buffer. The name of the one farther from compute, the home, says more.
             home = max(copy.source, copy.target, key=lambda tensor: tensor.tier.distance)
             self._events.tell(Event(EventKind.COPY, track, home.name, started.began_s, end_s, bytes=copy.length_bytes))
 
     def _finish(self, started: StartedCopy, error: BaseException | None) -> None:
-        self._let_go(started.holds)
+        self._free_holds(started.holds)
         started.holds = []
         if started.settle is not None:
             started.settle(error)
 
-    def _let_go(self, holds: Sequence[_Hold]) -> None:
+    def _free_holds(self, holds: Sequence[_Hold]) -> None:
         for hold in holds:
             self._ledgers[hold.tier].table.end(hold.flight)
 
     def _reap(self) -> None:
-        """Finish the copies whose CUDA events have completed."""
+        """Finishes the copies whose CUDA events have completed."""
         if self._streamed:
             self._streamed = [transfer for transfer in self._streamed if not transfer.done()]

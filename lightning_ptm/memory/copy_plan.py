@@ -1,8 +1,8 @@
-"""Turns a copy between two paged tensors into holds on pages and pieces of work. Decides; touches no byte and no table.
+"""Plans a copy between two paged tensors: the pages to hold and the jobs to run. Moves no bytes and changes no table.
 
-Disk ranges begin on a block. Their end may be ragged: where the target's elements end there, the last block is
-transferred whole (behind the elements there is only padding); elsewhere it bounces through staging, so that the
-target's next elements keep their values.
+Ranges on disk begin on a block; their end need not be on one. If the range ends where the target's elements end, the
+last block is transferred whole, since only padding follows it in the page. Otherwise the last block goes through a
+staging buffer, so that the target's next elements keep their values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_ptm.terms import BLOCK_BYTES, Tier
 
 @dataclass(frozen=True, slots=True)
 class CopyRange:
-    """A copy of `length_bytes` bytes; starts count from each tensor's first byte."""
+    """A copy of `length_bytes` bytes. Start offsets are relative to each tensor's first byte."""
 
     source: PagedTensor
     target: PagedTensor
@@ -36,7 +36,7 @@ class CopyRange:
 
     @property
     def by_io(self) -> bool:
-        """A side of it has no address."""
+        """Whether one side is not addressable, so that I/O threads carry the copy out."""
         return not (self.source.tier.addressable and self.target.tier.addressable)
 
     @property
@@ -46,7 +46,7 @@ class CopyRange:
 
 @dataclass(frozen=True, slots=True)
 class DiskJob:
-    """A job and the disk path (lane) whose threads do it."""
+    """A job, and the disk path (lane) whose threads run it."""
 
     lane: int
     job: IoJob
@@ -54,33 +54,33 @@ class DiskJob:
 
 @dataclass(frozen=True, slots=True)
 class CopyMachine:
-    """What copies run on: the bytes of each tier and the streams between them."""
+    """What copies run on: the bytes of each tier and the streams between tiers."""
 
     page_size: int
     regions: Mapping[Tier, Region]
     disk: DiskRegion | None
     streams: CopyStreams
     apart: bool
-    """The device copies beside the host (`Backend.apart`)."""
+    """`Backend.apart`: the device copies concurrently with the host."""
 
     def stream(self, source: Tier, target: Tier) -> CopyStream:
-        """The stream of a copy between two RAM tiers."""
+        """Returns the stream of a copy between two RAM or device tiers."""
         if source.computes == target.computes:
             return self.streams.within_device if source.computes else self.streams.within_host
         return self.streams.to_device if target.computes else self.streams.to_host
 
     def on_stream(self, source: Tier, target: Tier) -> bool:
-        """Whether a copy between two RAM tiers goes on after it was launched."""
+        """Whether a copy between two addressable tiers still runs when its launch has returned."""
         return self.apart and (source.computes or target.computes)
 
     def discard(self, tensor: PagedTensor, start_bytes: int, stop_bytes: int) -> None:
-        """Bytes [start_bytes, stop_bytes) of a tensor are lost; RAM behind them goes back to the system."""
+        """Discards bytes [start_bytes, stop_bytes) of a tensor and returns their RAM to the system."""
         if tensor.tier in self.regions:
             for each in extents(tensor.pages, self.page_size, start_bytes, stop_bytes):
                 self.regions[tensor.tier].discard(each.start_bytes, each.stop_bytes - each.start_bytes)
 
     def discard_all_but(self, kept: Sequence[PagedTensor]) -> None:
-        """As `discard`, of all bytes in memory that are on no page of these."""
+        """Discards all bytes in memory that are on no page of the tensors `kept`."""
         for tier, region in self.regions.items():
             used = sorted({span.frame for tensor in kept if tensor.tier is tier for span in tensor.pages})
             done = 0
@@ -90,18 +90,18 @@ class CopyMachine:
                 done = frame + 1
 
     def view(self, tier: Tier, spans: Sequence[PageSpan], numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """The elements on `spans`, shape (numel,); None on disk or when they are scattered."""
+        """Returns a view of the elements on `spans`, shape (numel,); None if they are on disk or scattered."""
         size_bytes = numel * dtype.itemsize
         found = extents(spans, self.page_size, 0, size_bytes)
         if not tier.addressable or len(found) > 1:
             return None
         start_bytes = found[0].start_bytes if found else 0
-        # In inference mode a view in another dtype would be an inference tensor, which autograd refuses ever after.
+        # In inference mode a view in another dtype would be an inference tensor, which autograd refuses for good.
         with torch.inference_mode(False):
             return self.regions[tier].tensor[start_bytes : start_bytes + size_bytes].view(dtype)
 
     def byte_views(self, tensor: PagedTensor, start_bytes: int, stop_bytes: int) -> tuple[torch.Tensor, ...]:
-        """uint8 views of a RAM tensor's bytes, one for each run of neighbouring pages."""
+        """Returns uint8 views of a RAM tensor's bytes, one for each run of adjacent pages."""
         whole = self.regions[tensor.tier].tensor
         found = extents(tensor.pages, self.page_size, start_bytes, stop_bytes)
         return tuple(whole[extent.start_bytes : extent.stop_bytes] for extent in found)
@@ -110,10 +110,11 @@ class CopyMachine:
 def copy_range(
     source: PagedTensor, target: PagedTensor, source_start: int, target_start: int, numel: int | None
 ) -> CopyRange:
-    """Check the elements of a copy.
+    """Returns the byte range of a copy, checked.
 
     Raises:
-        UsageError: other dtypes, a range outside a tensor, or a disk range that does not begin on a block.
+        UsageError: dtypes differ, a range is outside its tensor or overlaps itself, or a disk range does not begin on a
+            block.
     """
     if source.dtype != target.dtype:
         raise UsageError(f"cannot copy {source.name} ({source.dtype}) to {target.name} ({target.dtype}): cast first")
@@ -122,9 +123,7 @@ def copy_range(
     item_bytes = source.dtype.itemsize
     for tensor, start in ((source, source_start), (target, target_start)):
         if start < 0 or numel < 0 or start + numel > tensor.numel:
-            raise UsageError(
-                f"elements {start} to {start + numel} do not lie in {tensor.name}, which has {tensor.numel}"
-            )
+            raise UsageError(f"elements {start} to {start + numel} are not in {tensor.name}, which has {tensor.numel}")
         if not tensor.tier.addressable and start * item_bytes % BLOCK_BYTES:
             raise UsageError(
                 f"a copy of {tensor.name} begins at its element {start}: on disk ranges begin at multiples of "
@@ -138,7 +137,7 @@ def copy_range(
 
 
 def source_pieces(copy: CopyRange, page_size: int) -> list[PagePiece]:
-    """The pages that a copy reads."""
+    """Returns the pages that a copy reads."""
     stop = copy.source_start_bytes + copy.length_bytes
     if not copy.source.tier.addressable:
         stop = round_up(stop)
@@ -146,7 +145,7 @@ def source_pieces(copy: CopyRange, page_size: int) -> list[PagePiece]:
 
 
 def target_pieces(copy: CopyRange, page_size: int) -> list[PagePiece]:
-    """The pages that a copy writes, with the padding that a whole last block overwrites."""
+    """Returns the pages that a copy writes, including the padding that a whole last block overwrites."""
     stop = copy.target_start_bytes + copy.length_bytes
     if not copy.target.tier.addressable or (not copy.source.tier.addressable and copy.ends_with_target):
         stop = round_up(stop)
@@ -154,7 +153,7 @@ def target_pieces(copy: CopyRange, page_size: int) -> list[PagePiece]:
 
 
 def ram_pairs(copy: CopyRange, machine: CopyMachine) -> list[Pair]:
-    """The views of a copy between RAM tiers."""
+    """Returns the pairs of views to copy between, for a copy between addressable tiers."""
     page_size = machine.page_size
     sources, targets = machine.regions[copy.source.tier].tensor, machine.regions[copy.target.tier].tensor
     source_extents = extents(
@@ -163,7 +162,7 @@ def ram_pairs(copy: CopyRange, machine: CopyMachine) -> list[Pair]:
     target_extents = extents(
         copy.target.pages, page_size, copy.target_start_bytes, copy.target_start_bytes + copy.length_bytes
     )
-    # Extents as pieces of one endless page: the same cutting works.
+    # Extents are treated as pieces of one unbounded page, so that `pair_up` serves both.
     pairs = pair_up(
         [PagePiece(0, extent.start_bytes, extent.stop_bytes) for extent in source_extents],
         [PagePiece(0, extent.start_bytes, extent.stop_bytes) for extent in target_extents],
@@ -177,17 +176,17 @@ def ram_pairs(copy: CopyRange, machine: CopyMachine) -> list[Pair]:
     ]
 
 
-def disk_jobs(copy: CopyRange, machine: CopyMachine, behind: Sequence[Mark] | None = None) -> list[DiskJob]:
-    """The jobs of a copy that has a disk side, each at most a page.
+def disk_jobs(copy: CopyRange, machine: CopyMachine, after: Sequence[Mark] | None = None) -> list[DiskJob]:
+    """Returns the jobs of a copy with a side on disk, each at most a page.
 
     Args:
-        behind: where a stream takes part, it does so behind these; None: behind what the caller's has queued so far.
+        after: marks that the stream part of a job waits for; None: waits for the caller's current stream.
     """
     if machine.disk is None:
-        return []  # of a tier without bytes there are tensors without elements only
+        return []  # a tier without bytes has only tensors without elements
     if not copy.source.tier.addressable and not copy.target.tier.addressable:
         return _disk_to_disk(copy, machine, machine.disk)
-    return _disk_and_ram(copy, machine, machine.disk, behind)
+    return _disk_and_ram(copy, machine, machine.disk, after)
 
 
 def _disk_to_disk(copy: CopyRange, machine: CopyMachine, disk: DiskRegion) -> list[DiskJob]:
@@ -205,7 +204,7 @@ def _disk_to_disk(copy: CopyRange, machine: CopyMachine, disk: DiskRegion) -> li
 
 
 def _disk_and_ram(
-    copy: CopyRange, machine: CopyMachine, disk: DiskRegion, behind: Sequence[Mark] | None
+    copy: CopyRange, machine: CopyMachine, disk: DiskRegion, after: Sequence[Mark] | None
 ) -> list[DiskJob]:
     reading = not copy.source.tier.addressable
     if reading:
@@ -222,7 +221,7 @@ def _disk_and_ram(
         straight_bytes = direct_bytes(ram_start, copy.length_bytes, tail_is_free=copy.ends_with_target)
         ram_at = ram_start
         found_on_disk = pieces(on_disk.pages, page_size, disk_start, disk_start + straight_bytes)
-        # A chunk seldom begins where a page does, and disks are slower with two transfers of half the length.
+        # A chunk rarely begins at a page border, and a disk is slower with two transfers of half the length.
         for piece in join(found_on_disk, page_size) if disk.is_one_file else found_on_disk:
             found = extents(in_ram.pages, page_size, ram_at, ram_at + piece.bytes)
             views = tuple(region.memory[extent.start_bytes : extent.stop_bytes] for extent in found)
@@ -232,14 +231,14 @@ def _disk_and_ram(
 
     if straight_bytes < copy.length_bytes:
         stream = machine.stream(Tier.HOST, in_ram.tier) if reading else machine.stream(in_ram.tier, Tier.HOST)
-        behind = (stream.mark(),) if behind is None else behind
+        after = (stream.mark(),) if after is None else after
         ram_at = ram_start + straight_bytes
         for piece in pieces(on_disk.pages, page_size, disk_start + straight_bytes, disk_start + copy.length_bytes):
             views_bounced = machine.byte_views(in_ram, ram_at, ram_at + piece.bytes)
             if reading:
-                job = ReadBounced(disk, piece, views_bounced, stream, behind)
+                job = ReadBounced(disk, piece, views_bounced, stream, after)
             else:
-                job = WriteBounced(disk, piece, views_bounced, stream, behind, keep_tail=not copy.ends_with_target)
+                job = WriteBounced(disk, piece, views_bounced, stream, after, keep_tail=not copy.ends_with_target)
             jobs.append(DiskJob(disk.lane(piece.frame), job))
             ram_at += piece.bytes
     return jobs

@@ -1,14 +1,16 @@
-"""The disk tier: one preallocated file per path, O_DIRECT, pages laid round robin over the paths.
+"""The bytes of the disk tier: one preallocated file per path, opened with O_DIRECT, pages striped over the paths.
 
-Page f lives in file f mod n at page f div n, so neighbours lie on different disks and a run of pages uses all of them.
+Page f is in file f mod n at page f div n, so adjacent pages are on different disks and a run of pages uses all of them.
 
-I1: every byte is there before training starts (posix_fallocate): a full disk is an error at the start, not at step 900.
-I2: no name points at a file, so a kill leaves nothing behind and two jobs may share a path. Where the file system makes none
-    without a name (O_TMPFILE), it is taken away as soon as the file is open.
-I3: a region may have an heir, of the same files: it has some of the pages, with their bytes, and others that are new; the
-    files' space is given back by whoever closes last, and that of pages that the heir has not when the elder closes.
-I4: every transfer is of whole blocks, and checked for its length; the kernel's partial progress is continued only from
-    a block border (O_DIRECT refuses others).
+I1: every byte is reserved before training starts (posix_fallocate): a full disk is an error at the start, not at step
+    900 of a run.
+I2: the files have no name, so a killed process leaves nothing on disk and two jobs may share a path. If the file system
+    cannot create a file without a name (O_TMPFILE), the name is removed as soon as the file is open.
+I3: a region may have a successor on the same files (`set_successor`), which reuses some of the pages with their bytes
+    and adds new ones. The region that closes last gives the files' space back; when the older one closes, it gives back
+    the pages that the successor does not use.
+I4: every transfer is whole blocks, and its length is checked. A partial transfer is continued only from a block border,
+    since O_DIRECT refuses other offsets.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from lightning_ptm.progress import Progress, Seen
 from lightning_ptm.terms import BLOCK_BYTES
 
 RESERVED_AT_ONCE_BYTES = 1 << 30
-"""A file system that knows no reservation is written to instead, at the speed of the disk."""
+"""Bytes reserved by one call. A file system without reservation writes them, at the speed of the disk."""
 
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 
 class FileOps:
-    """The operating system's file calls; tests pass one that fails, is short, or waits for a hand."""
+    """The operating system's file calls. Tests pass one that fails, transfers less, or blocks until released."""
 
     def open(self, path: str, flags: int, mode: int) -> int:
         return os.open(path, flags, mode)
@@ -43,7 +45,7 @@ class FileOps:
         os.close(fd)
 
     def free_bytes(self, path: str) -> int:
-        """Bytes that this user may still write to the file system of `path`."""
+        """Returns the bytes that this user may still write to the file system of `path`."""
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
 
@@ -53,18 +55,18 @@ class FileOps:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # Where the file system knows no reservation, glibc writes a byte to each block, which O_DIRECT refuses.
+            # If the file system has no reservation, glibc writes a byte to each block, which O_DIRECT refuses.
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
             try:
                 os.posix_fallocate(fd, start, size_bytes)
                 os.fdatasync(fd)
-                os.posix_fadvise(fd, start, size_bytes, os.POSIX_FADV_DONTNEED)  # else it would be in RAM, too
+                os.posix_fadvise(fd, start, size_bytes, os.POSIX_FADV_DONTNEED)  # else the page cache would keep it
             finally:
                 fcntl.fcntl(fd, fcntl.F_SETFL, flags)
 
     def give_back(self, fd: int, size_bytes: int, start: int) -> None:
-        """A part of a file takes no space any more, where the file system can do so."""
+        """Frees the disk space of a part of a file (punches a hole), if the file system can."""
         keeping_size, punching = 1, 2
         ctypes.CDLL(None).fallocate(
             ctypes.c_int(fd), ctypes.c_int(keeping_size | punching), ctypes.c_int64(start), ctypes.c_int64(size_bytes)
@@ -74,7 +76,7 @@ class FileOps:
         return os.dup(fd)
 
     def empty(self, fd: int) -> None:
-        """Give a file's space back now, though a forked child (a data loader's worker) may have it open for long."""
+        """Frees a file's space now, even if a forked child (a data loader's worker) keeps it open."""
         os.ftruncate(fd, 0)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -85,18 +87,20 @@ class FileOps:
 
 
 def nameless(folder: Path, direct: int = 0, ops: FileOps | None = None) -> int:
-    """A new, empty file without a name, open for reading and writing by its user (I2); the caller closes it.
+    """Returns a new, empty file without a name, open for reading and writing by its user (I2). The caller closes it.
 
     Args:
+        folder: folder whose file system gets the file.
         direct: os.O_DIRECT or 0.
+        ops: the file calls.
 
     Raises:
         OSError: the folder may not be written to, or the file system has no O_DIRECT (EINVAL).
     """
     ops = ops or FileOps()
     flags = os.O_RDWR | os.O_CLOEXEC | direct
-    # Systems that make none without a name refuse with EOPNOTSUPP, EISDIR, ENOENT, EINVAL, ENOSYS: what a file with a name
-    # is refused for, too, is told by that.
+    # Systems without O_TMPFILE refuse with EOPNOTSUPP, EISDIR, ENOENT, EINVAL or ENOSYS. Errors with another cause come
+    # again from the open by name below, which reports them.
     with contextlib.suppress(OSError):
         return ops.open(os.fspath(folder), flags | os.O_TMPFILE, 0o600)
     name = os.fspath(folder / f".lightning_ptm-{os.getpid()}-{uuid.uuid4().hex}")
@@ -115,24 +119,24 @@ def nameless(folder: Path, direct: int = 0, ops: FileOps | None = None) -> int:
 
 
 def make_folders(paths: Sequence[Path]) -> None:
-    """Make the folders that do not exist yet, each in one that does; nobody else may look into them.
+    """Creates the folders that do not exist, each in a parent that does, accessible to this user only.
 
     Raises:
-        ConfigError: more than a folder is missing, as of a disk that is not mounted or a name that is misspelt: what would be
-            made is on another file system than is meant. Or the system refuses to.
+        ConfigError: the parent does not exist either, as with a disk that is not mounted or a misspelt name: a folder
+            created there would be on another file system than intended. Or the system refuses to create it.
     """
     for path in paths:
         missing = next((each for each in reversed(path.absolute().parents) if not os.path.exists(each)), None)
         if missing is not None:
             raise ConfigError(
                 f"disk_path {path} is in a folder that does not exist: {missing} is the first that is missing, so this may "
-                f"be a misspelt name or a disk that is not mounted, and pages would fill another one; create {path.parent}, "
-                f"or give another disk_path"
+                f"be a misspelt name or a disk that is not mounted, and pages would fill another disk; create "
+                f"{path.parent}, or give another disk_path"
             )
         try:
             path.mkdir(mode=0o700, exist_ok=True)
         except FileExistsError:
-            continue  # no folder: `check_folders` tells
+            continue  # a file: `check_folders` reports it
         except OSError as error:
             raise ConfigError(
                 f"disk_path {path} does not exist and cannot be made ({error.strerror}); create the folder, or give another "
@@ -141,10 +145,10 @@ def make_folders(paths: Sequence[Path]) -> None:
 
 
 def check_folders(paths: Sequence[Path]) -> None:
-    """Refuse paths that are no folders, also where nothing will live on disk: a misspelt one would go unnoticed.
+    """Checks that all paths are folders, even if nothing will be on disk, so that a misspelt path is noticed.
 
     Raises:
-        ConfigError: one is missing, or no folder.
+        ConfigError: a path is missing, or is not a folder.
     """
     for path in paths:
         if not path.exists():
@@ -154,19 +158,19 @@ def check_folders(paths: Sequence[Path]) -> None:
 
 
 class DiskRegion:
-    """The bytes of the disk tier. Safe for threads: transfers carry their own position.
+    """The bytes of the disk tier. Safe for threads: every transfer passes its own file position.
 
     Args:
         paths: existing, writable directories, at least one.
         page_size: bytes of a page, a multiple of BLOCK_BYTES.
-        total_frames: pages in all, over all paths.
+        total_frames: pages over all paths.
         file_ops: the file calls.
-        progress: of the reservation, which some file systems take long for.
-        elder: whose files these are, if it has other pages; of the same paths and page size.
-        frames: the pages that there are, as intervals; None: all.
+        progress: progress bar of the reservation, which takes long on some file systems.
+        predecessor: the predecessor whose files are used (I3), with the same paths and page size; None: new files.
+        frames: the pages of this region, as ascending intervals; None: all.
     Raises:
         ConfigError: a path is missing, no directory, or cannot be written.
-        PageIOError: a path has no room for its share (errno ENOSPC, or what the system says).
+        PageIOError: a path has no room for its share (errno ENOSPC, or the system's error).
     """
 
     def __init__(
@@ -177,7 +181,7 @@ class DiskRegion:
         total_frames: int,
         file_ops: FileOps | None = None,
         progress: Progress | None = None,
-        elder: DiskRegion | None = None,
+        predecessor: DiskRegion | None = None,
         frames: Sequence[range] | None = None,
     ) -> None:
         self.paths = tuple(Path(path) for path in paths)
@@ -186,55 +190,55 @@ class DiskRegion:
         self._ops = file_ops or FileOps()
 
         self.frames = (range(total_frames),) if frames is None else tuple(frames)
-        self._elder = elder
+        self._predecessor = predecessor
 
         # State: an open file of each path, -1 once closed.
         self._files: list[int] = []
-        self._heir: DiskRegion | None = None
+        self._successor: DiskRegion | None = None
         progress = progress or Progress(shown=False)
-        new = _without(self.frames, () if elder is None else elder.frames)
+        new = _without(self.frames, () if predecessor is None else predecessor.frames)
         try:
             with progress.bar("reserving disk", sum(map(len, new)) * page_size) as seen:
                 for index, path in enumerate(self.paths):
-                    self._files.append(self._open(path) if elder is None else elder.copy_of_file(index))
+                    self._files.append(self._open(path) if predecessor is None else predecessor.duplicate_file(index))
                     self._reserve(path, self._files[-1], self._places(index, new), seen)
         except BaseException:
             self.close()
             raise
-        if elder is not None:
-            elder.has_heir(self)
+        if predecessor is not None:
+            predecessor.set_successor(self)
 
-    def copy_of_file(self, index: int) -> int:
-        """The file of a path, opened once more; the caller closes it."""
+    def duplicate_file(self, index: int) -> int:
+        """Returns a duplicate of the file descriptor of a path; the caller closes it."""
         return self._ops.duplicate(self._files[index])
 
-    def has_heir(self, heir: DiskRegion) -> None:
-        """From now on another region has pages of these files (I3)."""
-        self._heir = heir
+    def set_successor(self, successor: DiskRegion) -> None:
+        """Registers the successor, which uses pages of these files from now on (I3)."""
+        self._successor = successor
 
     @property
     def is_open(self) -> bool:
         return any(file >= 0 for file in self._files)
 
     def _places(self, index: int, frames: Sequence[range]) -> list[range]:
-        """Where pages lie in the file of a path, in bytes."""
+        """Returns the byte ranges of pages in the file of a path."""
         paths, size = len(self.paths), self.page_size
         found = (range(-((index - each.start) // paths), -((index - each.stop) // paths)) for each in frames)
         return [range(each.start * size, each.stop * size) for each in found if each]
 
     @property
     def is_one_file(self) -> bool:
-        """Whether neighbouring pages lie side by side, so that one transfer may go on from page to page."""
+        """Whether consecutive pages are adjacent on disk, so that one transfer may cross page borders."""
         return len(self.paths) == 1
 
     def lane(self, frame: int) -> int:
-        """Index of the path that page `frame` lives on."""
+        """Returns the index of the path that stores page `frame`."""
         return frame % len(self.paths)
 
     def read(self, frame: int, offset_bytes: int, views: Sequence[memoryview]) -> None:
-        """Fill `views`, one after the other, from page `frame` on; lengths, addresses and offset are whole blocks.
+        """Reads into `views`, in order, from page `frame` on; lengths, addresses and offset are whole blocks.
 
-        They may go on into the next pages only where `is_one_file`.
+        The range may extend into the following pages only if `is_one_file`.
 
         Raises:
             PageIOError: with the path, the page, and errno (None for a short read).
@@ -242,24 +246,24 @@ class DiskRegion:
         self._transfer(True, frame, offset_bytes, views)
 
     def write(self, frame: int, offset_bytes: int, views: Sequence[memoryview]) -> None:
-        """Write `views`, one after the other, to page `frame`; as `read` otherwise."""
+        """Writes `views`, in order, to page `frame`; otherwise as `read`."""
         self._transfer(False, frame, offset_bytes, views)
 
     def close(self) -> None:
-        """Give the files' space back (I3) and close them. Idempotent; no transfer may be running."""
-        heir, elder = self._heir, self._elder
-        inherited = heir is not None and heir.is_open
-        ended = _without(self.frames, heir.frames) if heir is not None and inherited else ()
+        """Frees the files' space (I3) and closes them. Idempotent; no transfer may be running."""
+        successor, predecessor = self._successor, self._predecessor
+        is_reused = successor is not None and successor.is_open
+        ended = _without(self.frames, successor.frames) if successor is not None and is_reused else ()
         for index, file in enumerate(self._files):
             self._files[index] = -1
             if file >= 0:
-                with contextlib.suppress(OSError):  # a broken disk's comes back with the last close
+                with contextlib.suppress(OSError):  # on a broken disk, the last close frees the space
                     for place in self._places(index, ended):
                         self._ops.give_back(file, len(place), place.start)
-                    if not inherited and not (elder is not None and elder.is_open):
+                    if not is_reused and not (predecessor is not None and predecessor.is_open):
                         self._ops.empty(file)
                 self._ops.close(file)
-        self._heir = self._elder = None
+        self._successor = self._predecessor = None
 
     def _transfer(self, reading: bool, frame: int, offset_bytes: int, views: Sequence[memoryview]) -> None:
         call = self._ops.preadv if reading else self._ops.pwritev
@@ -293,7 +297,7 @@ class DiskRegion:
         check_folders([path])
         file_system = _file_system(path)
         if file_system in MEMORY_FILE_SYSTEMS:
-            _warn(path, f"is on {file_system}, which is memory: its pages take RAM and nothing is gained")
+            _warn(path, f"is on {file_system}, which is memory: its pages take RAM and offload saves nothing")
         try:
             try:
                 return nameless(path, os.O_DIRECT, self._ops)
@@ -337,12 +341,12 @@ class DiskRegion:
 
 
 def _at_once(place: range, most: int) -> list[range]:
-    """A range in parts of no more than `most`."""
+    """Cuts a range into parts of at most `most`."""
     return [place[start : start + most] for start in range(0, len(place), most)]
 
 
 def _without(frames: Sequence[range], others: Sequence[range]) -> list[range]:
-    """Intervals of those frames that are in none of the others; both ascend."""
+    """Returns the intervals of `frames` that are in none of the `others`; both ascend."""
     found = []
     for each in frames:
         start = each.start
@@ -355,7 +359,7 @@ def _without(frames: Sequence[range], others: Sequence[range]) -> list[range]:
 
 
 def _skip(views: Sequence[memoryview], skip_bytes: int) -> Sequence[memoryview]:
-    """`views` without their first bytes."""
+    """Returns `views` without their first `skip_bytes` bytes."""
     if skip_bytes == 0:
         return views
     rest = []
@@ -367,7 +371,7 @@ def _skip(views: Sequence[memoryview], skip_bytes: int) -> Sequence[memoryview]:
 
 
 def _file_system(path: Path) -> str:
-    """Type of the file system under `path`, "" when the system does not say."""
+    """Returns the type of the file system that holds `path`; "" if the system does not say."""
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -1,6 +1,6 @@
-"""How many transfers of one path should run at once: found by trying, when the disk tier is large enough to matter.
+"""Measures how many transfers of one disk path should run concurrently, when the disk tier is large enough to matter.
 
-Runs once, on pages that hold nothing yet. Knows the disk's files; owns its buffers and threads while it runs.
+Runs once, on pages without contents. Knows the disk's files; owns its buffers and threads while it runs.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from lightning_ptm.memory.region import HostRegion
 log = logging.getLogger(__name__)
 
 DEFAULT_THREADS = 2
-"""One transfer is prepared while the other runs."""
+"""Threads per path without a measurement: one transfer is prepared while the other runs."""
 _DEPTHS = (4, 8)
-"""Two that do nothing else come close to four, but beside an update they are too few: 4.5 against 5.3 GB/s."""
+"""Numbers of threads to try. Two come close to four on an idle machine; during an update: 4.5 against 5.3 GB/s."""
 _LEAST_BYTES = 1 << 30
-"""Smaller tiers are read and written in a moment, whatever the depth."""
+"""Tiers below this are not measured: their transfers are short at any depth."""
 _TRIAL_BYTES = 96 << 20
 _ROUNDS = 2
 _WORTH = 1.05
-"""More threads have to be so much faster than fewer: each takes staging and a share of the processor."""
+"""Factor by which more threads must be faster to be chosen: each takes staging memory and CPU time."""
 
 
 def threads_per_path(disk: DiskRegion) -> int:
-    """The number of threads for each path at which reads and writes of pages, half of them each, are fastest.
+    """Returns the number of threads per path at which a mix of half reads and half writes of pages is fastest.
 
-    Takes some tenths of a second; DEFAULT_THREADS without a trial where the tier has less than a gigabyte or pages are so
-    large that a trial would take long.
+    Takes some tenths of a second. Returns DEFAULT_THREADS without a measurement if the tier has less than a gigabyte,
+    or if the pages are so large that a measurement would take long.
 
     Raises:
         PageIOError: a transfer failed.
@@ -48,7 +48,7 @@ def threads_per_path(disk: DiskRegion) -> int:
     try:
         with ThreadPoolExecutor(max(depths) * paths) as pool:
             trial = _Trial(disk, region, pool, frames)
-            trial.run(max(depths), writes_only=True)  # blocks that were never written read as zeros, for nothing
+            trial.run(max(depths), writes_only=True)  # blocks never written would read as zeros without disk access
             for _, depth in itertools.product(range(_ROUNDS), depths):
                 seconds = trial.run(depth)
                 best[depth] = min(seconds, best.get(depth, seconds))
@@ -64,7 +64,7 @@ def threads_per_path(disk: DiskRegion) -> int:
 
 
 class _Trial:
-    """Transfers of pages 0 to `frames` by some threads."""
+    """Timed transfers of the pages 0 to `frames` - 1 by a pool of threads."""
 
     def __init__(self, disk: DiskRegion, region: HostRegion, pool: ThreadPoolExecutor, frames: int) -> None:
         self._disk = disk
@@ -74,7 +74,7 @@ class _Trial:
         self._lock = threading.Lock()
 
     def run(self, depth: int, *, writes_only: bool = False) -> float:
-        """Seconds for one transfer of each page, every other one a read; `depth` at once for each path."""
+        """Returns the seconds for one transfer of each page, alternately reads and writes, `depth` at once per path."""
         left = iter(range(self._frames))
         started = perf_counter()
         threads = depth * len(self._disk.paths)

@@ -1,9 +1,9 @@
-"""Fingerprints of tensors' bytes: equal bytes have equal ones, and others almost never do.
+"""Fingerprints of tensors: equal bytes have equal fingerprints, different bytes almost always different ones.
 
-The bytes are looked at as rows of words. A fingerprint is of the sums of rows and of columns, each times a number of its
-place, so that the same words in another order have another one. It is computed at the speed of memory, by all threads of
-torch, and does not depend on their number. That of a sample costs microseconds, and finds what changes whole rows, as
-whatever goes through a matrix product does.
+The bytes are arranged as rows of words. A fingerprint combines the sums of rows and of columns, each multiplied by a
+number that depends on its position, so that the same words in another order give another fingerprint. It is computed at
+memory bandwidth, by all threads of torch, and does not depend on their number. The fingerprint of a sample (`sampled`)
+takes microseconds and detects changes of whole rows, such as anything that passes through a matrix product.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import Tensor
 _WORD_BYTES = 8
 _ROW = 1 << 12
 _ROWS = 1 << 4
-"""So many stay in a core's caches while they are looked at."""
+"""Rows that are summed together: they stay in a core's caches."""
 _PART = 1 << 16
 _PRIME = (1 << 61) - 1
 
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> int:
-    """Of the elements of a dense tensor in RAM, in the order of its memory.
+    """Returns the fingerprint of a dense tensor in RAM, over its elements in memory order.
 
     Raises:
         RuntimeError: it has no bytes to read (meta, sparse, batched).
     """
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)  # an expanded dimension says the same again and again
+            tensor = tensor.narrow(dim, 0, 1)  # an expanded dimension repeats the same bytes
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     whole = tensor.detach().permute(order).contiguous().view(-1).view(torch.uint8)
     size = whole.numel() // _WORD_BYTES * _WORD_BYTES
@@ -41,15 +41,15 @@ def fingerprint(tensor: Tensor) -> int:
     words = body.view(torch.int64)
     long = len(words) // _ROW * _ROW
     rows = words[:long].view(-1, _ROW)
-    # An even number of signs of float64, the highest bits, is lost in sums of whole words.
+    # Sums of whole words lose an even number of changes of the highest bit, the sign of a float64.
     upper = [(some >> 32).sum(1) for some in rows.split(_ROWS)]
     sums = torch.cat((rows.sum(1), rows.sum(0), *upper, words[long:], rest.to(torch.int64)))
-    # The upper bits go into the lower ones, which a product keeps: floats often differ in the upper ones alone.
+    # Folds the upper bits into the lower ones, which a product keeps: floats often differ in the upper bits only.
     return _weighed(sums ^ (sums >> 32))
 
 
 def _weighed(words: Tensor) -> int:
-    """The sum of words (n,), each times a number of its place."""
+    """Returns the sum of words (n,), each multiplied by the number of its position."""
     total = 0
     for part in words.split(_PART):
         total = total * _PRIME + int(torch.dot(part, _numbers()[: len(part)]))
@@ -58,7 +58,7 @@ def _weighed(words: Tensor) -> int:
 
 @cache
 def _numbers() -> Tensor:
-    """A number of each place in a part, large ones that look random."""
+    """Returns a large pseudorandom number for each position in a part."""
     with torch.inference_mode(False):
         chance = torch.Generator().manual_seed(1)
         return torch.randint(1, 1 << 62, (_PART,), generator=chance, device="cpu", dtype=torch.int64)
@@ -71,8 +71,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def sampled(tensor: Tensor) -> int:
-    """Of one element in 1024 of a strided tensor, and of 256 if it has so many: one of a row (along the last dimension), of
-    as many rows as that makes.
+    """Returns a fingerprint of one element in 1024 of a strided tensor, but of at least 256 elements if it has so many.
+
+    The sample thins the last dimension first, so that it covers as many rows as possible.
 
     Raises: as `fingerprint`.
     """
@@ -84,7 +85,10 @@ def sampled(tensor: Tensor) -> int:
 
 
 def _folded(words: Tensor) -> Tensor:
-    """Exponents lie in the highest bits, of which a sum of many equal changes (all numbers halved) would lose sight."""
+    """Folds the upper bits of words into the lower ones.
+
+    Exponents are in the highest bits, where a sum over many equal changes (all numbers halved) would lose them.
+    """
     return words ^ (words >> 29)
 
 

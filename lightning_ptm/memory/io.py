@@ -1,10 +1,12 @@
-"""I/O threads: each disk path is a lane with its own queue and threads, so that several disks add up.
+"""The I/O threads of the disk tier. Each disk path is a lane with its own queue and threads.
 
-A lane serves first come, first served; two jobs of one lane may run at the same time, so whoever needs an order waits.
+A lane serves jobs first come, first served, and lanes run in parallel. Two jobs of one lane may run at the same time,
+so a caller that needs an order waits between them.
 
-I1: every submitted job ends its transfer's piece exactly once: carried out, failed, or cancelled by close().
-I2: an OSError belongs to its transfer and the thread goes on. Anything else kills the queue: all that is queued fails
-    with the thread's traceback, and so does everything submitted later. Nothing waits for a dead thread.
+I1: every submitted job reports the end of its piece to its transfer exactly once: done, failed, or cancelled by
+    close().
+I2: an OSError goes to the job's transfer and the thread continues. Any other exception ends the queue: everything
+    queued fails with the thread's traceback, and so does everything submitted later. Nothing waits for a dead thread.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ class IoQueue:
     Args:
         lanes: number of disk paths.
         threads_per_lane: jobs of a lane that run at once; two keep a disk busy while a third is being prepared.
-        page_size: bytes of each thread's staging.
-        backend: the device that bounces through it; the current one of the threads.
-        pin: page-lock the staging.
+        page_size: bytes of each thread's staging buffer.
+        backend: the device that copies through the staging buffers; made the threads' current device.
+        pin: page-lock the staging buffers.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class IoQueue:
             thread.start()
 
     def submit(self, lane: int, job: IoJob, transfer: Transfer) -> None:
-        """Queue a job; its end is one `piece_finished` of `transfer`, also when the queue refuses (closed or dead)."""
+        """Queues a job. Its end, also a refusal (queue closed or dead), is one `piece_finished` of `transfer`."""
         with self._lock:
             refusal = self._refusal
             if refusal is None:
@@ -75,7 +77,7 @@ class IoQueue:
             transfer.piece_finished(refusal)
 
     def close(self) -> None:
-        """Let running jobs end, fail queued ones with UsageError, join the threads. Idempotent."""
+        """Lets running jobs end, fails queued ones with UsageError, joins the threads. Idempotent."""
         self._refuse(UsageError("the page allocator was closed while this transfer was queued; wait before closing"))
         with self._lock:
             for lane in self._lane_of_thread:
@@ -86,7 +88,7 @@ class IoQueue:
         self._threads = []
 
     def _refuse(self, reason: AngelPTMError) -> None:
-        """Accept nothing more; what is queued fails."""
+        """Fails everything queued, and accepts nothing more."""
         with self._lock:
             self._refusal = self._refusal or reason
             queued = [task for lane_queue in self._queues for task in _drain(lane_queue)]
@@ -97,8 +99,8 @@ class IoQueue:
         staging = Staging(self._page_size, partial(self._backend.host_region, pin=self._pin))
         task: _Task | None = None
         try:
-            keep_to(self._backend.near_cores())
-            self._backend.make_current()  # page-locking would make a context on the first device, whatever this rank's is
+            keep_to(self._backend.numa_cores())
+            self._backend.make_current()  # else page-locking would create a context on the machine's first device
             while (task := self._queues[lane].get()) is not None:
                 try:
                     task.job.run(staging)
@@ -120,7 +122,7 @@ class IoQueue:
 
 
 def _drain(lane_queue: queue.SimpleQueue[_Task | None]) -> list[_Task]:
-    """Take the tasks out; the None that tells a thread to end stays in."""
+    """Takes all tasks out of a queue; each None, which ends a thread, stays in."""
     tasks: list[_Task] = []
     ends = 0
     while True:

@@ -1,4 +1,4 @@
-"""What an I/O thread does: one blocking transfer of at most a page, straight or through the thread's staging."""
+"""Jobs of the I/O threads: one blocking transfer of at most a page, direct or through the thread's staging buffer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_ptm.terms import BLOCK_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Straight:
-    """Disk to RAM (`reading`) or RAM to disk, whole blocks."""
+    """Direct transfer from disk to RAM (`reading`) or from RAM to disk, of whole blocks."""
 
     disk: DiskRegion
     piece: PagePiece
@@ -25,52 +25,52 @@ class Straight:
     reading: bool
 
     def run(self, staging: Staging) -> None:
-        carry = self.disk.read if self.reading else self.disk.write
-        carry(self.piece.frame, self.piece.start_bytes, self.views)
+        transfer = self.disk.read if self.reading else self.disk.write
+        transfer(self.piece.frame, self.piece.start_bytes, self.views)
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBounced:
-    """Disk to RAM at any address and of any length, or to a CUDA device."""
+    """Read through staging: from disk to RAM at any address and of any length, or to a CUDA device."""
 
     disk: DiskRegion
     piece: PagePiece
     targets: tuple[torch.Tensor, ...]
     copies: CopyStream
-    behind: Sequence[Mark]
+    after: Sequence[Mark]
 
     def run(self, staging: Staging) -> None:
         region = staging.region
         self.disk.read(self.piece.frame, self.piece.start_bytes, [region.memory[: round_up(self.piece.bytes)]])
-        # Waiting here, in the I/O thread, frees the staging for its next job.
-        self.copies.launch(_pair_up(self.targets, region.tensor, to_staging=False), self.behind).synchronize()
+        # The I/O thread waits, because its next job overwrites the staging buffer.
+        self.copies.launch(_pair_up(self.targets, region.tensor, to_staging=False), self.after).synchronize()
 
 
 @dataclass(frozen=True, slots=True)
 class WriteBounced:
-    """RAM at any address and of any length, or a CUDA device, to disk.
+    """Write through staging: from RAM at any address and of any length, or from a CUDA device, to disk.
 
-    With `keep_tail`, the bytes behind the piece in its last block belong to elements that keep their values.
+    With `keep_tail`, the bytes after the piece in its last block belong to elements that keep their values.
     """
 
     disk: DiskRegion
     piece: PagePiece
     sources: tuple[torch.Tensor, ...]
     copies: CopyStream
-    behind: Sequence[Mark]
+    after: Sequence[Mark]
     keep_tail: bool
 
     def run(self, staging: Staging) -> None:
         region = staging.region
         if self.keep_tail:
             _read_last_block(self.disk, self.piece, region.memory[: round_up(self.piece.bytes)])
-        self.copies.launch(_pair_up(self.sources, region.tensor, to_staging=True), self.behind).synchronize()
+        self.copies.launch(_pair_up(self.sources, region.tensor, to_staging=True), self.after).synchronize()
         self.disk.write(self.piece.frame, self.piece.start_bytes, [region.memory[: round_up(self.piece.bytes)]])
 
 
 @dataclass(frozen=True, slots=True)
 class DiskToDisk:
-    """One place on disk to another; `keep_tail` as in WriteBounced."""
+    """Copy from one position on disk to another, through staging; `keep_tail` as in WriteBounced."""
 
     disk: DiskRegion
     source: PagePiece
@@ -83,7 +83,7 @@ class DiskToDisk:
         blocks = region.memory[: round_up(size)]
         self.disk.read(self.source.frame, self.source.start_bytes, [blocks])
         if self.keep_tail and size % BLOCK_BYTES:
-            # The staging's extra block holds the target's old last block while the new bytes are laid over it.
+            # The staging's extra block holds the target's old last block, whose tail is kept.
             spare = region.memory[len(region.memory) - BLOCK_BYTES :]
             _read_last_block(self.disk, self.target, spare)
             kept_from = size % BLOCK_BYTES
@@ -92,7 +92,7 @@ class DiskToDisk:
 
 
 def _read_last_block(disk: DiskRegion, piece: PagePiece, blocks: memoryview) -> None:
-    """Read the block that `piece` ends inside of into the last block of `blocks`."""
+    """Reads the block in which `piece` ends, if it ends inside one, into the last block of `blocks`."""
     if piece.bytes % BLOCK_BYTES:
         last_block = piece.start_bytes + round_up(piece.bytes) - BLOCK_BYTES
         disk.read(piece.frame, last_block, [blocks[len(blocks) - BLOCK_BYTES :]])

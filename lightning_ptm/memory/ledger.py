@@ -1,10 +1,10 @@
-"""The numbers of one tier: which frames are free, which tensor has which bytes of which page, the peak.
+"""The bookkeeping of one tier: free frames, the tensors' parts of each page, the peak.
 
-Knows no bytes. One owner, the Allocator, which holds its lock around every call.
+Knows no bytes. Has one owner, the Allocator, which holds its lock around every call.
 
 I1: a frame is used in the pool exactly when the table has a part in it.
-I2: a tensor's spans follow each other, page by page; only the first may begin inside its page and only the last may end
-    inside it. All are whole blocks.
+I2: a tensor's spans follow each other, page by page. Only the first may begin inside its page, and only the last may
+    end inside its page. All are whole blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TierLedger:
         tier: named in errors.
         total_frames: pages of the tier.
         page_size: bytes of a page.
-        uses: what the pages are for, for errors.
+        uses: what the pages are for, quoted in errors.
     """
 
     def __init__(self, tier: Tier, total_frames: int, page_size: int, uses: str = "") -> None:
@@ -35,7 +35,7 @@ class TierLedger:
         self.pool = PagePool(tier, total_frames, page_size, uses)
         self.table = PageTable(tier, page_size)
 
-        # State: where the last shared_tail tensor ended.
+        # State. `_tail` is the last span of the last shared_tail tensor.
         self._tail: PageSpan | None = None
         self._tail_tensor_id = -1
         self._peak_frames = 0
@@ -55,7 +55,7 @@ class TierLedger:
     def place(
         self, tensor_id: int, name: str, size_bytes: int, *, shared_tail: bool = False, contiguous: bool = False
     ) -> tuple[PageSpan, ...]:
-        """Give a tensor pages: a shared tail and neighbours, else neighbours, else (unless `contiguous`) any.
+        """Gives a tensor pages: shared tail and adjacent pages, else adjacent pages, else (unless `contiguous`) any.
 
         Raises:
             CapacityError: there are too few; nothing changes.
@@ -77,7 +77,7 @@ class TierLedger:
         return spans
 
     def keep(self, tensor_id: int, spans: Sequence[PageSpan]) -> None:
-        """A tensor has pages that hold its bytes already; InternalError when somebody else has them."""
+        """Registers a tensor on pages that hold its bytes already; InternalError if another tensor has those bytes."""
         for span in spans:
             if not self.table.parts(span.frame):
                 self.pool.take_at(span.frame, 1)
@@ -85,12 +85,12 @@ class TierLedger:
         self._peak_frames = max(self._peak_frames, self.pool.used_frames)
 
     def check_vacate(self, tensor_id: int, spans: Sequence[PageSpan]) -> None:
-        """InternalError when a page of the tensor is in a transfer."""
+        """Raises InternalError if a page of the tensor is in a transfer."""
         for span in spans:
             self.table.check_free(span.frame, tensor_id)
 
     def vacate(self, tensor_id: int, spans: Sequence[PageSpan]) -> None:
-        """Take a tensor's pages away; InternalError, and no change, when one is in a transfer."""
+        """Takes a tensor's pages away; InternalError, and no change, if one is in a transfer."""
         self.check_vacate(tensor_id, spans)
         self.pool.give_back([span.frame for span in spans if self.table.free(span.frame, tensor_id)])
 
@@ -103,16 +103,16 @@ class TierLedger:
             return [*self.pool.take(count, name=name)]
 
     def _open_tail(self, needed_bytes: int) -> PageSpan | None:
-        """The last shared_tail tensor's last span, when a tensor of `needed_bytes` may follow it."""
+        """Returns the last shared_tail tensor's last span if `needed_bytes` more can begin after it, else None."""
         tail = self._tail
         if tail is None:
             return None
         stop_bytes = tail.offset_bytes + tail.bytes
         parts = self.table.parts(tail.frame)
         if stop_bytes == self.page_size or not parts or parts[-1].tensor_id != self._tail_tensor_id:
-            return None  # no room, or released since
+            return None  # the page is full, or the tensor was released since
         if parts[-1].stop_bytes != stop_bytes:
-            return None  # moved away since, and back to the same page with more of its bytes there
+            return None  # the tensor was moved away and back since, and has other bytes of this page
         more_pages = self._pages(needed_bytes + stop_bytes) - 1
         return tail if more_pages == 0 or self.pool.has_run_at(tail.frame + 1, more_pages) else None
 

@@ -1,4 +1,4 @@
-"""What went over each link (source tier, target tier), and for how long: the achieved bandwidth is bytes / busy_s."""
+"""Traffic counters of links (source tier, target tier): bytes, transfers, busy time; bandwidth is bytes / busy_s."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LinkStats:
     """Totals of one link since the run began.
 
     `busy_s` is the time in which at least one transfer was in flight, so overlapping transfers count once. Copies on a
-    CUDA stream, which follow each other, are counted when they have ended, with the time that each took.
+    CUDA stream run one after another; each is counted when it has ended, with its own duration.
     """
 
     bytes: int
@@ -31,7 +31,7 @@ class LinkStats:
 
 
 class LinkMeter:
-    """Counts one link. Its owner, the Allocator, holds a lock and tells the time, in seconds."""
+    """Counter of one link. Its owner, the Allocator, holds a lock and passes the time, in seconds."""
 
     def __init__(self) -> None:
         self._bytes = 0
@@ -53,8 +53,10 @@ class LinkMeter:
             self._busy_s += now_s - self._since_s
 
     def add(self, size_bytes: int, seconds_s: float) -> None:
-        """Count a transfer that measured itself and has ended, and was not begun here: one on a CUDA stream. (Between its
-        launch and its end lies the wait for the copies before it, which is no time of its own.)"""
+        """Counts a transfer that has ended and measured its own duration, without `begin`: a copy on a CUDA stream.
+
+        The time from its launch to its end includes the wait for earlier copies, so it is no measure of its duration.
+        """
         self._bytes += size_bytes
         self._transfers += 1
         self._busy_s += seconds_s
@@ -77,12 +79,14 @@ class _Launched:
 
 
 class StreamLink:
-    """Counts, and tells of, copies of one direction on one stream, which nobody else reports: each when it is seen to have
-    ended, at the next `launched` or `stats`. Waits for nothing; any thread may call. I1: it keeps no copied byte alive.
+    """Counter of the copies in one direction on one stream that the Copier does not report; each also becomes an event.
+
+    A copy is counted when a later `launched` or `stats` finds that it has ended. Never blocks; any thread may call.
+    I1: it keeps no copied byte alive.
 
     Args:
-        track: of its events.
-        events: told of every copy.
+        track: track of its events.
+        events: gets an event for every copy.
     """
 
     def __init__(self, track: str, events: Events) -> None:
@@ -92,29 +96,31 @@ class StreamLink:
 
         # State, under the lock.
         self._meter = LinkMeter()
-        self._under_way: deque[_Launched] = deque()
-        """In the order of launching, which is that of their ends."""
+        self._in_flight: deque[_Launched] = deque()
+        """Copies in flight, in the order of launch, which is also the order of their ends."""
 
     def launched(self, name: str, size_bytes: int, began_s: float, timer: Timer) -> None:
-        """A copy is on its way.
+        """Registers a copy that has just been launched.
 
         Args:
-            name: of its event.
-            began_s: before its launch, on the clock of `perf_counter`.
+            name: name of its event.
+            size_bytes: bytes copied.
+            began_s: time before its launch, on the clock of `perf_counter`.
+            timer: its end and duration.
         """
         with self._lock:
-            self._under_way.append(_Launched(timer, name, size_bytes, began_s))
-            self._look()
+            self._in_flight.append(_Launched(timer, name, size_bytes, began_s))
+            self._count_ended()
 
     def stats(self) -> LinkStats:
-        """Totals of the copies that have ended."""
+        """Returns the totals of the copies that have ended."""
         with self._lock:
-            self._look()
+            self._count_ended()
             return self._meter.stats(perf_counter())
 
-    def _look(self) -> None:
-        while self._under_way and self._under_way[0].timer.done():
-            ended = self._under_way.popleft()
+    def _count_ended(self) -> None:
+        while self._in_flight and self._in_flight[0].timer.done():
+            ended = self._in_flight.popleft()
             seconds_s = ended.timer.seconds()
             self._meter.add(ended.bytes, seconds_s)
             if self._events.heard:

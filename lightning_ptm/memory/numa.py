@@ -1,9 +1,10 @@
-"""Which CPU cores are beside a device: on a machine with several NUMA nodes, RAM of the device's own node is what it copies
-from and to without the link between processors, and cores of that node are what update there at full speed.
+"""NUMA placement: the CPU cores on a device's NUMA node, and threads bound to them.
 
-Linux tells both in /sys. RAM belongs to the node of the core that first touches it, so a thread that keeps to cores has its
-memory there, too. Only threads of the engine's own are bound, and whoever commits the RAM of pages for as long as that takes:
-the process's other threads are its user's (`torchrun --numa-binding=node` binds them all, and leaves nothing to do here).
+On a machine with several NUMA nodes, a device copies from and to RAM of its own node without crossing the link between
+processors, and cores of that node update that RAM at full speed. Linux reports the nodes in /sys. RAM is placed on the
+node of the core that first touches it, so the memory of a bound thread is on the thread's node too. Only the engine's
+own threads are bound, and any thread while it commits the RAM of pages: the process's other threads belong to the user
+(`torchrun --numa-binding=node` binds them all, and leaves nothing to do here).
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ SYSTEM = Path("/sys")
 
 
 def cores_near(address: str, system: Path = SYSTEM) -> frozenset[int] | None:
-    """Those of the NUMA node of a device on the PCI bus that this thread may run on.
+    """Returns the cores on the NUMA node of a PCI device on which this thread may run.
 
     Args:
-        address: as /sys names it: "0000:dc:00.0".
+        address: PCI address as in /sys: "0000:dc:00.0".
+        system: root of the sysfs tree.
     Returns:
-        None where there is nothing to choose: one node; a device of which the system says no node; a thread that keeps to
-        that node already. And where somebody has chosen otherwise: fewer than an even share of this thread's cores are there.
+        None if there is no choice: one node; a device without a known node; a thread bound to that node already. None
+        also if the user has bound the thread otherwise: less than an even share of its cores are on that node.
     """
     nodes = _nodes(system)
     try:
         node = int((system / "bus/pci/devices" / address / "numa_node").read_text())
         allowed = frozenset(os.sched_getaffinity(0))
-    except (OSError, ValueError, AttributeError):  # no such device there, or no such system
+    except (OSError, ValueError, AttributeError):  # a device that /sys does not list, or another operating system
         return None
     near = nodes.get(node, frozenset()) & allowed
     used = sum(1 for cores in nodes.values() if cores & allowed)
@@ -37,8 +39,7 @@ def cores_near(address: str, system: Path = SYSTEM) -> frozenset[int] | None:
 
 
 def keep_to(cores: frozenset[int] | None) -> None:
-    """From now on this thread, and those it starts, run there only; None: as before. Where the system refuses, it runs
-    where it may."""
+    """Binds this thread, and threads that it starts, to some cores; None changes nothing. A refusal is ignored."""
     if cores is not None:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, cores)
@@ -46,7 +47,7 @@ def keep_to(cores: frozenset[int] | None) -> None:
 
 @contextlib.contextmanager
 def kept_to(cores: frozenset[int] | None) -> Iterator[None]:
-    """This thread runs there only, inside."""
+    """Binds this thread to some cores inside the context."""
     if cores is None:
         yield
         return
@@ -59,7 +60,7 @@ def kept_to(cores: frozenset[int] | None) -> Iterator[None]:
 
 
 def _nodes(system: Path) -> dict[int, frozenset[int]]:
-    """Cores of each."""
+    """Returns the cores of each NUMA node."""
     found = {}
     for folder in (system / "devices/system/node").glob("node[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
@@ -68,6 +69,6 @@ def _nodes(system: Path) -> dict[int, frozenset[int]]:
 
 
 def cores_listed(text: str) -> frozenset[int]:
-    """Numbers of a list such as "0-3,8,10-11"."""
+    """Parses a list of cores such as "0-3,8,10-11"."""
     ranges = (part.partition("-") for part in text.strip().split(",") if part)
     return frozenset(core for first, _, last in ranges for core in range(int(first), int(last or first) + 1))

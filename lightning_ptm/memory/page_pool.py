@@ -1,12 +1,14 @@
 """Free frames of one tier. Knows numbers, never tensors (the paper's pre-allocated space, section 5).
 
-A frame is the place of one page in its tier: an index from 0 to `total_frames - 1`.
+A frame is the place of one page in its tier: an index from 0 to `total_frames - 1`, or higher with frames left out.
 
 I1: every frame is either free or used: free + used == total.
-I2: free frames are kept as intervals, sorted, disjoint, and never touching (touching ones are joined), so that cost
-    depends on how scattered the pool is and not on how many frames it has.
-I3: the lowest frames go first. Runs stay long at the top, and the bytes of frames never used are never committed.
-I4: frames that the tier has not (`leave_out`) are between those that it has; nobody gets or returns them.
+I2: free frames are stored as intervals, sorted, disjoint, and never adjacent (adjacent ones are merged), so that cost
+    depends on the fragmentation of the pool and not on the number of frames.
+I3: the lowest frames are taken first. Runs stay long at the top, and the bytes of frames never used are never
+    committed.
+I4: frames that the tier does not have (`leave_out`) are in no free interval and do not count in the total. Nothing
+    takes them or gives them back.
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ from lightning_ptm.terms import Tier
 
 
 def setting_of(tier: Tier) -> str:
-    """The setting to raise when a tier is too small, for those who do not know whether there is a device."""
+    """Returns the setting to raise when a tier is too small, for callers that do not know whether there is a device."""
     return f"{tier.setting} (host_memory on a CPU-only machine)" if tier.computes else tier.setting
 
 
 class PagePool:
-    """The free frames of one tier. Not safe for threads: its owner, the Allocator, holds a lock.
+    """The free frames of one tier. Not thread-safe: its owner, the Allocator, holds a lock.
 
     Args:
         tier: named in errors.
-        total_frames: how many pages the tier holds.
+        total_frames: pages of the tier.
         page_size: bytes of a page, for errors only.
-        uses: what the frames are for, likewise.
+        uses: what the frames are for, for errors only.
     """
 
     def __init__(self, tier: Tier, total_frames: int, page_size: int, uses: str = "") -> None:
@@ -47,7 +49,7 @@ class PagePool:
         self._stop = total_frames
 
     def leave_out(self, first: int, count: int) -> None:
-        """The tier has not the free frames `first` to `first + count - 1` (I4)."""
+        """Removes the free frames `first` to `first + count - 1` from the pool for good (I4)."""
         self.take_at(first, count)
         self.total_frames -= count
 
@@ -60,7 +62,7 @@ class PagePool:
         return self.total_frames - self._free_frames
 
     def longest_run(self) -> int:
-        """Frames in the longest run of free neighbours."""
+        """Returns the number of frames in the longest run of adjacent free frames."""
         return max((stop - start for start, stop in zip(self._starts, self._stops, strict=True)), default=0)
 
     def has_run_at(self, first: int, count: int) -> bool:
@@ -69,11 +71,11 @@ class PagePool:
         return index >= 0 and first + count <= self._stops[index]
 
     def take_run(self, count: int, *, name: str = "a tensor") -> Sequence[int]:
-        """Take `count` neighbouring frames, first fit.
+        """Takes `count` adjacent frames, first fit.
 
         Args:
             count: frames wanted, at least 0.
-            name: who wants them, for the error.
+            name: the tensor that needs them, for the error.
         Raises:
             CapacityError: no run is long enough; nothing is taken.
         """
@@ -85,7 +87,7 @@ class PagePool:
         raise self._capacity_error(count, name, longest_run=self.longest_run())
 
     def take_at(self, first: int, count: int) -> Sequence[int]:
-        """Take the frames `first` to `first + count - 1`; InternalError, and no change, when one of them is used."""
+        """Takes the frames `first` to `first + count - 1`; InternalError, and no change, if one of them is used."""
         if count == 0:
             return range(first, first)
         if not self.has_run_at(first, count):
@@ -100,7 +102,7 @@ class PagePool:
         return range(first, first + count)
 
     def take(self, count: int, *, name: str = "a tensor") -> Sequence[int]:
-        """Take any `count` frames, lowest first, ascending.
+        """Takes any `count` frames, lowest first, ascending.
 
         Raises:
             CapacityError: fewer are free; nothing is taken.
@@ -114,7 +116,7 @@ class PagePool:
         return frames
 
     def give_back(self, frames: Iterable[int]) -> None:
-        """Return used frames, in any order. A frame that is free, unknown or named twice: InternalError, no change."""
+        """Returns used frames to the pool, in any order. A free, unknown or repeated frame is an InternalError: no change."""
         ordered = sorted(frames)
         for before, frame in itertools.pairwise(ordered):
             if before == frame:
@@ -130,7 +132,7 @@ class PagePool:
             self._insert(first, stop)
 
     def _insert(self, first: int, stop: int) -> None:
-        """Add a free interval that overlaps none, joining the neighbours that it touches (I2)."""
+        """Adds a free interval that overlaps none, merged with adjacent ones (I2)."""
         index = bisect.bisect_left(self._starts, first)
         self._free_frames += stop - first
         lower, upper = index, index
@@ -153,7 +155,7 @@ class PagePool:
 
 
 def _runs(ordered: Sequence[int]) -> list[tuple[int, int]]:
-    """Cut ascending numbers into intervals [first, stop) of neighbours."""
+    """Groups ascending numbers into intervals [first, stop) of consecutive ones."""
     runs: list[tuple[int, int]] = []
     for number in ordered:
         if runs and runs[-1][1] == number:

@@ -1,4 +1,4 @@
-"""Cuts byte ranges of tensors into pieces of pages. Pure: decides, touches nothing."""
+"""Cuts byte ranges of paged tensors into pieces of pages. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lightning_ptm.terms import BLOCK_BYTES
 
 
 def round_up(value_bytes: int, unit_bytes: int = BLOCK_BYTES) -> int:
-    """The next multiple of `unit_bytes`."""
+    """Returns the next multiple of `unit_bytes`."""
     return -(-value_bytes // unit_bytes) * unit_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PagePiece:
-    """Bytes [start_bytes, stop_bytes) of page `frame`, and of the pages behind it where `stop_bytes` lies there."""
+    """Bytes [start_bytes, stop_bytes) of page `frame`; a larger stop extends into the following pages."""
 
     frame: int
     start_bytes: int
@@ -36,12 +36,13 @@ class Extent:
 
 
 def direct_bytes(ram_start_bytes: int, length_bytes: int, *, tail_is_free: bool) -> int:
-    """How many bytes, from the start of a range, go straight between disk and RAM; the others bounce through staging.
+    """Returns how many bytes at the start of a range go directly between disk and RAM; the rest goes through staging.
 
     Args:
-        ram_start_bytes: where the range begins in the RAM tensor (whose own start is on a block).
+        ram_start_bytes: start of the range in the RAM tensor (whose own start is on a block).
         length_bytes: length of the range.
-        tail_is_free: the range ends where the target's elements end, so its last block may be transferred whole.
+        tail_is_free: whether the range ends where the target's elements end, so that its last block may be
+            transferred whole.
     """
     if ram_start_bytes % BLOCK_BYTES:
         return 0
@@ -50,14 +51,14 @@ def direct_bytes(ram_start_bytes: int, length_bytes: int, *, tail_is_free: bool)
 
 @dataclass(frozen=True, slots=True)
 class PagePiecePair:
-    """Two pieces of equal length: where bytes come from and where they go."""
+    """Two pieces of equal length: source and target of a copy."""
 
     source: PagePiece
     target: PagePiece
 
 
 def lay_out(frames: Sequence[int], page_size: int, first_offset_bytes: int, size_bytes: int) -> tuple[PageSpan, ...]:
-    """Spans of `size_bytes`, rounded up to whole blocks, that begin at an offset of the first frame."""
+    """Returns spans of `size_bytes`, rounded up to whole blocks, that begin at an offset in the first frame."""
     spans = []
     offset_bytes, left_bytes = first_offset_bytes, round_up(size_bytes)
     for frame in frames:
@@ -68,10 +69,10 @@ def lay_out(frames: Sequence[int], page_size: int, first_offset_bytes: int, size
 
 
 def pieces(spans: Sequence[PageSpan], page_size: int, start_bytes: int, stop_bytes: int) -> list[PagePiece]:
-    """The pages under the bytes [start_bytes, stop_bytes) of a tensor, in order."""
+    """Returns the pieces of pages that hold the bytes [start_bytes, stop_bytes) of a tensor, in order."""
     if start_bytes >= stop_bytes:
         return []
-    # Every span but the first begins at its page's start, so the position of a byte is arithmetic, not a search.
+    # Every span but the first begins at its page's start, so a byte's position needs no search.
     shift_bytes = spans[0].offset_bytes
     position, end = start_bytes + shift_bytes, stop_bytes + shift_bytes
     found = []
@@ -84,7 +85,7 @@ def pieces(spans: Sequence[PageSpan], page_size: int, start_bytes: int, stop_byt
 
 
 def spans_of(spans: Sequence[PageSpan], page_size: int, start_bytes: int, stop_bytes: int) -> Sequence[PageSpan]:
-    """Those of a tensor's spans in which the bytes [start_bytes, stop_bytes) lie."""
+    """Returns those of a tensor's spans that hold the bytes [start_bytes, stop_bytes)."""
     if start_bytes >= stop_bytes:
         return ()
     shift_bytes = spans[0].offset_bytes
@@ -92,7 +93,7 @@ def spans_of(spans: Sequence[PageSpan], page_size: int, start_bytes: int, stop_b
 
 
 def join(found: Sequence[PagePiece], page_size: int) -> list[PagePiece]:
-    """The same bytes in fewer pieces, none longer than a page, where each page lies right behind the one before."""
+    """Returns the same bytes in fewer pieces, none longer than a page, for pages that are adjacent on disk."""
     joined: list[PagePiece] = []
     for piece in found:
         last = joined[-1] if joined else None
@@ -106,7 +107,7 @@ def join(found: Sequence[PagePiece], page_size: int) -> list[PagePiece]:
 
 
 def extents(spans: Sequence[PageSpan], page_size: int, start_bytes: int, stop_bytes: int) -> list[Extent]:
-    """The same bytes as addresses in a region; neighbouring pages are one extent."""
+    """Returns the same bytes as addresses in a region; adjacent pages are one extent."""
     found: list[Extent] = []
     for piece in pieces(spans, page_size, start_bytes, stop_bytes):
         start = piece.frame * page_size + piece.start_bytes
@@ -118,7 +119,7 @@ def extents(spans: Sequence[PageSpan], page_size: int, start_bytes: int, stop_by
 
 
 def pair_up(sources: Sequence[PagePiece], targets: Sequence[PagePiece]) -> list[PagePiecePair]:
-    """Cut two lists of pieces of the same total length at each other's borders."""
+    """Cuts two lists of pieces with the same total length at each other's borders, into pairs of equal length."""
     pairs = []
     source_index = target_index = source_done = target_done = 0
     while source_index < len(sources) and target_index < len(targets):

@@ -1,6 +1,6 @@
-"""How fast links are with pages of one size or another, and which size is large enough (sections 4.1 and 6 of the paper).
+"""Bandwidth of each link by page size, and the smallest page that saturates all links (the paper's sections 4.1 and 6).
 
-Owns, while it measures, a file without a name in each folder and a buffer. Knows no model.
+Owns, while it measures, a file without a name in each folder, and a buffer. Knows no model.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.region import HostRegion
 
 SATURATED = 0.9
-"""The share of its best rate at which a link counts as saturated."""
+"""Share of its best bandwidth at which a link counts as saturated."""
 _SIZES = (256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20)
 _TRIAL_BYTES = 32 << 20
 _TRIAL_S = 0.06
 _ROUNDS = 2
 _DEPTH = 4
-"""Transfers of a disk at once, about as many as a run has."""
+"""Concurrent transfers of a disk, about as many as in a run."""
 
 
 def smallest_saturating(rates: Mapping[str, Mapping[int, float]]) -> int | None:
-    """The smallest page with which every link is saturated; None where there are no links.
+    """Returns the smallest page size that saturates every link; None without links.
+
+    If no size saturates all links, returns the smallest size.
 
     Args:
-        rates: by link: bytes per second by bytes of a page; the same sizes for all.
+        rates: by link, bytes per second by page size in bytes; the same sizes for all links.
     """
     if not rates:
         return None
@@ -46,10 +48,13 @@ def _enough(rates: Mapping[str, Mapping[int, float]], best: Mapping[str, float],
 
 
 def measured_rates(paths: Sequence[Path], backend: Backend) -> dict[str, dict[int, float]]:
-    """Bytes per second of each link by size of a page, for `smallest_saturating`. Takes a second, and 32 MiB of each path.
+    """Measures the bandwidth of each link by page size, for `smallest_saturating`.
+
+    Takes a second, and 32 MiB of each path.
 
     Raises:
-        ConfigError: a path cannot be used. PageIOError: it has no room, or a transfer failed.
+        ConfigError: a path cannot be used.
+        PageIOError: a path has no room, or a transfer failed.
     """
     found: dict[str, dict[int, float]] = {}
     for path in paths:
@@ -69,7 +74,7 @@ def _disk_rates(path: Path, size: int) -> dict[str, float]:
         ends.callback(region.close)
         disk = DiskRegion([path], page_size=size, total_frames=frames)
         ends.callback(disk.close)
-        transfer(disk, region, pool, frames, _DEPTH, write=True)  # blocks that exist are written faster
+        transfer(disk, region, pool, frames, _DEPTH, write=True)  # the first write of a block is slower
         best = {"write": 0.0, "read": 0.0}
         for name in ("write", "read") * _ROUNDS:
             seconds = transfer(disk, region, pool, frames, _DEPTH, write=name == "write", limit_s=_TRIAL_S)
@@ -88,13 +93,17 @@ def transfer(
     limit_s: float = float("inf"),
     core_s: list[float] | None = None,
 ) -> float:
-    """Seconds for each transfer of a frame, `depth` at once.
+    """Returns the seconds per transfer of a frame, with `depth` transfers at once.
 
     Args:
-        region: with a frame for each of them.
-        frames: that are transferred, in order, until `limit_s` is over.
-        write: or read; None: every other thread writes.
-        core_s: takes the processor's time of each thread.
+        disk: the region.
+        region: buffers, one frame for each concurrent transfer.
+        pool: threads, at least `depth`.
+        frames: number of frames to transfer, in order, until `limit_s` is over.
+        depth: concurrent transfers.
+        write: True writes, False reads; None: every other thread writes.
+        limit_s: seconds after which no transfer starts.
+        core_s: list to which each thread's CPU time is appended.
     """
     started = perf_counter()
 
@@ -119,7 +128,7 @@ def transfer(
 
 
 def copy_rates(backend: Backend, size: int) -> dict[str, float]:
-    """Bytes per second of copies of one size between page-locked memory and a device; none where its memory is RAM."""
+    """Measures copies of one size between page-locked memory and a device, in bytes per second; {} on a CPU."""
     if not backend.apart:
         return {}
     host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)

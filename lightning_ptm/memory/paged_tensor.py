@@ -1,4 +1,4 @@
-"""A 1-D run of elements of one dtype laid over pages of one tier (the paper's Tensor, section 4.1)."""
+"""A 1-D run of elements of one dtype, stored on pages of one tier (the paper's Tensor, section 4.1)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_ptm.terms import Tier
 
 @dataclass(frozen=True, slots=True)
 class PageSpan:
-    """A tensor's bytes in one page: whole blocks, so the last span may reach past the tensor's last element."""
+    """A tensor's bytes in one page: whole blocks, so the last span may extend past the tensor's last element."""
 
     frame: int
     offset_bytes: int
@@ -21,10 +21,10 @@ class PageSpan:
 
 
 class PagedTensor:
-    """Made, placed, moved and released by the Allocator, its only writer; read by anyone.
+    """A 1-D tensor on pages. Only the Allocator creates, places, moves and releases it; any code may read it.
 
     Only the first span may begin inside its page and only the last may end inside it. `pages` lists them in order; the
-    tensor is contiguous when their bytes follow each other in the tier.
+    tensor is contiguous if their bytes follow each other in the tier.
     """
 
     __slots__ = ("_released", "_view", "dtype", "id", "moving", "name", "numel", "pages", "tier")
@@ -56,7 +56,7 @@ class PagedTensor:
         return self._released
 
     def tensor(self) -> torch.Tensor:
-        """Zero-copy view of the elements, shape (numel,), good until the tensor is released, moved or merged.
+        """Returns a view of the elements without a copy, shape (numel,), valid until released, moved or merged.
 
         Raises:
             UsageError: released, being moved, on disk, or scattered over pages (`merge` first).
@@ -76,11 +76,11 @@ class PagedTensor:
         self.moving = under_way
 
     def place(self, tier: Tier, pages: tuple[PageSpan, ...], view: torch.Tensor | None) -> None:
-        """The Allocator puts the tensor on pages; `view` is None when they have no single address."""
+        """Puts the tensor on pages (for the Allocator); `view` is None if they have no single address."""
         self.tier, self.pages, self._view = tier, pages, view
 
     def forget(self) -> None:
-        """The Allocator has taken the pages away for good."""
+        """Marks the tensor as released (for the Allocator)."""
         self.pages, self._view, self._released = (), None, True
 
     def __repr__(self) -> str:

@@ -1,12 +1,13 @@
-"""Frozen weights in fewer bits (QLoRA, Dettmers et al. 2023): numbers to blocks of codes and back.
+"""Quantized frozen weights (QLoRA, Dettmers et al. 2023): encodes values as blocks of int8 or nf4 codes, and decodes.
 
-Owns the arithmetic; `terms.Code` has the sizes. Every value is `code value x largest absolute value of its block`, computed
-in float32 and rounded once to the dtype of the values, by operations that round alike on every device.
+Owns the arithmetic; `terms.Code` has the sizes. Every value is `code value x largest absolute value of its block`,
+computed in float32 and rounded once to the dtype of the values, by operations that round alike on every device.
 
-I1: `encode` of what `decode` gave has the same values again: code values reach from -1 to 1, so the largest absolute value is
-    itself one of them, and no other is rounded as far as half of the way to the next code value.
-I2: a block is of `ALIGN_NUMEL` elements: its largest absolute value as a float32, then its codes; nf4 has two in a byte, the
-    first in the upper bits. A value that is no finite number makes its block NaN.
+I1: encoding decoded values and decoding them again gives the same values. Code values range from -1 to 1, so the
+    largest absolute value of a block is itself a code value, and rounding moves no other value half of the way to the
+    next code value.
+I2: a block has `ALIGN_NUMEL` elements: its largest absolute value as a float32, then its codes. nf4 stores two codes in
+    a byte, the first in the upper bits. A value that is not finite makes its whole block NaN.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Code, Tier
 
 _AT_ONCE_BLOCKS = 1 << 12
-"""Elements on their way between codes and values take some bytes each in float32, and these are in the cache of a CPU."""
+"""Blocks converted together on a CPU: their float32 intermediates stay in its cache."""
 
 _AT_ONCE_BLOCKS_APART = 1 << 16
-"""On a device, where every operation on a part is a launch: four million elements."""
+"""Blocks converted together on a device, where every operation is a kernel launch: four million elements."""
 
 _LARGEST_INT8 = 127.0
 
@@ -52,13 +53,13 @@ _NF4 = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QuantizedTensor:
-    """The values of a paged tensor that holds their codes.
+    """A paged tensor that stores codes, described as the values that they decode to.
 
     Args:
-        paged: uint8, (code.bytes_of(numel),).
-        code: which.
-        dtype: of the values.
-        numel: of the values, whole blocks.
+        paged: the codes, uint8, (code.bytes_of(numel),).
+        code: the kind of codes.
+        dtype: dtype of the values.
+        numel: number of values, whole blocks.
     """
 
     paged: PagedTensor
@@ -72,20 +73,20 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of the values."""
+        """Bytes of the values."""
         return self.numel * self.dtype.itemsize
 
     @property
     def tier(self) -> Tier:
-        """Where the codes are."""
+        """The tier of the codes."""
         return self.paged.tier
 
     def stretch(self, start: int, numel: int) -> tuple[int, int]:
-        """(first byte, bytes) of the codes of `numel` values, whole blocks, from `start` on."""
+        """Returns (first byte, number of bytes) of the codes of `numel` values, whole blocks, from `start` on."""
         return self.code.bytes_of(start), self.code.bytes_of(numel)
 
     def decoded(self, codes: Tensor, numel: int) -> Tensor:
-        """The `numel` values of codes, in memory of their own."""
+        """Returns the `numel` values of codes, in new memory."""
         values = torch.empty(numel, dtype=self.dtype, device=codes.device)
         decode(codes, self.code, values)
         return values
@@ -111,8 +112,10 @@ def decode(codes: Tensor, code: Code, values: Tensor, *, apart: bool = False) ->
     """Writes the values of `codes`, uint8 (code.bytes_of(numel),), into `values` (numel,).
 
     Args:
-        codes: may lie in the memory of the values, from `room_before_codes` on.
-        apart: they are on a device with memory and arithmetic of its own (`Backend.apart`).
+        codes: may share the memory of the values, from `room_before_codes` on.
+        code: the kind of codes.
+        values: written.
+        apart: whether they are on a device with memory of its own (`Backend.apart`).
     """
     blocks, rows = values.view(-1, ALIGN_NUMEL), codes.view(-1, code.block_bytes)
     for part in _parts(rows, _AT_ONCE_BLOCKS_APART if apart else _AT_ONCE_BLOCKS):
@@ -121,16 +124,18 @@ def decode(codes: Tensor, code: Code, values: Tensor, *, apart: bool = False) ->
 
 
 def room_before_codes(values_bytes: int, codes_bytes: int) -> int:
-    """Where, in the bytes of values, their codes may lie so that `decode` reads each before it writes there: at a disk block.
+    """Returns the byte offset, within the bytes of values, at which their codes may be stored for decoding in place.
 
-    A block of values takes more bytes than one of codes. So before the blocks from b on there is room for the values of those
-    before b; that it is less by a part of a disk block counts for nothing, since no less than `_AT_ONCE_BLOCKS` are left.
+    It is a multiple of a disk block. A block of values takes more bytes than a block of codes, so the codes that are
+    not decoded yet begin after the values written so far. Rounding the offset down shortens the distance by less than a
+    disk block, which is safe because after each part of `decode` either no block or at least `_AT_ONCE_BLOCKS` blocks
+    are left.
     """
     return (values_bytes - codes_bytes) // BLOCK_BYTES * BLOCK_BYTES
 
 
 def rounded(values: Tensor, code: Code) -> Tensor:
-    """What is left of values (numel,), whole blocks, in their dtype."""
+    """Returns values (numel,), whole blocks, encoded and decoded again, in their dtype."""
     codes = torch.empty(code.bytes_of(values.numel()), dtype=torch.uint8, device=values.device)
     encode(values, code, codes)
     left = torch.empty_like(values)
@@ -139,7 +144,7 @@ def rounded(values: Tensor, code: Code) -> Tensor:
 
 
 def _parts(blocks: Tensor, at_once: int) -> Iterator[slice]:
-    """So many of them at a time; the first part is the one that may be short (`room_before_codes`)."""
+    """Yields slices of at most `at_once` blocks; only the first may be shorter (`room_before_codes`)."""
     count = len(blocks)
     start, stop = 0, count % at_once or min(count, at_once)
     while start < count:
@@ -164,7 +169,7 @@ def _to_nf4(scaled: Tensor) -> Tensor:
 
 def _from_nf4(codes: Tensor) -> Tensor:
     values = torch.tensor(_NF4, dtype=torch.float32, device=codes.device)
-    # By byte: the two values of its two codes.
+    # Row b: the two values of the two codes in byte b.
     pairs = torch.stack((values.repeat_interleave(len(values)), values.repeat(len(values))), -1)
     return torch.nn.functional.embedding(codes.to(torch.int32), pairs).view(len(codes), -1)
 

@@ -1,10 +1,10 @@
-"""The bytes of a RAM or GPU tier: one uint8 tensor, taken once at the start (the paper's Allocator, section 5).
+"""The bytes of a RAM or device tier: one uint8 tensor, allocated once at the start (the paper's Allocator, section 5).
 
-I1: a region has exactly the bytes asked for, never rounded up to a power of two, and starts on a block.
-I2: host bytes are committed by the system when first touched, not when mapped.
-I3: a forked child (a data loader's worker) does not get host regions (MADV_DONTFORK). With them it would double the
-    memory page by page (copy on write), and open(2) forbids O_DIRECT transfers into private memory while a process
-    forks: the bytes could land in the child. A child that reads a view of a region dies of SIGSEGV.
+I1: a region has exactly the bytes requested, never rounded up to a power of two, and starts on a block.
+I2: the system commits host bytes when they are first touched, not when they are mapped.
+I3: a forked child (a data loader's worker) does not get host regions (MADV_DONTFORK). If it did, copy-on-write would
+    double the memory page by page, and open(2) forbids O_DIRECT transfers into private memory while a process forks:
+    the bytes could end up in the child. A child that reads a view of a region dies of SIGSEGV.
 I4: the memory lives until the last view of it dies, also after close().
 """
 
@@ -23,31 +23,31 @@ from lightning_ptm.terms import BLOCK_BYTES
 
 
 class Region(Protocol):
-    """Bytes of a tier: `tensor` is 1-D, uint8."""
+    """The bytes of a tier. `tensor` is 1-D, uint8."""
 
     tensor: torch.Tensor
 
     def discard(self, start: int, size_bytes: int) -> None:
-        """What is in these bytes is lost; RAM behind them goes back to the system, which gives zeros when they are used."""
+        """Discards the contents of these bytes. Their RAM goes back to the system; they read as zeros afterwards."""
 
     def close(self) -> None: ...
 
 
 class PageLocks(Protocol):
-    """Whoever page-locks memory, so that a device copies from and to it by itself."""
+    """Page-locks memory, so that a device can copy from and to it by DMA."""
 
     def lock_pages(self, address: int, size_bytes: int) -> None:
-        """Raises ConfigError where the system does not let it."""
+        """Page-locks memory. Raises ConfigError if the system refuses."""
 
     def unlock_pages(self, address: int) -> None: ...
 
 
 class HostRegion:
-    """Anonymous, private memory, also reachable as a memoryview for disk transfers.
+    """Anonymous, private memory, also accessible as a memoryview for disk transfers.
 
     Args:
         size_bytes: exact size; 0 is allowed.
-        lock: page-locks the memory (which commits all of it at once); None: nobody does.
+        lock: page-locks the memory (which commits all of it at once); None: not page-locked.
     Raises:
         ConfigError: the system cannot map or page-lock so much.
     """
@@ -76,11 +76,11 @@ class HostRegion:
 
     @property
     def pinned(self) -> bool:
-        """Whether it is page-locked."""
+        """Whether the memory is page-locked."""
         return self._lock is not None
 
     def uncommitted_bytes(self) -> int:
-        """Bytes that the system has not committed yet (I2): they will take RAM that is free now."""
+        """Returns the bytes that the system has not committed yet (I2): they will take RAM that is free now."""
         if self._mapping is None or self._lock is not None:
             return 0
         size = self.tensor.numel()
@@ -92,14 +92,14 @@ class HostRegion:
         return bytes(resident).count(0) * mmap.PAGESIZE
 
     def discard(self, start: int, size_bytes: int) -> None:
-        """As Region's: of the system's whole pages among them, unless they are page-locked."""
+        """Discards contents as `Region.discard`, of the system's whole pages in the range; none if page-locked."""
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = (start + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if self._mapping is not None and self._lock is None and first < stop:
             self._mapping.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
     def close(self) -> None:
-        """Give the memory up; it is unmapped when the last view dies (I4)."""
+        """Gives the memory up; it is unmapped when the last view dies (I4)."""
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.unlock_pages(self.tensor.data_ptr())
@@ -109,12 +109,12 @@ class HostRegion:
 
 
 class TorchLockedRegion(HostRegion):
-    """The same of what PyTorch's allocator page-locks, for devices whose drivers lock no memory of others.
+    """A host region page-locked by PyTorch's allocator, for devices whose drivers cannot lock memory of others.
 
     Args:
-        size_bytes: exact size of `tensor`; the allocator takes the next power of two, beside I1.
+        size_bytes: exact size of `tensor`; the allocator takes the next power of two, an exception to I1.
     Raises:
-        ConfigError: the device's library has no such memory, or not so much.
+        ConfigError: the device's library has no page-locked memory, or not so much.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -143,12 +143,12 @@ class TorchLockedRegion(HostRegion):
 
     def close(self) -> None:
         if self._is_locked:
-            self._advise(mmap.MADV_DOFORK)  # the allocator may hand it to somebody whose children read it
+            self._advise(mmap.MADV_DOFORK)  # PyTorch's allocator may reuse it for tensors that forked children read
         self._is_locked = False
         super().close()
 
     def _advise(self, advice: int) -> None:
-        """Of the pages that it has to itself. Drivers' memory that no child gets in any case may refuse."""
+        """Advises the kernel on the region's whole system pages. A refusal is ignored: no child gets drivers' memory."""
         page = mmap.PAGESIZE
         start = -(-self.tensor.data_ptr() // page) * page
         whole_pages = (self.tensor.data_ptr() + self.tensor.numel() - start) // page
@@ -161,7 +161,7 @@ class DeviceRegion:
 
     Args:
         size_bytes: exact size; 0 is allowed.
-        device: where.
+        device: the device.
     Raises:
         CapacityError: the device has no room.
     """
@@ -178,20 +178,21 @@ class DeviceRegion:
         self.tensor = whole[start : start + size_bytes]
 
     def discard(self, start: int, size_bytes: int) -> None:
-        """The device keeps what it has given."""
+        """No effect: device memory does not go back to the system."""
 
     def close(self) -> None:
         self.tensor = self.tensor.new_empty(0)
 
 
 class Staging:
-    """Page-sized RAM of one I/O thread, for bytes that cannot go straight from disk to their place.
+    """Page-sized staging buffer of one I/O thread, for bytes that cannot go directly between disk and their address.
 
-    Made on first use.
+    Created at first use.
 
     Args:
-        page_size: bytes of a page; the staging has a block more, for the old bytes of a block that is half rewritten.
-        make: a region of so many bytes (page-locked, where a device is bounced to and from).
+        page_size: bytes of a page; the buffer has one block more, for the old bytes of a block that is partly
+            rewritten.
+        make: returns a region of so many bytes (page-locked if a device copies from and to it).
     """
 
     def __init__(self, page_size: int, make: Callable[[int], HostRegion]) -> None:

@@ -1,7 +1,7 @@
-"""Pages on disk that a run's next allocator goes on with where they are, so that none of their bytes move.
+"""Extents on disk that the next allocator of a run reuses in place, so that none of their bytes are copied.
 
-Knows tensors and numbers of frames; touches neither. What else of the old pages is read until the old allocator closes, the
-new one does not write to.
+Knows tensors and frame numbers; changes neither. The new allocator does not write to other old pages that are read
+until the old allocator is closed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from lightning_ptm.memory.paged_tensor import PagedTensor
 
 @dataclass(frozen=True, slots=True)
 class ReusedExtents:
-    """What an allocator leaves to the next one.
+    """Pages that an allocator leaves to the next one.
 
     Attributes:
         disk: the region of the pages.
-        io_threads: transfers of one disk path that run at once.
-        kept: tensors that stay where they are, of one tier that has no addresses.
-        read: tensors that are read there as long as the old allocator is open.
+        io_threads: concurrent transfers of one disk path.
+        kept: tensors that keep their pages, all in one tier that is not addressable.
+        read: tensors that are read from their pages while the old allocator is open.
     """
 
     disk: DiskRegion
@@ -30,8 +30,11 @@ class ReusedExtents:
     read: tuple[PagedTensor, ...]
 
     def frames(self, total: int) -> list[range]:
-        """Intervals of the `total` frames that the new allocator has, ascending: those of what is kept, and others that
-        nobody reads, side by side, so that what lies there end to end fills no more of them than of new ones."""
+        """Returns the intervals of the `total` frames of the new allocator, ascending.
+
+        They are the frames of the kept tensors, and as many of the lowest frames that no tensor reads as are lacking.
+        If tensors share pages, the kept tensors fill no more frames than newly allocated ones would.
+        """
         kept = frames_of(self.kept)
         more = max(0, total - len(kept))
         start = 0
@@ -43,7 +46,7 @@ class ReusedExtents:
 
 
 def frames_of(tensors: Iterable[PagedTensor]) -> set[int]:
-    """The frames in which tensors have a part."""
+    """Returns the frames in which tensors have a part."""
     return {span.frame for tensor in tensors for span in tensor.pages}
 
 
@@ -58,6 +61,6 @@ def _intervals(ordered: Sequence[int]) -> list[range]:
 
 
 def gaps(frames: Sequence[range]) -> list[range]:
-    """What lies between ascending intervals, and before the first."""
+    """Returns the intervals between ascending intervals, and before the first."""
     stops = [0, *(each.stop for each in frames)]
     return [range(stop, each.start) for stop, each in zip(stops, frames, strict=False) if stop < each.start]

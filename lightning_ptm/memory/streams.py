@@ -1,9 +1,9 @@
-"""The streams of a run: the one that its own work keeps the order of, and the copy streams, one to the device and one from
-it; on a CPU, stand-ins.
+"""The streams of a run: the compute stream, and one copy stream to and one from the device; stand-ins on a CPU.
 
-Order: a copy starts behind everything that the launching thread's current stream had queued (its source is complete,
-its target no longer read), and whoever uses the target next waits on the completion. One whose source the host knows to be
-complete, and whose target's pages were taken for it, starts behind what had used these pages before (`Allocator.fill`).
+Order: a copy starts after everything that the launching thread's current stream had queued (so its source is complete
+and its target is no longer read), and the next user of the target waits on the completion. An exception is a copy whose
+source is known to be complete and whose target pages were allocated for it: it only waits for the last use of those
+pages (`Allocator.fill`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ Result = TypeVar("Result")
 
 
 class ComputeStream:
-    """The stream that a run computes on, and that all it queues by itself keeps the order of.
+    """The stream that a run computes on, and on which the runtime queues all of its own work.
 
-    A unit may be called on another stream, by its user's choice. What the run does for that call (fetches, releases, sends
-    gradients away) is queued here all the same, behind what that stream has queued by then; and that stream goes on behind
-    it. So pages and blocks which one call gives back are free for the next, whatever streams both were made on. The price:
-    units that are called on several streams compute one after the other.
+    Users may call a unit on another stream. The runtime's work for that call (fetches, releases, gradient offload) is
+    still
+    queued on the compute stream: the compute stream first waits for the other stream, and the other stream then waits
+    for the compute stream. So pages and blocks that one call frees can be reused by the next, on whatever stream it
+    runs. The price: units called on several streams compute one after the other.
 
     Args:
         backend: the device.
@@ -40,21 +41,22 @@ class ComputeStream:
         self._stream = backend.current_stream()
 
     def begin(self) -> None:
-        """An iteration starts: from now on it is this thread's current stream.
+        """Makes this thread's current stream the compute stream of the iteration that starts.
 
-        Whoever changes that has to order the two, as anywhere. All that the run has queued on the one before, it has with
-        that one current, or the one current then goes on behind it (`entered`).
+        A user who changes the current stream must order the two streams, as usual. The runtime queued all earlier work
+        with the previous compute stream as the current one, or made the stream current at that time wait for it
+        (`entered`).
         """
         self._stream = self._backend.current_stream()
 
     @property
     def here(self) -> bool:
-        """Whether it is the current stream of this thread."""
+        """Whether the compute stream is the current stream of this thread."""
         now = self._backend.current_stream()
         return now is self._stream or now == self._stream
 
     def entered(self) -> AbstractContextManager[None]:
-        """Inside, it is the current stream of this thread."""
+        """Makes the compute stream the current stream of this thread inside the context."""
         return nullcontext() if self.here else self._joined()
 
     @contextmanager
@@ -76,12 +78,12 @@ Owner = TypeVar("Owner", bound=_Computes)
 
 
 def on_compute_stream(method: Callable[Concatenate[Owner, P], Result]) -> Callable[Concatenate[Owner, P], Result]:
-    """Of an object that has the run's `stream`: it is the current one inside the method, whatever its caller's is."""
+    """Decorator of methods of an object with a `stream`: runs them with the compute stream as the current stream."""
 
     @functools.wraps(method)
     def wrapped(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> Result:
         stream = self.stream
-        if stream.here:  # as nearly always: to enter it would cost more than many a method
+        if stream.here:  # the common case; entering the stream would cost more than many of the methods
             return method(self, *args, **kwargs)
         with stream.entered():
             return method(self, *args, **kwargs)
@@ -98,21 +100,21 @@ class Pair:
 
 
 class CopyStream(Protocol):
-    """Carries copies out in the order of launching."""
+    """Runs copies in the order of their launches."""
 
     def mark(self) -> Mark:
-        """The current stream's place now; hand it to `launch` in a thread whose current stream is another one."""
+        """Returns the current stream's position, to pass to `launch` in a thread with another current stream."""
 
-    def launch(self, pairs: Sequence[Pair], behind: Sequence[Mark] | None = None) -> Completion:
-        """Start copies behind these marks; None: behind this thread's current stream."""
+    def launch(self, pairs: Sequence[Pair], after: Sequence[Mark] | None = None) -> Completion:
+        """Starts copies after the marks `after`; None: after everything queued on this thread's current stream."""
 
 
 class Copies:
     """Copies in one direction.
 
     Args:
-        backend: of the device that they go to or from.
-        stream: that carries them; by default the caller's current one (copies within the device keep its order).
+        backend: the device that they go to or from.
+        stream: stream to run on; None: the caller's current stream (copies within the device keep its order).
     """
 
     def __init__(self, backend: Backend, stream: Stream | None = None) -> None:
@@ -122,11 +124,11 @@ class Copies:
     def mark(self) -> Mark:
         return self._backend.mark()
 
-    def launch(self, pairs: Sequence[Pair], behind: Sequence[Mark] | None = None) -> Completion:
-        if behind is None:
+    def launch(self, pairs: Sequence[Pair], after: Sequence[Mark] | None = None) -> Completion:
+        if after is None:
             self._stream.follow()
         else:
-            for mark in behind:
+            for mark in after:
                 self._stream.follow(mark)
         with self._stream.entered():
             started = self._backend.mark(timed=True)
@@ -172,7 +174,7 @@ class _Launched:
 
 @dataclass(frozen=True, slots=True)
 class CopyStreams:
-    """The streams of one device."""
+    """The copy streams of one device."""
 
     to_device: CopyStream
     to_host: CopyStream
@@ -181,7 +183,7 @@ class CopyStreams:
 
 
 def copy_streams(backend: Backend) -> CopyStreams:
-    """New copy streams of a device; all stand-ins on a CPU."""
+    """Returns new copy streams of a device; on a CPU all are stand-ins."""
     return CopyStreams(
         to_device=Copies(backend, backend.stream()),
         to_host=Copies(backend, backend.stream()),

@@ -1,4 +1,4 @@
-"""What an allocator is made of: whether its settings can work, and the bytes of its tiers."""
+"""Construction of an Allocator: checks its settings, and creates the regions of its tiers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_ptm.terms import BLOCK_BYTES, MIN_PAGE_BYTES, Tier, is_page_size
 def regions(
     backend: Backend, sizes: Mapping[Tier, int], undo: contextlib.ExitStack, *, pin: bool
 ) -> dict[Tier, Region]:
-    """Of the tiers in memory; `undo` gets what closes them."""
+    """Returns the regions of the addressable tiers, by tier; `undo` gets a callback that closes each."""
     made: dict[Tier, Region] = {}
     for tier, size in sizes.items():
         if tier.addressable:
@@ -36,20 +36,20 @@ def disk_region(
     file_ops: FileOps | None,
     progress: Progress | None,
 ) -> DiskRegion:
-    """Of the tier that has none. Args, raises: see Allocator."""
+    """Returns the region of the disk tier. Args and errors: see Allocator."""
     return DiskRegion(
         paths,
         page_size=page_size,
         total_frames=total_frames,
         file_ops=file_ops,
         progress=progress,
-        elder=None if reused_extents is None else reused_extents.disk,
+        predecessor=None if reused_extents is None else reused_extents.disk,
         frames=None if reused_extents is None else reused_extents.frames(total_frames),
     )
 
 
 def check_settings(page_size: int, sizes: Mapping[Tier, int], disk_paths: Sequence[Path]) -> None:
-    """Raises ConfigError: see Allocator."""
+    """Raises ConfigError for settings that cannot work: see Allocator."""
     if not is_page_size(page_size):
         raise ConfigError(
             f"page_size is {page_size} bytes; it must be a multiple of {BLOCK_BYTES} and at least {MIN_PAGE_BYTES}"
@@ -67,5 +67,5 @@ def check_settings(page_size: int, sizes: Mapping[Tier, int], disk_paths: Sequen
     if len(on_disk) > 1:
         names = " and ".join(tier.name.lower() for tier in on_disk)
         raise ConfigError(
-            f"the {names} tiers have no addresses, and the files of disk_path are one tier; give one of them"
+            f"the {names} tiers are both on disk, but the files of disk_path can be one tier only; give memory to one"
         )

@@ -1,7 +1,7 @@
 """Handles of started copies: each is waited on, and its error is raised in the thread that waits.
 
 I1: a handle is finished exactly once; the pages that it held are free for other transfers before a waiter wakes.
-I2: the handle's owner (the Allocator) keeps source and target alive and in place until it is finished.
+I2: the handle's owner (the Allocator) keeps source and target allocated and in place until it is finished.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from typing import Protocol
 
 
 class Timer(Protocol):
-    """How long copies that were launched on a stream ran. It holds none of their bytes, so it may outlive them."""
+    """Duration of copies launched on a stream. It holds none of their bytes, so it may outlive them."""
 
     def done(self) -> bool: ...
 
     def seconds(self) -> float:
-        """How long the copies ran; only when done."""
+        """Returns how long the copies ran; only when done."""
 
 
 class Completion(Protocol):
-    """The end of copies that were launched on a stream (streams.py)."""
+    """The end of copies launched on a stream (streams.py)."""
 
     def done(self) -> bool: ...
 
     def timer(self) -> Timer:
-        """For whoever counts the copies without holding their source and target."""
+        """Returns their timer, for code that counts the copies without keeping source and target alive."""
 
     def synchronize(self) -> None:
-        """Block this thread until the copies are complete."""
+        """Blocks this thread until the copies are complete."""
 
     def order(self) -> None:
-        """Make the current stream, not this thread, wait for the copies."""
+        """Makes the current stream, not this thread, wait for the copies."""
 
     def seconds(self) -> float:
-        """How long the copies ran; only when done."""
+        """Returns how long the copies ran; only when done."""
 
 
 class Transfer:
-    """A copy carried out in pieces by I/O threads, or one that was done at once.
+    """A copy carried out in pieces by I/O threads, or one that was finished at once.
 
     Args:
         pieces: how many times `piece_finished` will be called; 0 makes a finished handle.
@@ -59,15 +59,15 @@ class Transfer:
             self._finish()
 
     def done(self) -> bool:
-        """True once the copy is finished or failed; never blocks, never raises."""
+        """Whether the copy is finished or failed; never blocks, never raises."""
         return self._finished.is_set()
 
     def wait(self, host: bool = True) -> None:
-        """Block until the copy is finished; raise its error, each time, in this thread.
+        """Blocks until the copy is finished; raises its error, each time, in this thread.
 
         Args:
-            host: False lets a copy between RAM and a CUDA device order itself before what the current stream does
-                next instead of blocking; the bytes may then be used by that stream only. Other copies block anyway.
+            host: False makes the current stream wait for a copy between RAM and a CUDA device, instead of this thread;
+                the bytes may then be used on that stream only. Other copies block in any case.
         Raises:
             PageIOError: a disk transfer failed or was short. The target's bytes are undefined then.
             UsageError: the allocator was closed before the copy began.
@@ -78,7 +78,7 @@ class Transfer:
             raise self._error
 
     def piece_finished(self, error: BaseException | None = None) -> None:
-        """One piece has ended (called by I/O threads). The first error wins; the other pieces still run."""
+        """Reports the end of one piece (called by I/O threads). The first error wins; the other pieces still run."""
         with self._lock:
             self._pieces_left -= 1
             if error is not None and self._error is None:
@@ -91,7 +91,7 @@ class Transfer:
         try:
             if self._on_finished is not None:
                 self._on_finished(self._error)
-        except BaseException as error:  # a waiter must never hang, least of all because of our own bug
+        except BaseException as error:  # a waiter must never hang, also not because of a bug in the callback
             self._error = error
         finally:
             self._on_finished = None
@@ -101,15 +101,16 @@ class Transfer:
 class StreamTransfer(Transfer):
     """A copy between RAM and a CUDA device, or within one, on a stream: finished when its event is.
 
-    Nobody is told when an event completes, so the Allocator asks (`done`) before it judges a page to be in use.
+    CUDA does not report that an event has completed, so the Allocator queries it (`done`) before it treats a page as in
+    use.
 
     Args:
-        completion: of all the copies of this transfer.
-        lock: the Allocator's, re-entrant: whoever first sees the event complete finishes the handle under it, so that
-            nobody who holds the lock can wait for another thread to do so.
+        completion: the end of all copies of this transfer.
+        lock: the Allocator's, re-entrant. The first thread that sees the event complete finishes the handle under it,
+            so no thread that holds the lock ever waits for another thread to do so.
         on_finished: as for Transfer; runs in any thread that calls `done` or `wait`, under the lock.
-        on_ordered: called once when a stream has been ordered behind the copies: the device's pages may then be used
-            by that stream, and by later copies, which order themselves behind it. None: `wait` always blocks.
+        on_ordered: called once when a stream has been made to wait for the copies: the device's pages may then be used
+            on that stream, and by later copies, which wait for it. None: `wait` always blocks.
     """
 
     def __init__(

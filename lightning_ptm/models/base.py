@@ -14,7 +14,7 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torchmetrics import Metric
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.models.kernels import adamw
+from lightning_ptm.trainer.internals import data_module_of_call
 
 
 class TokenLoss(Metric):
@@ -158,7 +159,7 @@ class LanguageModel(LightningModule):
 
         Compared are the data module's `tokens_used` (or else `vocab_size`) and `input_length`, if it has them.
         """
-        data = _data_module_of_this_call(self.trainer)
+        data = data_module_of_call(self.trainer)
         tokens = getattr(data, "tokens_used", getattr(data, "vocab_size", None))
         length = getattr(data, "input_length", None)
         name, other = type(self).__name__, type(data).__name__
@@ -228,16 +229,6 @@ class LanguageModel(LightningModule):
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def _data_module_of_this_call(trainer: Trainer) -> LightningDataModule | None:
-    # `trainer.datamodule` stays that of an earlier call if this call got loaders. Lightning has no public name for the data
-    # module of the current call; if a version has moved this private one, the earlier call's is used.
-    selector = getattr(getattr(trainer, "_data_connector", None), "_datahook_selector", None)
-    found: LightningDataModule | None = getattr(
-        selector if hasattr(selector, "datamodule") else trainer, "datamodule", None
-    )
-    return found
 
 
 def check_heads(name: str, width: int, heads: int, head_width: int | None) -> None:

@@ -16,17 +16,18 @@ from torch import nn
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.rules import ColwiseParallel, Place, RowwiseParallel, VocabParallel
+from lightning_ptm.torch_internals import children_in
 
 
 def is_adapted(module: nn.Module) -> bool:
     """Whether a module wraps a base layer, as PEFT's adapted layers do."""
-    return isinstance(module._modules.get("base_layer"), nn.Module)
+    return isinstance(children_in(module).get("base_layer"), nn.Module)
 
 
 def is_copied(module: nn.Module) -> bool:
     """Whether PEFT trains a copy of a module and calls it in the module's place."""
-    copies = isinstance(module._modules.get("modules_to_save"), nn.ModuleDict)
-    return copies and isinstance(module._modules.get("original_module"), nn.Module)
+    copies = isinstance(children_in(module).get("modules_to_save"), nn.ModuleDict)
+    return copies and isinstance(children_in(module).get("original_module"), nn.Module)
 
 
 def with_adapters(place: Place) -> Iterator[Place]:
@@ -39,18 +40,18 @@ def with_adapters(place: Place) -> Iterator[Place]:
         yield place
         return
     module: Any = place.module
-    lora = isinstance(module._modules.get("lora_A"), nn.ModuleDict) and not len(
-        module._modules.get("lora_variant") or ()
+    lora = isinstance(children_in(module).get("lora_A"), nn.ModuleDict) and not len(
+        children_in(module).get("lora_variant") or ()
     )
     of_embedding = len(getattr(module, "lora_embedding_A", None) or ()) > 0
     plain = not len(getattr(module, "lora_magnitude_vector", None) or ()) and not getattr(module, "lora_variant", None)
     cuts = isinstance(place.rule, (ColwiseParallel, RowwiseParallel)) and not of_embedding
     if not (lora and plain and (cuts or isinstance(place.rule, VocabParallel))):
         raise ConfigError(
-            f"tensor_parallel_plan has {place.rule} for {place.name}, a {type(module).__name__} around a "
+            f"tensor_parallel's plan has {place.rule} for {place.name}, a {type(module).__name__} around a "
             f"{type(module.base_layer).__name__}; the only adapted layers that can be cut are linear layers with plain LoRA "
-            f"adapters (no DoRA); use such adapters, or give a tensor_parallel_plan without this layer: it is then whole on "
-            f"every rank"
+            f"adapters (no DoRA); use such adapters, or give a plan of tensor_parallel without this layer: it is then whole "
+            f"on every rank"
         )
     yield place
     yield Place(f"{place.name}.base_layer", module.base_layer, None, place.around, place.rule, inside=True)
@@ -58,5 +59,5 @@ def with_adapters(place: Place) -> Iterator[Place]:
         side = "lora_B" if isinstance(place.rule, ColwiseParallel) else "lora_A"
         # Heads are counted once, by the base layer.
         rule = dataclasses.replace(place.rule, heads=()) if isinstance(place.rule, ColwiseParallel) else place.rule
-        for key, each in module._modules[side].items():
+        for key, each in children_in(module)[side].items():
             yield Place(f"{place.name}.{side}.{key}", each, None, module, rule, inside=True)

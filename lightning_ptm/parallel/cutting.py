@@ -14,7 +14,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.decorators import skip
 
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.parallel.adapters import with_adapters
@@ -30,6 +29,7 @@ from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.autograd.recompute import replace
 from lightning_ptm.runtime.tensors.parts import cut
 from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.torch_internals import is_executed, not_traced, parameters_in
 
 
 class CutModule:
@@ -79,7 +79,7 @@ class CutModule:
         if not self._by_parameter:
             raise ConfigError(
                 f"tensor_parallel_size={group.size} and no parameter of the {type(root).__name__} can be cut: its plan names "
-                f"no layer that it has; use tensor_parallel_size=1, or give a tensor_parallel_plan"
+                f"no layer that it has; use tensor_parallel_size=1, or give a plan of tensor_parallel"
             )
         if proven:
             divide = partial(
@@ -104,22 +104,22 @@ class CutModule:
         found: dict[int, tuple[nn.Parameter, TensorSlice]] = {}
         for place, each in zip(self.places, layers, strict=True):
             for name, box in each.boxes.items():
-                parameter = place.module._parameters[name]
+                parameter = parameters_in(place.module)[name]
                 assert parameter is not None
                 _, known = found.setdefault(id(parameter), (parameter, box))
                 if known != box:
                     raise ConfigError(
-                        f"{place.name} shares {name} with another module, and tensor_parallel_plan cuts it in two ways "
+                        f"{place.name} shares {name} with another module, and tensor_parallel's plan cuts it in two ways "
                         f"({box.cut}, and {known.cut}); cut both in the same way, or leave both out of the plan"
                     )
         names = [(place.module, (*each.boxes, *each.partial)) for place, each in self._with(layers)]
-        inside = {id(module._parameters[name]) for module, of_module in names for name in of_module}
+        inside = {id(parameters_in(module)[name]) for module, of_module in names for name in of_module}
         holders = {id(module) for module, of_module in names if of_module}
         for name, module in self.root.named_modules():
-            for attribute, parameter in module._parameters.items():
+            for attribute, parameter in parameters_in(module).items():
                 if parameter is not None and id(parameter) in inside and id(module) not in holders:
                     raise ConfigError(
-                        f"{name}.{attribute} is tied to a parameter that tensor_parallel_plan has a rule for, and the plan "
+                        f"{name}.{attribute} is tied to a parameter that tensor_parallel's plan has a rule for, and the plan "
                         f"has no rule for {name}; give both a rule (for a head that is tied to an embedding: "
                         f"ColwiseParallel(gather=True) and VocabParallel()), or leave both out of the plan"
                     )
@@ -132,13 +132,13 @@ class CutModule:
         found = {}
         for place, each in self._with(layers):
             for name in each.partial:
-                parameter = place.module._parameters[name]
+                parameter = parameters_in(place.module)[name]
                 if parameter is not None and id(parameter) not in self._by_parameter:
                     found[id(parameter)] = parameter
         return found
 
     def _apply(self, layers: list[Layer], *, watched: bool) -> None:
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # some may be guarded
+        with torch.no_grad(), torch.DisableTorchFunctionSubclass():  # some may be guarded
             for parameter, box in self._by_parameter.values():
                 if isinstance(parameter, GuardedParameter):  # an earlier run left it without values
                     _give(parameter, _nothing(parameter, box.part_shape))
@@ -161,7 +161,7 @@ class CutModule:
                 self._undo.append(parameter.register_hook(partial(_refuse_part_of_gradient, name, parameter)).remove)
         # A parameter that the plan names directly is used by a forward of the user's own.
         users_own = {
-            id(place.module._parameters[name])
+            id(parameters_in(place.module)[name])
             for place, each in self._with(layers)
             if each.forward is None
             for name in each.boxes
@@ -196,7 +196,7 @@ class CutModule:
         self.group.forget()
         if self._sequence is not None:
             self._sequence.parts.forget()
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # some may be guarded
+        with torch.no_grad(), torch.DisableTorchFunctionSubclass():  # some may be guarded
             for parameter, box in self._by_parameter.values():
                 forget(parameter)
                 if tuple(parameter.shape) != box.part_shape:
@@ -206,20 +206,20 @@ class CutModule:
         self._by_parameter, self._partial = {}, {}
 
 
-@skip
+@not_traced
 def _refuse_part_of_gradient(name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
     """Hook on a cut parameter's gradient: refuses torch.autograd.grad, which would return this rank's part to the user.
 
     A backward pass that accumulates into `.grad` belongs to a step and is allowed.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch.DisableTorchFunctionSubclass():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
-        torch._C._will_engine_execute_node(node)
+        is_executed(node)
     except RuntimeError as error:  # torch raises it if the gradient of a leaf is to be returned
         raise UsageError(
             f"torch.autograd.grad asks for the gradient of {name}, of which this rank computes only a part "
-            f"(tensor_parallel_size); leave its layer out of tensor_parallel_plan, or call backward() and take norms from "
+            f"(tensor_parallel_size); leave its layer out of tensor_parallel's plan, or call backward() and take norms from "
             f"trainer.strategy.gradient_norm(optimizer)"
         ) from error
 

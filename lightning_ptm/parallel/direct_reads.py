@@ -52,7 +52,7 @@ def _part_class(kind: type[nn.Parameter], known: dict[int, str], group: TensorGr
         kwargs = kwargs or {}
         if group.in_step and not group.layer and is_about_values(function):
             raise _refusal((*args, *kwargs.values()), known)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
     members = {
@@ -68,6 +68,6 @@ def _refusal(given: tuple[Any, ...], known: dict[int, str]) -> UsageError:
     name = next((known[id(each)] for each in inside if id(each) in known), "a parameter")
     return UsageError(
         f"{name} is cut (tensor_parallel_size) and was read in a step by code other than its layer's, which would compute "
-        f"with this rank's part alone; call the layer, or leave it out of tensor_parallel_plan: it is then whole on every "
+        f"with this rank's part alone; call the layer, or leave it out of tensor_parallel's plan: it is then whole on every "
         f"rank"
     )

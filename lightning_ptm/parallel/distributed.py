@@ -25,7 +25,7 @@ def distributed_by_others(root: nn.Module) -> str | None:
             return (
                 f"{name} is a DTensor: torch's parallelize_module, distribute_module or fully_shard has distributed it, and "
                 f"AngelPTMStrategy shards whole parameters over ranks itself; leave out fully_shard, and in place of the "
-                f"others set tensor_parallel_size and give the same layers as a tensor_parallel_plan (ColwiseParallel and "
+                f"others set tensor_parallel_size and give the same layers as a plan of tensor_parallel (ColwiseParallel and "
                 f"RowwiseParallel of lightning_ptm.parallel mean the same)"
             )
     wrappers: tuple[type[nn.Module], ...] = (DistributedDataParallel, DataParallel)

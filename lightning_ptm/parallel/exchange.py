@@ -29,6 +29,7 @@ from lightning_ptm.comm.shm_collectives import ShmCollectives
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.runtime.autograd.recompute import once
 from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
+from lightning_ptm.torch_internals import version_of
 
 
 class TensorGroup:
@@ -59,11 +60,11 @@ class TensorGroup:
             return value
         if self._entered is not None:
             known, version, entered = self._entered
-            if known() is value and value._version == version:
+            if known() is value and version_of(value) == version:
                 return entered
         self.count_backward(self._summed(value))
         out: Tensor = _Enter.apply(value, self)
-        self._entered = (weakref.ref(value), value._version, out)
+        self._entered = (weakref.ref(value), version_of(value), out)
         return out
 
     def forget_entered(self) -> None:
@@ -179,8 +180,6 @@ class RankGroup(TensorGroup):
         self.exchanges = 0
         """Number of collectives so far."""
         self._backend = backend
-        # torch 2.13 renamed the function and warns for the old name.
-        self._reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._draws = [torch.device("cpu"), *([] if backend.random_state() is None else [backend.device])]
         """Devices that have a random state."""
         self._outside: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
@@ -238,7 +237,7 @@ class RankGroup(TensorGroup):
 
         def reduce_scatter(group: dist.ProcessGroup, later: bool) -> tuple[Tensor, Any]:
             out = torch.empty_like(pieces[0])
-            return out, self._reduce_scatter_flat(out, pieces.flatten(0, 1), group=group, async_op=later)
+            return out, dist.reduce_scatter_single(out, pieces.flatten(0, 1), group=group, async_op=later)
 
         return self._exchange("sum of pieces", pieces, reduce_scatter)
 

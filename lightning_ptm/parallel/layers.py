@@ -34,6 +34,7 @@ from lightning_ptm.parallel.rules import (
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.autograd.forward_wrappers import Forward, ForwardWrapper
 from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.torch_internals import parameters_in
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def _layer(place: Place, between: BetweenLayers) -> Layer:
     if place.parameter is not None:
         return _parameter(place, group)
     if isinstance(rule, Partial):
-        return Layer(partial=tuple(name for name, it in module._parameters.items() if it is not None))
+        return Layer(partial=tuple(name for name, it in parameters_in(module).items() if it is not None))
     if isinstance(rule, Summed):
         return Layer(forward=_summed(place, between))
     if isinstance(rule, Part):
@@ -98,7 +99,7 @@ def _layer(place: Place, between: BetweenLayers) -> Layer:
 
 def _unknown(place: Place) -> ConfigError:
     return ConfigError(
-        f"tensor_parallel_plan has {place.rule} for {place.name}, a {type(place.module).__name__}; ColwiseParallel and "
+        f"tensor_parallel's plan has {place.rule} for {place.name}, a {type(place.module).__name__}; ColwiseParallel and "
         f"RowwiseParallel are for torch's Linear and Transformers' Conv1D with their own forward and plain weights (not "
         f"quantized ones), VocabParallel is for Embeddings; name the layers inside of it, or leave it out of the plan: it is "
         f"then whole on every rank"
@@ -107,7 +108,7 @@ def _unknown(place: Place) -> ConfigError:
 
 def _outputs_first(module: nn.Module) -> bool | None:
     """Whether the first dimension of a linear layer's weight is that of the outputs; None: it is not a linear layer."""
-    weight = module._parameters.get("weight")
+    weight = parameters_in(module).get("weight")
     # Quantized weights are packed integers or tensors of special classes. A GuardedParameter stands for a plain one.
     kind_of = type(weight).opens_to if isinstance(weight, GuardedParameter) else type(weight)
     if "forward" in vars(module) or kind_of is not nn.Parameter or weight is None or not weight.is_floating_point():
@@ -124,7 +125,7 @@ def _box(name: str, shape: torch.Size, dimension: int, sections: int, group: Ten
         return TensorSlice(tuple(shape), dimension, group.size, group.index, sections)
     except ConfigError as error:
         raise ConfigError(
-            f"{name} cannot be cut for tensor_parallel_size={group.size}: {error}; or give a tensor_parallel_plan that "
+            f"{name} cannot be cut for tensor_parallel_size={group.size}: {error}; or give a plan of tensor_parallel that "
             f"leaves it whole"
         ) from error
 
@@ -143,7 +144,7 @@ def divides(place: Place, size: int, *, strict: bool) -> bool:
     )
     if free and not strict and is_copied(module):
         return False
-    weight = module._parameters.get("weight")
+    weight = parameters_in(module).get("weight")
     if not free or weight is None or weight.dim() != 2:
         return True
     first = isinstance(rule, VocabParallel) if isinstance(module, nn.Embedding) else isinstance(rule, ColwiseParallel)
@@ -166,7 +167,7 @@ def _whole_heads(place: Place, rule: ColwiseParallel, outputs: int, group: Tenso
                 raise ConfigError(
                     f"{place.name} has {heads} heads of {name}={width}, which tensor_parallel_size={group.size} ranks cannot "
                     f"divide equally; use a number of ranks that divides {heads} (keys and values may have fewer heads than "
-                    f"queries), or give a tensor_parallel_plan that leaves this attention whole"
+                    f"queries), or give a plan of tensor_parallel that leaves this attention whole"
                 )
 
 
@@ -191,7 +192,7 @@ def _columns(place: Place, rule: ColwiseParallel, between: BetweenLayers) -> Lay
         boxes["bias"] = _box(f"{place.name}.bias", module.bias.shape, 0, rule.parts, group)
     if rule.gather and rule.parts > 1:
         raise ConfigError(
-            f"tensor_parallel_plan has {rule} for {place.name}, and the outputs of packed projections cannot be gathered; "
+            f"tensor_parallel's plan has {rule} for {place.name}, and the outputs of packed projections cannot be gathered; "
             f"use parts=1, or gather=False"
         )
     weight = _weight(module, outputs_first=outputs == 0)
@@ -271,7 +272,7 @@ def _embedding(place: Place, group: TensorGroup) -> Layer:
     if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
         raise ConfigError(
             f"{place.name} is an Embedding with max_norm, sparse or scale_grad_by_freq, which need all of its rows; leave it "
-            f"out of tensor_parallel_plan: it is then whole on every rank"
+            f"out of tensor_parallel's plan: it is then whole on every rank"
         )
     find = _rows_of(place, group) if isinstance(rule, VocabParallel) else _columns_of(place, rule, group)
     box = _box(f"{place.name}.weight", module.weight.shape, 0 if isinstance(rule, VocabParallel) else 1, 1, group)
@@ -330,7 +331,7 @@ def _entering(rule: Entering, place: Place, between: BetweenLayers) -> Forward:
     module, last = place.module, getattr(place.around, rule.last, None)
     if not isinstance(last, int) or "forward" in vars(module):
         raise ConfigError(
-            f"tensor_parallel_plan has {rule} for {place.name}, and the {type(place.around).__name__} around it has no "
+            f"tensor_parallel's plan has {rule} for {place.name}, and the {type(place.around).__name__} around it has no "
             f"integer attribute {rule.last}; name an attribute with the number of outputs that ranks use with their parts"
         )
     own = type(module).forward
@@ -369,7 +370,7 @@ def _summed(place: Place, between: BetweenLayers) -> Forward:
 def _parameter(place: Place, group: TensorGroup) -> Layer:
     rule, name = place.rule, place.parameter
     assert name is not None
-    parameter = place.module._parameters[name]
+    parameter = parameters_in(place.module)[name]
     assert parameter is not None
     if isinstance(rule, Partial):
         return Layer(partial=(name,))
@@ -379,8 +380,8 @@ def _parameter(place: Place, group: TensorGroup) -> Layer:
         or (parameter.dim() == 1 and isinstance(rule, RowwiseParallel))
     ):
         raise ConfigError(
-            f"tensor_parallel_plan has {rule} for {place.name}, a parameter of shape {tuple(parameter.shape)}; the rules for "
-            f"a parameter are ColwiseParallel(), which cuts the last but one dimension (of a vector its only one), "
+            f"tensor_parallel's plan has {rule} for {place.name}, a parameter of shape {tuple(parameter.shape)}; the rules "
+            f"for a parameter are ColwiseParallel(), which cuts the last but one dimension (of a vector its only one), "
             f"RowwiseParallel(), which cuts the last, and Partial()"
         )
     dimension = max(0, parameter.dim() - (2 if isinstance(rule, ColwiseParallel) else 1))

@@ -16,11 +16,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_ptm.errors import RankError
@@ -28,6 +26,13 @@ from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.loss import cross_entropy
 from lightning_ptm.parallel.view_splits import View, view_of
 from lightning_ptm.runtime.tensors.autograd_graphs import in_transform
+from lightning_ptm.torch_internals import (
+    is_alias,
+    make_wrapper_subclass,
+    parse_to,
+    stop_compiled_code_before,
+    tree_map_only,
+)
 
 Value = TypeVar("Value")
 Each = Callable[[Tensor], Tensor]
@@ -39,7 +44,7 @@ def logits_of(part: Tensor, group: TensorGroup) -> Tensor:
     Args:
         part: this rank's part, of shape (..., vocabulary / ranks).
     """
-    traced = torch._C._get_tracing_state() is not None
+    traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
     if traced or in_transform() or not part.is_floating_point() or not part.dim():
         return group.put_together(part)
     group.forget_entered()
@@ -122,7 +127,7 @@ class DividedLogits(Tensor):
     def _through(self, view: View) -> DividedLogits:
         part = view.of(self._part)
         vocabulary = view.vocabulary % part.dim()
-        if torch._C._is_alias_of(part, self._part):  # type: ignore[attr-defined]
+        if is_alias(part, self._part):
             return self._made(self._source, part, vocabulary, (*self._views, view.of))
         copied = _divided_logits(part, self._source.group, vocabulary)
         return copied if self.dtype is part.dtype else copied._widened(self.dtype)
@@ -150,7 +155,7 @@ class DividedLogits(Tensor):
         first = args[0] if args else None
         if isinstance(first, cls):
             if func in _FACTS:
-                with torch._C.DisableTorchFunctionSubclass():
+                with torch.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func in _OF_THE_GRAPH:
                 return _OF_THE_GRAPH[func](first, *args[1:], **kwargs)
@@ -183,7 +188,7 @@ class DividedLogits(Tensor):
         return format(repr(self), spec)
 
 
-torch._dynamo.config.nontraceable_tensor_subclasses.add(DividedLogits)  # a graph break before it in compiled code
+stop_compiled_code_before(DividedLogits)  # a graph break before it in compiled code
 
 
 class _Stand(torch.autograd.Function):
@@ -197,9 +202,7 @@ class _Stand(torch.autograd.Function):
         shape[vocabulary] *= size
         around = [at != vocabulary and each >= inner for at, each in enumerate(part.stride())]
         strides = [each * size if out else each for each, out in zip(part.stride(), around, strict=True)]
-        made: Tensor = Tensor._make_wrapper_subclass(
-            DividedLogits, shape, strides, dtype=source.dtype, device=part.device
-        )
+        made: Tensor = make_wrapper_subclass(DividedLogits, shape, strides, dtype=source.dtype, device=part.device)
         return made
 
     @staticmethod
@@ -243,7 +246,7 @@ def _require_grad(logits: DividedLogits, requires_grad: bool = True) -> DividedL
     elif logits._part.requires_grad is not requires_grad:
         _become(logits, requires_grad)
         if requires_grad:
-            with torch._C.DisableTorchFunctionSubclass():  # for functions that bypass Python
+            with torch.DisableTorchFunctionSubclass():  # for functions that bypass Python
                 logits.requires_grad_()
                 logits.register_post_accumulate_grad_hook(_hand_over)
     return logits
@@ -252,7 +255,7 @@ def _require_grad(logits: DividedLogits, requires_grad: bool = True) -> DividedL
 def _hand_over(logits: Tensor) -> None:
     """Moves a gradient that was accumulated in the wrapper to the part."""
     assert isinstance(logits, DividedLogits)
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch.DisableTorchFunctionSubclass():
         gradient, logits.grad = logits.grad, None
     if gradient is not None:
         mine, before = _part_of(gradient, logits._source.group, logits._vocabulary), logits._part.grad
@@ -261,7 +264,7 @@ def _hand_over(logits: Tensor) -> None:
 
 def _detach_in_place(logits: DividedLogits) -> DividedLogits:
     _become(logits, False)
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch.DisableTorchFunctionSubclass():
         logits.detach_()
     return logits
 
@@ -331,7 +334,7 @@ def _to(logits: DividedLogits, *args: Any, **kwargs: Any) -> DividedLogits | Non
         isinstance(each, (str, torch.device, torch.dtype)) for each in given
     ):
         return None
-    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, *_ = parse_to(*args, **kwargs)
     return None if device is not None and device != logits.device else _cast(logits, dtype or logits.dtype)
 
 

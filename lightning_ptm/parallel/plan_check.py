@@ -35,6 +35,7 @@ from lightning_ptm.parallel.rules import Rule
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.autograd.recompute import none_kept
 from lightning_ptm.runtime.tensors.parts import cut
+from lightning_ptm.torch_internals import CALL, buffers_in, parameters_in, put_compiled_call
 
 _TOLERANCE = 1e-3
 """Largest difference, relative to the largest element: fp32 rounds to 1e-6, wrong plans are off by 1e-2 and more."""
@@ -122,7 +123,7 @@ class PlanCheck:
             if block.name in self._inside and kind not in self._proven:
                 raise ConfigError(
                     f"layers inside of {block.name} ({type(block.module).__name__}) are called while the block itself is "
-                    f"not, so tensor_parallel_plan cannot be checked on it; call the module itself, as in `block(x)`, not "
+                    f"not, so tensor_parallel's plan cannot be checked on it; call the module itself, as in `block(x)`, not "
                     f"`block.forward(x)` or another of its methods, or leave its layers out of the plan"
                 )
 
@@ -146,7 +147,7 @@ class PlanCheck:
             if not of_whole.outputs:
                 raise ConfigError(
                     f"{block.name} ({type(block.module).__name__}) returns no floating-point tensor, so "
-                    f"tensor_parallel_plan cannot be checked on it; let its forward return tensors, or mappings, sequences "
+                    f"tensor_parallel's plan cannot be checked on it; let its forward return tensors, or mappings, sequences "
                     f"or data classes of them, or leave its layers out of the plan"
                 )
             try:
@@ -195,7 +196,7 @@ class PlanCheck:
         return ConfigError(
             f"{block.name} ({type(block.module).__name__}) cannot be checked: a copy of it, made when the run was set up, "
             f"does not compute ({type(error).__name__}: {error}); pass its inputs as arguments of its forward, not in "
-            f"attributes that are set before a call, or leave its layers out of tensor_parallel_plan"
+            f"attributes that are set before a call, or leave its layers out of tensor_parallel's plan"
         )
 
     def _refusal(self, block: CheckedBlock, what: str) -> ConfigError:
@@ -207,7 +208,7 @@ class PlanCheck:
         )
         return ConfigError(
             f"with tensor_parallel_size={self._group.size}, {block.name} ({type(block.module).__name__}) {what} when it is "
-            f"cut as tensor_parallel_plan says ({rules}): packed projections need ColwiseParallel(parts=how many), "
+            f"cut as tensor_parallel's plan says ({rules}): packed projections need ColwiseParallel(parts=how many), "
             f"attributes that count heads ColwiseParallel(heads=their names), norms of a rank's own heads Partial(); modules "
             f"after ColwiseParallel() without gather=True must work on a part until a layer with RowwiseParallel(), "
             f"including tensors that a forward sets in attributes; the ranks must divide the heads{between}; correct the "
@@ -357,15 +358,15 @@ def _without_weights(block: CheckedBlock) -> nn.Module:
     except Exception as error:
         raise ConfigError(
             f"{block.name} ({type(block.module).__name__}) cannot be copied ({type(error).__name__}: {error}), and "
-            f"tensor_parallel_plan is checked on a copy of each block; leave the block out of the plan, or make it copyable "
-            f"(copy.deepcopy)"
+            f"tensor_parallel's plan is checked on a copy of each block; leave the block out of the plan, or make it "
+            f"copyable (copy.deepcopy)"
         ) from error
     for module in made.modules():
         for name, value in list(vars(module).items()):
             if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
                 setattr(module, name, type(value)())
-        module._compiled_call_impl = None
-        module.__dict__.pop("_call_impl", None)
+        put_compiled_call(module, None)
+        module.__dict__.pop(CALL, None)
     return made.eval()
 
 
@@ -375,7 +376,7 @@ def _with_weights(skeleton: nn.Module, device: torch.device, seed: int) -> nn.Mo
     made = copy.deepcopy(skeleton)
     known: dict[int, nn.Parameter] = {}
     for path, module in made.named_modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_in(module).items():
             if parameter is None:
                 continue
             if id(parameter) not in known:
@@ -383,10 +384,10 @@ def _with_weights(skeleton: nn.Module, device: torch.device, seed: int) -> nn.Mo
                 values = torch.randn(parameter.shape, generator=generator)
                 values = values / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 1 + values / 4
                 known[id(parameter)] = nn.Parameter(values.to(device))
-            module._parameters[name] = known[id(parameter)]
-        for name, buffer in module._buffers.items():
+            parameters_in(module)[name] = known[id(parameter)]
+        for name, buffer in buffers_in(module).items():
             if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = (
+                buffers_in(module)[name] = (
                     buffer.to(device, torch.float32) if buffer.is_floating_point() else buffer.to(device)
                 )
     return made

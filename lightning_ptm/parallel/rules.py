@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.torch_internals import parameters_in
 
 ATTRIBUTE = "tensor_parallel_plan"
 """Class attribute with the plan of a module class; names in it are relative to the module."""
@@ -164,11 +165,11 @@ def plan_of(root: nn.Module, wanted: Any) -> dict[str, Rule]:
                 found.setdefault(prefix + inside, known)
     if not found:
         raise ConfigError(
-            f"tensor_parallel_size: no module of the {type(root).__name__} has a plan of its own, which "
-            f"tensor_parallel_plan='auto' needs (this package's models have one, and Transformers'); give a plan: "
-            f"tensor_parallel_plan={{'blocks.*.expand': ColwiseParallel(), 'blocks.*.project': RowwiseParallel()}}, "
-            f"with the names of this model's linear layers "
-            f"(from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel)"
+            f"tensor_parallel_size: no module of the {type(root).__name__} has a plan for its layers, and "
+            f"TensorParallel(plan='auto') takes plans of the model's classes (this package's models have them, and "
+            f"Transformers'); give tensor_parallel=TensorParallel(plan={{'blocks.*.expand': ColwiseParallel(), "
+            f"'blocks.*.project': RowwiseParallel()}}), with the names of this model's linear layers (from "
+            f"lightning_ptm.parallel import ColwiseParallel, RowwiseParallel)"
         )
     return found
 
@@ -188,9 +189,9 @@ def _known(name: str, rule: Any) -> Rule | None:
     if isinstance(rule, Rule):
         return rule
     raise ConfigError(
-        f"tensor_parallel_plan has {rule!r} for {name}, which is not a known rule; use ColwiseParallel(), RowwiseParallel(), "
-        f"VocabParallel(), Partial(), Summed(), Part() or Entering() of lightning_ptm.parallel, or one of Transformers' "
-        f"styles ({', '.join(_STYLES)})"
+        f"tensor_parallel's plan has {rule!r} for {name}, which is not a known rule; use ColwiseParallel(), "
+        f"RowwiseParallel(), VocabParallel(), Partial(), Summed(), Part() or Entering() of lightning_ptm.parallel, or one of "
+        f"Transformers' styles ({', '.join(_STYLES)})"
     )
 
 
@@ -208,7 +209,9 @@ def places(root: nn.Module, plan: Mapping[str, Rule], *, strict: bool) -> Iterat
     used: set[str] = set()
     for name, module in root.named_modules():
         around = root.get_submodule(name.rpartition(".")[0]) if name else root
-        own = [(f"{name}.{inside}".lstrip("."), inside) for inside, it in module._parameters.items() if it is not None]
+        own = [
+            (f"{name}.{inside}".lstrip("."), inside) for inside, it in parameters_in(module).items() if it is not None
+        ]
         for full, parameter in [(name, None), *own]:
             matching = [key for key, pattern in patterns.items() if pattern.fullmatch(full)]
             used.update(matching)
@@ -218,6 +221,6 @@ def places(root: nn.Module, plan: Mapping[str, Rule], *, strict: bool) -> Iterat
     missing = next((name for name in plan if name not in used), None)
     if strict and missing is not None:
         raise ConfigError(
-            f"tensor_parallel_plan has an entry {missing!r}, and the {type(root).__name__} has no module or parameter of "
+            f"tensor_parallel's plan has an entry {missing!r}, and the {type(root).__name__} has no module or parameter of "
             f"such a name; names are those of named_modules() and named_parameters(), with * for numbers"
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.between_layers import BetweenLayers
@@ -18,6 +17,7 @@ from lightning_ptm.parallel.rules import Place
 from lightning_ptm.parallel.sequence_parts import InBlock, InRegion, SequenceParts
 from lightning_ptm.parallel.sequence_regions import SequenceBlock, is_in, layers_computing_whole, sequence_block
 from lightning_ptm.runtime.autograd.forward_wrappers import Forward
+from lightning_ptm.torch_internals import BatchNorm, parameters_in
 
 
 class SequenceParallel:
@@ -55,13 +55,13 @@ class SequenceParallel:
             raise ConfigError(
                 f"sequence_parallel=True and {names[0]} compute whole values in the same module as pairs of "
                 f"ColwiseParallel() and RowwiseParallel(), so that ranks cannot have parts of the sequence anywhere; use "
-                f"sequence_parallel=False, or leave these layers out of tensor_parallel_plan, or put each pair into a module "
-                f"of its own"
+                f"sequence_parallel=False, or leave these layers out of tensor_parallel's plan, or put each pair into a "
+                f"module of its own"
             )
         raise ConfigError(
             "sequence_parallel=True and no block has layers with ColwiseParallel() followed by RowwiseParallel() in modules "
             "that are called with a sequence, so that ranks cannot have parts of the sequence anywhere; use "
-            "sequence_parallel=False, or a tensor_parallel_plan with such pairs"
+            "sequence_parallel=False, or a plan of tensor_parallel with such pairs"
         )
 
     def refuse_shared_parameters(self, root: nn.Module) -> None:
@@ -73,7 +73,7 @@ class SequenceParallel:
         of_parts = {
             id(parameter): place.name
             for place in self.uncut
-            for parameter in place.module._parameters.values()
+            for parameter in parameters_in(place.module).values()
             if parameter is not None
         }
         for name, parameter in root.named_parameters(remove_duplicate=False):
@@ -116,8 +116,9 @@ class SequenceParallel:
 def _refuse_statistics(each: SequenceBlock) -> None:
     for name, module in each.block.module.named_modules():
         region = each.region_of(name)
-        if isinstance(module, _BatchNorm) and (region is None or region.divided):
+        if isinstance(module, BatchNorm) and (region is None or region.divided):
             raise ConfigError(
                 f"sequence_parallel=True and {each.block.name}.{name} is a {type(module).__name__}, whose statistics would "
-                f"be of each rank's part of the sequence; use sequence_parallel=False, or a norm that takes tokens one by one"
+                f"be of each rank's part of the sequence; use "
+                f"tensor_parallel=TensorParallel(sequence_parallel=False), or a norm that takes tokens one by one"
             )

@@ -29,6 +29,7 @@ from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.sequence import Again, Gather, Join, Product, Scatter, Split, of_each
 from lightning_ptm.runtime.autograd.forward_wrappers import Forward, ForwardWrapper, RecomputedForwardWrapper
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, others_hear_of
+from lightning_ptm.torch_internals import version_of
 
 
 class SequenceParts:
@@ -190,7 +191,7 @@ class SequenceParts:
         if not whole.is_inference():
             key = id(whole)
             gone = weakref.ref(whole, lambda _: self._joined.pop(key, None))
-            self._joined[key] = _Joined(gone, whole._version, same)
+            self._joined[key] = _Joined(gone, version_of(whole), same)
             if whole.grad_fn is not None:
                 whole.grad_fn.whole = gone  # type: ignore[attr-defined]
         return whole
@@ -261,7 +262,7 @@ class _Joined:
     def stands_for(self, x: Tensor) -> bool:
         """Whether the part can replace `x`, with the same results in forward and backward."""
         # An activation checkpoint gives the same tensor a different autograd node.
-        same = self.whole() is x and self.version == x._version and self.part.grad_fn is x.grad_fn
+        same = self.whole() is x and self.version == version_of(x) and self.part.grad_fn is x.grad_fn
         return same and self.part.requires_grad == x.requires_grad and not others_hear_of(x)
 
 
@@ -358,11 +359,11 @@ def _exchanged(value: Any, known: Tensor, new: Tensor, other: Callable[[Tensor],
 
 
 def _version(value: Tensor) -> int:
-    return -1 if value.is_inference() else value._version
+    return -1 if value.is_inference() else version_of(value)
 
 
 def _refused(name: str, what: str) -> ConfigError:
     return ConfigError(
-        f"sequence_parallel=True and {name} {what}; leave the layers of this block out of tensor_parallel_plan, so that it "
-        f"is whole on every rank, or train with sequence_parallel=False"
+        f"sequence_parallel=True and {name} {what}; leave the layers of this block out of tensor_parallel's plan, so that it "
+        f"is whole on every rank, or train with tensor_parallel=TensorParallel(sequence_parallel=False)"
     )

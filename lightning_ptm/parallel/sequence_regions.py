@@ -15,6 +15,7 @@ from torch import nn
 from lightning_ptm.errors import some
 from lightning_ptm.parallel.checked_blocks import CheckedBlock
 from lightning_ptm.parallel.rules import ColwiseParallel, Partial, Place, RowwiseParallel, Rule, Summed, VocabParallel
+from lightning_ptm.torch_internals import parameters_in
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class SequenceBlock:
         modules = dict(self.block.module.named_modules())
         for name, module in modules.items():
             region = self.region_of(name)
-            if id(module) in ruled or not module._parameters or (region is not None and not region.divided):
+            if id(module) in ruled or not parameters_in(module) or (region is not None and not region.divided):
                 continue
             yield Place(f"{self.block.name}.{name}".strip("."), module, None, modules[_parent(name)], Partial())
 

@@ -28,6 +28,13 @@ from lightning_ptm.errors import CheckpointError, ConfigError, InternalError, Pa
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.storage.index import INDEX
 from lightning_ptm.storage.user_errors import is_file, is_folder
+from lightning_ptm.trainer.internals import (
+    checkpoints_of,
+    is_search,
+    put_checkpoint_path,
+    put_read_checkpoint,
+    read_checkpoint,
+)
 from lightning_ptm.trainer.lightning_hooks import Replacement
 
 SUFFIX = ".ckpt"
@@ -62,26 +69,26 @@ class AutoResume:
                     f"resume='auto' with {type(callback).__name__}: its trials make the Trainer forget at which step the "
                     f"checkpoint was; find the value beforehand, with lightning.pytorch.tuner.Tuner, and leave it out"
                 )
-        connector = trainer._checkpoint_connector
+        connector = checkpoints_of(trainer)
         # State.
         self._own: Callable[..., None] | None = type(connector).resume_start.__get__(connector)
         """Lightning's method, while ours is in its place."""
         self._resumed = False
         self._unloaded: Path | None = None
         """The checkpoint that this run goes on from, until its weights are loaded."""
-        connector.resume_start = Replacement(connector, "resume_start", self._start)  # type: ignore[method-assign]
+        connector.resume_start = Replacement(connector, "resume_start", self._start)
 
     @staticmethod
     def concerns(trainer: Trainer) -> bool:
         """Whether this is a fit that begins: no evaluation, no trial of a tuner's, and none that goes on in its process."""
-        trial = trainer.fast_dev_run or any(getattr(each, "_early_exit", False) for each in trainer.callbacks)  # type: ignore[attr-defined]
+        trial = trainer.fast_dev_run or any(map(is_search, trainer.callbacks))  # type: ignore[attr-defined]
         return trainer.state.fn is TrainerFn.FITTING and not trial and not trainer.global_step
 
     def undo(self) -> None:
         """Lightning's method is in its place again."""
         if self._own is not None:
             self._own = None
-            del self._trainer._checkpoint_connector.resume_start
+            del checkpoints_of(self._trainer).resume_start
 
     def _start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         restore = self._own
@@ -147,10 +154,10 @@ class AutoResume:
 
     def _is_of_a_run(self) -> bool:
         """Whether what was read has more than weights; else it is dropped."""
-        connector = self._trainer._checkpoint_connector
-        if {"loops", "optimizer_states"} <= connector._loaded_checkpoint.keys():
+        connector = checkpoints_of(self._trainer)
+        if {"loops", "optimizer_states"} <= read_checkpoint(connector).keys():
             return True
-        connector._loaded_checkpoint = {}
+        put_read_checkpoint(connector, {})
         return False
 
     def _places(self) -> list[Path]:
@@ -169,7 +176,7 @@ class AutoResume:
         """The checkpoint that the run goes on from is one of its own, removed in its turn; one that somebody has given, which
         is what Lightning calls its path, would never be."""
         if self._resumed:
-            self._trainer._checkpoint_connector._ckpt_path = None
+            put_checkpoint_path(checkpoints_of(self._trainer), None)
 
     def keep_name_of_last(self) -> None:
         """`last.ckpt` stays the name of the last one. The checkpoint that the run goes on from may have been written before

@@ -90,13 +90,13 @@ class Builder:
         Args:
             proven: blocks are proven when they are first called.
         """
-        plan, strict = self.settings.tensor_parallel_plan, self.settings.tensor_parallel_plan != "auto"
+        plan, strict = self.settings.tensor_parallel.plan, self.settings.tensor_parallel.plan != "auto"
         return CutModule(
             self.module,
             plan_of(self.module, plan),
             group,
             strict=strict,
-            sequence_parallel=self.settings.sequence_parallel,
+            sequence_parallel=self.settings.tensor_parallel.sequence_parallel,
             proven=proven,
         )
 
@@ -125,7 +125,7 @@ class Builder:
         boxes = self.boxes_with(cut)
         mesh = split_of(boxes, place.world_size, self.settings.expert_parallel_size, communicator.rank).mesh
         # What ranks with other parts exchange is the module's affair.
-        behind = (Axis.TENSOR,) if self.settings.async_save and fitting else ()
+        behind = (Axis.TENSOR,) if self.settings.checkpoints.async_save and fitting else ()
         communicators = Communicators(mesh, communicator, ALONG, behind)
         given = given or self._files_values(communicator, boxes, restored)
         settings = self.settings_here
@@ -145,7 +145,7 @@ class Builder:
             place.backend,
             disk_paths=settings.disk_paths,
             recompute=self.settings.recompute_every if fitting else 0,
-            poison=self.settings.poison,
+            poison=self.settings.debug.poison,
             file_ops=self.file_ops,
             given=given,
             events=events,

@@ -38,7 +38,7 @@ from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.stale_optimizers import renew
 
 
-class Checkpoints:
+class RunCheckpoints:
     """Saves and loads. In each method, `run` is the one in progress.
 
     Args:
@@ -59,8 +59,8 @@ class Checkpoints:
         self._between = between
         self._save_ops = save_ops
         # State.
-        self.saves = SaveQueue(settings.failed_save)
-        self._type = settings.state_dict_type
+        self.saves = SaveQueue(settings.checkpoints.on_failure)
+        self._type = settings.checkpoints.state_dict_type
 
     @contextmanager
     def of_type(self, state_dict_type: Literal["full", "sharded"]) -> Iterator[None]:
@@ -69,7 +69,7 @@ class Checkpoints:
         try:
             yield
         finally:
-            self._type = self._settings.state_dict_type
+            self._type = self._settings.checkpoints.state_dict_type
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class Checkpoints:
             return
         # Nobody waits at the end of a run that was cut short, so nobody would hear of a failure.
         cut_short = run.interruption is not None and run.interruption.here
-        behind = self._settings.async_save and run.engine.blueprint.saves_behind and not cut_short
+        behind = self._settings.checkpoints.async_save and run.engine.blueprint.saves_behind and not cut_short
         self.saves.save(filepath, lambda: self._begin(run, checkpoint, Path(filepath), behind), behind=behind)
 
     def _random_states(self, run: Run | None) -> list[Mapping[str, Any]]:

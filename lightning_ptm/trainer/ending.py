@@ -26,12 +26,13 @@ from lightning_ptm.runtime.tensors.parts import put_together
 from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
 from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.trainer.building import root_folder
-from lightning_ptm.trainer.checkpointing import Checkpoints
+from lightning_ptm.trainer.checkpointing import RunCheckpoints
+from lightning_ptm.trainer.internals import checkpoints_of
 from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.stale_optimizers import spend
 
 
-def end(run: Run, checkpoints: Checkpoints) -> None:
+def end(run: Run, checkpoints: RunCheckpoints) -> None:
     """Ends a run, or its pages. Collective, where it has not failed."""
     if run.has_pages:
         _Ending(run, checkpoints).end()
@@ -46,7 +47,7 @@ class _Ending:
         checkpoints: of its strategy.
     """
 
-    def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
+    def __init__(self, run: Run, checkpoints: RunCheckpoints) -> None:
         self._run = run
         self._checkpoints = checkpoints
         self._engine = run.engine
@@ -113,10 +114,12 @@ class _Ending:
                 self._told_later.append(error)
         if engine.heap is not None:
             engine.heap.steps_end()  # what follows takes RAM of its own
-        wanted, ranks_here = self._run.builder.settings.restore_weights, self._run.builder.place.ranks_here
+        wanted, ranks_here = self._run.builder.settings.tuning.restore_weights, self._run.builder.place.ranks_here
         back = restore.decided(engine, wanted=wanted, ranks_here=ranks_here, whole=self._run.cut is not None)
         if back is not restore.GivenBack.WRITTEN:
             return back, ""
+        if engine.heap is not None:
+            engine.heap.weights_are_written()
         try:
             return back, str(self._write())
         except (CheckpointError, OSError, UsageError) as error:
@@ -139,7 +142,7 @@ class _Ending:
         # Sharded ones hold parameters as they lie in pages: strided ones in another order than that of their shape.
         strided = any(slot.spec.stride for flat in engine.blueprint.layout.everywhere() for slot in flat.slots)
         with self._checkpoints.of_type("full" if strided else "sharded"):
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=True)
+            checkpoint = checkpoints_of(trainer).dump_checkpoint(weights_only=True)
             for place in places:
                 path = Path(engine.barriers.told(str(_unused(place, trainer.global_step))))
                 try:
@@ -195,9 +198,10 @@ class _Ending:
         """How frozen parameters get their values in a next run of this strategy; empty: by the user alone."""
         of_files = frozenset(self._engine.values.of_files)
         self._between.note(of_files=of_files)
-        if not of_files:
+        files = self._run.builder.settings.pretrained
+        if not of_files or files is None:
             return ""
-        return f"a next run with this strategy reads them from {self._run.builder.settings.weights} again"
+        return f"a next run with this strategy reads them from {files.path} again"
 
     def _settle_accounts(self, known_audits: tuple[UpdateAudit, ...]) -> None:
         """Before pages go: what can be told of the run afterwards, and which optimizers have lost their states."""

@@ -19,7 +19,6 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, ModelPr
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -33,6 +32,9 @@ from lightning_ptm.runtime.autograd.recompute import compiled_around, replace
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.machine.machine import node_cores
 from lightning_ptm.runtime.ranks.barriers import Together
+from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
+from lightning_ptm.torch_internals import is_compiled
+from lightning_ptm.trainer.internals import BEFORE_BATCH, LINK, ON_REQUEUE, ON_SIGTERM, SUMMARY, signals_of
 from lightning_ptm.trainer.metric_groups import InGroup, metrics_of
 from lightning_ptm.trainer.paged_optimizer_state import is_opened
 from lightning_ptm.trainer.precision import AngelPTMPrecision
@@ -112,15 +114,20 @@ class LightningHooks:
             known: the run's.
         """
 
-        def before(optimizer: Optimizer, *ignored: Any) -> None:
+        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._engine is None or any(optimizer is each for each in known):
                 return
-            with torch._C.DisableTorchFunctionSubclass():
+            # torch's own classes leave alone what has no gradient. A closure may compute some, and in a backward pass some
+            # have been taken away already.
+            torchs = type(optimizer).__module__.startswith("torch.optim") and not in_backward()
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            only_gradients = torchs and closure is None
+            with torch.DisableTorchFunctionSubclass():
                 updated = [
                     parameter
                     for group in optimizer.param_groups
                     for parameter in group["params"]
-                    if parameter.requires_grad or parameter.grad is not None
+                    if parameter.grad is not None or (parameter.requires_grad and not only_gradients)
                 ]
             names = self._engine.lent_parameters.names_of_copies(updated)
             if names:
@@ -186,13 +193,13 @@ class LightningHooks:
     def summaries(self, trainer: Trainer, boxes: Mapping[str, TensorSlice]) -> None:
         """Summaries of the module tell whole parameters."""
         for callback, summary in of_whole_parameters(trainer, boxes):
-            self._replace(callback, "_summary", summary)
+            self._replace(callback, SUMMARY, summary)
 
     def links(self, trainer: Trainer, link: Callable[[Trainer, str, str], None]) -> None:
         """Callbacks that link to a checkpoint call `link` instead."""
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
-                self._replace(callback, "_link_checkpoint", link)
+                self._replace(callback, LINK, link)
 
     def ranks(
         self,
@@ -210,8 +217,8 @@ class LightningHooks:
         """
         self._foreign = UserCollectives(gather, communicator.group_names)
 
-        self._replace(trainer._signal_connector, "_sigterm_notifier_fn", signals.end)
-        self._replace(trainer._signal_connector, "_slurm_sigusr_handler_fn", signals.put_back)
+        self._replace(signals_of(trainer), ON_SIGTERM, signals.end)
+        self._replace(signals_of(trainer), ON_REQUEUE, signals.put_back)
 
         def at(point: Together) -> None:
             meet(point)
@@ -221,12 +228,12 @@ class LightningHooks:
         for each in _evaluations(trainer):
             self._before(each, "on_run_end", partial(at, Together.END_OF_EVALUATION))
         # Lightning's own question whether rank 0 has received SIGTERM, before each batch.
-        self._replace(epochs.epoch_loop, "_broadcast_sigterm_tensor", partial(at, Together.TRAINING_BATCH))
+        self._replace(epochs.epoch_loop, BEFORE_BATCH, partial(at, Together.TRAINING_BATCH))
         self._before(epochs, "on_advance_end", partial(meet, Together.END_OF_EPOCH), partial(at, Together.END_OF_EPOCH))
 
     def one_rank(self, trainer: Trainer, signals: Signals) -> None:
         """A signal must not save in the middle of a step. (SIGTERM alone is only remembered by Lightning, too.)"""
-        self._replace(trainer._signal_connector, "_slurm_sigusr_handler_fn", signals.put_back)
+        self._replace(signals_of(trainer), ON_REQUEUE, signals.put_back)
         self._before(trainer.fit_loop.epoch_loop, "advance", signals.settle)
         self._before(trainer.fit_loop, "on_advance_end", _nothing, signals.settle)
         for each in _evaluations(trainer):
@@ -349,11 +356,7 @@ def warn_of_threads(ranks_on_host: int) -> None:
 
 def warn_of_wide_products_uncompiled(module: LightningModule) -> None:
     """Of compiled parts where products are wide (matmul_precision.py): torch compiles nothing under a dispatch mode."""
-    compiled = [
-        name or type(each).__name__
-        for name, each in module.named_modules()
-        if isinstance(each, OptimizedModule) or each._compiled_call_impl is not None
-    ]
+    compiled = [name or type(each).__name__ for name, each in module.named_modules() if is_compiled(each)]
     if compiled:
         rank_zero_warn(
             f"{compiled[0]}{', ...' if len(compiled) > 1 else ''} will be computed without torch.compile, since products of "

@@ -24,14 +24,23 @@ from typing import Any, NoReturn
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch._C._dynamo.eval_frame import reset_code
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from lightning_ptm import torch_internals
 from lightning_ptm.comm import Communicator
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.torch_internals import (
+    HIGHER_ORDER_FOLDER,
+    PRODUCTS,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    can_decompose,
+    forget_compiled_code,
+    modes_of_thread,
+    scaled_attention,
+    scaled_attention_backward,
+)
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -43,13 +52,10 @@ _SIDE = 128
 _LEAST_ROUNDS = 5
 _MOST_ROUNDS = 40
 
-_CALLING_HIGHER_ORDER = tuple(str(Path(torch.__file__).parent / part) for part in ("_higher_order_ops", "nn/attention"))
+_CALLING_HIGHER_ORDER = tuple(str(folder) for folder in (HIGHER_ORDER_FOLDER, Path(torch.nn.attention.__file__).parent))
 """Where the functions are that torch compiles to call higher-order operators."""
 
 _aten = torch.ops.aten
-
-_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
-_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 _IN_PLACE = {_aten.addmm_.default, _aten.addmv_.default, _aten.addbmm_.default, _aten.baddbmm_.default}
 
@@ -75,22 +81,19 @@ _PRODUCTS = {
     _aten.addmv.default,
     _aten.addbmm.default,
     _aten.baddbmm.default,
-    _aten._addmm_activation.default,
-    _aten._grouped_mm.default,
     _aten.convolution.default,
     _aten.convolution_backward.default,
     _aten.conv_tbc.default,
-    _aten._native_multi_head_attention.default,
-    _aten._transformer_encoder_layer_fwd.default,
     _aten.mkldnn_rnn_layer.default,
     _aten.mkldnn_rnn_layer_backward.default,
-    _ATTENTION,
-    _ATTENTION_BACKWARD,
+    scaled_attention,
+    scaled_attention_backward,
+    *PRODUCTS,
     *_IN_PLACE,
     *_INTO,
 }
 
-_ALWAYS_FP32 = {_ATTENTION: 3, _ATTENTION_BACKWARD: 5}
+_ALWAYS_FP32 = {scaled_attention: 3, scaled_attention_backward: 5}
 """Of how many arguments, from the first, the dtype says whether it is a product of 16-bit tensors: the mask may be of
 another dtype, and attention's logarithms of sums are fp32, as its second output is."""
 
@@ -120,16 +123,17 @@ class WideMatmuls(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _refuse(func: HigherOrderOperator) -> NoReturn:
+def _refuse(func: Any) -> NoReturn:
     # torch remembers for good what it could not compile, and runs without this mode may still come here.
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename.startswith(_CALLING_HIGHER_ORDER):
-            reset_code(frame.f_code)
+            forget_compiled_code(frame.f_code)
         frame = frame.f_back
     raise ConfigError(
         f"{func.name()} is compiled by torch wherever it is called, which it cannot be while products of 16-bit tensors are "
-        f"computed in fp32 on this CPU; set matmul_precision='native', or precision='32-true', or write it with ordinary "
+        f"computed in fp32 on this CPU; set tuning=Tuning(matmul_precision='native'), or precision='32-true', or "
+        f"write it with ordinary "
         f"operators (torch.where, torch.nn.functional.scaled_dot_product_attention)"
     )
 
@@ -137,7 +141,7 @@ def _refuse(func: HigherOrderOperator) -> NoReturn:
 @contextmanager
 def wide_matmuls() -> Iterator[None]:
     """`WideMatmuls`, where it is not entered already."""
-    if any(isinstance(mode, WideMatmuls) for mode in _get_current_dispatch_mode_stack()):
+    if any(isinstance(mode, WideMatmuls) for mode in modes_of_thread()):
         yield
         return
     with WideMatmuls():
@@ -146,7 +150,7 @@ def wide_matmuls() -> Iterator[None]:
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    return bool(func._can_decompose())
+    return bool(can_decompose(func))
 
 
 def _half_of(values: tuple[Any, ...]) -> torch.dtype | None:
@@ -167,7 +171,7 @@ def _wide(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], half: torch.
         if out.shape != result.shape:
             out.resize_(result.shape)
         return out.copy_(result)
-    if func is _ATTENTION:
+    if func is scaled_attention:
         return result[0].to(half), result[1]
     return result.to(half) if isinstance(result, Tensor) else tuple(_rounded(each, half) for each in result)
 
@@ -233,8 +237,7 @@ class _Products:
 def has_arithmetic(dtype: torch.dtype) -> bool:
     """Whether torch has kernels for this processor's 16-bit arithmetic."""
     name = "bf16" if dtype is torch.bfloat16 else "fp16"
-    ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
-    return ask is not None and bool(ask())
+    return torch.backends.mkldnn.is_available() and torch_internals.has_arithmetic(name)
 
 
 def chosen_wide_matmuls(settings: Settings, dtype: torch.dtype, communicator: Communicator, backend: Backend) -> bool:
@@ -245,16 +248,16 @@ def chosen_wide_matmuls(settings: Settings, dtype: torch.dtype, communicator: Co
         ConfigError: `matmul_precision="fp32"` on a GPU.
     """
     if backend.apart:
-        if settings.matmul_precision == "fp32":
+        if settings.tuning.matmul_precision == "fp32":
             raise ConfigError(
                 f"matmul_precision='fp32' is for CPUs without 16-bit arithmetic, and this run computes on {backend.device}; "
                 f"leave it at 'auto', or set precision='32-true'"
             )
         return False
-    if dtype not in HALVES or settings.matmul_precision == "native":
+    if dtype not in HALVES or settings.tuning.matmul_precision == "native":
         return False
     name = str(dtype).removeprefix("torch.")
-    if settings.matmul_precision == "fp32":
+    if settings.tuning.matmul_precision == "fp32":
         rank_zero_info(f"matmul_precision='fp32': products of {name} are computed in fp32 and rounded once")
         return True
     times = communicator.broadcast_object(_slowdown_here(dtype) if communicator.rank == 0 else None)

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
+from torchmetrics import Metric
 
-_METHOD = "_sync_dist"
-"""Of torchmetrics.Metric: (dist_sync_fn, process_group)."""
+from lightning_ptm.trainer.internals import SYNC_METRIC
 
 
 class InGroup:
@@ -33,19 +33,17 @@ class InGroup:
     def __call__(self, dist_sync_fn: Callable[..., Any], process_group: Any = None) -> None:
         metric = self._metric
         chosen = process_group or metric.process_group or self._group()
-        type(metric)._sync_dist(metric, dist_sync_fn, process_group=chosen)
+        getattr(type(metric), SYNC_METRIC)(metric, dist_sync_fn, process_group=chosen)
 
     def __deepcopy__(self, known: dict[int, Any]) -> InGroup:
         return InGroup(copy.deepcopy(self._metric, known), self._group)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._metric, _METHOD)  # another process has the metric's own
+        return getattr, (self._metric, SYNC_METRIC)  # another process has the metric's own
 
 
 def metrics_of(module: nn.Module) -> Iterator[tuple[Any, str]]:
-    """(metric, name of the method that adds it up) of all that a module has; none where nobody has torchmetrics."""
-    from torchmetrics import Metric  # Lightning has it
-
+    """(metric, name of the method that adds it up) of all that a module has."""
     for each in module.modules():
         if isinstance(each, Metric):
-            yield each, _METHOD
+            yield each, SYNC_METRIC

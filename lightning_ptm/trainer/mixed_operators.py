@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ptm.torch_internals import dispatch_key_of_device, keys_behind
+
 _PROMOTED = {
     "cpu": (
         *(
@@ -53,10 +55,10 @@ def promote_operators(device_type: str) -> torch.library.Library:
     """Has an effect under autocast of such devices alone; once in a process."""
     library = torch.library.Library("aten", "IMPL")
     names = _PROMOTED.get(device_type, _PROMOTED_ELSEWHERE)
-    key = f"Autocast{torch._C._dispatch_key_for_device(device_type)}"
+    key = f"Autocast{dispatch_key_of_device(device_type)}"
     for dtype_of, those in ((_widest, names), (_of_the_first, _INTO_ITS_OWN), (_fp32_at_least, _NOT_IN_HALVES)):
         for name in those:
-            call = _promoting(_overload(name), dtype_of, getattr(torch._C.DispatchKey, key))
+            call = _promoting(_overload(name), dtype_of, getattr(torch.DispatchKey, key))
             library.impl(name, call, key, with_keyset=True)
     return library
 
@@ -82,7 +84,7 @@ def _promoting(
     operator: Any, dtype_of: Callable[[Sequence[torch.dtype]], torch.dtype | None], key: Any
 ) -> Callable[..., Any]:
     """`operator`, whose tensors are cast to what `dtype_of` says for their dtypes, in their order; None: they stay."""
-    behind = torch._C._dispatch_keyset_full_after(key)
+    behind = keys_behind(key)
 
     def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.torch_internals import hooks_after_step, hooks_before_step
 from lightning_ptm.trainer.paged_optimizer_state import check_guarded
 
 
@@ -81,7 +82,7 @@ class OptimizerStep:
             optimizer.register_step_post_hook(self._after),
         ]
         # Before those of users: they shall find their groups.
-        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
+        hooks_after_step(optimizer).move_to_end(self._hooks[1].id, last=False)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         given = dict(zip(("self", "closure"), args, strict=False)) | kwargs
@@ -129,7 +130,7 @@ class OptimizerStep:
 
     def _check_last(self) -> None:
         """Hooks behind this one would see a step that is taken already."""
-        if next(reversed(self._optimizer._optimizer_step_pre_hooks)) != self._hooks[0].id:
+        if next(reversed(hooks_before_step(self._optimizer))) != self._hooks[0].id:
             name = type(self._optimizer).__name__
             raise UsageError(
                 f"{name}.step {'never calls' if self._ignores_closure else 'looks up its parameters before it calls'} its "

@@ -19,8 +19,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
@@ -35,6 +33,8 @@ from typing_extensions import override
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.torch_internals import buffers_in, marks_of_schedulers, parameters_in
+from lightning_ptm.trainer.internals import note_device_and_dtype, skips_backward
 from lightning_ptm.trainer.matmul_precision import wide_matmuls
 from lightning_ptm.trainer.mixed_operators import promote_operators
 from lightning_ptm.update.loss_scale import LossScale
@@ -128,15 +128,15 @@ class AngelPTMPrecision(Precision):
         dtype = self.plan.default_dtype
         if dtype is None:
             return module
-        _update_properties(module, dtype=dtype)
+        note_device_and_dtype(module, dtype=dtype)
         halves = dtype is not torch.float64
         for owner in module.modules():
             if halves and isinstance(owner, Metric):
                 owner.to(dtype=dtype)
-            for name, buffer in owner._buffers.items():
+            for name, buffer in buffers_in(owner).items():
                 if buffer is not None and (buffer.is_floating_point() or (halves and buffer.is_complex())):
-                    owner._buffers[name] = buffer.to(dtype)
-            for parameter in owner._parameters.values():
+                    buffers_in(owner)[name] = buffer.to(dtype)
+            for parameter in parameters_in(owner).values():
                 if parameter is None or isinstance(parameter, GuardedParameter):
                     continue
                 if parameter.is_floating_point() or (halves and parameter.is_complex()):
@@ -147,7 +147,7 @@ class AngelPTMPrecision(Precision):
     def convert_input(self, data: Any) -> Any:
         if self.plan.default_dtype is None:
             return data
-        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=self.plan.default_dtype)
+        return apply_to_collection(data, function=_of_dtype, dtype=Tensor, dst_type=self.plan.default_dtype)
 
     @override
     @contextmanager
@@ -166,7 +166,7 @@ class AngelPTMPrecision(Precision):
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.plan.default_dtype is None else _DtypeContextManager(self.plan.default_dtype)
+        return nullcontext() if self.plan.default_dtype is None else _default_dtype(self.plan.default_dtype)
 
     @override
     def module_init_context(self) -> AbstractContextManager[Any]:
@@ -281,7 +281,7 @@ class AngelPTMPrecision(Precision):
         """Whether Lightning forgets what a step has used before anything is added to it or steps with it: not in the batch
         for which stochastic averaging leaves out the backward pass."""
         forgets = model.automatic_optimization and not _overrides(model, "optimizer_zero_grad")
-        return forgets and not model.trainer.fit_loop._skip_backward
+        return forgets and not skips_backward(model.trainer.fit_loop)
 
     @staticmethod
     def gradient_readers(model: LightningModule, *, of_grad: bool = False) -> list[str]:
@@ -308,11 +308,25 @@ class AngelPTMPrecision(Precision):
         return self._engine
 
 
+def _of_dtype(tensor: Tensor, dst_type: torch.dtype) -> Tensor:
+    return tensor.to(dst_type) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _has_its_class_s_step(optimizer: Optimizer) -> bool:
     """Whether no function stands in the place of `optimizer.step`, which could change gradients behind the closure. One that
     a scheduler has put there, to count steps, does not."""
     step = vars(optimizer).get("step", type(optimizer).step)
-    while getattr(step, "_wrapped_by_lr_sched", False) and hasattr(step, "__wrapped__"):
+    while getattr(step, marks_of_schedulers()[0], False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return getattr(step, "__func__", step) is type(optimizer).step
 

@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback, ModelPruning
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.trainer.internals import layers_before_pruning, prunes_for_good, resamples
 from lightning_ptm.trainer.weight_averaging import Gathered
 
 
@@ -44,10 +45,11 @@ def refuse_pruning(callbacks: Iterable[Callback], *, sharded: bool, divided: boo
                 f"each would prune what the others do not have; leave it out, or train without tensor_parallel_size and "
                 f"expert_parallel_size"
             )
-        if isinstance(callback, ModelPruning) and sharded and callback._make_pruning_permanent:
+        if isinstance(callback, ModelPruning) and sharded and prunes_for_good(callback):
             raise ConfigError(
                 f"{type(callback).__name__} puts masked weights under other names into checkpoints, and "
-                f"state_dict_type='sharded' writes weights as pages have them; use state_dict_type='full', or "
+                f"state_dict_type='sharded' writes weights as pages have them; use "
+                f"checkpoints=Checkpoints(state_dict_type='full'), or "
                 f"make_pruning_permanent=False"
             )
 
@@ -70,8 +72,8 @@ def _rewinding(callback: ModelPruning, gathered: Gathered) -> Callable[[], None]
     def rewind() -> None:
         with gathered():
             theirs()
-        for kept in (callback._original_layers or {}).values():
-            if not (callback._resample_parameters and callable(getattr(kept["data"], "reset_parameters", None))):
+        for kept in (layers_before_pruning(callback) or {}).values():
+            if not (resamples(callback) and callable(getattr(kept["data"], "reset_parameters", None))):
                 kept["names"].clear()
 
     return rewind

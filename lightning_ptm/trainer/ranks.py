@@ -17,7 +17,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ptm.checkpoints import deferred_loading
 from lightning_ptm.comm import (
@@ -34,6 +33,7 @@ from lightning_ptm.memory.backend import Backend
 from lightning_ptm.parallel.exchange import RankGroup
 from lightning_ptm.progress import Progress, Seen
 from lightning_ptm.runtime.tensors.parts import Boxes
+from lightning_ptm.torch_internals import TorchDispatchMode
 from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.device_mesh import last_mesh, mesh_of
 from lightning_ptm.trainer.same_batches import SameBatches

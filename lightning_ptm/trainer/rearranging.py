@@ -23,7 +23,7 @@ from lightning_ptm.checkpoints.carried_in_files import CarriedInFiles
 from lightning_ptm.checkpoints.carried_in_pages import CarriedInPages
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.errors import UsageError, some
-from lightning_ptm.trainer.checkpointing import Checkpoints
+from lightning_ptm.trainer.checkpointing import RunCheckpoints
 from lightning_ptm.trainer.ending import end, having_states
 from lightning_ptm.trainer.paged_optimizer_state import opened
 from lightning_ptm.trainer.run import Run
@@ -37,7 +37,7 @@ _CUT_OFF = (
 )
 
 
-def follow_rearranging(run: Run, checkpoints: Checkpoints) -> None:
+def follow_rearranging(run: Run, checkpoints: RunCheckpoints) -> None:
     """Between two batches: the run fits what the user has made of its parameters. Collective where it does not.
 
     Raises:
@@ -63,7 +63,7 @@ def follow_rearranging(run: Run, checkpoints: Checkpoints) -> None:
     run.tell_where_states_are()
 
 
-def follow_other_parameters(run: Run, checkpoints: Checkpoints) -> None:
+def follow_other_parameters(run: Run, checkpoints: RunCheckpoints) -> None:
     """I2. Collective where there are some."""
     if not run.has_pages or not run.fits or not run.engine.changes.other_parameters():
         return
@@ -81,7 +81,7 @@ def follow_other_parameters(run: Run, checkpoints: Checkpoints) -> None:
             )
 
 
-def follow_loaded_state(run: Run, checkpoints: Checkpoints, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def follow_loaded_state(run: Run, checkpoints: RunCheckpoints, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """A hook of the user's has called the `load_state_dict` of an optimizer."""
     follow_other_parameters(run, checkpoints)
     run.follow_loaded_state(optimizer, state)
@@ -113,7 +113,7 @@ def lay_out_anew(run: Run) -> None:
 def _rescue(run: Run, carried: Carried) -> None:
     """There is no engine any more, and will be none."""
     try:
-        if run.builder.settings.restore_weights and carried.rescue(run.module):
+        if run.builder.settings.tuning.restore_weights and carried.rescue(run.module):
             run.builder.between.note(weights=True)
     except Exception as error:  # the first one is what is to be heard of
         log.warning("the weights could not be given back to the module: %s", error)

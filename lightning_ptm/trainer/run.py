@@ -41,6 +41,7 @@ from lightning_ptm.storage import folder as folders
 from lightning_ptm.terms import Mode
 from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.building import Builder
+from lightning_ptm.trainer.internals import wrapped_optimizers
 from lightning_ptm.trainer.lightning_hooks import (
     LightningHooks,
     warn_of_gradients_in_pages,
@@ -241,7 +242,7 @@ class Run:
         """For a tensor group's exchanges alone; None without one. Collective."""
         if self.builder.groups.tensor is None or not isinstance(communicator, ProcessGroupCommunicator):
             return None
-        return communicator.part(self._tensor_groups(), exchanging=True)
+        return communicator.subgroup(self._tensor_groups(), exchanging=True)
 
     def _connect_tensor_group(self, exchanging: ProcessGroupCommunicator, engine: Engine) -> None:
         """Its layers exchange in the engine's rounds."""
@@ -270,7 +271,7 @@ class Run:
         )
         lightning_hooks = self._lightning_hooks = LightningHooks(engine)
         lightning_hooks.steps_of_others([plain_optimizer(each) for each in builder.optimizers])
-        wrappers = trainer.strategy._lightning_optimizers if fitting else []
+        wrappers = wrapped_optimizers(trainer.strategy) if fitting else []
         for optimizer, wrapper in zip(builder.optimizers, wrappers, strict=True):
             lightning_hooks.zero_grad_of(optimizer, wrapper)
             lightning_hooks.state_dict_of(
@@ -347,7 +348,7 @@ class Run:
             rank_zero_info(f"{name} leaves model states in RAM as they are: parameters are rearranged")
             return
         rank_zero_info(f"{name} keeps {states_in_words(engine)}")
-        if self.fits and self.builder.settings.restore_weights:
+        if self.fits and self.builder.settings.tuning.restore_weights:
             ranks_here = self.builder.place.ranks_here
             warning = restore.foretold(engine, ranks_here=ranks_here, whole=self.cut is not None)
             if warning:

@@ -19,9 +19,9 @@ def decisive(settings: Settings, precision: str) -> list[str]:
         f"tensor_parallel_size={settings.tensor_parallel_size}",
         f"expert_parallel_size={settings.expert_parallel_size}",
         "page_size='auto'" if settings.page_size == "auto" else "a page_size",
-        f"matmul_precision={settings.matmul_precision!r}",
+        f"matmul_precision={settings.tuning.matmul_precision!r}",
         "no weights" if settings.weights is None else "weights from files",
-        f"async_save={settings.async_save}",
+        f"async_save={settings.checkpoints.async_save}",
     ]
 
 

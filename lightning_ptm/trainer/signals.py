@@ -16,6 +16,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_ptm.trainer.internals import requeue_of, signals_of
+
 _END, _REQUEUE = 1, 2
 
 
@@ -28,10 +30,10 @@ class Signals:
     """
 
     def __init__(self, trainer: Trainer, agree: Callable[[int], int]) -> None:
-        self._connector = trainer._signal_connector
+        self._connector = signals_of(trainer)
         self._trainer = trainer
         self._agree = agree
-        self._requeue: Callable[..., None] = self._connector._slurm_sigusr_handler_fn
+        self._requeue = requeue_of(self._connector)
         self._asked = 0
         self._passed_on = False
         self._number: Any = None

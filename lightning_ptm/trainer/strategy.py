@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -21,23 +22,12 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
@@ -82,9 +72,21 @@ from lightning_ptm.trainer import rearranging
 from lightning_ptm.trainer.auto_resume import AutoResume
 from lightning_ptm.trainer.between_runs import BetweenRuns
 from lightning_ptm.trainer.building import Builder
-from lightning_ptm.trainer.checkpointing import Checkpoints
+from lightning_ptm.trainer.checkpointing import RunCheckpoints
 from lightning_ptm.trainer.device_mesh import MeshOfOne, forget_mesh
 from lightning_ptm.trainer.ending import end, having_states
+from lightning_ptm.trainer.internals import (
+    ScriptLauncher,
+    WrappingCheckpointIO,
+    compiled_as,
+    connect_ranks,
+    move_optimizers,
+    note_device_and_dtype,
+    put_device_mesh,
+    reduced_over_ranks,
+    seed_workers,
+    trainer_of,
+)
 from lightning_ptm.trainer.other_front_ends import asked_elsewhere, check_front_end, refuse_fabric
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.pruning import refuse_pruning
@@ -146,7 +148,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self.progress = Progress()
         """When bars of long work appear, if they do."""
         self._between = BetweenRuns()
-        self._checkpoints = Checkpoints(self, self.settings, self._between, self._current_save_ops)
+        self._checkpoints = RunCheckpoints(self, self.settings, self._between, self._current_save_ops)
         # State.
         self._groups = RankGroups()
         """Of the last run that was set up."""
@@ -256,7 +258,7 @@ class AngelPTMStrategy(ParallelStrategy):
         # Made when it is asked for: one that is there from the start is taken for the user's, and plugins=[...] refused.
         if self._checkpoint_io is None:
             self._checkpoint_io = FileCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+        elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
             self._checkpoint_io.checkpoint_io = FileCheckpointIO()  # which one that has its own ignores
         return self._checkpoint_io
 
@@ -275,7 +277,7 @@ class AngelPTMStrategy(ParallelStrategy):
     @_lightning_module.setter
     def _lightning_module(self, module: LightningModule | None) -> None:
         # Lightning assigns it before it refuses a compiled module for every strategy but three, without a remedy.
-        if module is not None and module._compiler_ctx is not None:
+        if module is not None and compiled_as(module) is not None:
             raise ConfigError(
                 f"the {type(module).__name__} was compiled as a whole with torch.compile, so its training_step would be, "
                 f"too, and weights are fetched in the middle of it; give the Trainer the module as it is, and compile its "
@@ -300,12 +302,12 @@ class AngelPTMStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         if self.cluster_environment.creates_processes_externally:
             return
-        if _IS_INTERACTIVE:
+        if hasattr(sys, "ps1") or sys.flags.interactive:
             raise ConfigError(
                 f"{ranks} ranks cannot be started from a notebook or an interactive Python: each is a process that runs the "
                 f"same script again, and there is no script; use devices=1 here, or put the run into a script"
             )
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @property
     def _place(self) -> RankPlace:
@@ -337,9 +339,9 @@ class AngelPTMStrategy(ParallelStrategy):
         else:  # a single device leaves the random numbers and the cluster as they are
             self._set_up = SetUp(self._place)
             if self.lightning_module is not None:
-                self.lightning_module._device_mesh = MeshOfOne()  # type: ignore[assignment]
+                put_device_mesh(self.lightning_module, MeshOfOne())
         trainer = self._module.trainer
-        if self.settings.resume == "auto" and AutoResume.concerns(trainer):
+        if self.settings.checkpoints.resume == "auto" and AutoResume.concerns(trainer):
             assert self._set_up is not None
             self._resuming = AutoResume(trainer, self._set_up.on_all_ranks, self.broadcast)
 
@@ -349,18 +351,18 @@ class AngelPTMStrategy(ParallelStrategy):
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.cluster_environment.global_rank()  # type: ignore[attr-defined]
-        if not _distributed_is_initialized():
-            _init_dist_connection(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
+        if not torch.distributed.is_initialized():
+            connect_ranks(self.cluster_environment, self._backend.collectives, timeout=self._timeout)
         set_up = self._set_up = SetUp(self._place)
         self._groups = set_up.connect(self.settings, str(self.precision_plugin.precision), self._groups.mesh)
-        self._module._device_mesh = self._groups.mesh
+        put_device_mesh(self._module, self._groups.mesh)
 
     def _is_alone(self) -> bool:
         """Whether there is no other rank, or none that could be waited for."""
         if self._run is not None and self._run.hangs_up():
             return True
         # One rank is alone even where somebody else in its process is connected to others (`lightning-ptm probe`).
-        return not self._has_ranks or not _distributed_is_initialized()
+        return not self._has_ranks or not torch.distributed.is_initialized()
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -386,14 +388,14 @@ class AngelPTMStrategy(ParallelStrategy):
         group = self._groups.counted(group)
         if not isinstance(tensor, Tensor) or self._is_alone() or self._groups.has_one_batch(group):
             return tensor
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return reduced_over_ranks(tensor, group, reduce_op=reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         # Of all ranks: those of a tensor group, too, have to do the same.
         votes = torch.tensor(int(decision), device=self.root_device)
         if not self._is_alone():
-            votes = _sync_ddp_if_available(votes, reduce_op="sum")
+            votes = reduced_over_ranks(votes, reduce_op="sum")
         return bool(votes == self.world_size) if all else bool(votes)
 
     @override
@@ -406,7 +408,7 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         # Before Lightning does it with this rank's number, by which workers would draw other numbers in a tensor group.
-        _auto_add_worker_init_fn(dataloader, self.distributed_sampler_kwargs["rank"])
+        seed_workers(dataloader, self.distributed_sampler_kwargs["rank"])
         return dataloader
 
     # -- set-up -------------------------------------------------------------------------------------------------------
@@ -456,7 +458,7 @@ class AngelPTMStrategy(ParallelStrategy):
         ConfigError: a callback cannot do its work here.
         """
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        sharded, cut_here = self.settings.state_dict_type == "sharded", self._groups.tensor is not None
+        sharded, cut_here = self.settings.checkpoints.state_dict_type == "sharded", self._groups.tensor is not None
         in_parts = bool(declared(self._module, self.boxes())) or cut_here
         if sharded:
             refuse_sharded(callbacks)
@@ -790,7 +792,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self._end_run()
         if self.lightning_module is not None:
             self._give_back_module(self.lightning_module)
-        _optimizers_to_device(self.optimizers, torch.device("cpu"))
+        move_optimizers(self.optimizers, torch.device("cpu"))
         assert self.accelerator is not None
         if run is not None:
             run.signals.leave()
@@ -802,8 +804,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self.checkpoint_io.teardown()
 
     def _give_back_module(self, module: LightningModule) -> None:
-        module._device_mesh = None
-        trainer = module._trainer
+        put_device_mesh(module, None)
+        trainer = trainer_of(module)
         fitted = trainer is not None and trainer.state.fn is TrainerFn.FITTING
         if fitted and trainer is not None and trainer.state.status is TrainerStatus.INTERRUPTED:
             # Lightning ends the workers of the loop that failed: of an evaluation, not of the fit around it.
@@ -813,7 +815,7 @@ class AngelPTMStrategy(ParallelStrategy):
         # What others have distributed was refused before anything was moved, and moves in ways of its own.
         if distributed_by_others(module) is None:
             move_beside_parameters(module, torch.device("cpu"))
-        _update_properties(module, device=torch.device("cpu"))
+        note_device_and_dtype(module, device=torch.device("cpu"))
 
     # torch.save(trainer) and copy.deepcopy(trainer) come here. Process groups cannot be copied, and who listens to this run
     # listens to no copy.
@@ -839,4 +841,4 @@ class AngelPTMStrategy(ParallelStrategy):
     def __setstate__(self, state: dict[str, Any]) -> None:
         kept = {name: value for name, value in state.items() if name != "_spent"}
         super().__setstate__(kept)
-        self._checkpoints = Checkpoints(self, self.settings, self._between, self._current_save_ops)
+        self._checkpoints = RunCheckpoints(self, self.settings, self._between, self._current_save_ops)

@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from typing_extensions import override
 
 from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.trainer.internals import depth_of_summary, summary_of
 
 
 class WholeSummary(Summary):
@@ -58,8 +59,8 @@ def of_whole_parameters(
 ) -> Iterator[tuple[ModelSummary, Callable[[Trainer, LightningModule], Summary]]]:
     """The Trainer's summaries, and what makes each of whole parameters."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ModelSummary) and type(callback)._summary is ModelSummary._summary:
-            yield callback, partial(_summary, callback._max_depth, boxes)
+        if isinstance(callback, ModelSummary) and summary_of(type(callback)) is summary_of(ModelSummary):
+            yield callback, partial(_summary, depth_of_summary(callback), boxes)
 
 
 def _summary(max_depth: int, boxes: Mapping[str, TensorSlice], trainer: Trainer, module: LightningModule) -> Summary:

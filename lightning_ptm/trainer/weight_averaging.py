@@ -15,6 +15,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.trainer.internals import COPY_WEIGHTS, average_of
 
 Gathered = Callable[..., AbstractContextManager[None]]
 """`AngelPTMStrategy.gathered`."""
@@ -33,8 +34,8 @@ def gather_for_averaging(
         writing: list[tuple[Any, str]] = []
         if isinstance(callback, WeightAveraging):
             # Not the hooks that call these: most of their calls copy nothing, and gathering has a price.
-            reading = [(callback._average_model, "update_parameters")]
-            writing = [(callback, name) for name in ("_swap_models", "_copy_average_to_current", "on_load_checkpoint")]
+            reading = [(average_of(callback), "update_parameters")]
+            writing = [(callback, name) for name in (*COPY_WEIGHTS, "on_load_checkpoint")]
         elif isinstance(callback, StochasticWeightAveraging):
             reading = [(callback, "update_parameters")]
             writing = [(callback, "transfer_weights")]
@@ -50,7 +51,7 @@ def refuse_sharded(callbacks: Iterable[Callback]) -> None:
         if isinstance(callback, WeightAveraging):
             raise ConfigError(
                 f"{type(callback).__name__} saves two sets of weights, and state_dict_type='sharded' has a place for one; "
-                f"use state_dict_type='full'"
+                f"use checkpoints=Checkpoints(state_dict_type='full')"
             )
 
 

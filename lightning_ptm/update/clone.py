@@ -22,10 +22,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_ptm.torch_internals import marks_of_schedulers
 from lightning_ptm.update.trial.traits import same_value
 
 # Schedulers and Lightning wrap some of these on the object; the wrappers point back at it.
-_OF_THE_RUN = frozenset(("state", "param_groups", "step", "zero_grad", "state_dict", "_step_count", "_opt_called"))
+_OF_THE_RUN = frozenset(
+    ("state", "param_groups", "step", "zero_grad", "state_dict", "_step_count", marks_of_schedulers()[1])
+)
 LIBRARIES = frozenset(sys.stdlib_module_names - {"__main__"}) | {"torch"}
 """Packages whose classes and functions keep nothing from one step to the next."""
 _MAX_ITEMS = 4096

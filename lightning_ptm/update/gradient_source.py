@@ -17,6 +17,7 @@ import torch
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.memory.backend import in_ram
+from lightning_ptm.torch_internals import version_of
 from lightning_ptm.update.flat_states import Segment, StateRun
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class ParameterGradients:
 
     def watch(self) -> None:
         """Records the tensors' versions: if the user's code, which has them too, changes one, its use raises a UsageError."""
-        self._versions = [0 if gradient is None else gradient._version for gradient in self._flat]
+        self._versions = [0 if gradient is None else version_of(gradient) for gradient in self._flat]
 
     def watch_on(self) -> None:
         """Accepts the changes so far: the optimizer's own step wrote into the gradients."""
@@ -204,7 +205,7 @@ class ParameterGradients:
         """Drops the gradients after the job has used them, or has queued their use on the current stream."""
         for gradient in self._flat:
             if gradient is not None:
-                backend.used_here(gradient)  # made by another stream
+                backend.record_use(gradient)  # made by another stream
         self._flat.clear()
 
     def piece(self, segment: Segment) -> torch.Tensor:
@@ -212,7 +213,7 @@ class ParameterGradients:
         gradient = self._flat[segment.parameter]
         if gradient is None:
             raise UsageError(f"parameter {segment.parameter} of the flat has no gradient")
-        if self._versions is not None and gradient._version != self._versions[segment.parameter]:
+        if self._versions is not None and version_of(gradient) != self._versions[segment.parameter]:
             raise UsageError(
                 f"the gradient of parameter {segment.parameter} of a flat was changed in place after the optimizer's step, "
                 f"before the update had read it; change it before the step, or set it to None; between steps of two "

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from lightning_ptm.torch_internals import foreach_norm, group_by_device_and_dtype
 from lightning_ptm.update.flat_states import FlatStates, Segment, StateRun
 from lightning_ptm.update.gradient_source import NO_TRANSFORM, GradientReader, Transform
 
@@ -46,7 +46,7 @@ def parameter_norms(
     for segment in states.segments:
         if present[segment.parameter] and states.groups[segment.parameter] is not None:
             run = StateRun(0, None, segment.start, segment.numel, (segment,))
-            norms.extend(torch._foreach_norm([caster.values(reader, run)], norm_type))
+            norms.extend(foreach_norm([caster.values(reader, run)], norm_type))
     return norms
 
 
@@ -56,7 +56,7 @@ def total_norm(norms: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.T
     if not norms:
         return torch.tensor(0.0)
     if len({norm.dtype for norm in norms}) > 1:  # torch stacks them grouped by dtype, an order that affects rounding
-        groups = _group_tensors_by_device_and_dtype([list(norms)])
+        groups = group_by_device_and_dtype([list(norms)])
         norms = [norm for (of_one_dtype,), _ in groups.values() for norm in of_one_dtype if norm is not None]
     first = norms[0].device
     return torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), norm_type)

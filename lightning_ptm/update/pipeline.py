@@ -244,7 +244,7 @@ class Pipeline:
             progress.submitted.order()
         for factor in progress.job.transform.tensors():
             if not in_ram(factor):
-                self._backend.used_here(factor)  # made on the stream of compute
+                self._backend.record_use(factor)  # made on the stream of compute
         for pending in progress.job.after:
             pending.wait()
         for transfer in chunk.reads.values():

@@ -23,11 +23,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._C import _len_torch_dispatch_stack
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
+from lightning_ptm.torch_internals import number_of_modes, without_modes
 from lightning_ptm.update.clone import clone_of, constructed_clone, copy_plain
 from lightning_ptm.update.default_dtype import DefaultDtype
 from lightning_ptm.update.trial.traits import Initial, OptimizerTraits, ScalarState, Shape, copy_value, frozen_scalars
@@ -292,8 +291,8 @@ class ShadowOptimizer:
             self._take_step_outside_modes()
 
     def _take_step_outside_modes(self) -> None:
-        if _len_torch_dispatch_stack() or torch.is_autocast_enabled(self.traits.device.type):  # I5
-            with _disable_current_modes(), torch.autocast(self.traits.device.type, enabled=False):
+        if number_of_modes() or torch.is_autocast_enabled(self.traits.device.type):  # I5
+            with without_modes(), torch.autocast(self.traits.device.type, enabled=False):
                 self._step(self._clone, **self._closure)
         else:
             self._step(self._clone, **self._closure)

@@ -321,7 +321,7 @@ class Updater:
             raise InternalError(f"{what} can neither advance nor has a transfer or gradient to wait for")
 
     def _work(self, cores: int | None) -> None:
-        near = self._backend.near_cores()
+        near = self._backend.numa_cores()
         keep_to(near)
         if near is not None:
             use_cores(min(cores or len(near), torch.get_num_threads(), len(near)))

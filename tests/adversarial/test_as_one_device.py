@@ -1,6 +1,6 @@
 """Programs that Lightning's users write, run with one device and with ours: everything that they could see is the same.
 
-Hooks with their arguments, logged values, checkpoints on disk, weights, gradients, random numbers: see side_by_side.py.
+Hooks with their arguments, logged values, checkpoints on disk, weights, gradients, random numbers: see kit/side_by_side.py.
 Optimizers are fused, as ours are where the user leaves it open (README); where a run is resumed, nothing random is drawn,
 since ours goes on with the checkpoint's random numbers and Lightning with other ones.
 """
@@ -18,13 +18,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from judged import little_ram
+from kit.judged import little_ram
+from kit.side_by_side import WIDTH, Desk, Program, Small, data, first_difference, journal_of
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
-from side_by_side import WIDTH, Desk, Program, Small, data, first_difference, journal_of
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -821,7 +821,7 @@ def found_batch_size_and_learning_rate(desk: Desk) -> None:
 
 
 # Optimizer states outlive a run in RAM only.
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("tier", ["ram", "lock_free_three_tiers"])
 def test_everything_is_as_with_one_device(

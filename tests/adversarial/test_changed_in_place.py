@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import WIDTH, Twin, compare, trained
 from torch import Tensor, nn
-from twins import WIDTH, Twin, trained, twins
 
 
 class Doubles(nn.Linear):
@@ -47,7 +47,7 @@ HOMES = ["ram", "masters_on_disk", "all_on_disk", "three_tiers"]
 
 @pytest.mark.parametrize("home", HOMES)
 def test_what_backward_does_not_need(home: str, strategy_at: MakeStrategy) -> None:
-    twins(Program, strategy_at(home))
+    compare(Program, strategy_at(home))
 
 
 @pytest.mark.parametrize("home", HOMES)

@@ -16,8 +16,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
+from kit.models import Linears
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
@@ -32,19 +34,16 @@ from lightning_ptm.storage.tensors import lay_out, read_layout
 WIDTH = 66
 
 
-class Net(L.LightningModule):
+class Net(Linears):
     """Two units of the same shapes, so that their files can be exchanged; and a buffer."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        super().__init__(WIDTH, 2, head=0, activation=torch.relu)
         self.register_buffer("seen", torch.zeros(3))
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         self.seen += 1
-        for block in self.blocks:
-            batch = torch.relu(block(batch)) + batch
-        return batch.square().mean()
+        return super().training_step(batch, index)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=1e-2, fused=True)
@@ -56,13 +55,8 @@ def batches() -> DataLoader[Any]:
 
 
 def trainer(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=AngelPTMStrategy(page_size="64KiB", poison=True, state_dict_type="sharded"),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    return quiet_trainer(
+        AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, checkpoints={"state_dict_type": "sharded"}),
         default_root_dir=folder,
         callbacks=list(callbacks) or None,
         enable_checkpointing=bool(callbacks),

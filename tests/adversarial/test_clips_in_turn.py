@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from judged import ByHand, Judged, MakeStrategy, assert_alike, judge, run
+from kit.judged import ByHand, Judged, MakeStrategy, assert_alike, judge, run
 from torch import Tensor
 
 from lightning_ptm import AngelPTMPrecision
@@ -28,7 +28,7 @@ class ByValueLast(ClipsAgain):
     clips = ((0.1, "norm"), (1e-3, "value"), (1e-2, "value"))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["one batch", "two batches"])
 @pytest.mark.parametrize("build", [ClipsAgain, ByValueLast])
 def test_each_clip_is_of_what_the_last_has_left(

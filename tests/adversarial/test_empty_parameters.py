@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, judge
+from kit.judged import Judged, MakeStrategy, judge
+from kit.twins import Twin, compare
 from torch import Tensor, nn
-from twins import Twin, twins
 
 
 class Program(Twin):
@@ -24,12 +24,12 @@ class Program(Twin):
         return torch.optim.AdamW([*self.empty, *others], lr=1e-2, fused=True)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 @pytest.mark.parametrize("count", [1, 2, 6, 7])
 def test_they_are_clipped_with_the_others(count: int, home: str, strategy_at: MakeStrategy) -> None:
     kind = type("Program", (Program,), {"count": count})
-    twins(kind, strategy_at(home), max_epochs=4, gradient_clip_val=0.05)
+    compare(kind, strategy_at(home), max_epochs=4, gradient_clip_val=0.05)
 
 
 class Leaving(Judged):

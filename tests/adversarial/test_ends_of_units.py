@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import WIDTH, Twin, assert_alike, compare, quietly, trained, trainer, vectors
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from twins import WIDTH, Twin, assert_alike, quietly, trained, trainer, twins, vectors
 
 from lightning_ptm.errors import UsageError
 
@@ -289,8 +289,16 @@ KINDS: list[Callable[[], LightningModule]] = [Program, Adapters, Survives, Survi
 KINDS += [Objects, Closures, Slots, Attributes, Cycles, RegionsInside, Mapped, AddedUp, AddedUpRaw, BackwardFirst]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "Program-none-masters_on_disk",
+    "Survives-none-ram",
+    "SurvivesRaw-none-all_on_disk",
+    "ThreeRegions-none-all_on_disk",
+    "Slots-none-all_on_disk",
+    "Cycles-none-ram",
+    "RegionsInside-none-ram",
+    "AddedUpRaw-none-ram",
+)
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk", "all_on_disk"])
 @pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -319,6 +327,6 @@ class Iterators(Program):
 
 def test_an_iterator_cannot_be_recomputed_from(strategy_at: MakeStrategy) -> None:
     """Lightning's loop would take the StopIteration for the end of the epoch."""
-    twins(Iterators, strategy_at("all_on_disk"))
+    compare(Iterators, strategy_at("all_on_disk"))
     with pytest.raises(UsageError, match="an iterator or a counter"):
         trained(Iterators, strategy_at("all_on_disk", recompute="all"))

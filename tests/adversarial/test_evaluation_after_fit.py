@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from judged import MakeStrategy, little_ram
+from kit.judged import MakeStrategy, little_ram
+from kit.twins import Twin, assert_alike, quietly, trainer, vectors
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
-from twins import Twin, assert_alike, quietly, trainer, vectors
 
 from lightning_ptm.errors import UsageError
 
@@ -55,7 +55,7 @@ def fitted(strategy: Any, how: str, **options: Any) -> tuple[Any, Twin]:
 HOW = ["validate", "test", "predict"]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk", "all_on_disk", "lock_free"])
@@ -64,7 +64,10 @@ def test_a_checkpoint_behind_an_evaluation(
 ) -> None:
     """It goes on where the fit ended, elsewhere too; and the optimizers are those of the fit."""
     resumed = []
-    for name, make in (("ours", lambda: strategy_at(home, state_dict_type=kind)), ("plain", lambda: None)):
+    for name, make in (
+        ("ours", lambda: strategy_at(home, checkpoints={"state_dict_type": kind})),
+        ("plain", lambda: None),
+    ):
         with quietly():
             chosen, module = fitted(make(), how)
             assert chosen.optimizers == [module.kept]
@@ -81,7 +84,7 @@ def test_a_checkpoint_behind_an_evaluation(
     assert_alike(*resumed)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("home", ["masters_on_disk", "all_on_disk"])
@@ -90,7 +93,7 @@ def test_states_that_have_ended_are_refused_behind_an_evaluation_too(
 ) -> None:
     little_ram(monkeypatch, Evaluated())
     with quietly():
-        chosen, module = fitted(strategy_at(home, state_dict_type=kind), how)
+        chosen, module = fitted(strategy_at(home, checkpoints={"state_dict_type": kind}), how)
         with pytest.raises(UsageError, match="optimizer states have ended with their run"):
             chosen.save_checkpoint(tmp_path / "x")
         chosen.save_checkpoint(tmp_path / "x", weights_only=True)
@@ -112,7 +115,7 @@ def test_another_fit_behind_an_evaluation_goes_on(how: str, home: str, strategy_
     assert_alike(*modules)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true", "32-true", "bf16-mixed"])
@@ -160,7 +163,10 @@ class SavesInside(Evaluated):
 def test_a_checkpoint_inside_of_an_evaluation(home: str, kind: str, strategy_at: MakeStrategy, tmp_path: Path) -> None:
     """It has the states of the fit before, or is refused."""
     resumed: list[Any] = []
-    for name, make in (("ours", lambda: strategy_at(home, state_dict_type=kind)), ("plain", lambda: None)):
+    for name, make in (
+        ("ours", lambda: strategy_at(home, checkpoints={"state_dict_type": kind})),
+        ("plain", lambda: None),
+    ):
         with quietly():
             torch.manual_seed(0)
             module = SavesInside()
@@ -198,7 +204,7 @@ def test_batch_sizes_of_an_evaluation_are_looked_for_by_a_trainer_that_has_not_t
     home, kind = settings
     with quietly():
         module = Sized()
-        chosen = trainer(strategy_at(home, state_dict_type=kind), default_root_dir=tmp_path)
+        chosen = trainer(strategy_at(home, checkpoints={"state_dict_type": kind}), default_root_dir=tmp_path)
         chosen.fit(module, vectors())
         found = searched(trainer(default_root_dir=tmp_path))
         if kind == "full":
@@ -206,4 +212,7 @@ def test_batch_sizes_of_an_evaluation_are_looked_for_by_a_trainer_that_has_not_t
         else:
             with pytest.raises(UsageError, match=r"Lightning's tuner needs a Trainer that has not trained"):
                 searched(chosen)
-        assert searched(trainer(strategy_at(home, state_dict_type=kind), default_root_dir=tmp_path)) == found
+        assert (
+            searched(trainer(strategy_at(home, checkpoints={"state_dict_type": kind}), default_root_dir=tmp_path))
+            == found
+        )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, judge
+from kit.judged import Judged, MakeStrategy, judge
 from test_other_parameters import HOMES, Changing
 from torch import Tensor, nn
 
@@ -144,7 +144,7 @@ class Merged(Adapted):
 BUILDS = [Growing, GrowingUntied, Restarted, OnlyStatesAreReset, Another, Merged]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("home", HOMES)
 def test_a_model_that_is_changed_trains_as_with_a_plain_trainer(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, assert_alike, judge, run
+from kit.judged import ByHand, Judged, MakeStrategy, assert_alike, judge, run
 from torch import Tensor, nn
 
 from lightning_ptm.errors import UsageError
@@ -108,18 +108,18 @@ def probing(probe: Probe, hook: str) -> type[Judged]:
     return type(f"Probed{hook}", (Judged,), {hook: hooked})
 
 
+@pytest.mark.diagonal
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("probe", PROBES)
 def test_what_a_probe_reads_has_had_every_update(probe: Probe, place: str, strategy_at: MakeStrategy) -> None:
     judge(probing(probe, "on_train_batch_start"), strategy_at(place))
     judge(probing(probe, "on_train_batch_end"), strategy_at(place))
 
 
+@pytest.mark.diagonal
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize("place", ["masters_on_disk", "three_tiers", "lock_free"])
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_in_any_hook(hook: str, place: str, strategy_at: MakeStrategy) -> None:
     judge(probing(blind, hook), strategy_at(place))
@@ -226,7 +226,7 @@ class Stale(Judged):
 @pytest.mark.parametrize("place", ["lock_free", "lock_free_three_tiers"])
 def test_a_probe_of_a_lock_free_run_lacks_no_update(place: str, strategy_at: MakeStrategy) -> None:
     """Steps read weights that may lack some, and those between them what would be saved."""
-    module = run(Stale, strategy_at(place, max_staleness=8), limit_train_batches=6)
+    module = run(Stale, strategy_at(place, lock_free={"max_staleness": 8}), limit_train_batches=6)
     for found, wanted in zip(module.found, module.wanted, strict=True):
         assert torch.equal(found, wanted)
 

@@ -14,9 +14,20 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from torch import Tensor, nn
 
-from lightning_ptm import AngelPTMStrategy, ConfigError, Settings
+from lightning_ptm import (
+    AngelPTMStrategy,
+    Checkpoints,
+    ConfigError,
+    Debug,
+    LockFree,
+    Settings,
+    TensorParallel,
+    Tuning,
+    Weights,
+)
 from lightning_ptm.cli import main
 from lightning_ptm.commands import plan as planning
 from lightning_ptm.config import format_bytes
@@ -43,10 +54,7 @@ class Net(L.LightningModule):
 
 
 def trainer(strategy: Any, **options: Any) -> L.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "barebones": False}
-    return L.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_steps=1, enable_checkpointing=False, **quiet, **options
-    )
+    return quiet_trainer(strategy, max_steps=1, **options)
 
 
 # -- the first line -------------------------------------------------------------------------------------------------------
@@ -141,15 +149,15 @@ def test_a_class_of_ones_own_keeps_its_signature() -> None:
 
 
 ASKED = {
-    "offload_optimizer": "offload_optimizer='host'",
-    "offload_parameters": "offload_parameters='host'",
+    "offload_optimizer_device": "offload_optimizer='host'",
+    "offload_param": "offload_parameters='host'",
     "cpu_offload": "offload_parameters='host' and offload_optimizer='host'",
     "nvme_path": "disk_path='/my/disk'",
     "stage": "divided over all ranks",
     "sharding_strategy": "divided over all ranks",
     "auto_wrap_policy": r"units=\['Block'\]",
     "activation_checkpointing": "recompute='all'",
-    "cpu_checkpointing": "activations='host'",
+    "cpu_checkpointing": "offload_activations='host'",
     "mixed_precision": "precision='bf16-mixed'",
     "max_memory": "device_memory='20GiB'",
     "pin_memory": "page-locked",
@@ -174,7 +182,9 @@ def test_habits_are_no_settings_of_ours_and_are_answered_once() -> None:
     assert len(names) == len(set(names)) > 80
     assert not set(names) & {field.name for field in dataclasses.fields(Settings)}
     given = re.findall(r"\b([a-z]+(?:_[a-z]+)+)=", " ".join(habit.instead for habit in SETTING_HINTS))
-    assert set(given) <= {field.name for field in dataclasses.fields(Settings)}, "what is answered exists"
+    nested = (Checkpoints, Debug, LockFree, TensorParallel, Tuning, Weights)
+    known = {field.name for cls in (Settings, *nested) for field in dataclasses.fields(cls)}
+    assert set(given) <= known, "what is answered exists"
 
 
 # -- the command line -----------------------------------------------------------------------------------------------------
@@ -206,7 +216,7 @@ def test_mistakes_of_the_trainer_are_a_sentence_before_anything_is_set_up(
             assert re.search(rf"accelerator={name}: torch .* (without CUDA|no GPU).*; leave it out", said)
     assert "there is no accelerator 'gpuu'; did you mean 'gpu'?" in refused(capsys, "--trainer.accelerator=gpuu")
     assert "`Trainer(devices='0')` value is not a valid input" in refused(capsys, "--trainer.devices=0")
-    assert "that is DeepSpeed's" in refused(capsys, "--trainer.strategy.init_args.offload_optimizer=true")
+    assert "that is DeepSpeed's" in refused(capsys, "--trainer.strategy.init_args.offload_optimizer_device=cpu")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,15 @@ counts as it does for a plain Trainer, or is refused."""
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, judge, run
+from kit.judged import ByHand, Judged, MakeStrategy, judge, run
 from torch import Tensor, nn
 
+from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import UsageError
 
 
@@ -121,7 +123,7 @@ MOVES = [
 ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", MOVES)
 @pytest.mark.parametrize("where", ["ram", "masters_on_disk", "all_on_disk", "three_tiers", "lock_free"])
 def test_what_is_done_to_grad_counts(name: str, where: str, strategy_at: MakeStrategy) -> None:
@@ -138,6 +140,7 @@ class FromAutogradGrad(ByHand):
         self.optimizers().step()  # type: ignore[union-attr]
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_gradients_of_autograd_grad_are_applied(tier: str, strategy_at: MakeStrategy) -> None:
     judge(FromAutogradGrad, strategy_at(tier))
 
@@ -155,11 +158,13 @@ class InHooks(Judged):
         self.first.weight.grad = None
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}])
 def test_hooks_see_and_change_gradients(options: dict[str, Any], tier: str, strategy_at: MakeStrategy) -> None:
     judge(InHooks, strategy_at(tier), **options)
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_gradients_that_were_read_are_ordinary_ones_when_the_run_has_ended(
     tier: str, strategy_at: MakeStrategy
 ) -> None:
@@ -190,6 +195,79 @@ def test_gradients_behind_the_step_are_true_or_refused(strategy_at: MakeStrategy
                 judge(Afterwards, strategy_at(where), **options)
             except UsageError as error:
                 assert "gradient of head.weight was read after the step that has used it" in str(error)
+
+
+class Converted(Judged):
+    """A layer is converted and back, right behind a step."""
+
+    forgets = True
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        strategy = self.trainer.strategy
+        with strategy.gathered(self) if isinstance(strategy, AngelPTMStrategy) else nullcontext():
+            if self.forgets:
+                self.zero_grad()
+            self.head.double().float()
+
+
+class ConvertedWithGradients(Converted):
+    """The same, with gradients that the step has used."""
+
+    forgets = False
+
+
+@pytest.mark.parametrize("where", ["ram", "all_on_disk", "three_tiers"])
+def test_a_layer_that_is_converted_there_and_back(strategy_at: MakeStrategy, where: str) -> None:
+    judge(Converted, strategy_at(where))
+    if where == "ram":
+        judge(ConvertedWithGradients, strategy_at(where))
+    else:
+        with pytest.raises(
+            UsageError, match=r"gradient of head.* or forget it first \(module.zero_grad\(\)\): code that"
+        ):
+            run(ConvertedWithGradients, strategy_at(where))
+
+
+class EditedBehindClipping(Judged):
+    """Adds to what was clipped."""
+
+    def configure_gradient_clipping(self, *args: Any, **options: Any) -> None:
+        super().configure_gradient_clipping(*args, **options)
+        self.head.weight.grad.add_(0.1)
+
+
+class ReplacedBehindClipping(Judged):
+    """Puts another gradient in the place of what was clipped."""
+
+    def configure_gradient_clipping(self, *args: Any, **options: Any) -> None:
+        super().configure_gradient_clipping(*args, **options)
+        self.head.weight.grad = torch.ones_like(self.head.weight)
+
+
+class DroppedBehindClipping(Judged):
+    """Leaves a parameter out of the step."""
+
+    def configure_gradient_clipping(self, *args: Any, **options: Any) -> None:
+        super().configure_gradient_clipping(*args, **options)
+        self.head.weight.grad = None
+
+
+@pytest.mark.parametrize("kind", [EditedBehindClipping, ReplacedBehindClipping])
+def test_in_mixed_precision_gradients_that_are_changed_behind_clipping_are_refused(
+    strategy_at: MakeStrategy, kind: type[Judged]
+) -> None:
+    """The update would clip them again."""
+    judge(kind, strategy_at("ram"), gradient_clip_val=0.05)
+    with pytest.raises(
+        UsageError, match=r"gradient of head.weight was changed when it was to be clipped already.* before"
+    ):
+        run(kind, strategy_at("ram"), gradient_clip_val=0.05, precision="bf16-mixed")
+
+
+def test_in_mixed_precision_a_gradient_may_be_dropped_behind_clipping(strategy_at: MakeStrategy) -> None:
+    module = run(DroppedBehindClipping, strategy_at("ram"), gradient_clip_val=0.05, precision="bf16-mixed")
+    begun = run(DroppedBehindClipping, None, max_epochs=0)
+    assert torch.equal(module.head.weight, begun.head.weight) and not torch.equal(module.head.bias, begun.head.bias)
 
 
 class Kept(Moves):

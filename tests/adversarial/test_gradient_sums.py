@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, judge, run
+from kit.judged import ByHand, Judged, MakeStrategy, judge, run
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
@@ -68,6 +68,7 @@ class Clipped(ByHand):
         optimizer.step()
 
 
+@pytest.mark.slow_unless("masters_on_disk", "all_on_disk", "lock_free", "lock_free_three_tiers", "tight_recomputed")
 def test_clipped_gradients_stay_clipped(tier: str, strategy_at: MakeStrategy) -> None:
     judge(Clipped, strategy_at(tier))
 
@@ -89,6 +90,7 @@ class SumsMoreBehindZeros(SumsMoreInMidEpoch):
             module.zero_grad()
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_what_a_step_has_used_is_added_to_or_the_run_ends(
     tier: str, clip: float | None, strategy_at: MakeStrategy
@@ -101,6 +103,7 @@ def test_what_a_step_has_used_is_added_to_or_the_run_ends(
             run(Judged, strategy_at(tier), **options)
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_what_a_step_has_used_is_forgotten_with_the_modules(
     tier: str, clip: float | None, strategy_at: MakeStrategy

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, judge
+from kit.judged import ByHand, Judged, MakeStrategy, judge
 from torch import Tensor
 
 PLACES = ["ram", "masters_on_disk", "three_tiers", "lock_free", "tight", "tight_recomputed"]
@@ -158,9 +158,9 @@ KINDS = [
 ]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_done_to_gradients_counts(
     kind: type[Judged], place: str, accumulated: int, strategy_at: MakeStrategy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from judged import Judged, MakeStrategy, judge, run
+from kit.judged import Judged, MakeStrategy, judge, run
 
 from lightning_ptm import UsageError
 

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from judged import WIDTH, ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from kit.judged import WIDTH, ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
@@ -77,7 +77,7 @@ def test_what_an_optimizer_loads_afterwards_is_followed(strategy_at: MakeStrateg
     judge(Loading, strategy_at(home), max_epochs=4)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("build", [Unfreezing, Adding])
 @pytest.mark.parametrize("home", PAGED)
 def test_parameters_that_are_unfrozen_train_from_then_on(
@@ -87,7 +87,7 @@ def test_parameters_that_are_unfrozen_train_from_then_on(
     assert not [*disk.iterdir()]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(
     "options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"precision": "64-true"}]
 )
@@ -278,8 +278,15 @@ BUILDS = [
 ]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "masters_on_disk-ForgottenByTheModule",
+    "masters_on_disk-Refreezing",
+    "masters_on_disk-AfterValidation",
+    "masters_on_disk-Edited",
+    "all_on_disk-Two",
+    "all_on_disk-Toggled",
+    "all_on_disk-ByTurns",
+)
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("home", ON_DISK)
 def test_whatever_is_kept_of_parameters_goes_with_them(
@@ -296,7 +303,7 @@ class UnfrozenAgain(Unfreezing):
             self.unfreeze()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("home", ON_DISK)
 def test_states_that_a_checkpoint_has_of_what_is_frozen_are_there_when_it_trains(
@@ -309,7 +316,10 @@ def test_states_that_a_checkpoint_has_of_what_is_frozen_are_there_when_it_trains
         trainer(strategy(), max_epochs=3).fit(module, batches(), ckpt_path=saving.best_model_path)
         return module
 
-    assert_alike(went_on(lambda: strategy_at(home, state_dict_type=kind), "ours"), went_on(lambda: None, "plain"))
+    assert_alike(
+        went_on(lambda: strategy_at(home, checkpoints={"state_dict_type": kind}), "ours"),
+        went_on(lambda: None, "plain"),
+    )
 
 
 class OneElement(Adding):
@@ -321,7 +331,7 @@ class OneElement(Adding):
 
 
 def test_a_parameter_of_one_element_is_no_strided_one(strategy_at: MakeStrategy) -> None:
-    strategy = strategy_at("all_on_disk", state_dict_type="sharded", units=["Linear"])
+    strategy = strategy_at("all_on_disk", checkpoints={"state_dict_type": "sharded"}, units=["Linear"])
     assert_alike(run(OneElement, strategy, max_epochs=2), run(OneElement, None, max_epochs=2))
 
 
@@ -377,12 +387,14 @@ def test_saves_that_are_under_way_are_of_the_time_before(strategy_at: MakeStrate
         read = ShardedCheckpointIO().load_checkpoint
         return [read(folder / f"step={step}.ckpt", weights_only=False)["state_dict"] for step in range(1, 10)]
 
-    ours = weights(strategy_at("all_on_disk", state_dict_type="sharded", async_save=True), tmp_path / "ours")
+    ours = weights(
+        strategy_at("all_on_disk", checkpoints={"state_dict_type": "sharded", "async_save": True}), tmp_path / "ours"
+    )
     for mine, theirs in zip(ours, weights(None, tmp_path / "theirs"), strict=True):
         assert all(torch.equal(mine[name], value) for name, value in theirs.items())
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("home", ["ram", *ON_DISK])
 def test_what_was_frozen_begins_with_all_its_bits(strategy_at: MakeStrategy, home: str, precision: str) -> None:
@@ -500,7 +512,12 @@ def test_a_disk_that_fails_meanwhile_ends_the_run(strategy_at: MakeStrategy, cal
         run(Cut, strategy, max_epochs=2)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless(
+    "pwritev-3-bf16-mixed-False",
+    "full-pwritev-6-bf16-mixed-True",
+    "sharded-fallocate-0-32-true-True",
+    "sharded-preadv-6-32-true-True",
+)
 @pytest.mark.parametrize(
     ("call", "after", "precision", "there"),
     [
@@ -515,7 +532,7 @@ def test_a_disk_that_fails_meanwhile_ends_the_run(strategy_at: MakeStrategy, cal
 def test_a_run_that_fails_meanwhile_saves_nothing_and_gives_back_all_bits_or_none(
     strategy_at: MakeStrategy, tmp_path: Path, call: str, after: int, precision: str, there: bool, kind: str
 ) -> None:
-    strategy = strategy_at("all_on_disk", state_dict_type=kind)
+    strategy = strategy_at("all_on_disk", checkpoints={"state_dict_type": kind})
     strategy.file_ops = Failing(after, **{call: errno.EIO})
     torch.manual_seed(0)
     module = Cut()
@@ -606,7 +623,9 @@ def blocks_of(*parameters: Tensor) -> int:
 
 def test_what_stays_on_disk_is_neither_read_nor_written(strategy_at: MakeStrategy) -> None:
     module = Adding()
-    read, written, of_pages = moved(Adding, strategy_at("masters_on_disk", poison=False), precision="bf16-mixed")
+    read, written, of_pages = moved(
+        Adding, strategy_at("masters_on_disk", debug={"poison": False}), precision="bf16-mixed"
+    )
     assert read == 0
     assert written == blocks_of(*module.blocks[1].parameters()), "masters of what is unfrozen"
     assert of_pages == 2 * sum(each.numel() for each in module.parameters()), "compute parameters, from RAM to RAM"
@@ -614,7 +633,9 @@ def test_what_stays_on_disk_is_neither_read_nor_written(strategy_at: MakeStrateg
 
 def test_what_lies_elsewhere_is_moved_once(strategy_at: MakeStrategy) -> None:
     module = Cut()
-    read, written, of_pages = moved(Cut, strategy_at("masters_on_disk", poison=False), precision="bf16-mixed")
+    read, written, of_pages = moved(
+        Cut, strategy_at("masters_on_disk", debug={"poison": False}), precision="bf16-mixed"
+    )
     was = [module.first.bias, *module.head.parameters(), *module.wide.parameters()]
     assert read == 3 * blocks_of(*was), "masters and two moments"
     root, block = blocks_of(module.first.weight, *was), blocks_of(*module.blocks[1].parameters())
@@ -623,7 +644,7 @@ def test_what_lies_elsewhere_is_moved_once(strategy_at: MakeStrategy) -> None:
     assert of_pages == in_ram + 3 * 4 * sum(each.numel() for each in was)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("masters_on_disk", "true-three_tiers", "true-lock_free")
 @pytest.mark.parametrize("home", PAGED)
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}], ids=["true", "mixed"])
 def test_parts_of_flats_are_unfrozen(strategy_at: MakeStrategy, home: str, options: dict[str, Any]) -> None:
@@ -635,7 +656,7 @@ def test_parts_of_flats_are_unfrozen(strategy_at: MakeStrategy, home: str, optio
         judge(Cut, strategy_at(home), max_epochs=3)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("Adding", "Cut-int8")
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 @pytest.mark.parametrize("build", [Adding, Cut, Refreezing])
 def test_encoded_states_go_on_as_codes_or_as_what_they_stand_for(
@@ -689,7 +710,7 @@ class Peak(threading.Thread):
 
 @pytest.mark.slow
 def test_memory_holds_no_state_twice(strategy_at: MakeStrategy) -> None:
-    strategy, more_bytes = strategy_at("ram", page_size="1MiB", poison=False), []
+    strategy, more_bytes = strategy_at("ram", page_size="1MiB", debug={"poison": False}), []
 
     def lay_out_anew(run: Run) -> None:
         gc.collect()

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from policy_log import Disk
+from kit.policy_log import Disk
+from kit.twins import Twin, assert_alike, trained, vectors
 from torch import Tensor, nn
-from twins import Twin, assert_alike, trained, vectors
 
 from lightning_ptm.errors import CapacityError
 
@@ -60,7 +60,7 @@ def in_least_memory(order: tuple[int, ...], options: str, make: Callable[[str], 
     raise AssertionError("4 MiB are too little")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: "".join(map(str, order)))
 @pytest.mark.parametrize("staging", ["256KiB", "512KiB"])
 @pytest.mark.parametrize("device", [None, "1MiB"])
@@ -73,18 +73,18 @@ def test_a_run_ends_with_a_plain_trainers_bits(
     device: str | None,
     options: str,
 ) -> None:
-    homes = {**ON_DISK, "staging_memory": staging, **({} if device is None else {"device_memory": device})}
+    homes = {**ON_DISK, "tuning": {"staging_memory": staging}, **({} if device is None else {"device_memory": device})}
     with monkeypatch.context() as patch:
         Disk(patch, slow=True)
         ours = in_least_memory(order, options, lambda host: strategy_at("ram", **homes, host_memory=host))
     assert_alike(ours, plain(order, options))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("lock_free-1320", "lock_free-2031", "0123")
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: "".join(map(str, order)))
 @pytest.mark.parametrize("tier", ["lock_free", "lock_free_three_tiers"])
 def test_a_lock_free_run_ends_with_a_plain_trainers_bits(strategy_at: Any, order: tuple[int, ...], tier: str) -> None:
     def make(host: str) -> Any:
-        return strategy_at(tier, offload_optimizer="disk", staging_memory="320KiB", host_memory=host)
+        return strategy_at(tier, offload_optimizer="disk", tuning={"staging_memory": "320KiB"}, host_memory=host)
 
     assert_alike(in_least_memory(order, "in the backward", make), plain(order, "in the backward"))

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from kit.judged import Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
@@ -189,7 +189,7 @@ class Validating(Judged):
             each.data = own
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("build", [Unfreezing, Adding, ByHandAdding, Exchanging, Validating])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
 def test_what_is_trained_changes_between_batches(
@@ -204,7 +204,7 @@ def test_what_is_trained_changes_between_batches(
     "home",
     [
         "ram",
-        *(pytest.param(home, marks=pytest.mark.in_turn) for home in ("masters_on_disk", "lock_free")),
+        *(pytest.param(home, marks=pytest.mark.slow) for home in ("masters_on_disk", "lock_free")),
         "all_on_disk",
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from judged import MakeStrategy, little_ram
+from kit.judged import MakeStrategy, little_ram
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.strategies import Strategy
@@ -48,6 +48,7 @@ class KeysSeen(BoringModel):
         self.seen.append(sorted(checkpoint))
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_hooks_are_shown_the_keys_of_lightning(strategy_at: MakeStrategy, tier: str, tmp_path: Path) -> None:
     def keys(strategy: Any, folder: Path) -> list[list[str]]:
         model = KeysSeen()
@@ -67,6 +68,7 @@ def test_hooks_are_shown_the_keys_of_lightning(strategy_at: MakeStrategy, tier: 
     assert keys(strategy_at(tier), tmp_path / "ours") == keys("auto", tmp_path / "plain")
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_a_run_without_an_optimizer_is_saved_and_goes_on(
     strategy_at: MakeStrategy, tier: str, tmp_path: Path, kind: str
@@ -75,7 +77,7 @@ def test_a_run_without_an_optimizer_is_saved_and_goes_on(
         def configure_optimizers(self) -> None:
             return None
 
-    trainer = trainer_of(strategy_at(tier, state_dict_type=kind), tmp_path)
+    trainer = trainer_of(strategy_at(tier, checkpoints={"state_dict_type": kind}), tmp_path)
     with pytest.warns(UserWarning, match="will run with no optimizer"):
         trainer.fit(Untrained())
     path = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
@@ -86,6 +88,7 @@ def test_a_run_without_an_optimizer_is_saved_and_goes_on(
     assert again.current_epoch == 2
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_an_exception_is_told_to_every_base_of_the_strategy(
     strategy_at: MakeStrategy, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +103,7 @@ def test_an_exception_is_told_to_every_base_of_the_strategy(
     assert told == [caught.value]
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.01}, {"precision": "bf16-mixed"}])
 def test_loops_by_hand_after_a_run_train_on(
     strategy_at: MakeStrategy, tier: str, tmp_path: Path, options: dict[str, Any]
@@ -162,6 +166,7 @@ class ThawsAtOnce(BackboneFinetuning):
             self.unfreeze_and_add_param_group(module.layer, optimizer, 0.1)
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_lightning_says_itself_that_parameters_are_in_the_optimizer_already(
     strategy_at: MakeStrategy, tier: str, tmp_path: Path
 ) -> None:
@@ -181,6 +186,7 @@ def test_lightning_says_itself_that_parameters_are_in_the_optimizer_already(
     assert all(map(torch.equal, weights, expected))
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_one_optimizer_with_a_schedule_in_the_fits_of_two_trainers(
     strategy_at: MakeStrategy, tier: str, tmp_path: Path
 ) -> None:
@@ -209,6 +215,7 @@ def test_one_optimizer_with_a_schedule_in_the_fits_of_two_trainers(
     assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_a_class_that_evaluates_its_closure_often_forgets_gradients_as_often(
     strategy_at: MakeStrategy, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +247,7 @@ def test_a_class_that_evaluates_its_closure_often_forgets_gradients_as_often(
         counted(strategy_at(tier), tmp_path)
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_a_checkpoint_before_the_step_of_a_manual_optimization(
     strategy_at: MakeStrategy, tier: str, tmp_path: Path
 ) -> None:
@@ -273,6 +281,7 @@ def test_a_checkpoint_before_the_step_of_a_manual_optimization(
         assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in other)
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_callbacks_are_copied_when_a_run_begins_and_a_resumed_one_has_them(
     strategy_at: MakeStrategy, tier: str, tmp_path: Path
 ) -> None:

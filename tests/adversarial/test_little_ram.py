@@ -10,11 +10,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import Twin, quietly, trainer, vectors
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from twins import Twin, quietly, trainer, vectors
 
 from lightning_ptm import sharded
 from lightning_ptm.checkpoints import restore
@@ -169,7 +169,7 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         assert torch.equal(ours[name], value), name
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_trained_comes_back_where_that_fits(
@@ -197,7 +197,7 @@ def test_what_was_trained_comes_back_where_that_fits(
     assert_same(dict(ours), {name: theirs[name] for name in trained})
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow_unless("lora", "lora and a head")
 @pytest.mark.parametrize("kind", [name for name in KINDS if "lora" in name or name in ("dora", "ia3")])
 def test_adapters_are_exported(strategy_at: MakeStrategy, ram: Ram, kind: str, tmp_path: Path) -> None:
     build, settings = KINDS[kind]
@@ -245,7 +245,7 @@ def test_adapters_are_exported_in_a_run(
     assert_same(ours, {name.replace(".default", ""): value for name, value in theirs.items()})
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", ["all", "lora", "lora over nf4", "head", "biases"])
 def test_what_has_no_room_at_all_is_on_disk(
@@ -325,7 +325,12 @@ class Breaks(L.Callback):
             raise self._error("broken off")
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow_unless(
+    "ValueError-ram-for what trains",
+    "KeyboardInterrupt-all_on_disk-for what trains",
+    "KeyboardInterrupt-lock_free-for what trains",
+    "OutOfMemoryError-all_on_disk-for what trains",
+)
 @pytest.mark.parametrize("free", ["for what trains", "none"])
 @pytest.mark.parametrize("home", ["ram", "all_on_disk", "lock_free"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError])
@@ -344,7 +349,7 @@ def test_a_run_that_is_cut_short(
         assert_same(numbers(module, trained=True), numbers(expected, trained=True))
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.slow_unless("bf16-true-ram-validate")
 @pytest.mark.parametrize("how", ["validate", "test", "predict"])
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
@@ -408,7 +413,7 @@ def written(folder: Path) -> Path:
     return folder / "model.safetensors"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow_unless("False-three_tiers", "True-ram")
 @pytest.mark.parametrize("home", ["ram", "all_on_disk", "three_tiers"])
 @pytest.mark.parametrize("edited", [False, True])
 def test_frozen_values_of_files_are_read_again(
@@ -458,7 +463,7 @@ def test_what_an_earlier_fit_has_trained_is_kept_when_it_is_frozen(
     fit(module, strategy_at("ram"), tmp_path)
     learnt = module.blocks[0].weight.detach().clone()
     module.blocks[0].weight.requires_grad_(False)
-    ram(66 * 66 * 4 + 66 * 3 * 4 + 2 * 4096)
+    ram(2 * 66 * 66 * 4 + 66 * 3 * 4 + 3 * 4096)  # what is read of the file at once, too
     fit(module, strategy_at("all_on_disk"), tmp_path)
     assert torch.equal(module.blocks[0].weight, learnt)
     assert isinstance(module.blocks[1].weight, GuardedParameter)
@@ -484,7 +489,7 @@ def test_what_the_run_has_frozen_is_kept(strategy_at: MakeStrategy, ram: Ram, tm
         return module
 
     expected, module = plain(build, max_epochs=2), build_of(build)
-    ram(2 * (66 * 66 + 66) * 4 + 66 * 3 * 4 + 4 * 4096)
+    ram(3 * (66 * 66 + 66) * 4 + 66 * 3 * 4 + 5 * 4096)  # what is read of the file at once, too
     fit(module, strategy_at("all_on_disk"), tmp_path, max_epochs=2)
     for name in ("blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "head.weight"):
         assert torch.equal(module.get_parameter(name), expected.get_parameter(name)), name
@@ -493,7 +498,7 @@ def test_what_the_run_has_frozen_is_kept(strategy_at: MakeStrategy, ram: Ram, tm
 
 @pytest.mark.parametrize("kind", ["sharded", "async"])
 def test_beside_checkpoints_of_the_run(strategy_at: MakeStrategy, ram: Ram, kind: str, tmp_path: Path) -> None:
-    settings = {"state_dict_type": "sharded", "async_save": kind == "async"}
+    settings = {"checkpoints": {"state_dict_type": "sharded", "async_save": kind == "async"}}
     expected, module = plain(lora, max_epochs=2), build_of(lora)
     ram(room_for_trained(module))
     saves = ModelCheckpoint(tmp_path / "saves", every_n_epochs=1, save_top_k=1)
@@ -571,6 +576,6 @@ def test_nothing_is_said_where_all_has_room(strategy_at: MakeStrategy, tmp_path:
 
 def test_nothing_is_written_where_weights_are_not_wanted(strategy_at: MakeStrategy, ram: Ram, tmp_path: Path) -> None:
     ram(0)
-    _, told = fit(build_of(Some), strategy_at("ram", restore_weights=False), tmp_path / "root")
+    _, told = fit(build_of(Some), strategy_at("ram", tuning={"restore_weights": False}), tmp_path / "root")
     assert not [each for each in told if "RAM" in each]
     assert not (tmp_path / "root").exists()

@@ -14,7 +14,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
+from kit.fits import quiet_trainer
+from kit.models import Linears
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy
@@ -34,18 +36,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Net(L.LightningModule):
+class Net(Linears):
     """Three blocks. `trouble` is called in the second training step."""
 
     def __init__(self, trouble: Callable[[], None] | None = None) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        super().__init__(WIDTH, head=0, activation=torch.relu)
         self._trouble = trouble
-
-    def forward(self, batch: Tensor) -> Tensor:
-        for block in self.blocks:
-            batch = torch.relu(block(batch)) + batch
-        return batch
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         loss = self(batch).square().mean()
@@ -138,21 +134,10 @@ def make(folder: Path, *callbacks: L.Callback, **settings: Any) -> L.Trainer:
     disk = folder / "disk"
     disk.mkdir(exist_ok=True)
     strategy = AngelPTMStrategy(page_size="64KiB", disk_path=disk, **settings)
-    return L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=folder,
-        callbacks=list(callbacks) or None,
-    )
+    return quiet_trainer(strategy, max_epochs=1, default_root_dir=folder, callbacks=list(callbacks) or None)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("ram", "tiers", "three tiers", "lock-free, three tiers")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_after_fit(settings: dict[str, Any], tmp_path: Path, mapped: Mapped) -> None:
     open_before = files()

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import Twin, assert_alike, compare, quietly, trained, trainer, vectors
 from torch import Tensor, nn
-from twins import Twin, assert_alike, quietly, trained, trainer, twins, vectors
 
 from lightning_ptm import ConfigError
 
@@ -132,16 +132,23 @@ KINDS = [
 ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("kind", "batches"), KINDS)
 @pytest.mark.parametrize("home", HOMES)
 def test_they_keep_their_memory_format_and_bits(
     kind: type[Twin], batches: Any, home: str, strategy_at: MakeStrategy
 ) -> None:
-    twins(kind, strategy_at(home), batches)
+    compare(kind, strategy_at(home), batches)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.slow_unless(
+    "ram-{'accumulate_grad_batches': 2}-ImagesOfItsFormat-batches1",
+    "ram-{'gradient_clip_val': 0.01}-Transposed-batches0",
+    "ram-{'precision': '64-true'}-ImagesOfItsFormat-batches1",
+    "masters_on_disk-{'accumulate_grad_batches': 2}-Transposed-batches0",
+    "masters_on_disk-{'gradient_clip_val': 0.01}-ImagesOfItsFormat-batches1",
+    "masters_on_disk-{'precision': '64-true'}-Transposed-batches0",
+)
 @pytest.mark.parametrize(("kind", "batches"), [KINDS[0], KINDS[3]])
 @pytest.mark.parametrize(
     "options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}, {"precision": "64-true"}], ids=str
@@ -150,12 +157,12 @@ def test_they_keep_their_memory_format_and_bits(
 def test_they_do_with(
     options: dict[str, Any], kind: type[Twin], batches: Any, home: str, strategy_at: MakeStrategy
 ) -> None:
-    twins(kind, strategy_at(home), batches, **options)
+    compare(kind, strategy_at(home), batches, **options)
 
 
 @pytest.mark.parametrize(("kind", "batches"), [KINDS[1], KINDS[2]])
 def test_they_do_when_units_are_recomputed(kind: type[Twin], batches: Any, strategy_at: MakeStrategy) -> None:
-    twins(kind, strategy_at("all_on_disk", recompute="all"), batches)
+    compare(kind, strategy_at("all_on_disk", recompute="all"), batches)
 
 
 class Frozen(Transposed):
@@ -165,7 +172,7 @@ class Frozen(Transposed):
 
 
 def test_frozen_ones_do(strategy_at: MakeStrategy) -> None:
-    twins(Frozen, strategy_at("all_on_disk"))
+    compare(Frozen, strategy_at("all_on_disk"))
 
 
 class EditedByHand(Transposed):
@@ -188,7 +195,7 @@ class EditedByHand(Transposed):
 
 @pytest.mark.parametrize("home", ["ram", "all_on_disk", "lock_free"])
 def test_ones_that_are_edited_by_hand_do(home: str, strategy_at: MakeStrategy) -> None:
-    twins(EditedByHand, strategy_at(home))
+    compare(EditedByHand, strategy_at(home))
 
 
 def test_checkpoints_hold_them_and_go_on(strategy_at: MakeStrategy, tmp_path: Path) -> None:
@@ -226,7 +233,7 @@ def test_a_sharded_checkpoint_of_contiguous_weights_is_read_into_them(
     with quietly():
         torch.manual_seed(0)
         module = Twin()
-        first = trainer(strategy_at("ram", state_dict_type="sharded"))
+        first = trainer(strategy_at("ram", checkpoints={"state_dict_type": "sharded"}))
         first.fit(module, vectors())
         first.save_checkpoint(folder)
         expected = {name: value.clone() for name, value in module.state_dict().items()}
@@ -238,7 +245,7 @@ def test_a_sharded_checkpoint_of_contiguous_weights_is_read_into_them(
 
 def test_sharded_checkpoints_refuse_them_at_the_start(strategy_at: MakeStrategy) -> None:
     with pytest.raises(ConfigError, match=r"stem.weight has strides \(1, 66\).*5 such.*use state_dict_type='full'"):
-        trained(Transposed, strategy_at("ram", state_dict_type="sharded"))
+        trained(Transposed, strategy_at("ram", checkpoints={"state_dict_type": "sharded"}))
 
 
 class WithGaps(Twin):

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import Twin, assert_alike, compare, quietly, trained, trainer, vectors
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
-from twins import Twin, assert_alike, quietly, trained, trainer, twins, vectors
 
 
 class Converting(Twin):
@@ -74,14 +74,14 @@ class FrozenHalfBlock(Converting):
 KINDS = [DoubleHead, HalfHead, AllBfloat16, AllDouble, ThreeDtypesInOneUnit, FrozenHalfBlock]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk", "lock_free"])
 def test_32_true_leaves_dtypes_as_they_are(kind: type[Twin], home: str, strategy_at: MakeStrategy) -> None:
-    twins(kind, strategy_at(home))
+    compare(kind, strategy_at(home))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "options",
@@ -95,13 +95,13 @@ def test_32_true_leaves_dtypes_as_they_are(kind: type[Twin], home: str, strategy
 def test_it_does_with_clipping_and_accumulation(
     kind: type[Twin], options: dict[str, Any], strategy_at: MakeStrategy
 ) -> None:
-    twins(kind, strategy_at("ram"), **options)
+    compare(kind, strategy_at("ram"), **options)
 
 
 @pytest.mark.parametrize("kind", [DoubleHead, HalfHead])
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
 def test_true_precisions_convert_all_of_them(kind: type[Twin], precision: str, strategy_at: MakeStrategy) -> None:
-    twins(kind, strategy_at("ram"), precision=precision)
+    compare(kind, strategy_at("ram"), precision=precision)
 
 
 def test_a_validation_leaves_dtypes_as_they_are(strategy_at: MakeStrategy) -> None:
@@ -210,7 +210,7 @@ class Copies(Twin):
         return super().configure_optimizers()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true", "32-true", "bf16-mixed"])
 def test_optimizers_are_made_for_converted_weights(precision: str, home: str, strategy_at: MakeStrategy) -> None:

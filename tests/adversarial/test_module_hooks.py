@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import Twin, compare
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
-from twins import Twin, twins
 
 HOMES = ("ram", "all_on_disk", "three_tiers", "lock_free")
 
@@ -77,17 +77,17 @@ class TwiceAStep(OldWeightNorm):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", [OldWeightNorm, OldSpectralNorm, Parametrized, Pruned, NormInsideUnits, TwiceAStep])
 @pytest.mark.parametrize("home", HOMES)
 def test_weights_that_hooks_make_are_those_of_this_step(kind: type[Twin], home: str, strategy_at: MakeStrategy) -> None:
-    twins(kind, strategy_at(home))
+    compare(kind, strategy_at(home))
 
 
 @pytest.mark.parametrize("kind", [OldWeightNorm, Pruned, Parametrized])
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 def test_they_are_when_units_are_recomputed_too(kind: type[Twin], home: str, strategy_at: MakeStrategy) -> None:
-    twins(kind, strategy_at(home, recompute="all"))
+    compare(kind, strategy_at(home, recompute="all"))
 
 
 class RunningStatistics(Twin):
@@ -108,13 +108,13 @@ class RunningStatistics(Twin):
 
 @pytest.mark.parametrize("home", ["ram", "three_tiers"])
 def test_recomputed_units_move_running_statistics_once(home: str, strategy_at: MakeStrategy) -> None:
-    twins(RunningStatistics, strategy_at(home, recompute="all"))
+    compare(RunningStatistics, strategy_at(home, recompute="all"))
 
 
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}], ids=str)
 @pytest.mark.parametrize("home", ["all_on_disk", "lock_free"])
 def test_they_are_with_accumulation_and_clipping(options: dict[str, Any], home: str, strategy_at: MakeStrategy) -> None:
-    twins(OldWeightNorm, strategy_at(home), **options)
+    compare(OldWeightNorm, strategy_at(home), **options)
 
 
 class Watched(Twin):
@@ -207,7 +207,7 @@ class PartsCalledFromOutside(Watched):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(
     "kind",
     [
@@ -222,7 +222,7 @@ class PartsCalledFromOutside(Watched):
 )
 @pytest.mark.parametrize("home", HOMES)
 def test_hooks_read_the_weights_of_this_step(kind: type[Twin], home: str, strategy_at: MakeStrategy) -> None:
-    twins(kind, strategy_at(home))
+    compare(kind, strategy_at(home))
 
 
 class WithALossOfWeights(Twin):
@@ -260,11 +260,11 @@ class HooksThatReplace(Twin):
             self.handles.pop().remove()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", [WithALossOfWeights, HooksOfTheBackward, HooksThatReplace])
 @pytest.mark.parametrize("home", HOMES)
 def test_hooks_take_part_in_the_computation(kind: type[Twin], home: str, strategy_at: MakeStrategy) -> None:
-    twins(kind, strategy_at(home))
+    compare(kind, strategy_at(home))
 
 
 class Compiled(OldWeightNorm):
@@ -277,7 +277,7 @@ class Compiled(OldWeightNorm):
 
 def test_hooks_of_units_that_are_compiled_in_place(strategy_at: MakeStrategy) -> None:
     torch._dynamo.reset()
-    twins(Compiled, strategy_at("all_on_disk"))
+    compare(Compiled, strategy_at("all_on_disk"))
     torch._dynamo.reset()
 
 
@@ -303,10 +303,10 @@ class Raising(Twin):
 
 @pytest.mark.parametrize("home", HOMES)
 def test_a_hook_that_raises_leaves_its_unit_in_order(home: str, strategy_at: MakeStrategy) -> None:
-    twins(Raising, strategy_at(home))
+    compare(Raising, strategy_at(home))
 
 
 def test_calls_are_the_modules_own_again_after_a_run(strategy_at: MakeStrategy) -> None:
-    ours = twins(OldWeightNorm, strategy_at("all_on_disk"))
+    ours = compare(OldWeightNorm, strategy_at("all_on_disk"))
     assert [name for module in ours.modules() for name in ("_call_impl", "forward") if name in vars(module)] == []
     assert [module for module in ours.modules() if module._compiled_call_impl is not None] == []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, judge, run
+from kit.judged import ByHand, Judged, MakeStrategy, judge, run
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -84,7 +84,14 @@ READS: dict[str, Deed] = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "all_on_disk-update",
+    "all_on_disk-replace",
+    "lock_free_three_tiers-assign",
+    "lock_free_three_tiers-popitem",
+    "lock_free_three_tiers-setdefault",
+    "lock_free_three_tiers-or",
+)
 @pytest.mark.parametrize("name", WRITES)
 def test_state_is_not_written_to_in_vain(name: str, tier: str, strategy_at: MakeStrategy) -> None:
     with pytest.raises(UsageError, match=r"state of SGD was (written to|replaced) during a run, .*load_state_dict"):
@@ -140,6 +147,7 @@ def note(module: Momentum, optimizer: torch.optim.Optimizer) -> None:
             module.note(state["momentum_buffer"])
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 @pytest.mark.parametrize("what", [reset, note])
 def test_state_dicts_are_whole_and_loaded_in_mid_run(what: Deed, tier: str, strategy_at: MakeStrategy) -> None:
     judge(doing(what), strategy_at(tier))
@@ -193,6 +201,7 @@ class Adds(Halving):
     deed = staticmethod(lambda module, optimizer: module.manual_backward(module.head.weight.sum()))
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 @pytest.mark.parametrize("build", [Halving, HalvingByItself])
 def test_a_class_that_writes_to_gradients_trains_as_ever(
     build: type[Judged], tier: str, strategy_at: MakeStrategy
@@ -200,7 +209,14 @@ def test_a_class_that_writes_to_gradients_trains_as_ever(
     judge(build, strategy_at(tier))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "ram-StepsAgain",
+    "all_on_disk-StepsAgain",
+    "three_tiers-Reads",
+    "lock_free_three_tiers-Reads",
+    "lock_free_three_tiers-Adds",
+    "tight-Adds",
+)
 @pytest.mark.parametrize("build", [StepsAgain, Reads, Adds])
 def test_what_a_class_has_written_to_gradients_is_not_left_out_in_silence(
     build: type[Judged], tier: str, strategy_at: MakeStrategy

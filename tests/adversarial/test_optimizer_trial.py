@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
-import optimizers as own
 import pytest
 import torch
-from optimizers import SEEN, Logs
+from kit import optimizers as own
+from kit.fits import fit
+from kit.optimizers import SEEN, Logs
 from torch import nn, optim
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -69,16 +70,7 @@ def batches() -> list[Any]:
 
 
 def trained(module: Net, **trainer: Any) -> dict[str, torch.Tensor]:
-    L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **trainer,
-    ).fit(module, DataLoader(batches(), batch_size=None))
+    fit(module, DataLoader(batches(), batch_size=None), max_epochs=1, **trainer)
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
@@ -98,10 +90,10 @@ REFUSED: list[tuple[Callable[[], Optimizer], str]] = [
     (lambda: own.OfGroups(groups()), "depends on"),
     (lambda: own.Remembers(groups()), "one of its parameter groups depends on the others"),
     (lambda: own.CountsOnClass(parameters()), r"changes CountsOnClass\.steps, outside of the optimizer"),
-    (lambda: own.CountsInModule(parameters()), r"changes optimizers\.CALLS, outside of the optimizer"),
+    (lambda: own.CountsInModule(parameters()), r"changes kit\.optimizers\.CALLS, outside of the optimizer"),
     (
         lambda: own.LogsInModule(parameters()),
-        r"changes optimizers\.SEEN, outside .* other data .* attributes of the object",
+        r"changes kit\.optimizers\.SEEN, outside .* other data .* attributes of the object",
     ),
     (lambda: own.LogsOnClass(parameters()), r"changes LogsOnClass\.log, outside"),
     (lambda: own.logs_in_a_closure(parameters()), r"changes count \(around logs_in_a_closure.*\.step\), outside"),
@@ -112,6 +104,10 @@ REFUSED: list[tuple[Callable[[], Optimizer], str]] = [
     (lambda: own.Sharpness(parameters()), "evaluates the model again, at other weights"),
     (lambda: own.Switched(parameters()), r"in its train\(\) and eval\(\)"),
     (lambda: own.Ahead(optim.SGD(parameters(), lr=0.1)), "wraps another optimizer, SGD .*return the SGD"),
+    (
+        lambda: own.OfAList(parameters()),
+        r"reaches parameters by its attribute 'all' .* and not only by its param_groups",
+    ),
     (lambda: own.OfTheModel(nn.Linear(2, 2)), r"attribute 'model' \(Linear\)"),
     (lambda: own.OwnRate(parameters()), "its own learning rate"),
     (lambda: own.KeepsForNobody(parameters()), "'steps' in its state, for no parameter"),
@@ -196,7 +192,7 @@ RIGHT: list[Callable[[Any], Optimizer]] = [
 ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("make", RIGHT)
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk"])
 def test_trains_as_without_the_strategy(make: Callable[[Any], Any], tier: str, strategy_at: Any) -> None:
@@ -204,7 +200,7 @@ def test_trains_as_without_the_strategy(make: Callable[[Any], Any], tier: str, s
     assert_same(trained(net(make, two_groups=True), strategy=strategy_at(tier)), plain)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("tier", ["three_tiers", "lock_free"])
 @pytest.mark.parametrize("make", [own.GroupStep, own.NewTensors, own.Named])
 def test_trains_as_without_the_strategy_in_other_homes(make: Any, tier: str, strategy_at: Any) -> None:

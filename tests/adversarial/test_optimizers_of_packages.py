@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judged import Judged, MakeStrategy, assert_alike, run
+from kit.judged import Judged, MakeStrategy, assert_alike, run
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.update.trial.probe import probe

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import WIDTH, Block, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from kit.judged import WIDTH, Block, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -338,8 +338,7 @@ BUILDS = [
 ]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("home", HOMES)
 def test_a_run_goes_on_with_the_parameters_that_there_are(
@@ -349,7 +348,7 @@ def test_a_run_goes_on_with_the_parameters_that_there_are(
     assert not [*disk.iterdir()]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("options", [{"gradient_clip_val": 0.1}, {"precision": "64-true"}])
 @pytest.mark.parametrize("home", ["three_tiers", "lock_free"])
 def test_wherever_states_live(strategy_at: MakeStrategy, home: str, options: dict[str, Any]) -> None:
@@ -360,7 +359,7 @@ def test_units_are_recomputed_as_before(strategy_at: MakeStrategy) -> None:
     judge(WithAnotherBlock, strategy_at("all_on_disk", recompute="all"), max_epochs=3)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("home", HOMES)
 def test_what_is_new_keeps_all_its_bits(strategy_at: MakeStrategy, home: str, precision: str) -> None:
@@ -404,7 +403,7 @@ class Saved(OneBlockMore):
             self.trainer.save_checkpoint(self.folder / "changed.ckpt")
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("home", HOMES)
 def test_a_checkpoint_has_the_parameters_of_its_moment(
@@ -422,7 +421,10 @@ def test_a_checkpoint_has_the_parameters_of_its_moment(
         trainer(strategy(), max_epochs=3).fit(module, batches(), ckpt_path=Here.folder / "changed.ckpt")
         return module
 
-    assert_alike(went_on(lambda: strategy_at(home, state_dict_type=kind), "ours"), went_on(lambda: None, "plain"))
+    assert_alike(
+        went_on(lambda: strategy_at(home, checkpoints={"state_dict_type": kind}), "ours"),
+        went_on(lambda: None, "plain"),
+    )
 
 
 @pytest.mark.parametrize("home", ON_DISK)
@@ -437,7 +439,7 @@ def test_sharded_checkpoints_behind_training_are_of_the_time_before(
         read = ShardedCheckpointIO().load_checkpoint
         return [read(folder / f"step={step}.ckpt", weights_only=False)["state_dict"] for step in range(1, 10)]
 
-    ours = weights(strategy_at(home, state_dict_type="sharded", async_save=True), tmp_path / "ours")
+    ours = weights(strategy_at(home, checkpoints={"state_dict_type": "sharded", "async_save": True}), tmp_path / "ours")
     for mine, theirs in zip(ours, weights(None, tmp_path / "theirs"), strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], value) for name, value in theirs.items())

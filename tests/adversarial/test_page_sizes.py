@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, judge
+from kit.judged import Judged, MakeStrategy, judge
 from torch import nn
 
 
@@ -16,6 +16,16 @@ class Wide(Judged):
         self.head = nn.Linear(64, 700)
 
 
+@pytest.mark.slow_unless(
+    "ram-68KiB",
+    "masters_on_disk",
+    "all_on_disk-76KiB",
+    "three_tiers-68KiB",
+    "lock_free",
+    "lock_free_three_tiers-76KiB",
+    "tight-68KiB",
+    "tight_recomputed",
+)
 @pytest.mark.parametrize("page_size", ["68KiB", "76KiB"])
 def test_pages_of_odd_sizes(tier: str, page_size: str, strategy_at: MakeStrategy) -> None:
     judge(Wide, strategy_at(tier, page_size=page_size))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, judge, run
+from kit.judged import ByHand, Judged, MakeStrategy, judge, run
 from torch import Tensor
 
 from lightning_ptm.errors import UsageError
@@ -53,6 +53,7 @@ class InBeforeStep(Judged):
         optimizer.param_groups[0]["lr"] *= 0.5
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 @pytest.mark.parametrize("build", [AfterBackward, BeforeBackward, InStepHook, InBeforeStep])
 def test_a_rate_counts_for_the_step_that_follows(
     build: Callable[[], Judged], tier: str, strategy_at: MakeStrategy
@@ -129,6 +130,13 @@ class Removed(TwoGroups):
             group["params"] = [each for each in group["params"] if each is not self.first.weight]
 
 
+@pytest.mark.slow_unless(
+    "masters_on_disk-TwoGroups",
+    "all_on_disk",
+    "lock_free-TwoGroupsAutomatic",
+    "lock_free_three_tiers",
+    "tight_recomputed-Removed",
+)
 @pytest.mark.parametrize("build", [TwoGroups, TwoGroupsAutomatic, Removed])
 def test_a_parameter_that_changes_groups_is_updated_as_its_new_one(
     build: Callable[[], Judged], tier: str, strategy_at: MakeStrategy

@@ -9,11 +9,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import WIDTH, Twin, assert_alike, trained, vectors
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader, TensorDataset
-from twins import WIDTH, Twin, assert_alike, trained, vectors
 
 from lightning_ptm.errors import CapacityError, UsageError
 
@@ -161,7 +161,7 @@ def same(make: MakeStrategy, place: str, build: Any, batches: Any = None, **opti
     raise AssertionError("no device memory is enough")
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda each: each.__name__)
 def test_what_is_put_on_and_taken_off_is_no_write(strategy_at: MakeStrategy, place: str, kind: Any) -> None:
@@ -248,7 +248,7 @@ def _gpt_oss() -> nn.Module:
     )
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("build", [_qwen, _gpt_oss])
 def test_lora_on_packed_experts(strategy_at: MakeStrategy, place: str, build: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from kit.judged import Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from lightning.pytorch.callbacks import Callback, ModelPruning
 from torch.nn.utils import prune
 
@@ -56,8 +56,9 @@ def pruned(strategy: Any, how: dict[str, Any], build: type[Judged] = Validated, 
     return module
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "masters_on_disk-rewound anew-True", "three_tiers-behind evaluations-True", "lock_free_three_tiers-globally-True"
+)
 @pytest.mark.parametrize("permanent", [True, False])
 @pytest.mark.parametrize("how", PRUNED)
 @pytest.mark.parametrize("place", ["masters_on_disk", "all_on_disk", "three_tiers", "lock_free_three_tiers"])
@@ -66,8 +67,7 @@ def test_it_prunes_as_with_a_plain_trainer(strategy_at: MakeStrategy, place: str
     assert_alike(pruned(strategy_at(place), options), pruned(None, options))
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("masters_on_disk-globally", "masters_on_disk-rewound often", "three_tiers-by structure")
 @pytest.mark.parametrize("how", PRUNED)
 @pytest.mark.parametrize("place", ["masters_on_disk", "three_tiers"])
 def test_masters_are_pruned_alike_wherever_they_are(strategy_at: MakeStrategy, place: str, how: str) -> None:
@@ -94,6 +94,16 @@ class ByHand(Judged):
                 prune.l1_unstructured(last, "weight", 0.2)
 
 
+@pytest.mark.slow_unless(
+    "ram",
+    "masters_on_disk-settings0",
+    "all_on_disk-settings1",
+    "three_tiers",
+    "lock_free-settings0",
+    "lock_free_three_tiers-settings1",
+    "tight",
+    "tight_recomputed-settings0",
+)
 @pytest.mark.parametrize("settings", [{}, {"recompute": "all"}])
 def test_by_hand(strategy_at: MakeStrategy, tier: str, settings: dict[str, Any]) -> None:
     judge(ByHand, strategy_at(tier, **settings), max_epochs=4)
@@ -119,7 +129,7 @@ def test_checkpoints(strategy_at: MakeStrategy, tmp_path: Path, kind: str, perma
         found: dict[str, Any] = load(path) if path.is_dir() else torch.load(path, weights_only=False)
         return found
 
-    ours = saved(strategy_at("masters_on_disk", state_dict_type=kind), "ours")
+    ours = saved(strategy_at("masters_on_disk", checkpoints={"state_dict_type": kind}), "ours")
     theirs = saved(None, "theirs")
     assert ours["state_dict"].keys() == theirs["state_dict"].keys()
     assert any("_mask" in name for name in theirs["state_dict"]) is not permanent
@@ -140,7 +150,7 @@ def test_parts_are_not_pruned(sharded: bool, divided: bool) -> None:
 
 def test_masked_weights_are_not_written_as_shards(strategy_at: MakeStrategy) -> None:
     with pytest.raises(ConfigError, match=r"ModelPruning puts masked weights .* make_pruning_permanent=False"):
-        pruned(strategy_at("masters_on_disk", state_dict_type="sharded"), PRUNED["globally"])
+        pruned(strategy_at("masters_on_disk", checkpoints={"state_dict_type": "sharded"}), PRUNED["globally"])
 
 
 class Unfrozen(Validated):

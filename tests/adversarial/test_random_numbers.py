@@ -14,12 +14,12 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import assert_alike, quietly, trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from twins import assert_alike, quietly, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -150,7 +150,14 @@ def after(program: Program, strategy: Any, folder: Path) -> Drawing:
     return module
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless(
+    "fit_then_fit-ram",
+    "fits_of_two_trainers-ram",
+    "lr_find_then_fit-ram",
+    "finders_as_callbacks-ram",
+    "a_failed_fit_then_fit-ram",
+    "everything-all_on_disk",
+)
 @pytest.mark.parametrize(
     ("program", "home"),
     [

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, assert_alike, judge, run
+from kit.judged import ByHand, Judged, MakeStrategy, assert_alike, judge, run
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError, UsageError
@@ -62,7 +62,12 @@ class ClosureFirst(Judged):
         optimizer.optimizer.step()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "all_on_disk-RawInHook",
+    "all_on_disk-ClosureFirst",
+    "lock_free_three_tiers-RawHandle",
+    "lock_free_three_tiers-RawClosure",
+)
 @pytest.mark.parametrize("build", [RawHandle, RawClosure, RawInHook, ClosureFirst])
 def test_a_raw_step_trains_as_a_plain_trainer_does(
     build: Callable[[], Judged], tier: str, strategy_at: MakeStrategy
@@ -103,6 +108,7 @@ class Accumulating(RawHandle):
         return [blocks, torch.optim.AdamW([*self.first.parameters(), *self.head.parameters()], lr=1e-2, fused=True)], []
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_raw_steps_of_two_optimizers_with_accumulation_and_clipping(tier: str, strategy_at: MakeStrategy) -> None:
     judge(Accumulating, strategy_at(tier), limit_train_batches=4)
 
@@ -169,6 +175,7 @@ class AfterAnError(RawHandle):
         super().training_step(batch, index)
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_an_error_in_a_closure_leaves_the_next_step_whole(tier: str, strategy_at: MakeStrategy) -> None:
     judge(AfterAnError, strategy_at(tier))
 
@@ -181,6 +188,7 @@ class Twice(RawHandle):
         self.raw().step()
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_two_raw_steps_with_one_gradient(tier: str, strategy_at: MakeStrategy) -> None:
     judge(Twice, strategy_at(tier))
 
@@ -315,7 +323,7 @@ def using(base: type[Judged], optimizer: type[torch.optim.Optimizer]) -> Callabl
     return Using
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("base", [Wrapper, RawHandle])
 @pytest.mark.parametrize("optimizer", [NeverCalls, Advances, GroupsFirst, PassesOn])
 def test_a_hand_written_step_updates_once(
@@ -324,11 +332,17 @@ def test_a_hand_written_step_updates_once(
     judge(using(base, optimizer), strategy_at("masters_on_disk"))
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_a_step_that_never_calls_its_closure_updates_once_on_every_home(tier: str, strategy_at: MakeStrategy) -> None:
     judge(using(Wrapper, NeverCalls), strategy_at(tier))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "all_on_disk-Flattens-RawClosure-None",
+    "all_on_disk-DecaysWhatItHeld-RawHandle-None",
+    "lock_free_three_tiers-Flattens-Judged-0.01",
+    "lock_free_three_tiers-DecaysWhatItHeld-Judged-None",
+)
 @pytest.mark.parametrize(("base", "clip"), [(Judged, None), (Judged, 0.01), (RawHandle, None), (RawClosure, None)])
 @pytest.mark.parametrize("optimizer", [Flattens, DecaysWhatItHeld])
 def test_a_step_that_has_looked_up_its_parameters_updates_once_on_every_home(

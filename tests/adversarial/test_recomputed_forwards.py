@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kinds import WIDTH, Block, Odd, assert_refused, assert_same
+from kit.odd import WIDTH, Block, Odd, assert_refused, assert_same
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -613,7 +613,7 @@ MORE = [
 stay to the end of the backward, for which the least device memory is too little."""
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", ["ram", "three_tiers", "tight", "tight_recomputed"])
 @pytest.mark.parametrize("program", ONE_CALL + MORE, ids=lambda program: program.__name__)
 def test_as_a_plain_trainer(strategy_at, program: type[Odd], place: str) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import Twin, quietly, trainer, vectors
 from torch import Tensor
-from twins import Twin, quietly, trainer, vectors
 
 from lightning_ptm.errors import UsageError
 
@@ -158,7 +158,7 @@ def failed(build: Callable[[], Any], strategy: Any, error: Any, match: str, **op
 HOMES = ["ram", "masters_on_disk", "all_on_disk", "three_tiers"]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("name", CASES)
 def test_the_weights_of_the_last_whole_step_come_back(strategy_at: MakeStrategy, name: str, home: str) -> None:

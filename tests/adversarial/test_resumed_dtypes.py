@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import Twin, assert_alike, quietly, trainer, vectors
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from twins import Twin, assert_alike, quietly, trainer, vectors
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import UsageError
@@ -119,8 +119,7 @@ EDITS: list[tuple[type[Twin], type[Callback] | None]] = [
 READS: list[tuple[type[Twin], None]] = [(Twin, None), (Anchored, None)]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 @pytest.mark.parametrize(
     ("saved", "goes_on", "kind", "callback"),
@@ -144,7 +143,7 @@ def test_what_is_done_to_loaded_weights_counts(
     tmp_path: Path,
 ) -> None:
     path = checkpoint_of(tmp_path / "x.ckpt", saved)
-    ours = resumed(kind, strategy_at(home, matmul_precision="native"), path, callback, precision=goes_on)
+    ours = resumed(kind, strategy_at(home, tuning={"matmul_precision": "native"}), path, callback, precision=goes_on)
     assert_alike(ours, resumed(kind, None, path, callback, precision=goes_on))
 
 
@@ -282,5 +281,7 @@ def test_what_a_run_of_64_bits_has_on_disk_is_saved(strategy_at: MakeStrategy, k
             trainer(make(), precision="64-true", max_epochs=2).fit(after, vectors(), ckpt_path=saves.best_model_path)
         return after
 
-    on_disk = resumed(tmp_path / "saved", lambda: strategy_at("masters_on_disk", state_dict_type=kind))
-    assert_alike(on_disk, resumed(tmp_path / "ram", lambda: strategy_at("ram", state_dict_type="full")))
+    on_disk = resumed(tmp_path / "saved", lambda: strategy_at("masters_on_disk", checkpoints={"state_dict_type": kind}))
+    assert_alike(
+        on_disk, resumed(tmp_path / "ram", lambda: strategy_at("ram", checkpoints={"state_dict_type": "full"}))
+    )

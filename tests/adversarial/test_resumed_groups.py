@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, assert_alike, batches, run, trainer
+from kit.judged import Judged, MakeStrategy, assert_alike, batches, run, trainer
 
 from lightning_ptm.errors import ConfigError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, assert_alike, batches, trainer
+from kit.judged import Judged, MakeStrategy, assert_alike, batches, trainer
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizers
 
@@ -63,8 +63,8 @@ def fits_one_that_shares(module: Outer, make: Callable[..., Any]) -> None:
     make().fit(other, batches())
 
 
+@pytest.mark.slow_unless("fits_itself-lock_free", "validates_itself", "fits_one_that_shares-tight")
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("within", [fits_itself, validates_itself, fits_one_that_shares])
 def test_a_run_of_weights_that_are_in_another_s_pages_is_refused(
     within: Within, place: str, strategy_at: MakeStrategy
@@ -110,8 +110,8 @@ def sets_optimizers_up_again(module: Outer, make: Callable[..., Any]) -> None:
     module.trainer.strategy.setup_optimizers(module.trainer)
 
 
+@pytest.mark.slow_unless("ram", "replaces_optimizers-masters_on_disk", "sets_optimizers_up_again-tight")
 @pytest.mark.parametrize("place", ["ram", *PLACES])
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("within", [replaces_optimizers, sets_optimizers_up_again])
 def test_other_optimizers_in_mid_run_end_it_and_nothing_is_left_behind(
     within: Within, place: str, strategy_at: MakeStrategy

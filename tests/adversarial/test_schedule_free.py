@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from kit.judged import Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from kit.judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from torch import Tensor, optim
 
 from lightning_ptm.errors import ConfigError
@@ -50,7 +50,7 @@ def built(name: str, base: type[Judged] = Judged) -> Callable[[], Judged]:
     return Built
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize(
     "options",
@@ -156,7 +156,7 @@ def test_elsewhere_they_are_refused(strategy_at: MakeStrategy, tier: str, build:
 
 
 @pytest.mark.parametrize(
-    ("settings", "options"), [({}, {"precision": "bf16-mixed"}), ({"state_dict_type": "sharded"}, {})]
+    ("settings", "options"), [({}, {"precision": "bf16-mixed"}), ({"checkpoints": {"state_dict_type": "sharded"}}, {})]
 )
 def test_masters_and_sharded_checkpoints_need_pages(
     strategy_at: MakeStrategy, settings: dict[str, Any], options: dict[str, Any]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, MakeStrategy, assert_alike, batches, judge, run, trainer
+from kit.judged import ByHand, MakeStrategy, assert_alike, batches, judge, run, trainer
 from torch import Tensor, optim
 
 from lightning_ptm.errors import ConfigError
@@ -67,7 +67,9 @@ class Accumulating(Sharing):
                 optimizer.step()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "ram-Sharing", "all_on_disk-Accumulating", "three_tiers-Accumulating", "lock_free_three_tiers-Sharing"
+)
 @pytest.mark.parametrize("build", [Sharing, Accumulating])
 def test_they_train_as_with_a_plain_trainer(strategy_at: MakeStrategy, tier: str, build: type[Sharing]) -> None:
     if tier.startswith("lock_free"):
@@ -100,12 +102,12 @@ def went_on(folder: Path, first: Any, second: Any, precision: str = "32-true") -
     return module
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("place", ["ram", "masters_on_disk", "three_tiers"])
 def test_they_are_saved_and_go_on(strategy_at: MakeStrategy, tmp_path: Path, place: str, kind: str) -> None:
     def ours() -> Any:
-        return strategy_at(place, state_dict_type=kind)
+        return strategy_at(place, checkpoints={"state_dict_type": kind})
 
     plain = went_on(tmp_path / "plain", None, None)
     assert {(0, "exp_avg"), (0, "momentum_buffer")} <= {note for note in plain.notes if isinstance(note, tuple)}
@@ -116,7 +118,7 @@ def test_they_are_saved_and_go_on(strategy_at: MakeStrategy, tmp_path: Path, pla
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_masters_go_on_too(strategy_at: MakeStrategy, tmp_path: Path, kind: str) -> None:
-    made = [strategy_at("masters_on_disk", state_dict_type=kind) for _ in range(2)]
+    made = [strategy_at("masters_on_disk", checkpoints={"state_dict_type": kind}) for _ in range(2)]
     ours = went_on(tmp_path, *made, "bf16-mixed").state_dict()
     uninterrupted = run(Sharing, strategy_at("ram"), max_epochs=2, precision="bf16-mixed").state_dict()
     assert all(torch.equal(ours[name], value) for name, value in uninterrupted.items())
@@ -163,7 +165,9 @@ class Reloading(Sharing):
             self.blocks[0].scale.mul_(1.01)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "masters_on_disk-Reloading", "lock_free-Joining", "tight-Joining", "tight_recomputed-Reloading"
+)
 @pytest.mark.parametrize("build", [Joining, Reloading])
 def test_between_steps_their_states_are_each_ones_own(
     strategy_at: MakeStrategy, tier: str, build: type[Sharing]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, judge, run
+from kit.judged import Judged, MakeStrategy, judge, run
 from torch import Tensor, nn
 
 from lightning_ptm import ConfigError

@@ -15,6 +15,7 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.plugins import TorchCheckpointIO
@@ -63,12 +64,9 @@ def trainer(strategy: Any, **options: Any) -> L.Trainer:
         "max_epochs": 2,
         "num_sanity_val_steps": 0,
         "enable_checkpointing": any(isinstance(each, cb.Checkpoint) for each in options.get("callbacks", ())),
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         **options,
     }
-    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **chosen)
+    return quiet_trainer(strategy, **chosen)
 
 
 def same(ours: Any, theirs: Any) -> None:
@@ -129,7 +127,7 @@ def hooks_of(strategy: Any, folder: Path, **options: Any) -> list[Any]:
     return calls
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}], ids=["plainly", "clipped_sums"]
@@ -209,7 +207,7 @@ def with_own_io(strategy: Any, folder: Path, folders: bool) -> Any:
     return plugin.calls, weights(module)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("folders", [False, True], ids=["files", "folders"])
 @pytest.mark.parametrize("home", HOMES)
 def test_a_users_checkpoint_io_is_asked_as_lightning_asks_it(
@@ -227,7 +225,7 @@ def test_storage_options_without_a_plugin_that_knows_them_are_refused_as_lightni
     for strategy, expected in (
         ("auto", (TypeError, "storage_options")),
         (strategy_at("ram"), (TypeError, "storage_options")),
-        (strategy_at("ram", state_dict_type="sharded"), (ConfigError, "storage_options")),
+        (strategy_at("ram", checkpoints={"state_dict_type": "sharded"}), (ConfigError, "storage_options")),
     ):
         run = trainer(strategy, max_steps=1)
         run.fit(net())
@@ -261,7 +259,7 @@ class Stateful(cb.Callback):
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_callbacks_states_load_with_weights_only_as_asked(strategy_at: Any, kind: str, tmp_path: Path) -> None:
     saves = cb.ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    trainer(strategy_at("ram", state_dict_type=kind), callbacks=[saves, Stateful()]).fit(net())
+    trainer(strategy_at("ram", checkpoints={"state_dict_type": kind}), callbacks=[saves, Stateful()]).fit(net())
     for weights_only in (None, True):
         with pytest.raises(CheckpointError, match="weights_only=False"):
             trainer(strategy_at("ram"), callbacks=[Stateful()]).fit(
@@ -280,7 +278,7 @@ class Looks(Net):
         self.by_parameter = copy.deepcopy([self.trainer.optimizers[0].state[p] for p in self.parameters()])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("home", HOMES)
 def test_optimizer_state_is_visible_after_a_resume(strategy_at: Any, home: str, kind: str, tmp_path: Path) -> None:
@@ -288,7 +286,7 @@ def test_optimizer_state_is_visible_after_a_resume(strategy_at: Any, home: str, 
     saves = cb.ModelCheckpoint(dirpath=plain, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     trainer("auto", callbacks=[saves]).fit(net())
     ours = cb.ModelCheckpoint(dirpath=tmp_path / "ours", filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    trainer(strategy_at(home, state_dict_type=kind), callbacks=[ours]).fit(net())
+    trainer(strategy_at(home, checkpoints={"state_dict_type": kind}), callbacks=[ours]).fit(net())
     judge, module = net(Looks), net(Looks)
     trainer("auto").fit(judge, ckpt_path=plain / "step=6.ckpt")
     run = trainer(strategy_at(home))
@@ -386,7 +384,7 @@ def resumed(strategy: Callable[[], Any], folder: Path, callbacks: str) -> Any:
     return first.global_step, second.global_step, module.told, weights(module), timers, loops
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("callbacks", RESUMED)
 @pytest.mark.parametrize("home", HOMES)
 def test_runs_resume_in_mid_epoch_to_the_same_step(strategy_at: Any, home: str, callbacks: str, tmp_path: Path) -> None:

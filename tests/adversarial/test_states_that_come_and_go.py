@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, assert_alike, judge, run
-from optimizers import ByParameter
+from kit.judged import Judged, MakeStrategy, assert_alike, judge, run
+from kit.optimizers import ByParameter
 from torch import Tensor, nn, optim
 
 from lightning_ptm.errors import UsageError
@@ -101,7 +101,7 @@ class MomentumFromTheThirdStep(Judged):
         self.trainer.optimizers[0].param_groups[0]["momentum"] = 0.0 if self.trainer.global_step < 2 else 0.9
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("build", [UsedFromTheThirdStep, MomentumFromTheThirdStep])
 def test_states_may_come_in_a_later_step_than_the_first(
@@ -148,7 +148,7 @@ class WithMuonAlone(Judged):
 @pytest.mark.parametrize("home", ["all_on_disk", "three_tiers"])
 def test_products_of_updates_are_the_same_in_whichever_thread_they_run(strategy_at: MakeStrategy, home: str) -> None:
     def trained(build: Callable[[], Judged], at: str) -> Judged:
-        return run(build, strategy_at(at, matmul_precision="fp32"), precision="bf16-true")
+        return run(build, strategy_at(at, tuning={"matmul_precision": "fp32"}), precision="bf16-true")
 
     assert_alike(trained(WithMuonAlone, home), trained(WithMuonAlone, "ram"))
 

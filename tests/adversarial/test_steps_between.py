@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kinds import Odd, assert_same, outcome, plain_outcome
+from kit.odd import Odd, assert_same, outcome, plain_outcome
 from torch import Tensor
 
 PLACES = ["ram", "masters_on_disk", "all_on_disk", "three_tiers", "lock_free", "tight", "tight_recomputed"]
@@ -148,7 +148,7 @@ RAISES_IN_PLAIN = [Between, Retained, OfTheBatchBefore, EditedWhileGathered, Per
 HIDDEN_IN_PLAIN = [Fused, RetainedFused, Adversary, DataEditedWhileGathered]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("program", RAISES_IN_PLAIN + HIDDEN_IN_PLAIN, ids=lambda program: program.__name__)
 def test_a_change_between_a_forward_and_its_backward_is_refused(strategy_at, program: type[Odd], place: str) -> None:
@@ -217,7 +217,7 @@ class InTurn(Between):
             run.losses.append(loss.detach().clone())
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", [each for each in PLACES if each != "lock_free"])
 @pytest.mark.parametrize(
     "program", [ReadWhileGathered, StepOfOthers, TwiceWithoutAStep, InTurn], ids=lambda program: program.__name__

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kinds import Block, Odd, assert_same
+from kit.odd import Block, Odd, assert_same
 from torch import Tensor, nn
 
 PLACES = ["ram", "all_on_disk", "tight", "lock_free"]
@@ -86,7 +86,7 @@ def looking(look: Callable[[Tensor], Any]) -> type[Odd]:
     return Looking
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("look", LOOKS)
 def test_as_a_plain_parameter(strategy_at, look: str, place: str) -> None:

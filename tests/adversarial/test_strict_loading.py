@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import Judged, MakeStrategy, assert_alike, batches, trainer
+from kit.judged import Judged, MakeStrategy, assert_alike, batches, trainer
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
@@ -62,7 +62,7 @@ def test_what_is_left_out_of_a_checkpoint_is_the_modules_own(
 
 def test_a_sharded_checkpoint_needs_its_keywords(strategy_at: MakeStrategy, tmp_path: Path) -> None:
     def make() -> AngelPTMStrategy:
-        return strategy_at("three_tiers", state_dict_type="sharded")
+        return strategy_at("three_tiers", checkpoints={"state_dict_type": "sharded"})
 
     with pytest.raises(UsageError, match=r"LeavesOut\.state_dict takes no keywords, .*def state_dict\(self, \*args"):
         saved_and_resumed(tmp_path / "x.ckpt", make)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, run, trainer
+from kit.judged import ByHand, Judged, MakeStrategy, assert_alike, batches, run, trainer
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy

@@ -12,6 +12,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
+from kit.models import Block
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -33,18 +35,6 @@ CLOSED = [
 State = dict[str, Tensor]
 
 
-class Block(nn.Module):
-    """A unit: more than 4096 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(48, 96)
-        self.down = nn.Linear(96, 48)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Net(L.LightningModule):
     """Blocks between weights of the root. `looks` are called at the hooks of their names."""
 
@@ -52,7 +42,7 @@ class Net(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(48, 48)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(48) for _ in range(3))
         self.norm = nn.BatchNorm1d(48)
         self.scale = nn.Parameter(torch.ones(48))
         self.first.weight.tag = "mine"  # type: ignore[attr-defined]
@@ -112,15 +102,7 @@ def batches(count: int = 3) -> DataLoader[Any]:
 
 
 def trainer_with(strategy: Any, precision: Any = "32-true", **options: Any) -> L.Trainer:
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "max_epochs": 1,
-    }
-    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, precision=precision, **{**quiet, **options})
+    return quiet_trainer(strategy, precision=precision, **{"num_sanity_val_steps": 0, "max_epochs": 1, **options})
 
 
 def cloned(state: Any) -> State:
@@ -179,6 +161,7 @@ def _noted_plainly() -> list[tuple[str, State]]:
     return _noted("auto")
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_a_state_dict_is_true_at_every_hook(strategy_at: Any, tier: str) -> None:
     ours, theirs = _noted(strategy_at(tier)), _noted_plainly()
     assert [hook for hook, _ in ours] == [hook for hook, _ in theirs]
@@ -187,6 +170,7 @@ def test_a_state_dict_is_true_at_every_hook(strategy_at: Any, tier: str) -> None
     assert ours[0][1]["first.weight"].dtype is torch.float32
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_a_state_dict_is_precise_under_mixed_precision(strategy_at: Any, tier: str) -> None:
     """fp32 masters, as `gathered` shows them, and what the run leaves at its end."""
     seen: list[State] = []
@@ -204,6 +188,7 @@ def test_a_state_dict_is_precise_under_mixed_precision(strategy_at: Any, tier: s
     assert not torch.equal(seen[0]["first.weight"], seen[0]["first.weight"].bfloat16().float())
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_a_state_dict_keeps_its_values_when_training_goes_on(strategy_at: Any, tier: str) -> None:
     kept: list[Any] = []
     trainer_with(strategy_at(tier)).fit(
@@ -264,6 +249,7 @@ def _halved(make: Callable[[], Any], path: Any) -> tuple[State, State, State]:
     return inside[0], cloned(torch.load(path)["state_dict"]), cloned(later.state_dict())
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_hooks_on_state_dicts_see_true_values(strategy_at: Any, tier: str, tmp_path: Any) -> None:
     ours = _halved(lambda: strategy_at(tier), tmp_path / "ours.ckpt")
     theirs = _halved(lambda: "auto", tmp_path / "plain.ckpt")
@@ -271,6 +257,7 @@ def test_hooks_on_state_dicts_see_true_values(strategy_at: Any, tier: str, tmp_p
         assert_same(mine, plain)
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_parts_of_a_module_have_state_dicts(strategy_at: Any, tier: str) -> None:
     def look(module: Net) -> None:
         block = module.blocks[1]
@@ -315,6 +302,7 @@ class Tied(Net):
         return self.last(super().forward(x))
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_tied_and_frozen_weights_in_a_state_dict(strategy_at: Any, tier: str, precision: str) -> None:
     before = cloned(Tied().state_dict())
@@ -446,6 +434,7 @@ def test_an_average_by_hand_in_ram_is_the_plain_one(strategy_at: Any) -> None:
     assert types == {nn.Parameter}
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_an_average_by_hand_of_state_dicts(strategy_at: Any, tier: str) -> None:
     assert_same(_averaged(strategy_at(tier), _by_state_dict), _averaged("auto", _by_state_dict))
 
@@ -473,10 +462,11 @@ def test_what_lock_free_updates_lack_is_in_a_state_dict(strategy_at: Any) -> Non
         with strategy.gathered(write=False):
             assert torch.equal(state["blocks.2.up.weight"], module.blocks[2].up.weight)
 
-    trainer_with(strategy_at("lock_free", max_staleness=4)).fit(Net(on_train_batch_end=look), batches(6))
+    trainer_with(strategy_at("lock_free", lock_free={"max_staleness": 4})).fit(Net(on_train_batch_end=look), batches(6))
     assert audits == [True] * 6
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_weights_in_an_evaluation(strategy_at: Any, tier: str, precision: str) -> None:
     """A state dict has the user's own tensors' values, bit for bit."""
@@ -524,6 +514,7 @@ def _spoken(strategy: Any, *, inside: bool) -> tuple[list[Tensor], State]:
     return said, cloned(module.state_dict())
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_forward_between_steps(strategy_at: Any, tier: str, inside: bool) -> None:
     """Inside of `gathered` it computes with what is there, edits included, and the edits stay."""
@@ -548,6 +539,7 @@ def test_weights_are_closed_again_behind_a_forward(strategy_at: Any, home: str, 
     trainer_with(strategy_at(home), precision).fit(Net(on_train_batch_end=look), batches())
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_gathered_inside_of_gathered(strategy_at: Any, tier: str) -> None:
     def look(module: Net) -> None:
         strategy: Any = module.trainer.strategy
@@ -569,6 +561,7 @@ def test_gathered_inside_of_gathered(strategy_at: Any, tier: str) -> None:
     trainer_with(strategy_at(tier)).fit(Net(on_train_batch_end=look), batches())
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_a_step_inside_of_gathered_is_an_error(strategy_at: Any, tier: str) -> None:
     def look(module: Net) -> None:
         with module.trainer.strategy.gathered(write=False):  # type: ignore[attr-defined]
@@ -598,6 +591,7 @@ class ByHand(Net):
             self.seen.append(cloned(self.state_dict()))
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_a_state_dict_behind_a_step_by_hand(strategy_at: Any, tier: str) -> None:
     modules = [ByHand(), ByHand()]
     for module, strategy in zip(modules, (strategy_at(tier), "auto"), strict=True):
@@ -609,6 +603,7 @@ def test_a_state_dict_behind_a_step_by_hand(strategy_at: Any, tier: str) -> None
 # -- the end ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_weights_are_open_after_a_run_that_failed(strategy_at: Any, tier: str) -> None:
     def fail(module: Net) -> None:
         raise ValueError("of the user's")
@@ -628,7 +623,11 @@ def test_weights_are_open_after_a_run_that_failed(strategy_at: Any, tier: str) -
 # -- inference mode --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "all_on_disk-on_train_batch_end",
+    "lock_free_three_tiers-on_train_start",
+    "lock_free_three_tiers-on_before_zero_grad",
+)
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_end", "on_before_zero_grad"])
 def test_inference_mode_between_steps(strategy_at: Any, tier: str, hook: str) -> None:
     """Pages that are fetched, versions that are adopted, edits and state dicts: none of it stays an inference tensor."""
@@ -679,7 +678,7 @@ class Opaque(Net):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(_HiddenBlock() for _ in range(3))
+        self.blocks = nn.ModuleList(_HiddenBlock(48) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         state = _Hidden(self.first(x))
@@ -711,7 +710,9 @@ class WatchedOpaque(Watched, Opaque):
     pass
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "all_on_disk-all-Opaque", "lock_free_three_tiers-none-Watched", "lock_free_three_tiers-none-WatchedOpaque"
+)
 @pytest.mark.parametrize("build", [Watched, Opaque, WatchedOpaque])
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_operators_that_are_called_from_python_in_the_backward(
@@ -729,7 +730,7 @@ class Follows(Net):
 
     def __init__(self, *, last: bool = False) -> None:
         super().__init__()
-        self.target = Block().requires_grad_(False)
+        self.target = Block(48).requires_grad_(False)
         self.last = last
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:

@@ -11,10 +11,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from judged import MakeStrategy
+from kit.judged import MakeStrategy
+from kit.twins import WIDTH, Twin, assert_alike, quietly, trained, trainer, vectors
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from twins import WIDTH, Twin, assert_alike, quietly, trained, trainer, vectors
 
 from lightning_ptm.errors import CapacityError, UsageError
 
@@ -178,7 +178,7 @@ LOADS = [AtTheEnd, OfBlocks, OfOneLayer, InTheStep, InTheEvaluation, WithoutSome
 LOADS += [FromACallback, HalfOfTheEpoch]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("build", LOADS, ids=lambda each: each.__name__)
 def test_weights_are_loaded_during_a_run(strategy_at: MakeStrategy, place: str, build: Callable[[], Twin]) -> None:
@@ -259,7 +259,7 @@ class Copied(Twin):
         self.look()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize("way", WAYS)
@@ -582,7 +582,7 @@ class ThawsTwice(Thaws):
             self.blocks[0].requires_grad_(True)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", PLACES[:-1])
 @pytest.mark.parametrize("build", [Thaws, ThawsWhenAveraged, ThawsBehind, ThawsInTheMiddle, ThawsTwice])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}], ids=str)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kinds import WIDTH, Block, Odd, assert_refused, assert_same
+from kit.odd import WIDTH, Block, Odd, assert_refused, assert_same
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
@@ -310,7 +310,7 @@ SAME = [
 ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("program", SAME, ids=lambda program: program.__name__)
 def test_as_a_plain_trainer(strategy_at, program: type[Odd], place: str) -> None:
@@ -445,7 +445,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", ["ram", "tight", "tight_recomputed"])
 @pytest.mark.parametrize("program", REFUSED, ids=lambda program: program.__name__)
 def test_what_outlives_the_call_of_its_unit_is_refused_where_pages_are_given_up(
@@ -496,6 +496,47 @@ def test_what_a_backward_was_given_is_refused_where_it_outlives_it(strategy_at, 
         assert_same(GivenOnByABackward, strategy_at(place))
     else:
         assert_refused(GivenOnByABackward, strategy_at(place), "a view of ", ".one", "clone()")
+
+
+class ErrorThatIsKept(Odd):
+    """An exception that the step survives is put into a list; a frame that it came through had a view."""
+
+    without_frames = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[ValueError] = []
+
+    def fails(self) -> None:
+        view = self.blocks[0].up.weight.t()
+        raise ValueError(f"{view.shape}")
+
+    def loss(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.stem(x))
+        try:
+            self.fails()
+        except ValueError as error:
+            self.errors.append(error.with_traceback(None) if self.without_frames else error)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+class ErrorWithoutFrames(ErrorThatIsKept):
+    """The same, without its frames, as the refusal says."""
+
+    without_frames = True
+
+
+@pytest.mark.parametrize("place", ["ram", "tight"])
+def test_an_exception_that_is_kept_is_named_as_what_holds_a_view(strategy_at, place: str) -> None:
+    assert_same(ErrorWithoutFrames, strategy_at(place))
+    if place == "ram":
+        assert_same(ErrorThatIsKept, strategy_at(place))
+    else:
+        assert_refused(
+            ErrorThatIsKept, strategy_at(place), "a view of ", "an exception that is kept", "with_traceback(None)"
+        )
 
 
 @pytest.mark.parametrize("place", ["ram", "tight"])

@@ -13,7 +13,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from judged import little_ram
+from kit.fits import quiet_trainer
+from kit.judged import little_ram
+from kit.models import Block
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -25,24 +27,12 @@ from lightning_ptm.sharded import ShardedCheckpointIO, to_file
 State = dict[str, Tensor]
 
 
-class Block(nn.Module):
-    """A unit: more than 4096 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(48, 96)
-        self.down = nn.Linear(96, 48)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Net(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(48, 48)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(48) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -63,16 +53,8 @@ def batches(count: int = 3) -> DataLoader[Any]:
 
 
 def trainer_with(strategy: Any, **options: Any) -> L.Trainer:
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "max_epochs": 1,
-        "precision": "32-true",
-    }
-    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **{**quiet, **options})
+    chosen = {"num_sanity_val_steps": 0, "max_epochs": 1, "precision": "32-true"}
+    return quiet_trainer(strategy, **{**chosen, **options})
 
 
 def weights_of(module: nn.Module) -> State:
@@ -139,7 +121,9 @@ class Twice(Net):
         return self.blocks[2](self.blocks[1](x))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "masters_on_disk-Twice", "lock_free-Between", "tight_recomputed-Again", "tight_recomputed-Taught"
+)
 @pytest.mark.parametrize("build", [Again, Between, Taught, Twice])
 def test_calls_of_several_kinds(strategy_at: Any, tier: str, build: type[Net]) -> None:
     assert_same(weights_of(fitted(build, strategy_at(tier))), weights_of(fitted(build, "auto")))
@@ -195,6 +179,7 @@ class Mapped(Net):
         return torch.func.vmap(lambda x: self(x).square().mean())(batch[:, None]).mean()
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_vmap(strategy_at: Any, tier: str) -> None:
     assert_same(weights_of(fitted(Mapped, strategy_at(tier))), weights_of(fitted(Mapped, "auto")))
 
@@ -215,11 +200,13 @@ class LazyNoMore(Lazy):
                 self(torch.ones(1, 48))
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_lazy_modules(strategy_at: Any, tier: str) -> None:
     with pytest.raises(ConfigError, match=r"last.weight gets its shape in the first forward .* in configure_model"):
         fitted(Lazy, strategy_at(tier))
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_lazy_modules_that_know_their_shapes(strategy_at: Any, tier: str) -> None:
     assert_same(weights_of(fitted(LazyNoMore, strategy_at(tier))), weights_of(fitted(LazyNoMore, "auto")))
 
@@ -233,6 +220,7 @@ def _checkpoint_of_another() -> dict[str, Any]:
     return trainer._checkpoint_connector.dump_checkpoint()
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_loading_between_runs(strategy_at: Any, tier: str) -> None:
     """Weights and the optimizer's states, which a checkpoint then has."""
     given = _checkpoint_of_another()
@@ -258,6 +246,7 @@ class Stops(Net):
             raise ValueError("enough")
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("in_ram", [True, False])
 def test_a_checkpoint_after_an_exception(
@@ -270,7 +259,10 @@ def test_a_checkpoint_after_an_exception(
         if tier == "ram":
             return
         little_ram(monkeypatch, Net())
-    for name, make in (("ours", lambda: strategy_at(tier, state_dict_type=kind)), ("theirs", lambda: "auto")):
+    for name, make in (
+        ("ours", lambda: strategy_at(tier, checkpoints={"state_dict_type": kind})),
+        ("theirs", lambda: "auto"),
+    ):
         trainer = trainer_with(make())
         with pytest.raises(ValueError, match="enough"):
             trainer.fit(Stops(), batches())
@@ -303,14 +295,14 @@ def test_weights_that_a_run_did_not_put_back(strategy_at: Any, home: str, tmp_pa
     """They raise, a run without a checkpoint is refused, one with it goes on, and they may be loaded."""
     module = Forgotten()
     module.path = tmp_path / "x.ckpt"
-    trainer_with(strategy_at(home, restore_weights=False)).fit(module, batches())
+    trainer_with(strategy_at(home, tuning={"restore_weights": False})).fit(module, batches())
     with pytest.raises(UsageError, match=r"first.weight was read or written, and its values ended with its run"):
         module.first.weight.sum()
     with pytest.raises(
         UsageError, match=r"the values of first.weight.* ended with an earlier run.* give this run a ckpt_path"
     ):
         trainer_with(strategy_at(home)).fit(module, batches())
-    trainer = trainer_with(strategy_at(home, restore_weights=False), max_epochs=2)
+    trainer = trainer_with(strategy_at(home, tuning={"restore_weights": False}), max_epochs=2)
     trainer.fit(module, batches(), ckpt_path=module.path, weights_only=True)
     trainer.strategy.load_model_state_dict(torch.load(module.path))
     theirs = fitted(Net, "auto", max_epochs=2)
@@ -321,7 +313,7 @@ def test_weights_that_a_run_did_not_put_back(strategy_at: Any, home: str, tmp_pa
 def test_a_plain_trainer_reads_sharded_checkpoints(strategy_at: Any, home: str, tmp_path: Path) -> None:
     module = Forgotten()
     module.path = tmp_path / "folder.ckpt"
-    trainer_with(strategy_at(home, state_dict_type="sharded")).fit(module, batches())
+    trainer_with(strategy_at(home, checkpoints={"state_dict_type": "sharded"})).fit(module, batches())
     to_file(module.path, tmp_path / "file.ckpt")
     assert_same(weights_of(Net.load_from_checkpoint(tmp_path / "file.ckpt")), weights_of(module))
     theirs = weights_of(fitted(Net, "auto", max_epochs=2))
@@ -359,6 +351,7 @@ COPIES: dict[str, Callable[[L.Trainer], object]] = {
 }
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_copies_in_a_run_change_nothing(strategy_at: Any, tier: str, recompute: str, tmp_path: Path) -> None:
     tried: list[str] = []
@@ -376,6 +369,7 @@ def test_copies_in_a_run_change_nothing(strategy_at: Any, tier: str, recompute: 
     assert_same(weights_of(module), weights_of(fitted(Net, "auto")))
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_a_copy_in_a_run_is_of_that_moment_and_on_its_own(strategy_at: Any, tier: str, recompute: str) -> None:
     def trained(strategy: Any, copied: bool) -> tuple[Net, dict[str, Tensor]]:
@@ -417,6 +411,7 @@ def test_a_copied_trainer_does_not_train_on_without_what_its_optimizer_has_learn
         twin.fit(module, batches())
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_copies_of_a_trainer_after_a_run(strategy_at: Any, tier: str) -> None:
     trainer = trainer_with(strategy_at(tier))
     trainer.fit(Net(), batches())
@@ -431,6 +426,7 @@ def test_copies_of_a_trainer_after_a_run(strategy_at: Any, tier: str) -> None:
 # -- behind a run, and before the next one's pages --------------------------------------------------------------------------
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 @pytest.mark.parametrize("room", [True, False])
 def test_a_loop_by_hand_does_not_begin_anew_in_silence(
     strategy_at: Any, tier: str, room: bool, monkeypatch: pytest.MonkeyPatch
@@ -488,18 +484,18 @@ class LooksAtWeights(Net):
         return super().configure_optimizers()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("all_on_disk-full", "lock_free_three_tiers-sharded")
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_configure_optimizers_sees_the_weights_of_the_checkpoint(
     strategy_at: Any, tier: str, kind: str, tmp_path: Path
 ) -> None:
     saves = ModelCheckpoint(tmp_path, filename="first", save_last=False)
     module = LooksAtWeights()
-    trainer_with(strategy_at(tier, state_dict_type=kind), enable_checkpointing=True, callbacks=[saves]).fit(
-        module, batches()
-    )
+    trainer_with(
+        strategy_at(tier, checkpoints={"state_dict_type": kind}), enable_checkpointing=True, callbacks=[saves]
+    ).fit(module, batches())
     again = LooksAtWeights()
-    trainer_with(strategy_at(tier, state_dict_type=kind), max_epochs=2).fit(
+    trainer_with(strategy_at(tier, checkpoints={"state_dict_type": kind}), max_epochs=2).fit(
         again, batches(), ckpt_path=tmp_path / "first.ckpt"
     )
     assert_same(again.seen, weights_of(module))

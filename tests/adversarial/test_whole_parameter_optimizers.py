@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_optimizer import Hybrid
-from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
+from kit.hybrid_optimizer import Hybrid
+from kit.judged import ByHand, Judged, MakeStrategy, assert_alike, batches, judge, run, trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn, optim
 
@@ -67,11 +67,11 @@ if hasattr(optim, "Muon"):
     KINDS.append(WithMuon)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("tier", ONE_RANK)
 @pytest.mark.parametrize("build", KINDS)
 def test_they_train_as_with_one_device(strategy_at: MakeStrategy, tier: str, build: type[Judged]) -> None:
-    settings = {"max_staleness": 0} if tier == "lock_free" else {}
+    settings = {"lock_free": {"max_staleness": 0}} if tier == "lock_free" else {}
     judge(build, strategy_at(tier, **settings))
 
 
@@ -134,22 +134,21 @@ def test_sharded_checkpoints_hold_states_of_their_own_shapes(
         return after
 
     plain = resumed(tmp_path / "plain", lambda home: None)
-    assert_alike(resumed(tmp_path / "ours", lambda home: strategy_at(home, state_dict_type="sharded")), plain)
+    assert_alike(
+        resumed(tmp_path / "ours", lambda home: strategy_at(home, checkpoints={"state_dict_type": "sharded"})), plain
+    )
 
 
 @pytest.mark.parametrize(
     "tier",
-    [
-        tier if tier in ("all_on_disk", "lock_free") else pytest.param(tier, marks=pytest.mark.in_turn)
-        for tier in ONE_RANK
-    ],
+    [tier if tier in ("all_on_disk", "lock_free") else pytest.param(tier, marks=pytest.mark.slow) for tier in ONE_RANK],
 )
 def test_saves_behind_training_are_of_one_moment(strategy_at: MakeStrategy, tier: str, tmp_path: Path) -> None:
-    settings = {"max_staleness": 0} if tier == "lock_free" else {}
+    settings = {"lock_free": {"max_staleness": 0}} if tier == "lock_free" else {}
     found = []
     for behind in (False, True):
         keep = ModelCheckpoint(tmp_path / str(behind), filename="{step}", every_n_train_steps=2, save_top_k=-1)
-        strategy = strategy_at(tier, state_dict_type="sharded", async_save=behind, **settings)
+        strategy = strategy_at(tier, checkpoints={"state_dict_type": "sharded", "async_save": behind}, **settings)
         options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [keep], "limit_train_batches": 6}
         run(WithHybrid, strategy, precision="bf16-mixed", **options)
         paths = sorted((tmp_path / str(behind)).glob("*.ckpt"))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from judged import ByHand, Judged, MakeStrategy, assert_alike, batches, run, trainer
+from kit.judged import ByHand, Judged, MakeStrategy, assert_alike, batches, run, trainer
 from torch import Tensor, nn
 
 from lightning_ptm.errors import UsageError
@@ -231,8 +231,8 @@ def fitted(kind: type[Judged], place: str, strategy_at: MakeStrategy, **settings
         return error
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_writes_count_or_are_refused(kind: type[Judged], place: str, strategy_at: MakeStrategy) -> None:
     ours = fitted(kind, place, strategy_at)
@@ -251,7 +251,7 @@ def test_writes_count_or_are_refused(kind: type[Judged], place: str, strategy_at
 def test_without_poison_a_sample_of_each_weight_is_compared(
     kind: type[Judged], place: str, strategy_at: MakeStrategy
 ) -> None:
-    found = fitted(kind, place, strategy_at, poison=False)
+    found = fitted(kind, place, strategy_at, debug={"poison": False})
     assert isinstance(found, UsageError) and "was written to, and the precise values know nothing of it" in str(found)
 
 
@@ -365,6 +365,73 @@ def test_in_an_evaluation(place: str, strategy_at: MakeStrategy) -> None:
     else:
         with pytest.raises(UsageError, match=r"AdamW.step was called, .* would update head.weight, head.bias"):
             evaluated(strategy_at(place))
+
+
+class WithoutGradients(Judged):
+    """Steps an optimizer of its own that finds no gradient."""
+
+    when = "on_train_batch_start"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = [torch.optim.SGD(self.head.parameters(), lr=LR)]
+
+    def step_of_its_own(self) -> None:
+        self.zero_grad()
+        self.own[0].step()
+
+    def on_train_epoch_start(self) -> None:
+        self.own[0].step()
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.step_of_its_own()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        self.step_of_its_own()
+        return loss
+
+
+@pytest.mark.parametrize("place", ["ram", "all_on_disk", "three_tiers", "tight"])
+def test_a_step_that_finds_no_gradient_is_none(place: str, strategy_at: MakeStrategy) -> None:
+    assert_alike(run(WithoutGradients, strategy_at(place)), run(WithoutGradients, None))
+
+
+class BehindTheStep(WithoutGradients):
+    """Where a plain Trainer has the gradient yet."""
+
+    def step_of_its_own(self) -> None:
+        pass
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.own[0].step()
+
+
+class InAClosure(WithoutGradients):
+    """A closure may compute gradients."""
+
+    def step_of_its_own(self) -> None:
+        self.zero_grad()
+        self.own[0].step(lambda: None)
+
+
+class InABackward(WithoutGradients):
+    """In a backward pass gradients are on their way, and have left `.grad` already."""
+
+    def step_of_its_own(self) -> None:
+        pass
+
+    def on_fit_start(self) -> None:
+        self.first.weight.register_post_accumulate_grad_hook(lambda parameter: self.own[0].step())
+
+
+@pytest.mark.parametrize("kind", [BehindTheStep, InAClosure, InABackward])
+def test_where_there_are_gradients_or_may_be_it_is_refused(
+    kind: type[WithoutGradients], strategy_at: MakeStrategy
+) -> None:
+    with pytest.raises(UsageError, match=r"SGD.step was called, .* would update head.weight, head.bias"):
+        run(kind, strategy_at("all_on_disk"))
+    assert_alike(run(kind, strategy_at("ram")), run(kind, None))
 
 
 def test_optimizers_of_other_things_step_as_ever(strategy_at: MakeStrategy) -> None:

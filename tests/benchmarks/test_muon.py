@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.terms import BLOCK_BYTES
@@ -58,18 +59,12 @@ def test_the_sides_take_the_same_steps(scripts: Any, way: str, disk: Path) -> No
     module, home = Watched(shape, seed=seed, meta=False, optimizer=kind), AtHome()
     # The masters are those of the loop: made of weights in 16 bits.
     module.model.load_state_dict(scripts.gpt.build(shape, dtype=torch.bfloat16, seed=seed).state_dict())
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=AngelPTMStrategy(page_size="64KiB", disk_path=str(disk), offload_optimizer="disk"),
+    trainer = quiet_trainer(
+        AngelPTMStrategy(page_size="64KiB", disk_path=str(disk), offload_optimizer="disk"),
         precision="bf16-mixed",
         max_epochs=1,
         limit_train_batches=3,
         callbacks=[home],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     data = scripts.trainer.Batches(shape, batch=1, seed=seed)
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))

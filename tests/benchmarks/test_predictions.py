@@ -8,9 +8,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
-from decisions import Listens, on_paper
+from kit.decisions import Listens, on_paper
+from kit.fits import quiet_trainer
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.data import TextBytes
@@ -19,7 +19,7 @@ from lightning_ptm.terms import Operation
 
 ROOT = Path(__file__).parents[2]
 ARGS = Namespace(page_size=4, set=[], threads=1, keep_freed_memory=False, wait_policy="")
-MARKS = {"25M": pytest.mark.slow, "in RAM": pytest.mark.in_turn}
+MARKS = {"25M": pytest.mark.slow, "in RAM": pytest.mark.slow}
 RUNS = [
     pytest.param(size, name, marks=[MARKS[each] for each in (size, name) if each in MARKS])
     for size in ("tiny", "25M")
@@ -27,24 +27,15 @@ RUNS = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("tiny-lock-free")
 @pytest.mark.parametrize(("size", "name"), RUNS)
 def test_decision_by_decision(size: str, name: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     predictions: Any = importlib.import_module("predictions")
     options = predictions.runs(size, ARGS, disk)[f"{size} {name}"].options
     seen = Listens()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=AngelPTMStrategy(**options["settings"]),
-        precision=options["precision"],
-        max_steps=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[seen],
+    trainer = quiet_trainer(
+        AngelPTMStrategy(**options["settings"]), precision=options["precision"], max_steps=4, callbacks=[seen]
     )
     trainer.fit(GPT(**options["model"]), datamodule=TextBytes(**options["data"]))
     assert seen.issued == on_paper(seen)

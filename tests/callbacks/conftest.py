@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
@@ -88,13 +89,10 @@ def board_trainer(tmp_path: Path) -> MakeTrainer:
             "logger": TensorBoardLogger(tmp_path / "logs", name="", version=""),
             "log_every_n_steps": 1,
             "max_epochs": 1,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
             "num_sanity_val_steps": 0,
             "precision": "bf16-mixed",
         }
-        return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, callbacks=callbacks, **{**quiet, **options})
+        return quiet_trainer(strategy, callbacks=callbacks, **{**quiet, **options})
 
     return make
 

@@ -247,7 +247,7 @@ def test_two_of_a_kind_keep_out_of_each_others_way(strategy_at, board_trainer, m
 
 @pytest.mark.parametrize("tier", ["lock_free", "three_tiers_lock_free"])
 def test_several_batches_a_step_and_late_updates(strategy_at, board_trainer, model, board, tmp_path, tier) -> None:
-    settings = {"lock_free": True, "max_staleness": 1} if tier == "three_tiers_lock_free" else {}
+    settings = {"lock_free": {"max_staleness": 1}} if tier == "three_tiers_lock_free" else {}
     strategy = strategy_at(tier.removesuffix("_lock_free") if settings else tier, **settings)
     rows = torch.utils.data.DataLoader(torch.randn(32, 64), batch_size=4)  # type: ignore[arg-type, var-annotated]
     board_trainer(strategy, everything(), accumulate_grad_batches=2, max_epochs=1).fit(model, rows)

@@ -44,7 +44,7 @@ def test_bytes_of_links_are_those_of_the_counters(strategy_at, board_trainer, mo
 def test_activations_that_leave_are_links_of_their_own(
     activations_leave, strategy_at, board_trainer, model, data, board
 ) -> None:
-    board_trainer(strategy_at("ram", activations="host"), [TransferMonitor()]).fit(model, data)
+    board_trainer(strategy_at("ram", offload_activations="host"), [TransferMonitor()]).fit(model, data)
     # Of each block and row: its input and what its GELU takes and gives, in bf16; the last block stays until the backward.
     sent, back = (
         [event.value * 1e6 for event in board().Scalars(f"links/activations_to_{tier}_MB_per_step")]
@@ -56,7 +56,9 @@ def test_activations_that_leave_are_links_of_their_own(
 
 
 def test_lock_free_updates_say_how_stale_they_are(strategy_at, board_trainer, model, data) -> None:
-    trainer = board_trainer(strategy_at("lock_free", max_staleness=1), [StalenessMonitor()], logger=False)
+    trainer = board_trainer(
+        strategy_at("lock_free", lock_free={"max_staleness": 1}), [StalenessMonitor()], logger=False
+    )
     trainer.fit(model, data)
     metrics = trainer.callback_metrics
     assert 0 <= metrics["update/staleness_mean"] <= metrics["update/staleness_max"] <= 1
@@ -82,7 +84,7 @@ def test_what_tensorboard_shows_of_lock_free_updates(strategy_at, board_trainer,
             super().on_train_batch_end(trainer, module, *rest)
             seen.append(self._last)
 
-    strategy = strategy_at("lock_free_three_tiers", max_staleness=bound)
+    strategy = strategy_at("lock_free_three_tiers", lock_free={"max_staleness": bound})
     board_trainer(strategy, [Look()], val_check_interval=2, limit_val_batches=1).fit(model, data, data)
     shown = board()
     tags = set(shown.Tags()["scalars"])
@@ -101,7 +103,9 @@ def staleness(values: dict[str, list[float]]) -> tuple[list[float], list[float]]
     return values["update/staleness_mean"], values["update/staleness_max"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless(
+    "GradNormMonitor", "HyperParameters", "PageMonitor", "StalenessMonitor", "Throughput", "ThroughputMonitor"
+)
 @pytest.mark.parametrize("name", lightning_ptm.callbacks.__all__)
 def test_every_callback_works_from_yaml_without_arguments_in_all_loops(
     strategy_at, board_trainer, model, data, name

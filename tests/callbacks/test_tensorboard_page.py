@@ -173,7 +173,7 @@ def charts(browser: Any) -> Iterator[tuple[str, dict[str, str]]]:
 def test_a_run_in_the_browser(strategy_at, board_trainer, model, data, browser, tmp_path: Path) -> None:
     model.save_hyperparameters({"depth": 3, "activation": "gelu"})
     callbacks = [PageMonitor(), MemoryTimeline(), PageTracer(), GradNormMonitor(), HyperParameters(), Throughput()]
-    strategy = strategy_at("three_tiers", lock_free=True, max_staleness=1)
+    strategy = strategy_at("three_tiers", lock_free={"max_staleness": 1})
     logger = TensorBoardLogger(tmp_path / "logs", name="a_run", version="", default_hp_metric=False)
     trainer = board_trainer(strategy, [PlanPrinter(show=False), *callbacks], logger=logger)
     trainer.fit(model, data, data)

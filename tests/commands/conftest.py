@@ -73,7 +73,9 @@ def train(module: L.LightningModule, folder: Path, state_dict_type: str) -> Path
         accelerator="cpu",
         devices=1,
         precision="bf16-mixed",
-        strategy=AngelPTMStrategy(page_size="64KiB", poison=True, state_dict_type=state_dict_type),
+        strategy=AngelPTMStrategy(
+            page_size="64KiB", debug={"poison": True}, checkpoints={"state_dict_type": state_dict_type}
+        ),
         max_steps=2,
         logger=False,
         enable_progress_bar=False,

@@ -126,11 +126,10 @@ OPTIONS = {
     "trainer.precision=bf17-mixed": '"trainer.precision": .*bf16-mixed.*bf17-mixed',
     "trainer.max_steps=ten": '"trainer.max_steps": .*int.*ten',
     "trainer.devices=two": "`devices` selected with `CPUAccelerator` should be an int > 0",
-    "trainer.strategy.init_args.resume=yes": "\"resume\": .*'never', 'auto'.*yes",
-    "trainer.strategy.init_args.poison=yess": '"poison": .*bool.*yess',
+    "trainer.strategy.init_args.checkpoints.resume=yes": "\"checkpoints.resume\": .*'never', 'auto'.*yes",
+    "trainer.strategy.init_args.debug.poison=yess": '"debug.poison": .*bool.*yess',
     "trainer.strategy.init_args.host_memry=1": r"AngelPTMStrategy': .*'host_memry' is not .*; did you mean 'host_memory'\?",
     "trainer.strategy.init_args.cpu_offload=true": "'cpu_offload' is not .*; that is FSDP's and Accelerate's: give ",
-    "trainer.strategy.init_args.max_staleness=4": "max_staleness=4 with lock_free=False: .* give lock_free=True",
     "model.init_args.lr=3": r"lightning_ptm\.models\.GPT': .*'lr' is not .*; its settings are .*learning_rate",
 }
 

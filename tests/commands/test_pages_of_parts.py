@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planned_runs import forecast_of
+from kit.planned_runs import forecast_of
 
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
@@ -37,8 +37,7 @@ def homes_of(blueprint: Blueprint) -> dict[Tier, int]:
     return {tier: size for tier, size in found.items() if size}
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("GPT-all on disk-bf16-mixed")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("model", MODELS)

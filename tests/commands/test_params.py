@@ -54,7 +54,7 @@ counted = functools.cache(lambda name: count(CONFIGS / f"{name}.yaml"))
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.in_turn) for name in NAMED]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMED]
 )
 def test_a_row_of_table_4_has_the_parameters_that_it_names(name: str) -> None:
     millions = counted(name).numel / 1e6
@@ -79,7 +79,7 @@ LARGEST = "t5_moe_1.2t"
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.in_turn if name == LARGEST else ()) for name in TABLE_4]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == LARGEST else ()) for name in TABLE_4]
 )
 def test_the_config_says_what_it_comes_to(name: str) -> None:
     """In its first lines: parameters, how far they are from the row's name where that is far, and bytes."""
@@ -92,7 +92,7 @@ def test_the_config_says_what_it_comes_to(name: str) -> None:
     assert f"params {name} " in said
 
 
-@pytest.mark.parametrize("of_a_layer", [64, pytest.param(2304, marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("of_a_layer", [64, pytest.param(2304, marks=pytest.mark.slow)])
 def test_parts_and_states_of_experts(of_a_layer: int, tmp_path: Path) -> None:
     """Experts are units of their own; 16 bytes a parameter, but for routers: two more for their gradient and two for their
     compute copy, which is the master, so four less."""

@@ -15,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 import yaml
+from kit.fits import quiet_trainer
 from PIL import Image
 
 from lightning_ptm import AngelPTMStrategy
@@ -100,7 +101,7 @@ class Seen(L.Callback):
         ({"offload_optimizer": "disk"}, {}),
         (ALL_TIERS, {"accumulate_grad_batches": 2}),
         (ALL_TIERS, {"precision": "32-true"}),
-        ({"lock_free": True, "max_staleness": 1}, {}),
+        ({"lock_free": {"max_staleness": 1}}, {}),
     ],
 )
 def test_the_plan_is_the_one_that_runs(tmp_path: Path, settings: dict[str, Any], trainer: dict[str, Any]) -> None:
@@ -113,15 +114,9 @@ def test_the_plan_is_the_one_that_runs(tmp_path: Path, settings: dict[str, Any],
     path = config(tmp_path, settings, **trainer)
     _, planned = forecast(path, cpu_file(tmp_path))
     seen = Seen()
-    run = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=AngelPTMStrategy(**settings),
+    run = quiet_trainer(
+        AngelPTMStrategy(**settings),
         max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[seen],
         limit_val_batches=0,
         **{"precision": "bf16-mixed", **trainer},
@@ -253,7 +248,7 @@ def test_activations_by_tick() -> None:
 def test_activations_in_ram_make_room_for_a_batch_and_take_the_links() -> None:
     path, batch = str(ROOT / "configs" / "gpt3_1.7b.yaml"), 8
     keep, _ = forecast(path, "a100_40gb_x8", batch_size=batch, strategy={"recompute": "none"})
-    settings = {"recompute": "none", "activations": "host"}
+    settings = {"recompute": "none", "offload_activations": "host"}
     away, _ = forecast(path, "a100_40gb_x8", batch_size=batch, strategy=settings)
     assert not keep.fits and keep.offloaded_bytes == 0 == keep.tiers["host"].activation_bytes
     assert away.fits and away.tiers["device"].activation_bytes < keep.tiers["device"].activation_bytes
@@ -266,7 +261,7 @@ def test_activations_in_ram_make_room_for_a_batch_and_take_the_links() -> None:
 def test_activations_that_ram_does_not_hold_are_said(tmp_path: Path) -> None:
     gpu = yaml.safe_load(Path(find("a100_40gb_x8")).read_text())
     (tmp_path / "small.yaml").write_text(yaml.safe_dump({**gpu, "host_memory": "100MiB"}))
-    path = config(tmp_path, {"page_size": "64KiB", "activations": "host"})
+    path = config(tmp_path, {"page_size": "64KiB", "offload_activations": "host"})
     largest, _ = forecast(path, str(tmp_path / "small.yaml"), batch_size="auto")
     assert largest.fits and 0 < largest.offloaded_bytes < (100 << 20) // 8
     found, _ = forecast(path, str(tmp_path / "small.yaml"), batch_size=largest.batch_size + 1)
@@ -552,7 +547,7 @@ def test_the_page_size_is_the_hardware_files(tmp_path: Path) -> None:
 
 def test_lock_free_updates_take_time_from_compute(tmp_path: Path) -> None:
     """On two cores, of which updates use one; an older hardware file tells nothing of such updates."""
-    settings = {"lock_free": True, "page_size": "64KiB", "disk_path": str(tmp_path), "max_staleness": 16}
+    settings = {"lock_free": {"max_staleness": 16}, "page_size": "64KiB", "disk_path": str(tmp_path)}
     path = config(tmp_path, settings)
     free = {"disk_read_bytes_per_s": 1e12, "disk_write_bytes_per_s": 1e12, "cpu_cores": 2}
 
@@ -615,7 +610,9 @@ class Orthogonal(L.LightningModule):
 )
 def test_products_of_updates_take_their_seconds(settings: dict[str, Any], tmp_path: Path) -> None:
     """Of the dtype in which the optimizer multiplies, at the rate of updates or, where none is known, of training."""
-    path = config(tmp_path, settings | {"page_size": "64KiB", "disk_path": str(tmp_path), "max_staleness": 1})
+    path = config(
+        tmp_path, settings | {"page_size": "64KiB", "disk_path": str(tmp_path), "lock_free": {"max_staleness": 1}}
+    )
     document = yaml.safe_load(path.read_text())
     document["model"] = {"class_path": f"{__name__}.Orthogonal"}
     path.write_text(yaml.safe_dump(document))

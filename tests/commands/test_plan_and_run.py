@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from planned_runs import LIMITS, NEAR, make_trainer, planned
+from kit.planned_runs import LIMITS, NEAR, make_trainer, planned
 
 from lightning_ptm.data import TextBytes
 from lightning_ptm.forecasting.prediction import Prediction
@@ -35,7 +35,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "three tiers, masters on the host": THREE | {"offload_optimizer": "host"},
     "three tiers, lock-free": {"device_memory": "3MiB", "lock_free": True},
     "three tiers, accumulated": THREE | {"accumulate_grad_batches": 2},
-    "checkpoints behind training": {"offload_optimizer": "disk", "state_dict_type": "sharded", "async_save": True},
+    "checkpoints behind training": {
+        "offload_optimizer": "disk",
+        "checkpoints": {"state_dict_type": "sharded", "async_save": True},
+    },
 }
 QUICK = (
     "all on disk",
@@ -102,7 +105,7 @@ def warm() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.in_turn) for name in RUNS]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )
 def test_bytes_are_those_of_the_run(tmp_path: Path, name: str) -> None:
     found, measured = planned_and_trained(tmp_path, RUNS[name])

@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {"width": WIDTH, "feed_forward_width": INNER, "layers": 
 CUT = {"expert_parallel_size": 1, "tensor_parallel_size": 2}
 
 
-@pytest.mark.parametrize("units", [["Block", "Expert"], pytest.param(["Block"], marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("units", [["Block", "Expert"], pytest.param(["Block"], marks=pytest.mark.slow)])
 def test_what_experts_add_up_is_what_one_feed_forward_does(tmp_path: Path, units: list[str]) -> None:
     """Each token goes to one of them, so their layer adds up as many rows as a feed-forward in its place."""
     experts, _ = planned(tmp_path, {**CUT, "units": units}, model=SIZES | {"experts": EXPERTS})
@@ -32,7 +32,7 @@ def test_what_experts_add_up_is_what_one_feed_forward_does(tmp_path: Path, units
     assert moved(experts, Link.TENSOR_EXCHANGE) == pytest.approx(moved(dense, Link.TENSOR_EXCHANGE), rel=0.03)
 
 
-@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.in_turn), "all"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "all"])
 def test_tokens_and_activations_travel_as_they_do_where_ranks_divide_one_of_them(
     tmp_path: Path, recompute: str
 ) -> None:
@@ -78,7 +78,7 @@ def test_each_sharing_class_gathers_over_rings_of_its_own(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "settings", [pytest.param({}, marks=pytest.mark.in_turn), {"lock_free": True, "disk_memory": "64MiB"}]
+    "settings", [pytest.param({}, marks=pytest.mark.slow), {"lock_free": True, "disk_memory": "64MiB"}]
 )
 def test_a_machine_whose_ranks_are_slow_to_answer_takes_that_time(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Whether updates go on beside it or not, on cores that compute."""
@@ -114,7 +114,7 @@ def test_the_largest_model_is_of_ranks_that_cut_it(tmp_path: Path) -> None:
         planned(tmp_path, settings, model=SIZES | {"layers": layers + 1}, **dense)
 
 
-@pytest.mark.parametrize("memory", ["48MiB", pytest.param("1MiB", marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("memory", ["48MiB", pytest.param("1MiB", marks=pytest.mark.slow)])
 def test_sizes_that_ranks_cannot_cut_are_stepped_over(tmp_path: Path, memory: str) -> None:
     """Where not even the smallest fits, that one is told of."""
     machine = {"host_memory": memory, "device_memory": "4MiB"}

@@ -56,7 +56,7 @@ def test_a_probe_is_a_hardware_file(tiny: None, tmp_path: Path, capsys: pytest.C
     assert "fits: yes" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("paths", [*(pytest.param(paths, marks=pytest.mark.in_turn) for paths in (0, 1)), 2])
+@pytest.mark.parametrize("paths", [*(pytest.param(paths, marks=pytest.mark.slow) for paths in (0, 1)), 2])
 def test_every_part_is_told_as_it_begins(paths: int, tiny: None, tmp_path: Path) -> None:
     begun: list[str] = []
     folders = [tmp_path / str(number) for number in range(paths)]

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.products import products_of
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from products import products_of
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -63,7 +63,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
             accelerator="cpu",
             devices=1,
             precision="bf16-mixed",
-            strategy=AngelPTMStrategy(page_size="64KiB", state_dict_type=kind),
+            strategy=AngelPTMStrategy(page_size="64KiB", checkpoints={"state_dict_type": kind}),
             max_steps=1,
             logger=False,
             enable_progress_bar=False,

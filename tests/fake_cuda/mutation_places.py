@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("memory", "runtime", "update", "comm")
 ORDERS = {"join", "mark", "order", "record", "record_event", "record_stream", "settle", "synchronize", "wait"}
-ORDERS |= {"wait_event", "wait_stream", "used_here", "follow"}
+ORDERS |= {"wait_event", "wait_stream", "record_use", "follow"}
 DECORATORS = {"on_compute_stream"}
 WHOLE_ROOM = "comm"
 """What ranks agree on is in no word of `ORDERS`: of this room, every call that is a statement, every `raise`, whatever is

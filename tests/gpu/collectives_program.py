@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.memory.backend import backend_here
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "ranks"))
 from test_communicator import OWNED, SIZES, flat_of, shard_of
 
 LIMIT = datetime.timedelta(seconds=60)

@@ -88,11 +88,13 @@ class Experts(nn.Module):
 EXPERTS = {"units": ["Dense", "MixtureOfExperts", "Expert"]}
 CUT = {
     "tensor_parallel_size": 2,
-    "tensor_parallel_plan": {
-        "blocks.*.qkv": ColwiseParallel(parts=3, heads="heads"),
-        "blocks.*.out": RowwiseParallel(),
-        "blocks.*.up": ColwiseParallel(),
-        "blocks.*.down": RowwiseParallel(),
+    "tensor_parallel": {
+        "plan": {
+            "blocks.*.qkv": ColwiseParallel(parts=3, heads="heads"),
+            "blocks.*.out": RowwiseParallel(),
+            "blocks.*.up": ColwiseParallel(),
+            "blocks.*.down": RowwiseParallel(),
+        }
     },
 }
 UNITS: dict[str, dict[str, Any]] = {
@@ -205,7 +207,7 @@ def check(number: int, folder: Path) -> None:
     settings = settings_of(case)
 
     def strategy() -> AngelPTMStrategy:
-        return AngelPTMStrategy(page_size="64KiB", poison=True, disk_path=disk, **settings, **UNITS[model])
+        return AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, disk_path=disk, **settings, **UNITS[model])
 
     with told_cases.in_order():
         whole = train(training, strategy(), None, *([Saves(path)] if SAVES[saves] else []))

@@ -14,7 +14,8 @@ from typing import Any
 import fake_device  # noqa: F401 before torch
 import lightning as L
 import torch
-from torch import Tensor, nn
+from kit.models import Linears
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptm import AngelPTMStrategy
@@ -99,19 +100,13 @@ def capturable(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-2, capturable=True, fused=False, foreach=False)
 
 
-class Net(L.LightningModule):
+class Net(Linears):
     def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
-        super().__init__()
+        super().__init__(160, 6, stem=6, head=3)
         self.make = make
-        self.stem = nn.Linear(6, 160)
-        self.blocks = nn.ModuleList(nn.Linear(160, 160) for _ in range(6))
-        self.head = nn.Linear(160, 3)
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        x = self.stem(batch[0])
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.head(x).square().mean()  # type: ignore[no-any-return]
+        return super().training_step(batch[0], index)  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> Any:
         return self.make(self.parameters())
@@ -124,7 +119,7 @@ HOMES: dict[str, dict[str, Any]] = {
     "disk": {"offload_optimizer": "disk", **SMALL},
     "auto, with room": {"page_size": "64KiB", "device_memory": "64MiB", "host_memory": "64MiB"},
     "auto, without": {"page_size": "64KiB", "device_memory": "1MiB", "host_memory": "64MiB"},
-    "lock-free": {"lock_free": True, "max_staleness": 0, **SMALL},
+    "lock-free": {"lock_free": {"max_staleness": 0}, **SMALL},
 }
 CLASSES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "device": NeedsDevice,
@@ -146,7 +141,7 @@ def became(make: Callable[[Any], torch.optim.Optimizer], settings: dict[str, Any
     trainer = L.Trainer(
         accelerator="cuda",
         devices=1,
-        strategy=AngelPTMStrategy(disk_path=folder, poison=True, **settings),
+        strategy=AngelPTMStrategy(disk_path=folder, debug={"poison": True}, **settings),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

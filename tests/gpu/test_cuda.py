@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kit.models import Block
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -25,22 +26,11 @@ pytestmark = [
 ]
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 class Model(LightningModule):
     def __init__(self, width: int = 128, layers: int = 4) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, 4 * width, F.gelu, norm=True) for _ in range(layers))
         self.head = nn.Linear(width, 256)
         self.losses: list[Tensor] = []
 
@@ -72,7 +62,7 @@ def train(
     trainer = Trainer(
         accelerator="gpu",
         devices=devices,
-        strategy=AngelPTMStrategy(page_size="64KiB", poison=True, **settings),
+        strategy=AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, **settings),
         precision=precision,  # type: ignore[arg-type]
         max_steps=4,
         gradient_clip_val=clip,

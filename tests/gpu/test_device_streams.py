@@ -57,11 +57,11 @@ def test_units_on_streams_of_their_users_compute_the_same(
 ) -> None:
     monkeypatch.setattr(offload, "LEAST_BYTES", 1 << 10)
     settings: dict[str, Any] = {
-        "activations": {"activations": "host"},
+        "activations": {"offload_activations": "host"},
         "host": HOST,
         "disk": {"offload_parameters": "disk", "offload_optimizer": "disk", "disk_path": str(tmp_path), **SMALL},
-        "lock_free": {**HOST, "lock_free": True, "max_staleness": 0},
-        "recompute": {**HOST, "recompute": "all", "activations": "host"},
+        "lock_free": {**HOST, "lock_free": {"max_staleness": 0}},
+        "recompute": {**HOST, "recompute": "all", "offload_activations": "host"},
     }[where]
     losses, weights = train(**settings)
     on_side, after = train(model=OnSideStreams, **settings)
@@ -171,10 +171,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "in RAM": {},
     "clipped": {"clip": 1.0},
     "with little device memory": {"device_memory": "6MiB"},
-    "with activations in RAM": {"activations": "host", "clip": 1.0},
+    "with activations in RAM": {"offload_activations": "host", "clip": 1.0},
     "recomputed": {"recompute": "all", "precision": "32-true"},
     "with a loss scale": {"precision": "16-mixed"},
-    "lock-free": {"lock_free": True, "max_staleness": 2},
+    "lock-free": {"lock_free": {"max_staleness": 2}},
     "with masters on disk": {"offload_optimizer": "disk"},
 }
 

@@ -1,6 +1,6 @@
 """Whole fits on a fake CUDA device: wherever model states live, and whatever else is asked for, the same bits and no race.
 
-Every two choices of `fit_cases.AXES` meet in some case; what a case has to fulfil stands in `fits_program.py`.
+Every two choices of `fit_cases.py` meet in some case; what a case has to fulfil stands in `fits_program.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_few_fits_have_the_same_bits_and_no_race(tmp_path: Path) -> None:
     check(QUICK, "late", tmp_path)
 
 
-@pytest.mark.in_turn
+@pytest.mark.slow
 def test_no_device_is_known_by_its_name(tmp_path: Path) -> None:
     """The same on a device that torch knows nothing of but what its library registers."""
     check(QUICK[:1], "late", tmp_path, **OTHER)

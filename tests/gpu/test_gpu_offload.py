@@ -88,7 +88,7 @@ def train(precision: str = "bf16-mixed", **settings: Any) -> Run:
     trainer = Trainer(
         accelerator="gpu",
         devices=1,
-        strategy=AngelPTMStrategy(page_size="64KiB", poison=True, device_memory="128MiB", **settings),
+        strategy=AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, device_memory="128MiB", **settings),
         precision=precision,  # type: ignore[arg-type]
         max_steps=STEPS,
         logger=False,
@@ -115,13 +115,13 @@ def test_the_numbers_are_those_of_activations_that_are_kept(precision: str, tmp_
     keep = train(precision, **homes)
     assert keep.sent_bytes == 0 and torch.isfinite(keep.losses).all()
     for settings in ({}, {"offload_parameters": "host"}, {"recompute": "every 2nd"}, {"recompute": "all"}):
-        ours = train(precision, activations="host", **homes, **settings)
+        ours = train(precision, offload_activations="host", **homes, **settings)
         assert_same(ours, keep)
         assert ours.sent_bytes > 0
 
 
 def test_the_device_holds_two_units_of_them_and_not_all() -> None:
-    keep, host = train(), train(activations="host")
+    keep, host = train(), train(offload_activations="host")
     assert_same(host, keep)
     # Each block keeps at least its two hidden tensors. Of LAYERS of them, two and what one computes with are there at once.
     assert keep.peak_bytes - host.peak_bytes > (LAYERS - 4) * 2 * HIDDEN_BYTES
@@ -129,7 +129,7 @@ def test_the_device_holds_two_units_of_them_and_not_all() -> None:
 
 
 def test_recomputed_units_keep_their_inputs_in_ram() -> None:
-    keep, host = train(recompute="all"), train(recompute="all", activations="host")
+    keep, host = train(recompute="all"), train(recompute="all", offload_activations="host")
     assert_same(host, keep)
     assert keep.peak_bytes - host.peak_bytes > (LAYERS - 5) * HIDDEN_BYTES // 4
 

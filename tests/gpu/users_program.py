@@ -24,6 +24,7 @@ import lightning as L
 import told_cases
 import torch
 from fit_cases import HOMES, SMALL
+from kit.models import Block
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn import functional
@@ -38,19 +39,10 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "keep": {},
-    "host": {"activations": "host"},
-    "recomputed": {"activations": "host", "recompute": "all"},
-    "lock-free": {"lock_free": True, "max_staleness": 0},
+    "host": {"offload_activations": "host"},
+    "recomputed": {"offload_activations": "host", "recompute": "all"},
+    "lock-free": {"lock_free": {"max_staleness": 0}},
 }
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
 class Plain(L.LightningModule):
@@ -61,7 +53,7 @@ class Plain(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(WIDTH, activation=functional.gelu, norm=True) for _ in range(3))
         self.losses: list[Tensor] = []
         self.notes: list[Tensor] = []
         self._side: torch.cuda.Stream | None = None
@@ -423,7 +415,7 @@ def check(case: str, folder: Path) -> None:
     settings = {**PLACES[home], **ACTIVATIONS[activations[0] if activations else "keep"]}
     if home == "masters in RAM":
         settings = {**SMALL, **settings, "device_memory": "4MiB"}
-    strategy = {"page_size": "64KiB", "poison": True, "disk_path": folder, **settings}
+    strategy = {"page_size": "64KiB", "debug": {"poison": True}, "disk_path": folder, **settings}
     with told_cases.in_order():
         found = train(name, "gpu", lambda: AngelPTMStrategy(**strategy))
         for what, ours, theirs in zip(("losses", "weights", "notes"), found, expected(name), strict=True):

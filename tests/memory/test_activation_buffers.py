@@ -71,7 +71,7 @@ class HandStream:
     def mark(self) -> object:
         return None
 
-    def launch(self, pairs: Sequence[Pair], behind: object = None) -> HandCompletion:
+    def launch(self, pairs: Sequence[Pair], after: object = None) -> HandCompletion:
         # The queue of a stream holds no reference to what it copies; whoever launches has to.
         completion = HandCompletion(pairs)
         self.launched.append(weakref.proxy(completion))
@@ -193,7 +193,7 @@ def test_the_table_of_where_a_storage_may_be() -> None:
                 away.to(after)
                 assert away.where is after
             else:
-                with pytest.raises(InternalError, match=f"is {before.value} and cannot become {after.value}"):
+                with pytest.raises(InternalError, match=f"cannot change from {before.value} to {after.value}"):
                     away.to(after)
                 assert away.where is before
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from devices import on_cuda, on_device
+from kit.devices import on_cuda, on_device
 
 import lightning_ptm.callbacks
 from lightning_ptm.errors import ConfigError
@@ -72,7 +72,9 @@ def test_the_search_reaches_the_files() -> None:
 def test_a_device_names_its_backend() -> None:
     assert backend_of("cpu") == CpuBackend() == backend_of(torch.device("cpu"))
     assert (CpuBackend().name, CpuBackend().apart, CpuBackend().collectives) == ("cpu", False, "gloo")
-    with pytest.raises(ConfigError, match=r"pages cannot live on meta devices, only on cpu.*; choose one of these"):
+    with pytest.raises(
+        ConfigError, match=r"pages cannot be on meta devices: torch computes on cpu.*; choose one of these"
+    ):
         backend_of("meta")
 
 
@@ -99,7 +101,7 @@ def test_torchs_accelerator_is_a_backend_whatever_its_name(monkeypatch: pytest.M
     assert (second.name, second.apart, second.collectives) == ("xpu", True, "xccl")
     assert backend_here() == AcceleratorBackend(torch.device("xpu"))
     assert backend_here(1) == second
-    with pytest.raises(ConfigError, match="pages cannot live on cuda devices, only on cpu and xpu"):
+    with pytest.raises(ConfigError, match="pages cannot be on cuda devices: torch computes on cpu and xpu"):
         backend_of("cuda")
 
 
@@ -115,7 +117,7 @@ def test_a_device_without_streams_is_refused_and_its_machine_computes_on_the_cpu
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend(monkeypatch, "mps", streams=False)  # a new stream is the old one
-    with pytest.raises(ConfigError, match=r"mps devices: torch has no streams there, .*; use accelerator='cpu'"):
+    with pytest.raises(ConfigError, match=r"mps devices: torch has no streams for them, .*; use accelerator='cpu'"):
         backend_of("mps")
     assert backend_here() == CpuBackend()
     monkeypatch.undo()
@@ -159,7 +161,7 @@ def test_work_of_a_cpu_has_ended_when_the_call_returns() -> None:
     ended.synchronize()
     backend.synchronize()
     backend.make_current()
-    backend.used_here(values)
+    backend.record_use(values)
     assert began.done()
     assert ended.done()
     assert 0 <= ended.seconds_since(began) < 60
@@ -178,9 +180,9 @@ def test_a_cpus_memory_is_ram() -> None:
     assert not in_ram(torch.empty(1, device="meta"))
     assert not backend.apart
     assert backend.free_bytes() == 0
-    before = backend.bytes_beside(0)
+    before = backend.bytes_outside_region(0)
     kept = torch.ones(10 << 20, dtype=torch.uint8)
-    assert backend.bytes_beside(5) - before in (0, *range(kept.numel(), kept.numel() + PAGE))  # 0: not glibc
+    assert backend.bytes_outside_region(5) - before in (0, *range(kept.numel(), kept.numel() + PAGE))  # 0: not glibc
     assert backend.random_state() is None
     assert backend.count() == 1
     assert backend.description().endswith("CPU cores")
@@ -311,7 +313,7 @@ def test_streams_follow_and_are_joined(last: Backend) -> None:
         target.copy_(source, non_blocking=True)
         copied = last.mark(timed=True)
     copied.order()
-    last.used_here(target)
+    last.record_use(target)
     result = target + 1
     stream.join()
     last.synchronize()
@@ -323,13 +325,13 @@ def test_streams_follow_and_are_joined(last: Backend) -> None:
 @pytest.mark.gpu
 @on_device
 def test_memory_and_random_numbers_of_a_device(last: Backend) -> None:
-    beside = last.bytes_beside(0)
+    beside = last.bytes_outside_region(0)
     free = last.free_bytes()
     region = last.device_region(64 << 20)
     assert last.holds(region.tensor)
     assert not in_ram(region.tensor)
     assert last.free_bytes() <= free
-    assert 0 <= last.bytes_beside(64 << 20) - beside <= 2 << 20  # and a block, and torch's rounding
+    assert 0 <= last.bytes_outside_region(64 << 20) - beside <= 2 << 20  # and a block, and torch's rounding
     region.close()
     locked = last.host_region(PAGE, pin=True)
     assert locked.pinned

@@ -34,7 +34,7 @@ Running = tuple[Allocator, ScriptedFiles, PagedTensor, PagedTensor]
 def running(make_allocator: MakeAllocator) -> Running:
     """A tensor of three pages in RAM and one on a disk that fails on demand."""
     files = ScriptedFiles()
-    allocator = make_allocator(paths=2, files=files, threads=1, poison=False)
+    allocator = make_allocator(paths=2, files=files, threads=1, debug={"poison": False})
     ram = allocator.allocate("ram", 3 * PAGE // 4, torch.float32, Tier.HOST)
     return allocator, files, ram, allocator.allocate("disk", ram.numel, torch.float32, Tier.DISK)
 

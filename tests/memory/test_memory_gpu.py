@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import HERE, keep_busy, on_device
+from kit.devices import HERE, keep_busy, on_device
 
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.memory.activation_buffers import HostBuffers

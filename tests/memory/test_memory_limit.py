@@ -85,10 +85,11 @@ def test_it_is_put_anew_and_lifted(limits: dict[str, int]) -> None:
     made = MemoryLimit()
     made.lift()
     assert limits["soft"] == resource.RLIM_INFINITY
+    assert made.left_bytes() is None
     made.put(100 * MIB)
-    assert limits["soft"] == 400 * MIB
+    assert limits["soft"] == 400 * MIB and made.left_bytes() == 100 * MIB
     made.put(50 * MIB)
-    assert limits["soft"] == 350 * MIB
+    assert limits["soft"] == 350 * MIB and made.left_bytes() == 50 * MIB
     made.put(-50 * MIB)  # there is less than is mapped already
     assert limits["soft"] == 300 * MIB
     made.lift()
@@ -113,6 +114,21 @@ def test_where_the_system_does_not_tell_there_is_none(limits: dict[str, int], mo
     made = MemoryLimit()
     made.put(100 * MIB)
     assert limits["soft"] == resource.RLIM_INFINITY and not made.refused(MemoryError())
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("could not create a primitive", True),
+        ("could not execute a primitive", True),
+        ("could not create a primitive descriptor for the matmul primitive", False),
+    ],
+)
+def test_what_onednn_says_of_memory(limits: dict[str, int], words: str, refused: bool) -> None:
+    made = MemoryLimit()
+    made.put(100 * MIB)
+    assert made.refused(RuntimeError(words)) is refused
+    made.lift()
 
 
 def test_an_error_that_names_no_bytes() -> None:

@@ -129,7 +129,7 @@ class OneCore(CpuBackend):
 
     cores: frozenset[int]
 
-    def near_cores(self) -> frozenset[int]:
+    def numa_cores(self) -> frozenset[int]:
         return self.cores
 
 
@@ -169,4 +169,4 @@ def test_ram_that_a_device_copies_from_is_committed_beside_it(monkeypatch: pytes
     backend.host_region(4096, pin=True).close()
     assert asked == [HERE] and locked == [one] and here() == before
     del properties.pci_bus_id
-    assert backend.near_cores() is None and asked == [HERE]
+    assert backend.numa_cores() is None and asked == [HERE]

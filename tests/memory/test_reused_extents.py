@@ -69,14 +69,14 @@ def test_what_is_kept_has_its_bytes_and_what_is_read_keeps_them_meanwhile(tmp_pa
     kept, moved, also_kept, dead = homes(old, 2 * NUMEL, NUMEL + 1024, 2048, NUMEL)
     for value, tensor in enumerate((kept, moved, also_kept, dead)):
         write(old, tensor, value)
-    reused_extents = old.leave([kept, also_kept], [moved])
+    reused_extents = old.reusable_extents([kept, also_kept], [moved])
     assert reused_extents is not None
     with allocator(folders, 8, reused_extents) as new:
         assert new.capacity_bytes(Tier.DISK) == 8 * PAGE
-        here, also_here = new.inherited(kept), new.inherited(also_kept)
-        assert new.was_kept(here) and new.was_kept(also_here)
+        here, also_here = new.reused_tensor(kept), new.reused_tensor(also_kept)
+        assert new.is_reused(here) and new.is_reused(also_here)
         (fresh,) = homes(new, 4 * NUMEL)
-        assert not new.was_kept(fresh)
+        assert not new.is_reused(fresh)
         write(new, fresh, 9.0)
         assert (read(old, moved) == 1).all(), "nobody has written there"
         old.close()
@@ -113,7 +113,7 @@ def test_space_of_what_has_moved_comes_back_and_all_of_it_at_the_end(tmp_path: P
         file_ops=files,
     )
     kept, moved = homes(old, NUMEL, 5 * NUMEL)
-    reused_extents = old.leave([kept], [moved])
+    reused_extents = old.reusable_extents([kept], [moved])
     new = Allocator(
         page_size=PAGE,
         backend=CpuBackend(),
@@ -137,7 +137,7 @@ def test_a_disk_without_room_for_what_is_new_leaves_the_old_pages_as_they_were(t
         write(old, kept, 3.0)
         files.fallocate_errno = 28
         with pytest.raises(PageIOError, match="No space left"):
-            allocator([tmp_path], 6, old.leave([kept], []), files)
+            allocator([tmp_path], 6, old.reusable_extents([kept], []), files)
         assert (read(old, kept) == 3).all()
     assert sorted(files.opened) == sorted(set(files.opened)) and len(files.closed) == 2
 

@@ -58,7 +58,7 @@ class HandStream:
     def mark(self) -> object:
         return None
 
-    def launch(self, pairs: Sequence[Pair], behind: object = None) -> HandCompletion:
+    def launch(self, pairs: Sequence[Pair], after: object = None) -> HandCompletion:
         self.launched.append(HandCompletion(pairs))
         return self.launched[-1]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Trainer
+from kit.fits import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,16 +28,6 @@ def build(kind: type[T5] = T5, **changes: object) -> T5:
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(1, 32, (4, 9), generator=generator), torch.randint(1, 32, (4, 6), generator=generator)
-
-
-def quiet_trainer(root: Path, **settings: object) -> Trainer:
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    return Trainer(accelerator="cpu", devices=1, default_root_dir=root, **(quiet | settings))  # type: ignore[arg-type]
 
 
 def test_a_target_sees_all_input_and_no_later_target() -> None:
@@ -148,7 +138,7 @@ def test_the_training_loss_has_the_balance_of_each_layer_and_evaluation_has_not(
     assert len(routings) == 2
     with pytest.warns(UserWarning, match="not registered"):
         total = model.training_step(batch(), 0)
-    trainer = quiet_trainer(tmp_path, max_steps=1)
+    trainer = quiet_trainer(default_root_dir=tmp_path, max_steps=1)
     trainer.fit(model, loader)
     logged = trainer.callback_metrics
     assert logged["train_loss"].item() == pytest.approx(loss.item())
@@ -164,7 +154,7 @@ def test_the_training_loss_has_the_balance_of_each_layer_and_evaluation_has_not(
 @pytest.mark.parametrize("meta", [False, True])
 def test_a_checkpoint_loads_without_a_trainer(tmp_path: Path, kind: type[T5], meta: bool) -> None:
     trained = kind(**SMALL)  # type: ignore[arg-type]
-    trainer = quiet_trainer(tmp_path, max_steps=2)
+    trainer = quiet_trainer(default_root_dir=tmp_path, max_steps=2)
     trainer.fit(trained, DataLoader(TensorDataset(*batch()), batch_size=2))
     trainer.save_checkpoint(tmp_path / "t5.ckpt")
     loaded = kind.load_from_checkpoint(tmp_path / "t5.ckpt", meta=meta)
@@ -191,7 +181,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 
 def test_only_matrices_decay(tmp_path: Path) -> None:
     model = T5(**SMALL, weight_decay=0.3)  # type: ignore[arg-type]
-    trainer = quiet_trainer(tmp_path, max_steps=1)
+    trainer = quiet_trainer(default_root_dir=tmp_path, max_steps=1)
     trainer.fit(model, DataLoader(TensorDataset(*batch()), batch_size=2))
     decayed, plain = trainer.optimizers[0].param_groups
     assert {parameter.ndim for parameter in decayed["params"]} == {2}

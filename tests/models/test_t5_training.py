@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -66,19 +67,7 @@ def train(
     )
     watch = Watch()
     torch.manual_seed(0)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        precision=precision,
-        max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=root,
-        callbacks=[watch],
-    )
+    trainer = quiet_trainer(strategy, precision=precision, max_steps=STEPS, default_root_dir=root, callbacks=[watch])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(model, DataLoader(data, batch_size=2))
@@ -118,8 +107,9 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "t5-blocks-lock_free", "t5-recomputed-all_on_disk", "t5_moe-blocks-ram", "t5_moe_top2-experts-lock_free"
+)
 @pytest.mark.parametrize("where", ["ram", "all_on_disk", "lock_free"])
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_same_bits_as_on_a_single_device(strategy_at, tmp_path, single_device, where, name, settings) -> None:

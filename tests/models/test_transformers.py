@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -267,17 +268,7 @@ def train(module: Wrapped, strategy: Any) -> Wrapped:
     generator = torch.Generator().manual_seed(1)
     batches = [MODELS[module.name].batch(generator) for _ in range(STEPS)]
     loader: Any = DataLoader(batches, batch_size=1, collate_fn=_only, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        precision="32-true",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(strategy, precision="32-true", max_epochs=1)
     trainer.fit(module, loader)
     return module
 
@@ -300,7 +291,7 @@ def assert_same(ours: Wrapped, theirs: Wrapped) -> None:
     assert not differing, f"values differ: {differing}"
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(
     ("where", "settings"),
     [
@@ -325,7 +316,7 @@ def test_a_model_trains_unchanged(strategy_at, name, where, settings) -> None:
     assert_same(ours, on_a_single_device(name, False if "recompute" in settings else None))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 @pytest.mark.parametrize(
     ("where", "settings"), [("all_on_disk", {}), ("three_tiers", {**NEAR_FULL, "recompute": "all"})]
@@ -338,8 +329,9 @@ def test_the_models_own_activation_checkpointing(strategy_at, name, where, setti
     assert_same(ours, on_a_single_device(name, reentrant))
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless(
+    "gpt2-three_tiers", "gpt2_of_odd_widths-ram", "llama", "opt-three_tiers", "bert", "t5-three_tiers", "mixtral"
+)
 @pytest.mark.parametrize("where", ["ram", "three_tiers"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_model_built_on_the_meta_device(strategy_at, name, where) -> None:

@@ -86,7 +86,7 @@ def test_a_group_meets_when_it_is_complete() -> None:
 
 @pytest.mark.parametrize("other", [Boundary(3).row(), Meeting(1, 8).row(), Meeting(2, 7).row()])
 def test_a_rank_that_nobody_can_meet_any_more_is_an_error_of_all(other: Row) -> None:
-    with pytest.raises(RankError, match=r"rank 2 waits with exchange 7 .* ranks 2, 3, and rank 3 (is at|has none)"):
+    with pytest.raises(RankError, match=r"rank 2 waits in exchange 7 .* ranks 2, 3, and rank 3 (is at|has no further)"):
         choose([Boundary(3).row(), Boundary(3).row(), Meeting(1, 7).row(), other], TWO_GROUPS)
 
 

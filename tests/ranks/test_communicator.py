@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import End, run_ranks, watch_ranks
+from kit.ranks.harness import End, run_ranks, watch_ranks
 from torch import Tensor
 
 from lightning_ptm.comm import Communicator, ProcessGroupCommunicator, SoloCommunicator, Work
@@ -166,10 +166,10 @@ def small_talk() -> None:
     assert communicator.broadcast_object({"from": rank}, source=world_size - 1) == {"from": world_size - 1}
 
     big = 1 << 60  # rows are exact integers, not floating-point numbers
-    assert communicator._direct.rounds is not None
+    assert communicator._intra_node.rounds is not None
     for _ in ("ranks of one machine", "of several"):
         assert communicator.exchange((rank, big + rank, 1)) == [(other, big + other, 1) for other in range(world_size)]
-        communicator._direct.rounds = None
+        communicator._intra_node.rounds = None
 
     # The paper's Page.send and Page.receive: round the ring.
     page = values(PAGE // 4, torch.float32, rank)
@@ -191,7 +191,7 @@ def parts_of_four() -> None:
     """Ranks 0 and 2 share some flats, ranks 1 and 3 others; neighbours exchange rows."""
     whole = connect()
     rank = whole.rank
-    holders, group = whole.part([(0, 2), (1, 3)]), whole.part([(0, 1), (2, 3)])
+    holders, group = whole.subgroup([(0, 2), (1, 3)]), whole.subgroup([(0, 1), (2, 3)])
     assert (holders.rank, holders.world_size) == (rank // 2, 2)
     assert (group.rank, group.world_size) == (rank % 2, 2)
 
@@ -218,7 +218,7 @@ def parts_of_four() -> None:
             assert torch.equal(came, torch.cat(expected)), (dtype, sent)
 
     assert holders.broadcast_object(rank, source=1) == rank % 2 + 2
-    behind = whole.behind([(0, 1), (2, 3)])
+    behind = whole.background_group([(0, 1), (2, 3)])
     assert behind is not None and (behind.rank, behind.world_size) == (rank % 2, 2)
     came, arriving = behind.start_all_to_all(torch.full((2,), rank), [1, 1], [1, 1])
     arriving.wait()
@@ -315,35 +315,35 @@ def errors_of_ours() -> None:
     communicator = connect()
     for error in (RankError("rank 1 will not come"), UsageError("not now")):
         with pytest.raises(type(error), match=f"^{error}$"):
-            communicator._lines.issue(lambda: refuse(error))  # noqa: B023
+            communicator._groups.issue(lambda: refuse(error))  # noqa: B023
     with pytest.raises(RankError, match=r"a collective of rank \d failed \(no route\)"):
-        communicator._lines.issue(lambda: refuse(RuntimeError("no route")))
+        communicator._groups.issue(lambda: refuse(RuntimeError("no route")))
     communicator.close()
 
 
 def late_words() -> None:
     """Of a rank that has left: nobody meets it, and it has not failed."""
     communicator = connect()
-    lines = communicator._lines
+    lines = communicator._groups
     assert communicator.meet("in time", 30.0)
     communicator.close()
     assert not communicator.meet("too late", 0.1)
     communicator.fail("ValueError: too late")
-    assert not lines._board.check([lines._failure_key])
-    dist.barrier()  # the board is gone with the rank that keeps it
+    assert not lines._store.check([lines._failure_key])
+    dist.barrier()  # the store is gone with the rank that hosts it
 
 
 def wait_in_vain() -> int:
     """How often a rank looks whether others have come that do not."""
     communicator = connect()
-    looks, lines = [], communicator._lines
+    looks, lines = [], communicator._groups
     if communicator.rank == 0:
-        board: Any = lines._board
-        lines._board = SimpleNamespace(
-            set=board.set,
-            get=board.get,
-            compare_set=board.compare_set,
-            check=lambda keys: looks.append(0) or board.check(keys),
+        store: Any = lines._store
+        lines._store = SimpleNamespace(
+            set=store.set,
+            get=store.get,
+            compare_set=store.compare_set,
+            check=lambda keys: looks.append(0) or store.check(keys),
         )
         assert not communicator.meet("alone", 0.3)
     dist.barrier()
@@ -358,8 +358,8 @@ def test_who_waits_for_others_sleeps_between_two_looks() -> None:
 def differ() -> str:
     """Ranks of one machine come to different exchanges of values in RAM."""
     communicator = connect()
-    part = communicator.part([(0, 1)], exchanging=True)
-    assert part._direct.exchanges is not None
+    part = communicator.subgroup([(0, 1)], exchanging=True)
+    assert part._intra_node.exchanges is not None
     part.deadlock_detector.ask(lambda: (0, ["a", f"b{part.rank}"]))
 
     def exchange() -> None:

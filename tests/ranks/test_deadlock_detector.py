@@ -52,7 +52,7 @@ def two_ranks(board: Board) -> tuple[DeadlockDetector, DeadlockDetector]:
 def test_a_rank_that_waits_for_this_one_elsewhere_is_found_and_what_it_did(board: Board) -> None:
     ours, theirs = two_ranks(board)
     theirs.in_round(Collective(board, misses=2))
-    with pytest.raises(RankError, match=r"rank 0 waits .* rank 1 does not come.*: rank 0 has come to b .* to c;"):
+    with pytest.raises(RankError, match=r"rank 0 waits for rank 1 .* elsewhere: rank 0 has come to b .* to c;"):
         ours.in_exchange(Collective(board, misses=9), (0, 1))
 
 
@@ -86,14 +86,12 @@ def test_what_a_collective_fails_with_is_raised(board: Board) -> None:
 
 def test_a_reason_is_explained_by_the_first_difference_of_a_group() -> None:
     told = {0: (0, ["a", "b"]), 1: (0, ["a", "b"]), 2: (1, ["c"]), 3: (1, ["c", "d"])}
-    assert explained("stuck", told).startswith(
-        "stuck: rank 2 has come to no exchange where rank 3 has come to d; layers"
-    )
+    assert explained("stuck", told).startswith("stuck: rank 2 has come to no exchange where rank 3 has come to d; call")
     assert explained("stuck", dict(list(told.items())[:3])) == "stuck"
 
 
 def test_different_batches_are_told_in_the_place_of_a_reason() -> None:
     ours, theirs = OF_A_BATCH + "3: 17", OF_A_BATCH + "3: 18"
     text = explained("stuck", {0: (0, ["a", ours, "b"]), 1: (0, ["a", theirs, "b"])})
-    assert "stuck" not in text and f"rank 0 has come to {ours} where rank 1 has come to {theirs}; ranks of" in text
+    assert "stuck" not in text and f"rank 0 has come to {ours} where rank 1 has come to {theirs}; give all" in text
     assert explained("stuck", {0: (0, ["a", ours]), 1: (0, ["a"])}).startswith("stuck: ")

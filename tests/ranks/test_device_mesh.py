@@ -10,8 +10,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from tensor_blocks import Blocks, loader, module_of, trainer_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import Blocks, loader, module_of, trainer_of
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import RankError, UsageError

@@ -8,8 +8,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_tensor_models import Run, batches, build
+from kit.fits import quiet_trainer
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_models import Run, batches, build
 from test_expert_parallel_checkpoints import assert_same_states, read
 from test_tensor_checkpoints import KINDS, SaveIn, tensors_in
 from torch import Tensor
@@ -29,16 +30,16 @@ def path_of(folder: Path, kind: str, layout: str, when: str) -> Path:
 def fit(how: Run, kind: str, seed: int, folder: Path, saves: L.Callback | None, loaded: Path | None) -> Any:
     torch.manual_seed(seed)
     module = build(how.model, how.sizes)
-    settings = {"units": ["Block", "Expert"], "page_size": "64KiB", "poison": True, "disk_path": str(folder / "disk")}
-    trainer = L.Trainer(
-        accelerator="cpu",
+    settings = {
+        "units": ["Block", "Expert"],
+        "page_size": "64KiB",
+        "debug": {"poison": True},
+        "disk_path": str(folder / "disk"),
+    }
+    trainer = quiet_trainer(
+        AngelPTMStrategy(tensor_parallel_size=how.tensor, **settings, **KINDS[kind], **how.settings),
         devices=how.ranks,
-        strategy=AngelPTMStrategy(tensor_parallel_size=how.tensor, **settings, **KINDS[kind], **how.settings),
         precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         callbacks=[] if saves is None else [saves],
         max_epochs=2,

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_harness import run_ranks
-from rank_tensor_models import Run, assert_same_learning, train
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_models import Run, assert_same_learning, train
 
 EXPERTS: dict[str, Any] = {"expert_parallel_size": 2}
 NESTED = {**EXPERTS, "units": ["Block", "Expert"]}

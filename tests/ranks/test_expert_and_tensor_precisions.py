@@ -11,8 +11,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_tensor_models import MODELS, PreciseT5MoE, Run, assert_same_learning, train
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_models import MODELS, PreciseT5MoE, Run, assert_same_learning, train
 from test_tensor_precisions import Outcome, Unbounded, moved
 from torch import Tensor
 
@@ -127,7 +127,7 @@ def test_an_overflow_in_one_ranks_part_skips_the_step_on_all(kind: str, culprit:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_experts_that_a_plan_leaves_whole_learn_what_one_rank_learns(ranks: int, disk: Path) -> None:
     """On four ranks each has half of them, and cuts none."""
-    settings = {"tensor_parallel_plan": PLAN, **(BOTH if ranks == 4 else {})}
+    settings = {"tensor_parallel": {"plan": PLAN}, **(BOTH if ranks == 4 else {})}
     how = Run("t5_moe", ranks, 2, "masters_on_disk", settings=settings)
     (whole,) = run_ranks(train, 1, how.on_one_by_batches(), disk)
     assert_same_learning(run_ranks(train, ranks, how, disk, limit_s=240), whole)

@@ -1,7 +1,7 @@
 """Experts that ranks divide among them: the numbers of plain data parallelism, wherever the experts are.
 
-Against the plain loop of rank_training.py, which knows one process only. In float64, where what differs (a matrix product
-over the tokens of several ranks instead of a sum of products) is far below what any mistake would show.
+Against the plain loop of kit/ranks/training.py, which knows one process only. In float64, where what differs (a matrix
+product over the tokens of several ranks instead of a sum of products) is far below what any mistake would show.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_models import WIDTH, MomentumTower
-from rank_training import (
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import WIDTH, MomentumTower
+from kit.ranks.training import (
     BATCH,
     TIMEOUT_S,
-    Outcome,
     Training,
     fit_in_all_tiers,
     loader,
@@ -61,12 +61,12 @@ EXPERTS = {"units": ["MixtureOfExperts", "Expert"]}
     [
         (2, 2, {}, ["three_tiers"]),
         pytest.param(2, 2, {}, ["ram", "all_on_disk"], marks=pytest.mark.slow),
-        pytest.param(2, 2, {"recompute": "all"}, ["masters_on_disk"], marks=pytest.mark.in_turn),
+        pytest.param(2, 2, {"recompute": "all"}, ["masters_on_disk"], marks=pytest.mark.slow),
         pytest.param(2, 2, {"recompute": "all"}, ["lock_free"], marks=pytest.mark.slow),
         # 4, 3 and 3 of the ten experts.
-        pytest.param(3, 3, {"units": "auto"}, ["ram"], marks=pytest.mark.in_turn),
+        pytest.param(3, 3, {"units": "auto"}, ["ram"], marks=pytest.mark.slow),
         pytest.param(3, 3, {"units": "auto"}, ["three_tiers"], marks=pytest.mark.slow),
-        pytest.param(4, 2, {"recompute": "every 2nd"}, ["lock_free"], marks=pytest.mark.in_turn),
+        pytest.param(4, 2, {"recompute": "every 2nd"}, ["lock_free"], marks=pytest.mark.slow),
         pytest.param(4, 2, {"recompute": "every 2nd"}, ["all_on_disk"], marks=pytest.mark.slow),
     ],
 )
@@ -92,14 +92,14 @@ ACCUMULATING = Training(MomentumMoE, "64-true", accumulate=2)
     [
         (2, Training(MomentumMoE, "64-true", batches=3), {}),  # updated behind the backward pass
         pytest.param(4, Training(MomentumMoE, "64-true", batches=3), {}, marks=pytest.mark.slow),
-        pytest.param(2, ACCUMULATING, {}, marks=pytest.mark.in_turn),
+        pytest.param(2, ACCUMULATING, {}, marks=pytest.mark.slow),
         pytest.param(
             2,
             dataclasses.replace(ACCUMULATING, reduce_once=True),
-            {"reduce_gradients": "each_step"},
-            marks=pytest.mark.in_turn,
+            {"tuning": {"reduce_gradients": "each_step"}},
+            marks=pytest.mark.slow,
         ),
-        (4, dataclasses.replace(ACCUMULATING, reduce_once=True), {"reduce_gradients": "each_step"}),
+        (4, dataclasses.replace(ACCUMULATING, reduce_once=True), {"tuning": {"reduce_gradients": "each_step"}}),
     ],
     ids=["in_backward", "in_backward_two_groups", "accumulated", "each_step", "each_step_two_groups"],
 )
@@ -322,7 +322,7 @@ def test_weights_of_other_ranks_experts_are_not_used_by_accident(disk: Path) -> 
 def stale(training: Training, folder: Path) -> tuple[Outcome, bool]:
     torch.manual_seed(0)
     module = training.build()
-    settings = {**EXPERTS, "expert_parallel_size": 2, "max_staleness": 2}
+    settings = {**EXPERTS, "expert_parallel_size": 2, "lock_free": {"max_staleness": 2}}
     strategy = make_strategy(folder, "lock_free", **settings)
     balanced: list[bool] = []
 

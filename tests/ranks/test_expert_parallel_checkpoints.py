@@ -11,8 +11,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_training import Outcome, Training, loader, make_strategy, make_trainer, outcome_of, tokens
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, outcome_of, tokens
 from test_rank_experts import MoETower, idle_experts
 from torch import Tensor
 
@@ -52,8 +53,13 @@ def run(
     begins = loaded is None and weights is None
     torch.manual_seed(0 if begins else 1)
     module = MoETower()
-    settings = {"units": ["Expert"], "expert_parallel_size": size, "state_dict_type": kind, "weights": weights}
-    strategy = make_strategy(disk, tier, async_save=kind == "sharded", **settings)
+    settings = {
+        "units": ["Expert"],
+        "expert_parallel_size": size,
+        "checkpoints": {"state_dict_type": kind},
+        "weights": weights,
+    }
+    strategy = make_strategy(disk, tier, checkpoints={"async_save": kind == "sharded"}, **settings)
     callback = SaveTo(saved, SAVED_AFTER if begins else 0)
     trainer = make_trainer(TRAINING, strategy, world_size, callbacks=[callback])
     trainer.fit(module, loader(tokens(TRAINING, world_size), world_size), ckpt_path=loaded)
@@ -108,10 +114,10 @@ def test_names_and_states_are_those_of_the_whole_model(first: dict[str, Path]) -
 @pytest.mark.parametrize(
     ("world_size", "size", "tier", "kind"),
     [
-        pytest.param(1, 1, "ram", "sharded", marks=pytest.mark.in_turn),
+        pytest.param(1, 1, "ram", "sharded", marks=pytest.mark.slow),
         pytest.param(2, 1, "ram", "full", marks=pytest.mark.slow),
-        pytest.param(2, 2, "all_on_disk", "full", marks=pytest.mark.in_turn),
-        pytest.param(3, 3, "lock_free", "full", marks=pytest.mark.in_turn),
+        pytest.param(2, 2, "all_on_disk", "full", marks=pytest.mark.slow),
+        pytest.param(3, 3, "lock_free", "full", marks=pytest.mark.slow),
         (4, 2, "masters_on_disk", "sharded"),
         pytest.param(4, 4, "all_on_disk", "full", marks=pytest.mark.slow),
     ],

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_models import WIDTH
-from rank_training import Outcome, Training, fit, loader, make_strategy, make_trainer, plain, tokens
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import WIDTH
+from kit.ranks.training import Training, fit, loader, make_strategy, make_trainer, plain, tokens
 from test_rank_experts import MoETower
 from torch import Tensor, nn
 from torch.utils.data import DataLoader

@@ -6,7 +6,7 @@ import datetime
 
 import pytest
 import torch.distributed as dist
-from rank_harness import run_ranks
+from kit.ranks.harness import run_ranks
 
 from lightning_ptm.comm import Communicators, ProcessGroupCommunicator, SoloCommunicator
 from lightning_ptm.memory.backend import CpuBackend
@@ -18,7 +18,7 @@ DATA, EXPERT = Axis.DATA, Axis.EXPERT
 def test_one_rank_is_alone_along_all_axes() -> None:
     solo = SoloCommunicator()
     made = Communicators(Mesh({DATA: 1, EXPERT: 1}), solo, [(DATA,), (EXPERT,)])
-    assert made.everybody is made.along((DATA, EXPERT)) is made.along((DATA,)) is made.along((EXPERT,)) is solo
+    assert made.world is made.along((DATA, EXPERT)) is made.along((DATA,)) is made.along((EXPERT,)) is solo
 
 
 def among_whom(data: int, expert: int) -> dict[str, list[int]]:
@@ -27,7 +27,7 @@ def among_whom(data: int, expert: int) -> dict[str, list[int]]:
     everybody = ProcessGroupCommunicator(CpuBackend(), datetime.timedelta(seconds=60))
     made = Communicators(Mesh({DATA: data, EXPERT: expert}), everybody, [(EXPERT,), (DATA,)])
     groups_made = len(everybody.group_names)
-    assert made.along((EXPERT, DATA)) is made.everybody is everybody
+    assert made.along((EXPERT, DATA)) is made.world is everybody
     found = {}
     for axes in ((DATA,), (EXPERT,)):
         along = made.along(axes)

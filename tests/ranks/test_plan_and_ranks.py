@@ -15,8 +15,8 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from planned_runs import LIMITS, NEAR, make_trainer, planned
-from rank_harness import run_ranks
+from kit.planned_runs import LIMITS, NEAR, make_trainer, planned
+from kit.ranks.harness import run_ranks
 from torch import Tensor
 
 from lightning_ptm.data import SpanCorruption
@@ -55,7 +55,7 @@ RUNS: dict[int, dict[str, Run]] = {
         "in RAM, clipped": Run(DIVIDED, CLIPPED),
         "lock-free": Run(DIVIDED | {"lock_free": True}, {}),
         "three tiers, recomputed": Run(DIVIDED | THREE | {"recompute": "all"}, {}),
-        "reduced once": Run(DIVIDED | {"reduce_gradients": "each_step"}, {"accumulate_grad_batches": 2}),
+        "reduced once": Run(DIVIDED | {"tuning": {"reduce_gradients": "each_step"}}, {"accumulate_grad_batches": 2}),
         "undivided, clipped": Run({}, CLIPPED),
     },
     4: {"three tiers": Run(DIVIDED | THREE, {})},
@@ -112,7 +112,7 @@ def train(folder: str, data: Mapping[str, Any], runs: Sequence[Run]) -> list[Mea
 
 
 def case(ranks: int, name: str) -> object:
-    marks = () if name in QUICK else pytest.mark.in_turn
+    marks = () if name in QUICK else pytest.mark.slow
     return pytest.param(ranks, name, marks=marks, id=f"{name} on {ranks}")
 
 

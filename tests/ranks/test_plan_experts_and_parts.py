@@ -17,8 +17,8 @@ import pytest
 import test_plan_and_ranks as of_experts
 import test_tensor_parallel_plan as of_parts
 import torch
-from planned_runs import LIMITS, NEAR, forecast_of, make_trainer
-from rank_harness import run_ranks
+from kit.planned_runs import LIMITS, NEAR, forecast_of, make_trainer
+from kit.ranks.harness import run_ranks
 
 from lightning_ptm.data import SpanCorruption
 from lightning_ptm.models import T5MoE

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import PlainRanks, Training, loader, make_strategy, make_trainer, outcome_of, tokens
 from lightning.pytorch.loggers import CSVLogger
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import Outcome, PlainRanks, Training, loader, make_strategy, make_trainer, outcome_of, tokens
 
 from lightning_ptm.callbacks import (
     GradNormMonitor,
@@ -123,7 +124,7 @@ def all_loops_watched(folder: Path, root: Path) -> list[str]:
         HyperParameters(),
     ]
     training = Training(InAllLoops, accumulate=2)
-    strategy = make_strategy(folder, "three_tiers", lock_free=True, max_staleness=1)
+    strategy = make_strategy(folder, "three_tiers", lock_free={"max_staleness": 1})
     logger = CSVLogger(mine, name="", version="logs")
     trainer = make_trainer(training, strategy, 2, callbacks=callbacks, logger=logger, log_every_n_steps=1)
     rows = loader(tokens(training, 2), 2)

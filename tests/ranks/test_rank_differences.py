@@ -15,8 +15,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import End, run_ranks, watch_ranks
-from rank_models import (
+from kit.outcomes import Outcome
+from kit.ranks.harness import End, run_ranks, watch_ranks
+from kit.ranks.models import (
     BonusOnOneRank,
     ByHand,
     MomentumTower,
@@ -29,9 +30,8 @@ from rank_models import (
     Tower,
     UsesOneBlockEach,
 )
-from rank_training import (
+from kit.ranks.training import (
     TIERS_TOGETHER,
-    Outcome,
     Training,
     fit,
     fit_in_all_tiers,
@@ -50,7 +50,7 @@ from lightning_ptm.terms import Mode, Phase
 
 
 def in_its_turn(build: Any) -> Any:
-    return pytest.param(build, marks=pytest.mark.in_turn)
+    return pytest.param(build, marks=pytest.mark.slow)
 
 
 DIFFERENT = [
@@ -75,7 +75,7 @@ def assert_plain(training: Training, settings: dict[str, Any], tiers: Sequence[s
             ours.assert_equal(expected[rank])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @TIERS_TOGETHER
 @pytest.mark.parametrize("build", DIFFERENT)
@@ -83,7 +83,7 @@ def test_two_ranks(build: Any, tiers: list[str], precision: str, disk: Path) -> 
     assert_plain(Training(build, precision, batches=5), {}, tiers, disk)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("tier", ["ram", "three_tiers"])
 @pytest.mark.parametrize("build", SOME)
 def test_two_ranks_recomputed(build: Any, tier: str, disk: Path) -> None:
@@ -110,7 +110,7 @@ class MomentumNothing(NothingOnOneRank, MomentumTower):
     pass
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("reduced", ["each_backward", "each_step"])
 @pytest.mark.parametrize(
     "build", [in_its_turn(MomentumSkips), MomentumEach, in_its_turn(MomentumReversed), MomentumBonus]
@@ -119,7 +119,7 @@ def test_two_ranks_with_accumulation(build: Any, reduced: str, disk: Path) -> No
     """Gradients are reduced after each micro-batch, or once a step."""
     training = Training(build, batches=6, accumulate=2, reduce_once=reduced == "each_step")
     theirs = plain(training, 2)
-    settings, tiers = {"reduce_gradients": reduced}, ["ram", "all_on_disk"]
+    settings, tiers = {"tuning": {"reduce_gradients": reduced}}, ["ram", "all_on_disk"]
     per_rank = run_ranks(fit_in_all_tiers, 2, training, 2, disk, settings, tiers)
     for rank, outcomes in enumerate(per_rank):
         for ours in outcomes.values():
@@ -185,7 +185,7 @@ class StepsInside(ByHand):
 
 def refused(training: Training, folder: Path) -> str:
     with pytest.raises(UsageError) as caught:
-        fit(training, 2, folder, "masters_on_disk", reduce_gradients="each_step")
+        fit(training, 2, folder, "masters_on_disk", tuning={"reduce_gradients": "each_step"})
     return str(caught.value)
 
 

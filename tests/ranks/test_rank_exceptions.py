@@ -12,10 +12,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
 from test_rank_resume import assert_same_states
 from torch import Tensor
 
@@ -98,7 +98,11 @@ def saver(name: str, root: Path) -> Checkpoint:
 def fail(build: Any, kind: str, callback: str, folder: Path, root: Path, *others: L.Callback) -> tuple[str, str, float]:
     strategies._MEET_S = 1.0  # of this rank's process
     training = Training(build, "bf16-mixed")
-    settings = {"state_dict_type": kind} if kind != "behind" else {"state_dict_type": "sharded", "async_save": True}
+    settings = (
+        {"checkpoints": {"state_dict_type": kind}}
+        if kind != "behind"
+        else {"checkpoints": {"state_dict_type": "sharded", "async_save": True}}
+    )
     strategy = make_strategy(folder, "masters_on_disk", **settings)
     callbacks = [*others, saver(callback, root)]
     trainer = make_trainer(training, strategy, 2, enable_checkpointing=True, callbacks=callbacks)
@@ -113,7 +117,11 @@ def fail(build: Any, kind: str, callback: str, folder: Path, root: Path, *others
     return text, told, time.monotonic() - started
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless(
+    "Forward-full-ModelCheckpoint-ranks were not all cut short",
+    "BetweenSteps-sharded-OnExceptionCheckpoint-ranks were not all cut short",
+    "AllInBackward-full-OnExceptionCheckpoint-some units had been updated",
+)
 @pytest.mark.parametrize(
     ("build", "kind", "callback", "why"),
     [

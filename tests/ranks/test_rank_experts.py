@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_models import WIDTH, Tower
-from rank_training import Training, fit_in_all_tiers, plain
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import WIDTH, Tower
+from kit.ranks.training import Training, fit_in_all_tiers, plain
 from torch import Tensor, nn
 
 from lightning_ptm.models.moe import Expert, MixtureOfExperts
@@ -64,7 +64,7 @@ def test_ranks_use_different_experts_and_some_use_none() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param({}, marks=pytest.mark.in_turn), {"units": ["MixtureOfExperts", "Expert"], "recompute": "all"}],
+    [pytest.param({}, marks=pytest.mark.slow), {"units": ["MixtureOfExperts", "Expert"], "recompute": "all"}],
     ids=["layers", "experts_recomputed"],
 )
 def test_two_ranks(settings: dict[str, Any], disk: Path) -> None:

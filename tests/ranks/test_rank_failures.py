@@ -17,9 +17,9 @@ from typing import Any
 
 import lightning as L
 import pytest
-from rank_harness import End, watch_ranks
-from rank_models import Tower
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from kit.ranks.harness import End, watch_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 from torch import Tensor
 
 from lightning_ptm import AngelPTMStrategy
@@ -126,13 +126,13 @@ class Clock(L.Callback):
             self.started_s = time.monotonic()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("tier", ["ram", "all_on_disk"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("build", "culprit", "error"),
     [
-        pytest.param(RaisesInForward, 1, "ValueError: this rank has had enough", marks=pytest.mark.in_turn),
+        pytest.param(RaisesInForward, 1, "ValueError: this rank has had enough", marks=pytest.mark.slow),
         (RaisesInBackward, 1, "ValueError: this rank has had enough"),
         (RankZeroRaises, 0, "ValueError: this rank has had enough"),
         (RaisesInValidation, 1, "ValueError: this rank has had enough"),
@@ -157,12 +157,12 @@ def test_a_rank_raises(build: Any, culprit: int, error: str, world_size: int, ti
             assert "stops" in text
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(
     ("build", "code"),
     [
-        pytest.param(DiesInForward, -9, marks=pytest.mark.in_turn),
-        pytest.param(DiesInBackward, -9, marks=pytest.mark.in_turn),
+        pytest.param(DiesInForward, -9, marks=pytest.mark.slow),
+        pytest.param(DiesInBackward, -9, marks=pytest.mark.slow),
         (RankZeroDies, -9),
         (ExitsInBackward, 5),
     ],
@@ -199,7 +199,7 @@ class Hangs(Tower):
 
 def hang(pipe: str) -> str:
     training = Training(Hangs)
-    strategy = AngelPTMStrategy(page_size="64KiB", poison=True, timeout=timedelta(seconds=5))
+    strategy = AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, timeout=timedelta(seconds=5))
     module = training.build()
     module.pipe = pipe  # type: ignore[attr-defined]
     try:
@@ -228,7 +228,7 @@ def fits_again_alone() -> str:
     for run in range(2):
         if run and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        strategy = AngelPTMStrategy(page_size="64KiB", poison=True)
+        strategy = AngelPTMStrategy(page_size="64KiB", debug={"poison": True})
         try:
             make_trainer(training, strategy, 2).fit(training.build(), loader(tokens(training, 2), 2))
         except Exception as error:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import Outcome, Training, fit, loader, make_trainer, outcome_of, tokens
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, fit, loader, make_trainer, outcome_of, tokens
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.terms import Link, Tier
@@ -39,7 +40,7 @@ def both(folder: Path, pages: int) -> tuple[Outcome, Outcome, set[str], set[str]
     in_ram = fit(TRAINING, 2, folder)
     torch.manual_seed(0)
     module, at_home = TRAINING.build(), AtHome()
-    strategy = WithSlow(page_size="64KiB", poison=True, host_memory=pages * PAGE)
+    strategy = WithSlow(page_size="64KiB", debug={"poison": True}, host_memory=pages * PAGE)
     trainer = make_trainer(TRAINING, strategy, 2, callbacks=[at_home])
     trainer.fit(module, loader(tokens(TRAINING, 2), 2))
     return in_ram, outcome_of(module), at_home.slow, at_home.tiers

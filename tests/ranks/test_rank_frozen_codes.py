@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_models import SkipsABlock
-from rank_tensor_models import Run, assert_same_learning, train
-from rank_training import TIERS, Training, fit_in_all_tiers, plain
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import SkipsABlock
+from kit.ranks.tensor_models import Run, assert_same_learning, train
+from kit.ranks.training import TIERS, Training, fit_in_all_tiers, plain
 from test_rank_experts import MoETower
 from torch import nn
 
@@ -47,8 +47,7 @@ class RoundedBefore(Frozen):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)  # the loop goes through all
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("tiers0-3")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("tiers", [["ram", "all_on_disk"], ["three_tiers", "lock_free"]])
 def test_any_number_of_ranks_has_the_numbers_of_weights_that_were_rounded_before(
@@ -77,7 +76,7 @@ class FrozenExperts(MoETower):
 
 
 @pytest.mark.parametrize(
-    "tier", [*(pytest.param(tier, marks=pytest.mark.in_turn) for tier in ("ram", "all_on_disk")), "three_tiers"]
+    "tier", [*(pytest.param(tier, marks=pytest.mark.slow) for tier in ("ram", "all_on_disk")), "three_tiers"]
 )
 def test_divided_experts_compute_with_the_same_codes(tier: str, disk: Path) -> None:
     training = Training(FrozenExperts, "64-true", batches=3)

@@ -10,22 +10,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
+from kit.models import Block
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import make_strategy
 from lightning.pytorch.strategies import DDPStrategy
-from rank_harness import run_ranks
-from rank_training import make_strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptm.errors import UsageError
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
 
 
 class Net(L.LightningModule):
@@ -36,7 +29,7 @@ class Net(L.LightningModule):
         self.automatic_optimization = False
         self.between = between
         self.first = nn.Linear(8, 64)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(64, 64) for _ in range(2))
         self.head = nn.Linear(64, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,24 +75,14 @@ class Net(L.LightningModule):
         self.head.weight.grad = torch.ones_like(self.head.weight)
 
     def forgets_half_a_flat(self, optimizer: Any) -> None:
-        self.blocks[0].inner[0].weight.grad = None
+        self.blocks[0].up.weight.grad = None
 
 
 def trained(between: str, strategy: Any, precision: Any = "32-true") -> list[Tensor]:
     torch.manual_seed(0)
     module = Net(between)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        precision=precision,
-        max_epochs=1,
-        limit_train_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+    trainer = quiet_trainer(
+        strategy, devices=2, precision=precision, max_epochs=1, limit_train_batches=2, use_distributed_sampler=False
     )
     data = torch.randn(16, 8, generator=torch.Generator().manual_seed(1 + trainer.global_rank))
     with warnings.catch_warnings():
@@ -124,7 +107,7 @@ def alike(betweens: Sequence[str], tiers: Sequence[str], folder: Path) -> list[s
     "tiers",
     [
         ("masters_on_disk",),
-        *(pytest.param(tiers, marks=pytest.mark.in_turn) for tiers in (("ram", "lock_free"), ("three_tiers",))),
+        *(pytest.param(tiers, marks=pytest.mark.slow) for tiers in (("ram", "lock_free"), ("three_tiers",))),
     ],
     ids="+".join,
 )

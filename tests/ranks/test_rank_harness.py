@@ -15,8 +15,8 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from kit.ranks.harness import End, RanksFailed, end_waiting, run_ranks, watch_ranks
 from lightning.fabric.utilities import registry
-from rank_harness import End, RanksFailed, end_waiting, run_ranks, watch_ranks
 
 from lightning_ptm import AngelPTMStrategy
 
@@ -50,7 +50,7 @@ def misbehave(how: str) -> int:
     return rank
 
 
-IMPORTED = ["lightning_ptm.trainer.strategy", "rank_training", "rank_models", "pytest"]
+IMPORTED = ["lightning_ptm.trainer.strategy", "kit.ranks.training", "kit.ranks.models", "pytest"]
 
 
 def what_the_server_did() -> dict[str, bool]:

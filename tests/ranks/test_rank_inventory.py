@@ -13,9 +13,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_models import Tower, Uneven
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower, Uneven
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 from test_rank_experts import MoETower
 
 from lightning_ptm import AngelPTMStrategy
@@ -24,8 +24,8 @@ from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.terms import TIERS
 
 DIVIDED = {"units": ["MixtureOfExperts", "Expert"], "expert_parallel_size": 2}
-BEHIND = {"state_dict_type": "sharded", "async_save": True}
-LOCK_FREE = {"lock_free": True, "max_staleness": 4}
+BEHIND = {"checkpoints": {"state_dict_type": "sharded", "async_save": True}}
+LOCK_FREE = {"lock_free": {"max_staleness": 4}}
 THREE_TIERS = {"device_memory": "2MiB", "host_memory": "64MiB"}
 
 
@@ -42,7 +42,7 @@ class Case:
     """One run.
 
     Attributes:
-        tier: of rank_training.TIERS.
+        tier: of kit.ranks.training.TIERS.
     """
 
     training: Training
@@ -133,7 +133,7 @@ def cases(build: Callable[[], Tower], more: dict[str, Any]) -> dict[str, Case]:
         "gradients later": case(TRUE, "three_tiers"),
         "gradients kept": case(MIXED, "three_tiers", 0.5),
         "sums of gradients": case(MIXED, "masters_on_disk", None, 2, **BEHIND),
-        "reduced once": case(TRUE, "all_on_disk", None, 2, reduce_gradients="each_step"),
+        "reduced once": case(TRUE, "all_on_disk", None, 2, tuning={"reduce_gradients": "each_step"}),
         "lock-free": case(MIXED, "ram", **LOCK_FREE),
         "lock-free, saves behind": case(TRUE, "ram", 0.5, **LOCK_FREE, **BEHIND),
         "lock-free, three tiers, saves behind": case(MIXED, "ram", 0.5, **LOCK_FREE, **THREE_TIERS, **BEHIND),
@@ -146,17 +146,14 @@ def every_third(named: dict[str, Case], first: int) -> dict[str, Case]:
     return dict(list(named.items())[first::3])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("whole")
 @pytest.mark.parametrize(
     ("build", "more", "third"),
     [
         pytest.param(OneFrozen, {}, 0, id="whole"),
-        *(pytest.param(OneFrozen, {}, third, id=f"whole, {third}", marks=pytest.mark.in_turn) for third in (1, 2)),
+        *(pytest.param(OneFrozen, {}, third, id=f"whole, {third}", marks=pytest.mark.slow) for third in (1, 2)),
         pytest.param(MoETower, DIVIDED, 1, id="divided"),
-        *(
-            pytest.param(MoETower, DIVIDED, third, id=f"divided, {third}", marks=pytest.mark.in_turn)
-            for third in (0, 2)
-        ),
+        *(pytest.param(MoETower, DIVIDED, third, id=f"divided, {third}", marks=pytest.mark.slow) for third in (0, 2)),
     ],
 )
 def test_two_ranks(build: Callable[[], Tower], more: dict[str, Any], third: int, disk: Path) -> None:

@@ -14,10 +14,12 @@ from unittest.mock import patch
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks, watch_ranks
-from rank_training import Outcome, Training, fit_in_all_tiers, loader, make_strategy
-from tensor_blocks import Blocks, trainer_of, weights_of
-from tensor_blocks import loader as rows_of_blocks
+from kit.fits import quiet_trainer
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks, watch_ranks
+from kit.ranks.tensor_blocks import Blocks, trainer_of, weights_of
+from kit.ranks.tensor_blocks import loader as rows_of_blocks
+from kit.ranks.training import Training, fit_in_all_tiers, loader, make_strategy
 from test_expert_parallel import MomentumMoE
 from torch import Tensor, nn
 
@@ -94,15 +96,10 @@ def weights(
     dtype = torch.float64 if precision == "64-true" else torch.float32
     rows = torch.randn(32, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(1))
     module = Net(**options) if module is None else module
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        "auto" if home is None else make_strategy(folder, home),
         devices=ranks,
-        strategy="auto" if home is None else make_strategy(folder, home),
         precision=precision,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         max_epochs=epochs,
         gradient_clip_val=0.1,
         use_distributed_sampler=False,
@@ -118,14 +115,14 @@ def weights_here(home: str, folder: Path, **options: Any) -> dict[str, Tensor]:
     return weights(home, folder, 2, **options)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("lock_free-False")
 @pytest.mark.parametrize(
     ("home", "whole"),
     [
         ("masters_on_disk", True),
         ("lock_free", False),
-        *(pytest.param(home, False, marks=pytest.mark.in_turn) for home in ("ram", "masters_on_disk", "all_on_disk")),
-        *(pytest.param(home, True, marks=pytest.mark.in_turn) for home in ("ram", "all_on_disk", "lock_free")),
+        *(pytest.param(home, False, marks=pytest.mark.slow) for home in ("ram", "masters_on_disk", "all_on_disk")),
+        *(pytest.param(home, True, marks=pytest.mark.slow) for home in ("ram", "all_on_disk", "lock_free")),
     ],
 )
 def test_ranks_train_what_is_unfrozen(home: str, whole: bool, disk: Path) -> None:
@@ -194,7 +191,7 @@ def test_what_a_killed_run_leaves_is_gone_with_the_next_one(disk: Path) -> None:
     assert not [*disk.iterdir()]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("False")
 @pytest.mark.parametrize("whole", [False, True])
 def test_through_files_it_is_the_same(disk: Path, whole: bool) -> None:
     expected = weights(None, disk, whole=whole)
@@ -216,7 +213,7 @@ def weights_and_bytes(home: str, folder: Path, ranks: int = 2, **options: Any) -
     return found, sum(each.handed.relay.sent_bytes for each in made)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow_unless("ram")
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk", "all_on_disk"])
 def test_what_another_rank_is_to_have_goes_to_it(home: str, whole: bool, disk: Path) -> None:
@@ -233,7 +230,7 @@ def mixed(home: str, folder: Path, ranks: int) -> tuple[dict[str, Tensor], int]:
     return weights_and_bytes(home, folder, ranks, precision="bf16-mixed", rate=0.0)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("ram")
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 def test_under_mixed_precision_all_bits_go_along(home: str, disk: Path) -> None:
     began = {name: value.detach().clone() for name, value in Net(cut=True).state_dict().items()}
@@ -349,11 +346,11 @@ def weights_of_parts(
     return weights_of(module)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("home2-LaterInTwo-2")
 @pytest.mark.parametrize(
     ("home", "kind", "ranks"),
     [
-        pytest.param({"offload_optimizer": "disk"}, Later, 2, marks=pytest.mark.in_turn),
+        pytest.param({"offload_optimizer": "disk"}, Later, 2, marks=pytest.mark.slow),
         ({"offload_optimizer": "disk", "offload_parameters": "disk"}, Later, 2),
         ({"offload_optimizer": "disk"}, LaterInTwo, 2),
         pytest.param(
@@ -438,7 +435,7 @@ def of_experts(folder: Path, size: int, tiers: list[str], kind: type[LateExperts
     return fit_in_all_tiers(Training(kind, "64-true", batches=6), 2, folder, settings, tiers)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("LateExpertsInTwo-tiers1")
 @pytest.mark.parametrize(
     ("kind", "tiers"),
     [

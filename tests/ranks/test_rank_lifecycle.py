@@ -11,14 +11,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from products import products_of
-from rank_harness import run_ranks
-from rank_models import MomentumTower, Tower
-from rank_training import (
+from kit.outcomes import Outcome
+from kit.products import products_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import MomentumTower, Tower
+from kit.ranks.training import (
     BATCH,
     TIERS,
-    Outcome,
     PlainRanks,
     Training,
     fit,
@@ -29,6 +28,8 @@ from rank_training import (
     plain,
     tokens,
 )
+from kit.settings import merged
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -61,7 +62,7 @@ def rows_seen(world_size: int, folder: Path, shuffle: bool) -> list[list[int]]:
     return module.seen
 
 
-@pytest.mark.parametrize("shuffle", [True, pytest.param(False, marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("shuffle", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_lightning_gives_each_rank_its_own_rows(shuffle: bool, disk: Path) -> None:
     per_rank = run_ranks(rows_seen, 2, 2, disk, shuffle)
     everything = sorted(range(4 * 2 * BATCH))
@@ -93,8 +94,8 @@ def validation_rows(training: Training, world_size: int) -> DataLoader[Any]:
     return loader(tokens(training, world_size, seed=2), world_size)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("32-true", marks=pytest.mark.in_turn)])
-@pytest.mark.parametrize("tier", [pytest.param("ram", marks=pytest.mark.in_turn), "three_tiers"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("32-true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tier", [pytest.param("ram", marks=pytest.mark.slow), "three_tiers"])
 def test_validation_in_mid_epoch(tier: str, precision: str, disk: Path) -> None:
     training = Training(Tower, precision)
     several = run_ranks(fit_and_validate, 2, training, 2, disk, tier)
@@ -181,7 +182,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_one_and_three(disk: Path, tmp_path
                 torch.testing.assert_close(weight, uninterrupted[0].weights[name], rtol=0, atol=2e-3)
 
 
-SHARDED = {"state_dict_type": "sharded"}
+SHARDED = {"checkpoints": {"state_dict_type": "sharded"}}
 
 
 def fit_sharded(
@@ -193,14 +194,16 @@ def fit_sharded(
     resume: str | None = None,
     behind: bool = False,
 ) -> Outcome:
-    return fit_two_epochs(world_size, data_ranks, folder, checkpoints, tier, resume, async_save=behind, **SHARDED)
+    return fit_two_epochs(
+        world_size, data_ranks, folder, checkpoints, tier, resume, **merged(SHARDED, checkpoints={"async_save": behind})
+    )
 
 
 @pytest.mark.parametrize(
     ("first_tier", "second_tier", "behind"),
     [
         pytest.param("ram", "three_tiers", True, marks=pytest.mark.slow),
-        pytest.param("all_on_disk", "ram", False, marks=pytest.mark.in_turn),
+        pytest.param("all_on_disk", "ram", False, marks=pytest.mark.slow),
         pytest.param("all_on_disk", "ram", True, marks=pytest.mark.slow),
         ("lock_free", "masters_on_disk", True),
     ],
@@ -247,7 +250,7 @@ def test_each_rank_goes_on_with_its_own_random_numbers(disk: Path, tmp_path: Pat
 
 
 def save_where_one_rank_cannot(world_size: int, folder: Path, target: Path, behind: bool) -> str:
-    strategy = make_strategy(folder, "masters_on_disk", async_save=behind, **SHARDED)
+    strategy = make_strategy(folder, "masters_on_disk", **merged(SHARDED, checkpoints={"async_save": behind}))
 
     class Fails(SaveOps):
         def fsync(self, fd: int) -> None:
@@ -313,7 +316,7 @@ class Stops(L.Callback):
 
 
 def fail_while_saving(world_size: int, folder: Path, root: Path) -> str:
-    strategy = make_strategy(folder, "masters_on_disk", async_save=True, **SHARDED)
+    strategy = make_strategy(folder, "masters_on_disk", **merged(SHARDED, checkpoints={"async_save": True}))
     trainer = make_trainer(WHOLE, strategy, world_size, default_root_dir=root, callbacks=[Stops()])
     with pytest.raises(Exception, match="the user's own") as caught:
         trainer.fit(WHOLE.build(), loader(tokens(WHOLE, world_size), world_size))
@@ -355,11 +358,11 @@ def fit_with_edits(training: Training, world_size: int, folder: Path, tier: str)
     return outcome_of(module), edit.read
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize(
     "tier",
-    [tier if tier in ("three_tiers", "lock_free") else pytest.param(tier, marks=pytest.mark.in_turn) for tier in TIERS],
+    [tier if tier in ("three_tiers", "lock_free") else pytest.param(tier, marks=pytest.mark.slow) for tier in TIERS],
 )
 def test_weights_edited_by_hand(tier: str, precision: str, disk: Path) -> None:
     training = Training(Tower, precision)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 from test_rank_frozen_codes import Frozen
 from torch import Tensor
 
@@ -50,7 +50,7 @@ def ended(world_size: int, folder: Path, name: str, free_for: str) -> Ending:
     return values, len(absent), "\n".join(str(each.message) for each in caught)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("free_for", ["trained", "nothing"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_was_trained_is_kept(name: str, free_for: str, tmp_path: Path) -> None:

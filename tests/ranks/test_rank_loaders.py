@@ -10,10 +10,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import make_strategy
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from rank_harness import run_ranks
-from rank_training import make_strategy
 
 
 class Ends(BoringModel):

@@ -15,9 +15,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch.distributed as dist
-from ledger import Adversaries, Auditor, ByTurns, Clipped, Ledger, Overflowing, pages_of_zeros
-from rank_harness import run_ranks
-from rank_training import Training, make_strategy, make_trainer
+from kit.ledger import Adversaries, Auditor, ByTurns, Clipped, Ledger, Overflowing, pages_of_zeros
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import Training, make_strategy, make_trainer
+from kit.settings import merged
 
 from lightning_ptm import AngelPTMPrecision, UpdateAudit
 from lightning_ptm.memory.disk import FileOps
@@ -26,7 +27,7 @@ from lightning_ptm.update.loss_scale import LossScale
 from lightning_ptm.update.shadow import ShadowOptimizer
 
 STEPS = 12
-LATE = {"max_staleness": 8}
+LATE = {"lock_free": {"max_staleness": 8}}
 
 
 class Disk(FileOps):
@@ -80,14 +81,14 @@ class Case:
 
 
 CASES = {
-    "as it comes": Case(Ledger, {"max_staleness": 4}),
-    "by turns": Case(ByTurns, {"max_staleness": 4, "device_memory": "4MiB"}, late=2, waits=2),
+    "as it comes": Case(Ledger, {"lock_free": {"max_staleness": 4}}),
+    "by turns": Case(ByTurns, {"lock_free": {"max_staleness": 4}, "device_memory": "4MiB"}, late=2, waits=2),
     "by turns, accumulated": Case(ByTurns, LATE, accumulate=2, late=3, waits=2),
-    "two optimizers": Case(Adversaries, {"max_staleness": 4}),
+    "two optimizers": Case(Adversaries, {"lock_free": {"max_staleness": 4}}),
     "clipped": Case(Clipped, LATE, "32-true"),
-    "behind a warm-up": Case(Ledger, {**LATE, "staleness_warmup": 2}, since=2),
+    "behind a warm-up": Case(Ledger, merged(LATE, lock_free={"warmup_steps": 2}), since=2),
     "overflowing": Case(Overflowing, LATE, "16-mixed", late=3, waits=2),
-    "reduced once": Case(Ledger, {**LATE, "reduce_gradients": "each_step"}, accumulate=2, late=6),
+    "reduced once": Case(Ledger, merged(LATE, tuning={"reduce_gradients": "each_step"}), accumulate=2, late=6),
 }
 
 
@@ -110,7 +111,7 @@ class Seen:
 
 def train(case: Case, ranks: int, folder: Path) -> Seen:
     disk = Disk()
-    strategy = make_strategy(folder, "lock_free", **{"poison": False, **case.settings})
+    strategy = make_strategy(folder, "lock_free", **merged({"debug": {"poison": False}}, case.settings))
     strategy.file_ops = disk
 
     def after(trainer: L.Trainer, batch: int) -> None:
@@ -150,7 +151,7 @@ def _noting(call: Callable[..., Any], threads: set[str]) -> Callable[..., Any]:
     return noting
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_gradient_is_applied_once_with_what_its_own_step_said(first: int, disk: Path) -> None:
     """Of every second case."""
     names = list(CASES)[first::2]
@@ -195,10 +196,10 @@ class Fault:
 FAULTS = {
     "far from the bound": Fault(LATE, 3, STEPS),
     "at the end": Fault(LATE, STEPS, STEPS),
-    "nothing given back at the end": Fault({**LATE, "restore_weights": False}, STEPS, STEPS),
+    "nothing given back at the end": Fault(merged(LATE, tuning={"restore_weights": False}), STEPS, STEPS),
     "before a validation": Fault(LATE, 5, 5, options={"val_check_interval": 5, "limit_val_batches": 1}),
     "when weights are read": Fault(LATE, 5, 5, needed=True),
-    "buffering thread": Fault({"max_staleness": 2}, 3, 3 + 2 + 1, dies=(LockFreeBuffers, "finish")),
+    "buffering thread": Fault({"lock_free": {"max_staleness": 2}}, 3, 3 + 2 + 1, dies=(LockFreeBuffers, "finish")),
     "updating thread, far from the bound": Fault(LATE, 3, STEPS, dies=(ShadowOptimizer, "step")),
 }
 
@@ -210,7 +211,7 @@ def dies(*_: Any, **__: Any) -> None:
 def fail(fault: Fault, folder: Path) -> tuple[str, int]:
     """What the run ended with on this rank, and how many batches had ended."""
     disk, monkeypatch = Disk(), pytest.MonkeyPatch()
-    strategy = make_strategy(folder, "lock_free", poison=False, **fault.settings)
+    strategy = make_strategy(folder, "lock_free", debug={"poison": False}, **fault.settings)
     strategy.file_ops = disk
 
     def after(trainer: L.Trainer, batch: int) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import End, RankOutcome, run_ranks, watch_ranks
-from tensor_blocks import Blocks, rows, trainer_of
+from kit.ranks.harness import End, RankOutcome, run_ranks, watch_ranks
+from kit.ranks.tensor_blocks import Blocks, rows, trainer_of
 from torch import Tensor
 from torch.utils.data import DataLoader
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from policy_log import INSTANT, SLOW, Disk, Entry, Log, between, planned
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from kit.policy_log import INSTANT, SLOW, Disk, Entry, Log, between, planned
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 
 STEPS, BEFORE = 8, 3
 CASES: list[tuple[str, float | None, bool]] = [

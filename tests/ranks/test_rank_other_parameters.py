@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks, watch_ranks
-from rank_training import loader, make_strategy
-from tensor_blocks import Blocks, trainer_of
-from tensor_blocks import loader as rows_of_blocks
+from kit.fits import quiet_trainer
+from kit.models import Linears
+from kit.ranks.harness import run_ranks, watch_ranks
+from kit.ranks.tensor_blocks import Blocks, trainer_of
+from kit.ranks.tensor_blocks import loader as rows_of_blocks
+from kit.ranks.training import loader, make_strategy
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
@@ -22,7 +23,7 @@ from lightning_ptm import AngelPTMStrategy
 WIDTH = 64
 
 
-class Net(L.LightningModule):
+class Net(Linears):
     """Gets a block and a wider head in its second epoch, and loses a block and states in its third.
 
     Args:
@@ -31,18 +32,10 @@ class Net(L.LightningModule):
     """
 
     def __init__(self, *, alone: bool = False, whole: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
+        super().__init__(WIDTH, 2, seed=0)
         self.alone = alone
         self.whole = whole
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 8)
         self.nothing = nn.Parameter(torch.zeros(0, 3), requires_grad=False)  # a flat without elements
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        for block in self.blocks:
-            batch = batch + torch.tanh(block(batch))
-        return self.head(batch).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.whole:
@@ -78,15 +71,10 @@ class Net(L.LightningModule):
 def weights(home: str | None, folder: Path, ranks: int = 1, epochs: int = 3, **options: Any) -> dict[str, Tensor]:
     rows = torch.randn(32, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     module = Net(**options)
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        "auto" if home is None else make_strategy(folder, home),
         devices=ranks,
-        strategy="auto" if home is None else make_strategy(folder, home),
         precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         max_epochs=epochs,
         gradient_clip_val=0.1,
         use_distributed_sampler=False,
@@ -99,14 +87,14 @@ def weights_here(home: str, folder: Path, **options: Any) -> dict[str, Tensor]:
     return weights(home, folder, 2, **options)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("lock_free-False")
 @pytest.mark.parametrize(
     ("home", "whole"),
     [
         ("masters_on_disk", True),
         ("lock_free", False),
-        *(pytest.param(home, False, marks=pytest.mark.in_turn) for home in ("ram", "masters_on_disk", "all_on_disk")),
-        *(pytest.param(home, True, marks=pytest.mark.in_turn) for home in ("ram", "all_on_disk", "lock_free")),
+        *(pytest.param(home, False, marks=pytest.mark.slow) for home in ("ram", "masters_on_disk", "all_on_disk")),
+        *(pytest.param(home, True, marks=pytest.mark.slow) for home in ("ram", "all_on_disk", "lock_free")),
     ],
 )
 def test_ranks_train_the_parameters_that_there_are(home: str, whole: bool, disk: Path) -> None:

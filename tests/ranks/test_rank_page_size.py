@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import lightning as L
-from rank_harness import End, run_ranks, watch_ranks
-from rank_models import Tower
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from kit.ranks.harness import End, run_ranks, watch_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 
 
 def pages(training: Training, folder: Path) -> int:
     """One rank's part: trains and tells its bytes of a page."""
-    strategy = make_strategy(folder, "masters_on_disk", page_size="auto", staging_memory="64MiB", poison=False)
+    strategy = make_strategy(
+        folder, "masters_on_disk", page_size="auto", tuning={"staging_memory": "64MiB"}, debug={"poison": False}
+    )
     seen: list[int] = []
 
     class Seen(L.Callback):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from decisions import Listens, on_paper
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from kit.decisions import Listens, on_paper
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 from test_expert_parallel_edges import LargeExperts
 from test_rank_experts import MoETower
 from torch import Tensor
@@ -50,7 +50,7 @@ CASES: dict[str, tuple[Training, dict[str, Any]]] = {
     "accumulated": (Training(Tower, accumulate=2), {"device_memory": "2MiB", **HOST}),
     "clipped": (Training(Tower, clip=1.0), {"device_memory": "2MiB", **HOST}),
     "recomputed": (Training(Tower), {"device_memory": "2MiB", **HOST, "recompute": "all"}),
-    "reduced once a step": (Training(Tower, accumulate=2), {"reduce_gradients": "each_step"}),
+    "reduced once a step": (Training(Tower, accumulate=2), {"tuning": {"reduce_gradients": "each_step"}}),
     "lock-free": (Training(Tower), {"device_memory": "2MiB", "offload_parameters": "host", "lock_free": True}),
     "divided experts": (Training(MoETower), {"device_memory": "8MiB", **HOST, **DIVIDED}),
     "divided experts, recomputed": (
@@ -74,7 +74,7 @@ def decide(names: list[str], folder: Path) -> list[tuple[list[Task], list[Task]]
     return found
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_decision_by_decision(first: int, disk: Path) -> None:
     """Of every second case."""
     names = list(CASES)[first::2]

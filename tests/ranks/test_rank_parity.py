@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_models import MomentumTower, SkipsAnother, Tower, Uneven
-from rank_training import (
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import MomentumTower, SkipsAnother, Tower, Uneven
+from kit.ranks.training import (
     PLACES,
     TIERS_TOGETHER,
-    Outcome,
     Training,
     expected,
     fit,
@@ -46,7 +46,7 @@ def test_each_tier_is_among_those_that_are_tried_together() -> None:
     assert not any(case.marks for case in TIERS_TOGETHER.args[1])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @TIERS_TOGETHER
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("build", [Tower, Uneven])
@@ -62,8 +62,7 @@ def test_every_tier_is_plain_data_parallelism(
     assert not torch.equal(ours[0].losses[0], ours[1].losses[0])
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("32-true-three_tiers+tight")
 @tiers_together("masters_on_disk+lock_free", "three_tiers+tight")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_recomputation_changes_no_bit(precision: str, tiers: list[str], disk: Path) -> None:
@@ -73,8 +72,7 @@ def test_recomputation_changes_no_bit(precision: str, tiers: list[str], disk: Pa
         ours[rank].assert_equal(theirs)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("2-32-true-three_tiers+tight")
 @tiers_together("ram+all_on_disk", "three_tiers+tight")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -85,14 +83,13 @@ def test_accumulation(world_size: int, precision: str, tiers: list[str], disk: P
         ours[rank].assert_equal(theirs)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("Uneven-32-true-three_tiers+tight")
 @TIERS_TOGETHER
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("build", [Tower, Uneven, SkipsAnother])
 def test_accumulation_that_is_reduced_once_a_step(build: Any, precision: str, tiers: list[str], disk: Path) -> None:
     training = Training(build, precision, batches=6, accumulate=3, reduce_once=True)
-    ours = outcomes(training, 2, disk, tiers, reduce_gradients="each_step")
+    ours = outcomes(training, 2, disk, tiers, tuning={"reduce_gradients": "each_step"})
     for rank, theirs in enumerate(expected(training, 2)):
         ours[rank].assert_equal(theirs)
 
@@ -114,7 +111,7 @@ def reductions(training: Training, folder: Path, reduce_gradients: str) -> int:
             return Counting(self._backend, self._timeout, events)
 
     torch.manual_seed(0)
-    strategy = Strategy(page_size="64KiB", reduce_gradients=reduce_gradients)
+    strategy = Strategy(page_size="64KiB", tuning={"reduce_gradients": reduce_gradients})
     make_trainer(training, strategy, 2).fit(training.build(), loader(tokens(training, 2), 2))
     return count
 
@@ -125,7 +122,7 @@ def test_reductions_that_are_not_needed_are_not_made(disk: Path) -> None:
     assert often == 3 * seldom > 0
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @tiers_together("masters_on_disk+lock_free", "three_tiers+tight")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -147,7 +144,7 @@ def test_clipping_by_norm(precision: str, accumulate: int, tiers: list[str], dis
     assert (unclipped["head.weight"] - theirs["head.weight"]).abs().max() > 50 * tolerance
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-14), ("32-true", 1e-6)])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_agree_with_one_rank_on_the_same_global_batch(

@@ -17,8 +17,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_training import TIERS
+from kit.fits import quiet_trainer
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import TIERS
 from test_expert_parallel_checkpoints import SaveTo, assert_same_states, read
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -126,28 +127,22 @@ def run(how: Run, disk: Path) -> tuple[list[float], dict[str, Tensor]]:
         module = Model(how.parts, rank, 0 if begins else 10)
         strategy = InParts(
             page_size="64KiB",
-            poison=True,
+            debug={"poison": True},
             disk_path=str(disk),
             units=["Block"],
             timeout=timedelta(seconds=60),
-            state_dict_type=kind,
-            async_save=kind == "sharded",
+            checkpoints={"state_dict_type": kind, "async_save": kind == "sharded"},
             weights=how.weights,
             **TIERS[how.tier],
         )
         data_ranks = how.ranks // how.parts
         rows = torch.arange(float(BATCHES * BATCH))
         sampler = DistributedSampler(rows, data_ranks, rank // how.parts, shuffle=False)  # type: ignore[arg-type]
-        trainer = L.Trainer(
-            accelerator="cpu",
+        trainer = quiet_trainer(
+            strategy,
             devices=how.ranks,
-            strategy=strategy,
-            precision=how.precision,  # type: ignore[arg-type]
+            precision=how.precision,
             max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             use_distributed_sampler=False,
             gradient_clip_val=how.clip,
             callbacks=[SaveTo(path, SAVED_AFTER if begins else 0)],
@@ -199,10 +194,10 @@ def assert_parts_of(ends: Sequence[dict[str, Tensor]], whole: dict[str, Tensor],
     [
         pytest.param(2, 2, "ram", "32-true", marks=pytest.mark.slow),
         pytest.param(2, 2, "masters_on_disk", "bf16-mixed", marks=pytest.mark.slow),
-        pytest.param(2, 2, "lock_free", "bf16-mixed", marks=pytest.mark.in_turn),
+        pytest.param(2, 2, "lock_free", "bf16-mixed", marks=pytest.mark.slow),
         pytest.param(2, 2, "three_tiers", "bf16-mixed", marks=pytest.mark.slow),
         (4, 2, "all_on_disk", "32-true"),
-        pytest.param(4, 4, "ram", "bf16-mixed", marks=pytest.mark.in_turn),
+        pytest.param(4, 4, "ram", "bf16-mixed", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_saved_is_one_ranks(
@@ -216,8 +211,7 @@ def test_what_is_saved_is_one_ranks(
     assert_parts_of([weights for _, weights in ends], end, parts)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.one_in(3)
+@pytest.mark.slow_unless("2-1-all_on_disk-sharded", "4-2-ram-sharded")
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize(
     ("ranks", "parts", "tier"),
@@ -234,7 +228,7 @@ def test_any_number_of_ranks_goes_on_from_it(
     assert_same_states(read(ours["full"]), read(theirs["full"]))
 
 
-@pytest.mark.parametrize(("ranks", "parts"), [pytest.param(2, 2, marks=pytest.mark.in_turn), (4, 2)])
+@pytest.mark.parametrize(("ranks", "parts"), [pytest.param(2, 2, marks=pytest.mark.slow), (4, 2)])
 def test_a_run_begins_with_weights_of_files(
     whole: dict[str, Any], ranks: int, parts: int, disk: Path, tmp_path: Path
 ) -> None:
@@ -283,18 +277,7 @@ def gathered_and_ended(disk: Path, path: Path) -> tuple[bool, list[bool], str]:
 
     edits = Edits()
     strategy = InParts(page_size="64KiB", disk_path=str(disk), units=["Block"], timeout=timedelta(seconds=60))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[edits],
-    )
+    trainer = quiet_trainer(strategy, devices=2, max_steps=1, use_distributed_sampler=False, callbacks=[edits])
     trainer.fit(model, DataLoader(torch.arange(4.0), 4))
     with pytest.raises(UsageError) as refused:
         trainer.save_checkpoint(path)

@@ -18,9 +18,10 @@ import lightning as L
 import pytest
 import torch
 import torch.utils.serialization
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
+from kit.settings import merged
 from safetensors.torch import save_file
 
 NOBODY = 65534
@@ -84,7 +85,7 @@ def unreadable(path: Path) -> Iterator[None]:
 def try_everything(root: Path) -> dict[str, str]:
     """What each attempt has raised on this rank."""
     own, closed, hidden = root / "own", root / "closed", root / "hidden"
-    sharded = {"state_dict_type": "sharded"}
+    sharded = {"checkpoints": {"state_dict_type": "sharded"}}
     full_path, sharded_path, weights = own / "full.ckpt", own / "sharded.ckpt", own / "weights.safetensors"
     fit(own, save=full_path)
     fit(own, save=sharded_path, **sharded)
@@ -93,18 +94,20 @@ def try_everything(root: Path) -> dict[str, str]:
         "full save": partial(fit, own, save=closed / "x.ckpt"),
         "full save, new folder": partial(fit, own, save=closed / "new" / "x.ckpt"),
         "sharded save": partial(fit, own, save=closed / "x.ckpt", **sharded),
-        "sharded save behind training": partial(fit, own, save=closed / "x.ckpt", async_save=True, **sharded),
+        "sharded save behind training": partial(
+            fit, own, save=closed / "x.ckpt", **merged(sharded, checkpoints={"async_save": True})
+        ),
         "full save after fit": partial(fit_and_save, own, closed / "x.ckpt"),
         "sharded save after fit": partial(fit_and_save, own, closed / "x.ckpt", **sharded),
         "disk_path": partial(fit, closed, offload_optimizer="disk"),
-        "full load, hidden folder": partial(fit, own, resume=hidden / "x.ckpt"),
+        "full load, hidden folder": partial(fit, own, checkpoints={"resume": hidden / "x.ckpt"}),
         "weights, hidden folder": partial(fit, own, weights=hidden / "model.safetensors"),
     }
     errors = {name: error_of(act) for name, act in attempts.items()}
     for path in (full_path, sharded_path, *(sharded_path / name for name in FILES)):
         with unreadable(path):
             errors[f"load {path.name}"] = error_of(
-                partial(fit, own, resume=full_path if path == full_path else sharded_path)
+                partial(fit, own, checkpoints={"resume": full_path if path == full_path else sharded_path})
             )
     with unreadable(weights):
         errors["weights"] = error_of(partial(fit, own, weights=weights))

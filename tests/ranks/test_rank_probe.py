@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rank_harness import End, run_ranks, watch_ranks
+from kit.ranks.harness import End, run_ranks, watch_ranks
 
 from lightning_ptm.cli import main
 from lightning_ptm.commands import probe

@@ -6,31 +6,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
+from kit.models import Linears
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import loader, make_strategy
 from lightning.pytorch.callbacks import ModelPruning
-from rank_harness import run_ranks
-from rank_training import loader, make_strategy
-from torch import Tensor, nn
+from torch import Tensor
 
 WIDTH = 64
-
-
-class Net(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 8)
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        for block in self.blocks:
-            batch = batch + torch.tanh(block(batch))
-        return self.head(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
 def _amount(epoch: int) -> float:
@@ -39,16 +24,11 @@ def _amount(epoch: int) -> float:
 
 def pruned(home: str | None, folder: Path, ranks: int, how: str) -> dict[str, Tensor]:
     rows = torch.randn(32, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    module = Net()
-    trainer = L.Trainer(
-        accelerator="cpu",
+    module = Linears(WIDTH, 2, seed=0)
+    trainer = quiet_trainer(
+        "auto" if home is None else make_strategy(folder, home),
         devices=ranks,
-        strategy="auto" if home is None else make_strategy(folder, home),
         precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         max_epochs=4,
         use_distributed_sampler=False,
         callbacks=[
@@ -62,7 +42,7 @@ def pruned(home: str | None, folder: Path, ranks: int, how: str) -> dict[str, Te
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("how", ["l1_unstructured", "random_unstructured"])
 @pytest.mark.parametrize("home", ["ram", "three_tiers"])
 def test_ranks_prune_alike(home: str, how: str, disk: Path) -> None:

@@ -6,40 +6,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from rank_harness import watch_ranks
-from rank_training import loader, make_strategy
+from kit.fits import quiet_trainer
+from kit.models import Linears
+from kit.ranks.harness import watch_ranks
+from kit.ranks.training import loader, make_strategy
 from torch import Tensor, nn
 
 WIDTH = 64
 
 
-class Net(L.LightningModule):
+class Net(Linears):
     """Its first layer and last block are frozen."""
 
     when = "on_train_epoch_start"
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        super().__init__(WIDTH, stem=WIDTH, seed=0)
+        self.stem.requires_grad_(False)
         self.blocks[2].requires_grad_(False)
-        self.head = nn.Linear(WIDTH, 8)
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        batch = self.stem(batch)
-        for block in self.blocks:
-            batch = batch + torch.tanh(block(batch))
-        return self.head(batch).square().mean()
 
     def validation_step(self, batch: Tensor, index: int) -> None:
         self.training_step(batch, index)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
 def unfreezes_stem(module: Net) -> None:
@@ -97,22 +86,15 @@ def rearranged(case: str, folder: Path, home: str) -> None:
 
     setattr(module, hook, act)
     rows = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=make_strategy(folder, home),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        max_epochs=3,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
+    trainer = quiet_trainer(
+        make_strategy(folder, home), devices=2, max_epochs=3, num_sanity_val_steps=0, use_distributed_sampler=False
     )
     trainer.fit(module, loader(rows, 2, 4), loader(rows, 2, 4))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow_unless(
+    "masters_on_disk-behind a batch", "groups", "ram-replaces", "all_on_disk-adds", "all_on_disk-replaces"
+)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("home", ["masters_on_disk", "ram", "all_on_disk"])
 def test_all_ranks_are_told_who_has_done_what(case: str, home: str, disk: Path) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import RanksFailed, run_ranks
-from tensor_blocks import loader, module_of, trainer_of
+from kit.ranks.harness import RanksFailed, run_ranks
+from kit.ranks.tensor_blocks import loader, module_of, trainer_of
 
 
 def with_adafactor(ranks: int, tensor: int) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import TIERS, PlainRanks, Training, loader, make_strategy, make_trainer, outcome_of, tokens
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import TIERS, Outcome, PlainRanks, Training, loader, make_strategy, make_trainer, outcome_of, tokens
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_ptm.sharded import load
@@ -48,9 +49,9 @@ def save_in_tiers(world_size: int, folder: Path, root: Path, tiers: Sequence[str
     for tier in tiers:
         torch.manual_seed(0)
         module = EPOCH.build()
-        late = {"max_staleness": 1} if tier == "lock_free" else {}
+        late = {"lock_free": {"max_staleness": 1}} if tier == "lock_free" else {}
         keep = ModelCheckpoint(root / tier, filename="{epoch}")
-        strategy = make_strategy(folder, state_dict_type="sharded", **{**PLACES[tier], **late})
+        strategy = make_strategy(folder, checkpoints={"state_dict_type": "sharded"}, **{**PLACES[tier], **late})
         trainer = make_trainer(EPOCH, strategy, world_size, enable_checkpointing=True, callbacks=[keep])
         trainer.fit(module, loader(tokens(EPOCH, world_size), world_size))
         outcomes[tier] = outcome_of(module)
@@ -79,7 +80,7 @@ def go_on_in_tiers(
         torch.manual_seed(5)
         module = EPOCH.build()
         settings = PLACES[places[(places.index(tier) + further) % len(places)]]
-        strategy = make_strategy(folder, state_dict_type="sharded", **settings)
+        strategy = make_strategy(folder, checkpoints={"state_dict_type": "sharded"}, **settings)
         saves = SavesAgain(again / f"{tier}.ckpt")
         trainer = make_trainer(EPOCH, strategy, world_size, max_epochs=2, callbacks=[saves])
         rows = loader(tokens(EPOCH, world_size), world_size)
@@ -127,10 +128,10 @@ def assert_same_states(ours: Any, theirs: Any, where: str = "") -> None:
 COMPARED = ("state_dict", "optimizer_states", "lr_schedulers", "global_step")
 
 
-@pytest.mark.parametrize("third", [0, *(pytest.param(third, marks=pytest.mark.in_turn) for third in (1, 2))])
+@pytest.mark.parametrize("third", [0, *(pytest.param(third, marks=pytest.mark.slow) for third in (1, 2))])
 @pytest.mark.parametrize(
     ("saves", "loads"),
-    [(2, {3: 1}), *(pytest.param(*each, marks=pytest.mark.in_turn) for each in ((2, {1: 0}), (1, {2: 0})))],
+    [(2, {3: 1}), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, {1: 0}), (1, {2: 0})))],
 )
 def test_another_number_of_ranks_goes_on(
     saves: int, loads: dict[int, int], third: int, disk: Path, tmp_path: Path

@@ -8,10 +8,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
 
 from lightning_ptm import CheckpointError
 from lightning_ptm.checkpoints import file_io
@@ -32,7 +32,7 @@ class Began(L.Callback):
 def go_on(world_size: int, folder: Path, kept: Path, kind: str, epochs: int, save_top_k: int = 1) -> int:
     torch.manual_seed(0)
     module, began = TRAINING.build(), Began()
-    strategy = make_strategy(folder, state_dict_type=kind, resume="auto")
+    strategy = make_strategy(folder, checkpoints={"state_dict_type": kind, "resume": "auto"})
     keep = ModelCheckpoint(kept, filename="{step}", save_last="link", save_top_k=save_top_k)
     options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [keep, began], "max_epochs": epochs}
     trainer = make_trainer(TRAINING, strategy, world_size, **options)
@@ -98,8 +98,8 @@ def with_one_rank_that_cannot_read(world_size: int, folder: Path, kept: Path, ki
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.in_turn), "sharded"])
-@pytest.mark.parametrize("how", ["refused", pytest.param("missing", marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "sharded"])
+@pytest.mark.parametrize("how", ["refused", pytest.param("missing", marks=pytest.mark.slow)])
 def test_what_one_rank_cannot_read_all_pass_over(how: str, kind: str, disk: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     assert run_ranks(with_one_rank_that_cannot_read, 2, 2, disk, kept, kind, how) == [2, 2]

@@ -6,11 +6,11 @@ import os
 from datetime import timedelta
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from tensor_blocks import PLAN, Blocks, loader
+from kit.fits import quiet_trainer
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import PLAN, Blocks, loader
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.errors import RankError
@@ -18,9 +18,13 @@ from lightning_ptm.errors import RankError
 DIFFERENT: list[tuple[dict[str, Any], str, str]] = [
     ({"precision": "bf16-mixed"}, "precision='bf16-mixed'", "precision='32-true'"),
     ({"page_size": "auto"}, "page_size='auto'", "a page_size"),
-    ({"matmul_precision": "native"}, "matmul_precision='native'", "matmul_precision='auto'"),
-    ({"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}, "tensor_parallel_size=2", "tensor_parallel_size=1"),
-    ({"async_save": True, "state_dict_type": "sharded"}, "async_save=True", "async_save=False"),
+    ({"tuning": {"matmul_precision": "native"}}, "matmul_precision='native'", "matmul_precision='auto'"),
+    (
+        {"tensor_parallel_size": 2, "tensor_parallel": {"plan": PLAN}},
+        "tensor_parallel_size=2",
+        "tensor_parallel_size=1",
+    ),
+    ({"checkpoints": {"async_save": True, "state_dict_type": "sharded"}}, "async_save=True", "async_save=False"),
 ]
 
 
@@ -29,16 +33,8 @@ def fit(theirs: dict[str, Any]) -> str:
     settings = dict(theirs) if os.environ["RANK"] == "1" else {}
     precision = settings.pop("precision", "32-true")
     torch.manual_seed(0)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=AngelPTMStrategy(timeout=timedelta(seconds=60), **settings),
-        max_steps=1,
-        precision=precision,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
+        AngelPTMStrategy(timeout=timedelta(seconds=60), **settings), devices=2, max_steps=1, precision=precision
     )
     with pytest.raises(RankError) as caught:
         trainer.fit(Blocks(), loader(2))

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import BATCH, Training, fit_in_all_tiers, loader, make_strategy, make_trainer, tokens
+from kit.ranks.training import outcome_of as outcome
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import BATCH, Outcome, Training, fit_in_all_tiers, loader, make_strategy, make_trainer, tokens
-from rank_training import outcome_of as outcome
 from test_rank_experts import MoETower
 from torch import Tensor
 
@@ -63,7 +64,7 @@ def plainly(training: Training) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in module.named_parameters()}
 
 
-@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
 def test_they_train_as_plain_data_parallelism(precision: str, disk: Path) -> None:
     training = Training(Turns, precision, batches=3)
     per_rank = run_ranks(fit_in_all_tiers, RANKS, training, RANKS, disk, {}, TIERS)
@@ -86,7 +87,7 @@ class TurnsOfExperts(Turns, MoETower):
 
 
 @pytest.mark.parametrize(
-    "tier", [*(pytest.param(tier, marks=pytest.mark.in_turn) for tier in ("ram", "masters_on_disk")), "three_tiers"]
+    "tier", [*(pytest.param(tier, marks=pytest.mark.slow) for tier in ("ram", "masters_on_disk")), "three_tiers"]
 )
 def test_divided_experts_are_in_several_too(tier: str, disk: Path) -> None:
     """The weights are those of ranks that all have all experts."""
@@ -105,7 +106,7 @@ def epochs(folder: Path, root: Path, tier: str, kind: str, resumed: bool) -> dic
     """Two epochs, saved after each; or the second one alone, from the save after the first."""
     torch.manual_seed(5 if resumed else 0)
     training, module = Training(Turns), Turns()
-    strategy = make_strategy(folder, tier, state_dict_type=kind)
+    strategy = make_strategy(folder, tier, checkpoints={"state_dict_type": kind})
     keep = ModelCheckpoint(root, filename="again" if resumed else "{epoch}", save_top_k=-1)
     trainer = make_trainer(training, strategy, RANKS, max_epochs=2, enable_checkpointing=True, callbacks=[keep])
     path = str(root / "epoch=0.ckpt") if resumed else None
@@ -113,8 +114,8 @@ def epochs(folder: Path, root: Path, tier: str, kind: str, resumed: bool) -> dic
     return outcome(module).weights
 
 
-@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.in_turn), "sharded"])
-@pytest.mark.parametrize("tier", [pytest.param("ram", marks=pytest.mark.in_turn), "masters_on_disk"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "sharded"])
+@pytest.mark.parametrize("tier", [pytest.param("ram", marks=pytest.mark.slow), "masters_on_disk"])
 def test_they_are_saved_and_go_on(tier: str, kind: str, disk: Path, tmp_path: Path) -> None:
     root = tmp_path / "saved"
     whole = run_ranks(epochs, RANKS, disk, root, tier, kind, False)[0]

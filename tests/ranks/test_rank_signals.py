@@ -11,11 +11,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
 from torch import Tensor
 
 from lightning_ptm.trainer.signals import Signals
@@ -48,7 +48,7 @@ def ended(ranks: tuple[int, ...], folder: str, tier: str, batches: int) -> tuple
     return "went on", trainer.global_step
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("tier", ["ram", "three_tiers"])
 @pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)], ids=str)
 def test_sigterm_ends_all_ranks_before_the_same_batch(ranks: tuple[int, ...], tier: str, disk: Path) -> None:
@@ -146,7 +146,7 @@ def requeued(
 @pytest.mark.parametrize(
     ("world_size", "tier", "batches"),
     [
-        *(pytest.param(*case, marks=pytest.mark.in_turn) for case in ((1, "ram", BATCHES), (2, "ram", 3))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "ram", BATCHES), (2, "ram", 3))),
         (1, "three_tiers", 3),
         (2, "three_tiers", BATCHES),
     ],

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import module_of, rows, trainer_of, weights_of
+from kit.ranks.training import TIERS, loader, make_strategy, make_trainer, outcome_of, tokens
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rank_harness import run_ranks
-from rank_training import TIERS, Outcome, loader, make_strategy, make_trainer, outcome_of, tokens
-from tensor_blocks import module_of, rows, trainer_of, weights_of
 from test_rank_resume import EPOCH, SavesAgain, assert_same_states
 from test_tensor_checkpoints import BATCH, STEPS, SaveIn
 from torch import Tensor
@@ -29,7 +30,9 @@ def train(
     torch.manual_seed(0 if path is None else 5)
     module = EPOCH.build()
     keep = ModelCheckpoint(root, filename="{epoch}", save_top_k=-1)
-    strategy = make_strategy(folder, state_dict_type="sharded", optimizer_state_dtype=word, **TIERS[tier])
+    strategy = make_strategy(
+        folder, checkpoints={"state_dict_type": "sharded"}, optimizer_state_dtype=word, **TIERS[tier]
+    )
     callbacks = [*options.pop("callbacks", ()), keep]
     trainer = make_trainer(EPOCH, strategy, world_size, enable_checkpointing=True, callbacks=callbacks, **options)
     trainer.fit(module, loader(tokens(EPOCH, world_size), world_size), ckpt_path=None if path is None else str(path))
@@ -71,7 +74,7 @@ def in_a_tensor_group(ranks: int, tensor: int, word: str, folder: Path, path: Pa
     saves = SaveIn(folder / "start.ckpt", folder / "later.ckpt")
     given = {
         "optimizer_state_dtype": word,
-        "state_dict_type": "sharded",
+        "checkpoints": {"state_dict_type": "sharded"},
         "offload_optimizer": "disk",
         "disk_path": str(folder / "disk"),
     }

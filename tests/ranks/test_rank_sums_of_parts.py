@@ -12,8 +12,9 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import run_ranks
-from rank_training import TIERS
+from kit.fits import quiet_trainer
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import TIERS
 from test_expert_parallel_checkpoints import SaveTo, read
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -125,17 +126,12 @@ def run(ranks: int, parts: int, saved: Path, settings: dict[str, Any]) -> tuple[
     rank, data_ranks = int(os.environ["RANK"]), ranks // parts
     torch.manual_seed(0)
     module = Model(parts, rank)
-    strategy = InParts(page_size="64KiB", poison=True, timeout=timedelta(seconds=60), **settings)
-    trainer = L.Trainer(
-        accelerator="cpu",
+    strategy = InParts(page_size="64KiB", debug={"poison": True}, timeout=timedelta(seconds=60), **settings)
+    trainer = quiet_trainer(
+        strategy,
         devices=ranks,
-        strategy=strategy,
         precision="64-true",
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         gradient_clip_val=0.5,
         callbacks=[SaveTo(saved, BATCHES)],
@@ -156,9 +152,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[f
 @pytest.mark.parametrize(
     ("ranks", "parts", "settings"),
     [
-        pytest.param(2, 2, {"recompute": "all"}, marks=pytest.mark.in_turn),
-        pytest.param(2, 2, TIERS["all_on_disk"], marks=pytest.mark.in_turn),
-        pytest.param(4, 2, {}, marks=pytest.mark.in_turn),
+        pytest.param(2, 2, {"recompute": "all"}, marks=pytest.mark.slow),
+        pytest.param(2, 2, TIERS["all_on_disk"], marks=pytest.mark.slow),
+        pytest.param(4, 2, {}, marks=pytest.mark.slow),
         (4, 4, TIERS["lock_free"]),
     ],
     ids=["recomputed", "on disk", "four ranks", "lock-free in four parts"],

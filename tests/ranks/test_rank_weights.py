@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import End, run_ranks, watch_ranks
-from rank_models import Tower
-from rank_training import TIERS, Training, fit, fit_in_all_tiers, loader, make_trainer, plain, tokens
+from kit.ranks.harness import End, run_ranks, watch_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import TIERS, Training, fit, fit_in_all_tiers, loader, make_trainer, plain, tokens
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,7 +43,7 @@ def save(folder: Path, name: str = "model.safetensors", **changes: torch.Tensor)
     return folder / name
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("2-bf16-mixed-tiers0")
 @pytest.mark.parametrize(
     ("world_size", "precision", "tiers"),
     [(2, "bf16-mixed", ["ram", "three_tiers", "lock_free"]), (3, "32-true", ["all_on_disk"])],
@@ -147,7 +147,7 @@ class Watched(AngelPTMStrategy):
     """Weighs what its set-up does."""
 
     def setup(self, trainer: Any) -> None:
-        with Peak() as peak, Reads(Path(str(self.settings.weights))) as reads:
+        with Peak() as peak, Reads(Path(str(self.settings.pretrained.path))) as reads:
             super().setup(trainer)
         self.seen = peak.more, reads.bytes
 
@@ -161,7 +161,7 @@ def _load(world_size: int, folder: Path, path: Path) -> tuple[int, int]:
     return strategy.seen
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.in_turn), 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_loading_takes_less_memory_than_a_unit(world_size: int, disk: Path, tmp_path: Path) -> None:
     model = Wide("cpu")
     unit = 4 * sum(parameter.numel() for parameter in model.blocks[0].parameters())

@@ -6,11 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from torch import Tensor, nn
+from kit.fits import quiet_trainer
+from kit.models import Linears
+from kit.ranks.harness import run_ranks
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ptm import AngelPTMStrategy, UsageError
@@ -18,41 +19,19 @@ from lightning_ptm import AngelPTMStrategy, UsageError
 HOMES: dict[str, dict[str, Any]] = {
     "ram": {},
     "all_on_disk": {"offload_optimizer": "disk", "offload_parameters": "disk"},
-    "lock_free": {"lock_free": True, "max_staleness": 0},
+    "lock_free": {"lock_free": {"max_staleness": 0}},
 }
 Notes = list[dict[str, Tensor]]
 
 
-class Block(nn.Module):
-    """A unit: more than 4096 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.up(x))
-
-
-class Net(L.LightningModule):
+class Net(Linears):
     """Notes its state dict behind each step and at the end, on all ranks or on the first alone."""
 
     def __init__(self, *, alone: bool = False, closed: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(64, 8)
+        super().__init__(64, 2, seed=0)
         self.alone = alone
         self.closed = closed
         self.notes: Notes = []
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        for block in self.blocks:
-            batch = block(batch)
-        return self.head(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
     def note(self) -> None:
         if not self.alone or self.trainer.is_global_zero:
@@ -69,16 +48,9 @@ class Net(L.LightningModule):
 
 
 def fitted(strategy: Any, **options: Any) -> Notes:
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "max_epochs": 1,
-    }
     rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
     module = Net(**options)
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, precision="32-true", **quiet)
+    trainer = quiet_trainer(strategy, devices=2, precision="32-true", max_epochs=1)
     trainer.fit(module, DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
     return module.notes
 
@@ -86,7 +58,9 @@ def fitted(strategy: Any, **options: Any) -> Notes:
 def everything(folder: Path) -> tuple[Notes, dict[str, Notes], str]:
     theirs = fitted("ddp")
     ours = {
-        home: fitted(AngelPTMStrategy(page_size="64KiB", poison=True, disk_path=folder, **settings), closed=True)
+        home: fitted(
+            AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, disk_path=folder, **settings), closed=True
+        )
         for home, settings in HOMES.items()
     }
     try:

@@ -9,41 +9,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks, watch_ranks
-from rank_training import loader, make_strategy
-from tensor_blocks import Blocks, trainer_of
-from tensor_blocks import loader as rows_of_blocks
-from torch import Tensor, nn
+from kit.fits import quiet_trainer
+from kit.models import Linears
+from kit.ranks.harness import run_ranks, watch_ranks
+from kit.ranks.tensor_blocks import Blocks, trainer_of
+from kit.ranks.tensor_blocks import loader as rows_of_blocks
+from kit.ranks.training import loader, make_strategy
+from torch import Tensor
 
 from lightning_ptm.errors import UsageError
 
 WIDTH = 64
 
 
-class Net(L.LightningModule):
+class Net(Linears):
     """Three blocks; `act` is called behind each batch."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 8)
+        super().__init__(WIDTH, seed=0)
         self.kept: dict[str, Tensor] = {}
         self.noted: list[Tensor] = []
 
     def loss(self, batch: Tensor) -> Tensor:
-        for block in self.blocks:
-            batch = batch + torch.tanh(block(batch))
-        return self.head(batch).square().mean()
+        return self(batch).square().mean()
 
     def training_step(self, batch: Tensor, index: int) -> Any:
         return self.loss(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
     @property
     def alone(self) -> bool:
@@ -117,15 +110,10 @@ class CopiesAlone(Net):
 def trained(build: type[Net], home: str | None, folder: Path, ranks: int, **settings: Any) -> Net:
     rows = torch.randn(32, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     module = build()
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        "auto" if home is None else make_strategy(folder, home, **settings),
         devices=ranks,
-        strategy="auto" if home is None else make_strategy(folder, home, **settings),
         precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         max_epochs=1,
         use_distributed_sampler=False,
     )
@@ -138,7 +126,7 @@ def found_here(build: type[Net], home: str, folder: Path, **settings: Any) -> li
     return [*(each.detach().clone() for each in module.parameters()), *module.noted]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk", "all_on_disk", "three_tiers", "lock_free"])
 @pytest.mark.parametrize(
     ("build", "reduced"),
@@ -150,7 +138,7 @@ def found_here(build: type[Net], home: str, folder: Path, **settings: Any) -> li
 def test_ranks_do_it_together(build: type[Net], home: str, reduced: str, disk: Path) -> None:
     plain = trained(PutsBack if build is OthersOnEachRank else build, None, disk, 1)
     expected = [*(each.detach().clone() for each in plain.parameters()), *plain.noted]
-    for found in run_ranks(partial(found_here, reduce_gradients=reduced), 2, build, home, disk):
+    for found in run_ranks(partial(found_here, tuning={"reduce_gradients": reduced}), 2, build, home, disk):
         assert len(found) == len(expected)
         for value, other in zip(found, expected, strict=True):
             torch.testing.assert_close(value, other, rtol=0, atol=1e-12)

@@ -9,10 +9,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import PlainRanks, Training, loader, make_strategy, make_trainer, outcome_of, tokens
+from kit.ranks.whole_parameters import WithAdafactor, WithHybrid
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rank_harness import run_ranks
-from rank_training import Outcome, PlainRanks, Training, loader, make_strategy, make_trainer, outcome_of, tokens
-from rank_whole_parameters import WithAdafactor, WithHybrid
 from test_rank_resume import SavesAgain, assert_same_states
 
 from lightning_ptm.sharded import load
@@ -28,7 +29,7 @@ def read(path: Path) -> dict[str, Any]:
 def save(training: Training, world_size: int, folder: Path, root: Path, tier: str, kind: str) -> None:
     torch.manual_seed(0)
     keep: list[L.Callback] = [ModelCheckpoint(root, filename="{epoch}")]
-    strategy = make_strategy(folder, tier, state_dict_type=kind)
+    strategy = make_strategy(folder, tier, checkpoints={"state_dict_type": kind})
     trainer = make_trainer(training, strategy, world_size, enable_checkpointing=True, callbacks=keep)
     trainer.fit(training.build(), loader(tokens(training, world_size), world_size))
 
@@ -37,7 +38,7 @@ def go_on(training: Training, world_size: int, folder: Path, root: Path, again: 
     """Loads, saves what was loaded, and trains another epoch."""
     torch.manual_seed(5)
     module = training.build()
-    strategy = make_strategy(folder, tier, state_dict_type=kind)
+    strategy = make_strategy(folder, tier, checkpoints={"state_dict_type": kind})
     trainer = make_trainer(training, strategy, world_size, max_epochs=2, callbacks=[SavesAgain(again)])
     rows = loader(tokens(training, world_size), world_size)
     trainer.fit(module, rows, ckpt_path=str(root / "epoch=0.ckpt"))

@@ -9,9 +9,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_models import NobodyUsesABlock, SkipsABlock
-from rank_training import (
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import NobodyUsesABlock, SkipsABlock
+from kit.ranks.training import (
     PLACES,
     Training,
     expected,
@@ -24,7 +24,7 @@ from rank_training import (
     tiers_together,
     tokens,
 )
-from rank_whole_parameters import KINDS, Hybrid, WithAdafactor, WithHybrid
+from kit.ranks.whole_parameters import KINDS, Hybrid, WithAdafactor, WithHybrid
 from test_rank_inventory import Weighed, cases, every_third, weigh_all
 
 from lightning_ptm import AngelPTMStrategy
@@ -67,8 +67,7 @@ def test_gradients_that_some_or_all_ranks_lack(build: Any, disk: Path) -> None:
     assert_as_plain(Training(build), 2, disk, list(PLACES))
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("bf16-mixed-WithHybrid-three_tiers+tight")
 @tiers_together("masters_on_disk+lock_free", "three_tiers+tight")
 @pytest.mark.parametrize("build", [WithAdafactor, WithHybrid])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
@@ -124,7 +123,7 @@ def test_of_two_ranks_each_has_half_of_the_states(disk: Path) -> None:
         assert ours < 0.8 * all_of_them, "the largest parameter is small here"
 
 
-@pytest.mark.parametrize("third", [*(pytest.param(third, marks=pytest.mark.in_turn) for third in (0, 1)), 2])
+@pytest.mark.parametrize("third", [*(pytest.param(third, marks=pytest.mark.slow) for third in (0, 1)), 2])
 def test_pages_are_taken_as_planned(third: int, disk: Path) -> None:
     named = every_third(cases(WithHybrid, {}), third)
     wrong: list[tuple[int, str, Weighed]] = []

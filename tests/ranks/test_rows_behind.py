@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from rank_harness import End, run_ranks, watch_ranks
+from kit.ranks.harness import End, run_ranks, watch_ranks
 from test_communicator import connect
 from test_tensor_row_exchange import PAGE_NUMEL, PARTS, ROWS, RUN, Found, flat_of, paged
 from torch import Tensor
@@ -35,7 +35,7 @@ class Given:
         self.flat, self.found = flat_of(group.rank, torch.float32), Found()
         self.shard = torch.cat([torch.zeros(64), WHOLE[:, group.rank].reshape(-1)])
         self.failures: list[BaseException] = []
-        channel = group.behind([[0, 1]])
+        channel = group.background_group([[0, 1]])
         rows = RowExchange(group, [paged(self.flat, PAGE_NUMEL)], channel)
         self.behind = BackgroundRowExchange(rows, room_bytes, self.failures.append)
         self.lock = threading.Lock()

@@ -11,8 +11,9 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import run_ranks
-from rank_tensor_models import Run, batches, build
+from kit.fits import quiet_trainer
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_models import Run, batches, build
 from torch import Tensor
 
 from lightning_ptm import AngelPTMStrategy
@@ -70,7 +71,14 @@ def kept_by_a_rank() -> dict[tuple[str, float, str], int]:
             model.configure_model()
             if how != "one rank":
                 sequence = how == "sequence"
-                CutModule(model, plan_of(model, "auto"), group, strict=False, sequence_parallel=sequence, proven=False)
+                CutModule(
+                    model,
+                    plan_of(model, "auto"),
+                    group,
+                    strict=False,
+                    tensor_parallel={"sequence_parallel": sequence},
+                    proven=False,
+                )
             for name, compute in PARTS.items():
                 found[name, dropout, how] = kept_bytes(model, compute)
     dist.destroy_process_group()
@@ -82,7 +90,7 @@ def kept() -> list[dict[tuple[str, float, str], int]]:
     return run_ranks(kept_by_a_rank, 2)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("part", PARTS)
 def test_half_is_kept_of_what_one_rank_keeps(
@@ -143,7 +151,7 @@ def kept_when_recomputed(disk: Path) -> dict[bool, int]:
     for sequence in (False, True):
         watch = Kept(SIZES["width"])
         how = Run("gpt", 2, 2, sizes=SIZES, steps=2)
-        train(how, disk, watch, recompute="all", sequence_parallel=sequence)
+        train(how, disk, watch, recompute="all", tensor_parallel={"sequence_parallel": sequence})
         found[sequence] = watch.bytes
     return found
 
@@ -158,15 +166,10 @@ def test_of_a_recomputed_block_its_part_of_the_input_is_kept(disk: Path) -> None
 def train(how: Run, disk: Path, watch: L.Callback, **settings: Any) -> None:
     torch.manual_seed(0)
     strategy = AngelPTMStrategy(page_size="64KiB", disk_path=str(disk), tensor_parallel_size=2, **settings)
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        strategy,
         devices=int(os.environ["WORLD_SIZE"]),
-        strategy=strategy,
         max_steps=how.steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         callbacks=[watch],
     )
@@ -178,7 +181,7 @@ def exchanges(disk: Path) -> dict[str, list[int]]:
     found = {}
     for recompute in ("none", "all", "every 2nd"):
         watch = Exchanges()
-        train(Run("gpt", 2, 2, steps=3), disk, watch, recompute=recompute, sequence_parallel=True)
+        train(Run("gpt", 2, 2, steps=3), disk, watch, recompute=recompute, tensor_parallel={"sequence_parallel": True})
         found[recompute] = watch.of_steps[1:]
     return found
 

@@ -8,15 +8,16 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_tensor_models import GPT2_PLAN, LENGTH, TRANSFORMERS, Run, assert_same_learning, train
-from rank_training import TIERS
-from tensor_blocks import SaveAfterOneEpoch, is_whole, loader, module_of, trainer_of, weights_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import SaveAfterOneEpoch, is_whole, loader, module_of, trainer_of, weights_of
+from kit.ranks.tensor_models import GPT2_PLAN, LENGTH, TRANSFORMERS, Run, assert_same_learning, train
+from kit.ranks.training import TIERS
+from kit.settings import merged
 from torch import Tensor
 
 from lightning_ptm.terms import Mode
 
-ON = {"sequence_parallel": True}
+ON = {"tensor_parallel": {"sequence_parallel": True}}
 CLIPPED = {"gradient_clip_val": 0.5}
 RUNS = {
     "gpt": Run("gpt", 2, 2, settings=ON),
@@ -45,7 +46,7 @@ RUNS = {
     "qwen3": Run("qwen3", 2, 2, settings=ON),
     "gemma": Run("gemma", 2, 2, settings=ON),
     "mixtral": Run("mixtral", 2, 2, settings=ON),
-    "gpt2": Run("gpt2", 2, 2, settings={"tensor_parallel_plan": GPT2_PLAN, **ON}),
+    "gpt2": Run("gpt2", 2, 2, settings=merged(ON, tensor_parallel={"plan": GPT2_PLAN})),
 }
 
 
@@ -99,23 +100,27 @@ def go_on(folder: Path, kind: str) -> dict[tuple[bool, bool | None], dict[str, T
     found: dict[tuple[bool, bool | None], dict[str, Tensor]] = {}
     for first in (True, False):
         path = folder / f"{first}.ckpt"
-        settings = {"state_dict_type": kind}
+        settings = {"checkpoints": {"state_dict_type": kind}}
         module = module_of()
         trainer = trainer_of(
-            2, 2, {**settings, "sequence_parallel": first}, max_epochs=2, callbacks=[SaveAfterOneEpoch(path)]
+            2,
+            2,
+            {**settings, "tensor_parallel": {"sequence_parallel": first}},
+            max_epochs=2,
+            callbacks=[SaveAfterOneEpoch(path)],
         )
         trainer.fit(module, loader(4 * STEPS_OF_EPOCH, 4))
         found[first, None] = weights_of(module)
         for second in (True, False):
             module = module_of(seed=1)
-            trainer = trainer_of(2, 2, {**settings, "sequence_parallel": second}, max_epochs=2)
+            trainer = trainer_of(2, 2, {**settings, "tensor_parallel": {"sequence_parallel": second}}, max_epochs=2)
             trainer.fit(module, loader(4 * STEPS_OF_EPOCH, 4), ckpt_path=path)
             assert is_whole(module) and len(module.losses) == STEPS_OF_EPOCH
             found[first, second] = weights_of(module)
     return found
 
 
-@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.in_turn), "sharded"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "sharded"])
 def test_a_run_goes_on_with_it_and_without(kind: str, tmp_path: Path) -> None:
     for found in run_ranks(go_on, 2, tmp_path, kind):
         whole = found[False, None]
@@ -147,7 +152,7 @@ def ticks(disk: Path) -> dict[bool, list[tuple[int, str]]]:
     found = {}
     for divided in (True, False):
         watch = Ticks()
-        settings = {**TIERS["all_on_disk"], "disk_path": str(disk), "sequence_parallel": divided}
+        settings = {**TIERS["all_on_disk"], "disk_path": str(disk), "tensor_parallel": {"sequence_parallel": divided}}
         trainer_of(2, 2, settings, callbacks=[watch]).fit(module_of(), loader(4 * 4, 4))
         found[divided] = watch.seen
     return found

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import run_ranks
+from kit.ranks.harness import run_ranks
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -56,7 +56,14 @@ class Measured(RankGroup):
 
 
 def cut(model: LanguageModel, group: Any, *, sequence: bool) -> LanguageModel:
-    CutModule(model, plan_of(model, "auto"), group, strict=False, sequence_parallel=sequence, proven=False)
+    CutModule(
+        model,
+        plan_of(model, "auto"),
+        group,
+        strict=False,
+        tensor_parallel={"sequence_parallel": sequence},
+        proven=False,
+    )
     return model
 
 
@@ -88,7 +95,7 @@ def of_ranks() -> list[dict[tuple[str, bool], tuple[int, int]]]:
     return run_ranks(measured, 2)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "parts of the sequence"])
 @pytest.mark.parametrize("name", MODELS)
 def test_as_much_is_sent_as_was_planned(

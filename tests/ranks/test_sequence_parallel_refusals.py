@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from tensor_blocks import PLAN, WIDTH, Block, module_of, trainer_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import PLAN, WIDTH, Block, module_of, trainer_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -102,7 +102,9 @@ class Tokens(nn.LayerNorm):
 
 
 def cut(model: nn.Module, plan: dict[str, Rule]) -> CutModule:
-    return CutModule(model, plan, CountedTensorGroup(2), strict=True, sequence_parallel=True, proven=False)
+    return CutModule(
+        model, plan, CountedTensorGroup(2), strict=True, tensor_parallel={"sequence_parallel": True}, proven=False
+    )
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], list[str]]] = {
@@ -266,7 +268,7 @@ def beside_others() -> str:
         "blocks.1.project": RowwiseParallel(),
         "blocks.1.again": RowwiseParallel(split=True),
     }
-    CutModule(model, plan, group, strict=True, sequence_parallel=True)
+    CutModule(model, plan, group, strict=True, tensor_parallel={"sequence_parallel": True})
     try:
         torch.testing.assert_close(model(x), whole)
     except (ConfigError, AssertionError) as error:
@@ -278,13 +280,13 @@ def beside_others() -> str:
 
 def test_one_rank_a_group_has_no_parts() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=1: .* give a tensor_parallel_size of 2 or more"):
-        AngelPTMStrategy(sequence_parallel=True)
+        AngelPTMStrategy(tensor_parallel={"sequence_parallel": True})
 
 
 @pytest.mark.parametrize("given", [1, "on", None])
 def test_it_is_on_or_off(given: object) -> None:
     with pytest.raises(ConfigError, match="sequence_parallel="):
-        AngelPTMStrategy(tensor_parallel_size=2, sequence_parallel=given)  # type: ignore[arg-type]
+        AngelPTMStrategy(tensor_parallel_size=2, tensor_parallel={"sequence_parallel": given})  # type: ignore[arg-type]
 
 
 class Mixing(Block):
@@ -318,7 +320,7 @@ def mixed(first_rows: int, kind: type[Block] = Mixing, validates: bool = False) 
     batches: DataLoader[Tensor] = DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
     checks = {"num_sanity_val_steps": 1} if validates else {}
     try:
-        trainer = trainer_of(2, 2, {"tensor_parallel_plan": PLAN, "sequence_parallel": True}, **checks)
+        trainer = trainer_of(2, 2, {"tensor_parallel": {"plan": PLAN, "sequence_parallel": True}}, **checks)
         trainer.fit(module, batches, *([batches] if validates else []))
     except ConfigError as error:
         return str(error)

@@ -8,8 +8,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from tensor_blocks import WIDTH, loader, module_of, trainer_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import WIDTH, loader, module_of, trainer_of
 from test_tensor_randomness import Drawn, SaveAfterOneEpoch, all_masks, assert_equal, later, masks_of
 
 STEPS, ROWS = 3, 6
@@ -18,7 +18,7 @@ STEPS, ROWS = 3, 6
 
 def drawn(recompute: str) -> Drawn:
     module = module_of(inside=0.5, outside=0.5)
-    settings = {"recompute": recompute, "sequence_parallel": True}
+    settings = {"recompute": recompute, "tensor_parallel": {"sequence_parallel": True}}
     trainer_of(2, 2, settings).fit(module, loader(STEPS * ROWS, ROWS))
     return masks_of(module)
 
@@ -46,7 +46,7 @@ def saved_and_resumed(kind: str, path: Path) -> tuple[Drawn, Drawn]:
     runs: list[tuple[int, list[L.Callback], Any]] = [(0, [SaveAfterOneEpoch(path)], None), (1, [], path)]
     for seed, callbacks, source in runs:
         module = module_of(seed=seed, inside=0.5, outside=0.5)
-        settings = {"sequence_parallel": True, "state_dict_type": kind}
+        settings = {"tensor_parallel": {"sequence_parallel": True}, "checkpoints": {"state_dict_type": kind}}
         trainer = trainer_of(2, 2, settings, max_epochs=2, callbacks=callbacks)
         trainer.fit(module, loader(STEPS * ROWS, ROWS), ckpt_path=source)
         found.append(masks_of(module))

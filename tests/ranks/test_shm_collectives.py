@@ -23,7 +23,7 @@ SHAPES = [(), (0,), (1,), (7, 3), (64, 33), (3, 5, 1000)]
 
 
 def differ(uds: UdsConnections) -> Any:
-    raise RuntimeError(json.dumps(uds.tell_text(f"rank {uds.rank} is here")))
+    raise RuntimeError(json.dumps(uds.all_gather_text(f"rank {uds.rank} is here")))
 
 
 def made(size: int) -> list[ShmCollectives]:

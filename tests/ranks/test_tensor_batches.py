@@ -11,8 +11,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import End, run_ranks, watch_ranks
-from tensor_blocks import WIDTH, Blocks, module_of, rows, trainer_of
+from kit.ranks.harness import End, run_ranks, watch_ranks
+from kit.ranks.tensor_blocks import WIDTH, Blocks, module_of, rows, trainer_of
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
@@ -74,7 +74,7 @@ def equal(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
 
 @pytest.mark.parametrize(
     "kind",
-    ["streamed", "sampler", *(pytest.param(each, marks=pytest.mark.in_turn) for each in ("shuffled", "workers"))],
+    ["streamed", "sampler", *(pytest.param(each, marks=pytest.mark.slow) for each in ("shuffled", "workers"))],
 )
 def test_ranks_of_a_group_get_what_one_rank_would(kind: str) -> None:
     cut = run_ranks(loaded, 4, 4, 2, kind, False, limit_s=240)
@@ -176,7 +176,7 @@ def test_different_batches_of_a_second_loader_are_refused_in_an_evaluation() -> 
         assert "different batches (validate, loader 1, batch 0)" in each.error
 
 
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.in_turn), 16])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 16])
 def test_a_rank_with_more_batches_than_its_group_is_told_and_does_not_hang(count: int) -> None:
     for each in watch_ranks(evaluate_different, 2, count):
         assert each.end is End.RAISED, each
@@ -188,7 +188,7 @@ def fit_uneven(count: int) -> None:
     trainer_of(2, 2).fit(module_of(), DataLoader(data, 2))
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(16, marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("count", [2, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_rank_with_more_training_batches_than_its_group_is_told_and_does_not_hang(count: int) -> None:
     for each in watch_ranks(fit_uneven, 2, count):
         assert each.end is End.RAISED, each

@@ -9,6 +9,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.ranks.harness import End, run_ranks, watch_ranks
+from kit.ranks.tensor_blocks import Blocks, is_whole, loader, module_of, trainer_of, weights_of
 from lightning.pytorch.callbacks import (
     Callback,
     DeviceStatsMonitor,
@@ -21,8 +23,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
-from rank_harness import End, run_ranks, watch_ranks
-from tensor_blocks import Blocks, is_whole, loader, module_of, trainer_of, weights_of
 
 from lightning_ptm.callbacks import GradNormMonitor, PageMonitor, PageTracer, PlanPrinter, Throughput
 
@@ -152,7 +152,7 @@ def resumed_by_itself(folder: Path, epochs: int) -> tuple[int, dict[str, torch.T
     module = module_of()
     saves = ModelCheckpoint(folder, save_last=True)
     options = {"max_epochs": epochs, "callbacks": [saves], "enable_checkpointing": True}
-    trainer_of(2, 2, {"resume": "auto"}, **options).fit(module, loader(8))
+    trainer_of(2, 2, {"checkpoints": {"resume": "auto"}}, **options).fit(module, loader(8))
     return len(module.losses), weights_of(module)
 
 

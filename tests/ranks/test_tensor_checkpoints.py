@@ -9,8 +9,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from tensor_blocks import Blocks, is_whole, module_of, rows, trainer_of, weights_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import Blocks, is_whole, module_of, rows, trainer_of, weights_of
 from test_expert_parallel_checkpoints import assert_same_states, read
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow  # some thirty fits of one to four ranks
 
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
-    "sharded": {"state_dict_type": "sharded"},
-    "behind": {"state_dict_type": "sharded", "async_save": True, "offload_optimizer": "disk"},
+    "sharded": {"checkpoints": {"state_dict_type": "sharded"}},
+    "behind": {"checkpoints": {"state_dict_type": "sharded", "async_save": True}, "offload_optimizer": "disk"},
 }
 LAYOUTS = ((1, 1), (2, 1), (2, 2), (4, 2))
 """Ranks, and among how many of them layers are cut."""

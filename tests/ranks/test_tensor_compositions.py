@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_compositions import PROGRAMS, Place, run
-from rank_harness import run_ranks
+from kit.ranks.compositions import PROGRAMS, Place, run
+from kit.ranks.harness import run_ranks
 
 QUICK = (
     "parameters in several optimizers",
@@ -30,11 +30,10 @@ def assert_close(name: str, ours: Any, theirs: Any) -> None:
 
 
 def named(program: str) -> object:
-    return pytest.param(program, id=program, marks=() if program in QUICK else pytest.mark.in_turn)
+    return pytest.param(program, id=program, marks=() if program in QUICK else pytest.mark.slow)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("weights gathered and written-lock_free", "finetuned-ram")
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("program", [named(each) for each in PROGRAMS])
 def test_ranks_that_cut_layers_see_what_one_rank_sees(program: str, tier: str, disk: Path, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from tensor_blocks import PLAN, WIDTH, Blocks, is_whole, loader, module_of, trainer_of, weights_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import PLAN, WIDTH, Blocks, is_whole, loader, module_of, trainer_of, weights_of
 from test_expert_parallel_checkpoints import assert_same_states, read
 from torch import Tensor, nn
 
@@ -37,7 +37,7 @@ class SaveLast(L.Callback):
 
 def saved_afterwards(kind: str, folder: Path) -> None:
     module = module_of()
-    trainer = trainer_of(2, 2, {"state_dict_type": kind}, callbacks=[SaveLast(folder / "inside")])
+    trainer = trainer_of(2, 2, {"checkpoints": {"state_dict_type": kind}}, callbacks=[SaveLast(folder / "inside")])
     trainer.fit(module, loader(8))
     trainer.save_checkpoint(folder / "afterwards")
     trainer.save_checkpoint(folder / "weights", weights_only=True)
@@ -142,7 +142,7 @@ def cut_short(path: Path) -> dict[str, bool]:
                 trainer_of(2, 2, callbacks=[Breaks(error, where)]).fit(module, loader(8))
             goes_on(module, f"{error.__name__} at {where}", found, path, expected)
     module = module_of()
-    trainer_of(2, 2, {"restore_weights": False}).fit(module, loader(8))
+    trainer_of(2, 2, {"tuning": {"restore_weights": False}}).fit(module, loader(8))
     goes_on(module, "not wanted", found, path, expected)
 
     module, own = module_of(), restore.free_host_bytes
@@ -198,7 +198,7 @@ def kept_graphs(keeps: bool, *sizes: int) -> dict[str, Tensor]:
     module = KeepsLosses()
     plan = PLAN | {"head": ColwiseParallel(gather=True)}
     for size in sizes:
-        trainer = trainer_of(2, size, {"tensor_parallel_plan": plan} if size > 1 else ())
+        trainer = trainer_of(2, size, {"tensor_parallel": {"plan": plan}} if size > 1 else ())
         trainer.fit(module, loader(8))
         if not keeps:
             module.kept.clear()

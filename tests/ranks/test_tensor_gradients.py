@@ -12,9 +12,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_tensor_models import Outcome, Run, train
-from tensor_blocks import Blocks, loader, trainer_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import Blocks, loader, trainer_of
+from kit.ranks.tensor_models import Outcome, Run, train
 
 import lightning_ptm
 from lightning_ptm.runtime.deciding.gradient_route import Waits

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import Blocks, is_whole, loader, trainer_of
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from rank_harness import run_ranks
-from tensor_blocks import Blocks, is_whole, loader, trainer_of
 from torch import Tensor
 from torchmetrics import MeanMetric, SumMetric
 

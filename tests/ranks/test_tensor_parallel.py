@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_tensor_models import STEPS, WAYS, Outcome, Run, assert_same_learning, train
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_models import STEPS, WAYS, Outcome, Run, assert_same_learning, train
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +19,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 @pytest.mark.parametrize(
     ("ranks", "tensor", "tier"),
     [
-        pytest.param(2, 2, "ram", marks=pytest.mark.in_turn),
+        pytest.param(2, 2, "ram", marks=pytest.mark.slow),
         (4, 2, "masters_on_disk"),
-        pytest.param(4, 4, "ram", marks=pytest.mark.in_turn),
-        pytest.param(2, 2, "all_on_disk", marks=pytest.mark.in_turn),
+        pytest.param(4, 4, "ram", marks=pytest.mark.slow),
+        pytest.param(2, 2, "all_on_disk", marks=pytest.mark.slow),
         (2, 2, "lock_free"),
     ],
 )
@@ -35,14 +35,14 @@ def test_it_learns_what_one_rank_learns(ranks: int, tensor: int, tier: str, whol
 OVER_GLOO = {
     "with data, masters on disk": Run("gpt", 4, 2, "masters_on_disk", way="gloo"),
     "all on disk": Run("gpt", 2, 2, "all_on_disk", way="gloo"),
-    "between sequences": Run("gpt", 2, 2, settings={"sequence_parallel": True}, way="gloo"),
+    "between sequences": Run("gpt", 2, 2, settings={"tensor_parallel": {"sequence_parallel": True}}, way="gloo"),
     "units given up": Run("gpt", 2, 2, "all_on_disk", evictions=0, way="gloo"),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    [each if each == "between sequences" else pytest.param(each, marks=pytest.mark.in_turn) for each in OVER_GLOO],
+    [each if each == "between sequences" else pytest.param(each, marks=pytest.mark.slow) for each in OVER_GLOO],
 )
 def test_ranks_that_are_not_on_one_machine_learn_it_too(name: str, whole: Outcome, disk: Path) -> None:
     """They reach each other by process groups alone."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import run_ranks
+from kit.ranks.harness import run_ranks
 
 pytest.importorskip("transformers")
 FILE = Path(__file__).parents[2] / "examples" / "tensor_parallel.py"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import run_ranks
-from rank_tensor_models import GPT2_PLAN, IDS, LLAMA, TRANSFORMERS
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_models import GPT2_PLAN, IDS, LLAMA, TRANSFORMERS
 from torch import Tensor, nn
 
 from lightning_ptm.memory.backend import backend_of

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_tensor_models import GPT2_PLAN, Run, assert_same_learning, train
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_models import GPT2_PLAN, Run, assert_same_learning, train
 
 RUNS = {
     "t5": Run("t5", 2, 2),
@@ -29,14 +29,14 @@ HELD = {
     "qwen3": Run("qwen3", 4, 2),
     "mixtral": Run("mixtral", 2, 2, settings={"recompute": "all"}),
     "gemma": Run("gemma", 2, 2, "all_on_disk"),
-    "gpt2": Run("gpt2", 2, 2, settings={"tensor_parallel_plan": GPT2_PLAN}),
+    "gpt2": Run("gpt2", 2, 2, settings={"tensor_parallel": {"plan": GPT2_PLAN}}),
     "llama with LoRA": Run("llama", 2, 2, "masters_on_disk", sizes={"lora": True}),
 }
 QUICK = ("experts",)
 
 
 def named(name: str) -> object:
-    marks = () if name in QUICK else pytest.mark.in_turn if name == "t5" else pytest.mark.slow
+    marks = () if name in QUICK else pytest.mark.slow
     return pytest.param(name, id=name, marks=marks)
 
 

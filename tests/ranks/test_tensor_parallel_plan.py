@@ -13,8 +13,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from planned_runs import LIMITS, NEAR, Rounds, make_trainer, planned
-from rank_harness import run_ranks
+from kit.planned_runs import LIMITS, NEAR, Rounds, make_trainer, planned
+from kit.ranks.harness import run_ranks
 from torch import Tensor
 
 from lightning_ptm.data import TextBytes
@@ -33,8 +33,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "recompute": "all",
     },
     "lock-free, every 2nd recomputed": {"lock_free": True, "recompute": "every 2nd"},
-    "parts of the sequence": {"sequence_parallel": True},
-    "parts of the sequence, recomputed": {"sequence_parallel": True, "recompute": "all"},
+    "parts of the sequence": {"tensor_parallel": {"sequence_parallel": True}},
+    "parts of the sequence, recomputed": {"tensor_parallel": {"sequence_parallel": True}, "recompute": "all"},
 }
 QUICK = [(2, "three tiers, recomputed")]
 
@@ -106,7 +106,7 @@ def train(disk: str, data: Mapping[str, Any], runs: Sequence[Mapping[str, Any]])
 
 
 def case(ranks: int, name: str) -> object:
-    marks = () if (ranks, name) in QUICK else pytest.mark.in_turn
+    marks = () if (ranks, name) in QUICK else pytest.mark.slow
     return pytest.param(ranks, name, marks=marks, id=f"{name} on {ranks}")
 
 

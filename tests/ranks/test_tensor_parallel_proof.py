@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import run_ranks
+from kit.ranks.harness import run_ranks
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
@@ -161,4 +161,4 @@ def test_it_is_proven(found: list[dict[str, tuple[str, bool, bool]]], case: str)
         assert untouched
         assert same == (not expected)
         assert refused.startswith("ConfigError") == bool(expected)
-        assert expected in refused and ("tensor_parallel_plan" in refused) == bool(expected)
+        assert expected in refused and ("tensor_parallel's plan" in refused) == bool(expected)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import run_ranks
+from kit.ranks.harness import run_ranks
 from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError

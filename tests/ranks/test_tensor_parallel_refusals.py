@@ -8,8 +8,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.ranks.harness import run_ranks
 from lightning.pytorch.demos.boring_classes import BoringModel
-from rank_harness import run_ranks
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
@@ -134,7 +134,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
         {"blocks.*": ColwiseParallel()},
         ["blocks.0, a Adapted around a Linear", "plain LoRA"],
     ),
-    "no plan": (Small, "auto", ["no module of the Small has a plan", "give a plan"]),
+    "no plan": (Small, "auto", ["no module of the Small has a plan", "give tensor_parallel=TensorParallel(plan="]),
     "nothing to cut": (
         Small,
         {"embedding": "replicate"},
@@ -185,7 +185,9 @@ class CutByItself(BoringModel):
 
 
 def of_distributed_parameters() -> str:
-    strategy = AngelPTMStrategy(tensor_parallel_size=2, tensor_parallel_plan={"layer": ColwiseParallel(gather=True)})
+    strategy = AngelPTMStrategy(
+        tensor_parallel_size=2, tensor_parallel={"plan": {"layer": ColwiseParallel(gather=True)}}
+    )
     with pytest.raises(ConfigError) as refused:
         L.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False).fit(
             CutByItself()

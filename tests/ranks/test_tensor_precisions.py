@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_tensor_models import MODELS, Held, Outcome, PreciseGPT, Run, train
-from tensor_blocks import Blocks, loader, trainer_of, weights_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import Blocks, loader, trainer_of, weights_of
+from kit.ranks.tensor_models import MODELS, Held, Outcome, PreciseGPT, Run, train
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMPrecision
@@ -117,7 +117,7 @@ def overflow(ranks: int, culprit: int, batches: int) -> tuple[list[float], dict[
     return module.scales, weights_of(module)
 
 
-@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.in_turn), 1])
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_overflow_in_one_ranks_part_skips_the_step_on_all(culprit: int) -> None:
     before = run_ranks(overflow, 2, 2, culprit, 1)
     skipped = run_ranks(overflow, 2, 2, culprit, 2)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_harness import run_ranks
-from tensor_blocks import Blocks, Noted, SaveAfterOneEpoch, loader, module_of, trainer_of, weights_of
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import Blocks, Noted, SaveAfterOneEpoch, loader, module_of, trainer_of, weights_of
 from torch import Tensor
 
 STEPS = 3
@@ -99,14 +99,14 @@ def saved(ranks: int, tensor: int, kind: str, path: Path, inside: float) -> Draw
     """Three steps and a checkpoint, then three more."""
     module = module_of(inside=inside, outside=0.5)
     callbacks = [SaveAfterOneEpoch(path)]
-    trainer = trainer_of(ranks, tensor, {"state_dict_type": kind}, max_epochs=2, callbacks=callbacks)
+    trainer = trainer_of(ranks, tensor, {"checkpoints": {"state_dict_type": kind}}, max_epochs=2, callbacks=callbacks)
     trainer.fit(module, loader(2 * STEPS * (ranks // tensor)))
     return masks_of(module)
 
 
 def resumed(ranks: int, tensor: int, kind: str, path: Path, inside: float) -> Drawn:
     module = module_of(seed=1, inside=inside, outside=0.5)
-    trainer = trainer_of(ranks, tensor, {"state_dict_type": kind}, max_epochs=2)
+    trainer = trainer_of(ranks, tensor, {"checkpoints": {"state_dict_type": kind}}, max_epochs=2)
     trainer.fit(module, loader(2 * STEPS * (ranks // tensor)), ckpt_path=path)
     return masks_of(module)
 
@@ -115,7 +115,7 @@ def later(masks: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
     return {name: each[STEPS:] for name, each in masks.items()}
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [pytest.param(2, "full", marks=pytest.mark.in_turn), (4, "sharded")])
+@pytest.mark.parametrize(("ranks", "kind"), [pytest.param(2, "full", marks=pytest.mark.slow), (4, "sharded")])
 def test_a_run_that_goes_on_draws_what_it_would_have_drawn(ranks: int, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "saved.ckpt"
     whole = run_ranks(saved, ranks, ranks, 2, kind, path, 0.5)
@@ -125,7 +125,7 @@ def test_a_run_that_goes_on_draws_what_it_would_have_drawn(ranks: int, kind: str
         assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_another_tensor_size_goes_on_with_the_numbers_of_the_same_batches(
     before: int, after: int, tmp_path: Path
 ) -> None:

@@ -17,8 +17,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import End, run_ranks, watch_ranks
-from tensor_blocks import WIDTH, rows, trainer_of
+from kit.ranks.harness import End, run_ranks, watch_ranks
+from kit.ranks.tensor_blocks import WIDTH, rows, trainer_of
+from kit.settings import merged
 from test_communicator import connect
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -103,7 +104,7 @@ def count(target: Path, settings: dict[str, Any]) -> int:
 
 def saved(ranks: int, tensor: int, target: Path, settings: dict[str, Any], culprit: int | None) -> Saves:
     saves = Saves(target, culprit)
-    given = {"state_dict_type": "sharded", "units": ["Wide"], **settings}
+    given = merged({"checkpoints": {"state_dict_type": "sharded"}, "units": ["Wide"]}, settings)
     trainer = trainer_of(ranks, tensor, given, max_steps=2, callbacks=[saves], use_distributed_sampler=False)
     trainer.fit(Module(), DataLoader(rows(2), 1))  # type: ignore[arg-type]
     return saves
@@ -120,7 +121,7 @@ def test_each_rank_writes_whole_rows_and_files_are_as_without_an_exchange(
 ) -> None:
     home = {**home, "disk_path": str(disk)}
     run_ranks(save, ranks, ranks, tensor, tmp_path / "now", home)
-    run_ranks(save, ranks, ranks, tensor, tmp_path / "behind", {**home, "async_save": True})
+    run_ranks(save, ranks, ranks, tensor, tmp_path / "behind", merged(home, checkpoints={"async_save": True}))
     now, behind = files_of(tmp_path / "now"), files_of(tmp_path / "behind")
     assert len(now) == 3 and now == behind
     for rank, when in itertools.product(range(ranks), ("now", "behind")):
@@ -132,7 +133,12 @@ def test_each_rank_writes_whole_rows_and_files_are_as_without_an_exchange(
 
 def save_in_fewer_bits(target: Path, settings: dict[str, Any]) -> None:
     """Optimizer states of 8 bits, which are decoded chunk by chunk, beside fp32 weights, which are exchanged as they lie."""
-    given = {"state_dict_type": "sharded", "units": ["Wide"], "optimizer_state_dtype": "int8", **settings}
+    given = {
+        "checkpoints": {"state_dict_type": "sharded"},
+        "units": ["Wide"],
+        "optimizer_state_dtype": "int8",
+        **settings,
+    }
     options = {"max_steps": 2, "callbacks": [Saves(target, None)], "use_distributed_sampler": False}
     trainer = trainer_of(2, 2, given, precision="32-true", **options)
     trainer.fit(Module(), DataLoader([row.float() for row in rows(2)], 1))  # type: ignore[arg-type]
@@ -140,7 +146,7 @@ def save_in_fewer_bits(target: Path, settings: dict[str, Any]) -> None:
 
 def test_states_that_are_decoded_are_exchanged_beside_weights_that_are_not(tmp_path: Path) -> None:
     run_ranks(save_in_fewer_bits, 2, tmp_path / "now", {})
-    run_ranks(save_in_fewer_bits, 2, tmp_path / "behind", {"async_save": True})
+    run_ranks(save_in_fewer_bits, 2, tmp_path / "behind", {"checkpoints": {"async_save": True}})
     now = files_of(tmp_path / "now")
     assert len(now) == 3 and now == files_of(tmp_path / "behind")
 
@@ -150,13 +156,13 @@ def test_what_lies_in_ram_is_exchanged_in_fewer_pieces_than_it_has_pages(tmp_pat
     assert run_ranks(count, 2, tmp_path / "x", {}) == [3, 3]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_of_the_group_that_cannot_write_is_an_error_on_both_and_the_next_save_is_whole(
     culprit: int, behind: bool, tmp_path: Path
 ) -> None:
-    seen = run_ranks(save, 2, 2, 2, tmp_path / "x", {"async_save": behind}, culprit)
+    seen = run_ranks(save, 2, 2, 2, tmp_path / "x", {"checkpoints": {"async_save": behind}}, culprit)
     assert all(os.strerror(errno.EIO) in each for each in seen), seen
     assert f"rank {culprit}: writing" in seen[1 - culprit]
     assert not (tmp_path / "never").exists()
@@ -187,7 +193,7 @@ class Dies(L.Callback):
 
 
 def save_and_die(target: Path, settings: dict[str, Any]) -> str:
-    given = {"state_dict_type": "sharded", "async_save": True, "units": ["Wide"], **settings}
+    given = {"checkpoints": {"state_dict_type": "sharded", "async_save": True}, "units": ["Wide"], **settings}
     trainer = trainer_of(2, 2, given, max_steps=4, callbacks=[Dies(target)], use_distributed_sampler=False)
     with pytest.raises(Exception) as caught:  # whichever the survivor meets first
         trainer.fit(Module(), DataLoader(rows(4), 1))  # type: ignore[arg-type]
@@ -240,7 +246,7 @@ class FailsBehindASave(L.Callback):
 
 
 def save_and_fail(target: Path) -> str:
-    given = {"state_dict_type": "sharded", "async_save": True, "units": ["Wide"]}
+    given = {"checkpoints": {"state_dict_type": "sharded", "async_save": True}, "units": ["Wide"]}
     trainer = trainer_of(2, 2, given, max_steps=4, callbacks=[FailsBehindASave(target)], use_distributed_sampler=False)
     with pytest.raises(Exception, match="this rank has had enough") as caught:
         trainer.fit(Module(), DataLoader(rows(4), 1))  # type: ignore[arg-type]
@@ -366,7 +372,7 @@ def test_who_fails_is_heard_of_behind_the_next_exchange(pages: int, heard: str) 
 def begin_before_the_other() -> int:
     """Rank 1 begins to exchange when rank 0 has gone on."""
     group = connect()
-    others = group.part([[0, 1]])
+    others = group.subgroup([[0, 1]])
     flat, found = flat_of(group.rank, torch.float32), Found()
     exchange = RowExchange(group, [paged(flat, flat.paged.numel)])
     if group.rank == 1:

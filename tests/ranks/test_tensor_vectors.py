@@ -11,9 +11,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import WIDTH, Blocks, loader, trainer_of, weights_of
 from safetensors.torch import load_file
-from tensor_blocks import WIDTH, Blocks, loader, trainer_of, weights_of
 from torch import Tensor, nn
 
 from lightning_ptm.errors import CapacityError
@@ -21,7 +21,7 @@ from lightning_ptm.errors import CapacityError
 SETTINGS: dict[str, dict[str, Any]] = {
     "in RAM": {},
     "on disk, recomputed": {"offload_parameters": "disk", "offload_optimizer": "disk", "recompute": "all"},
-    "lock-free": {"lock_free": True, "max_staleness": 0, "offload_optimizer": "disk"},
+    "lock-free": {"lock_free": {"max_staleness": 0}, "offload_optimizer": "disk"},
     "beside compute": {"device_memory": "2MiB"},
 }
 QUICK = ("in RAM",)
@@ -29,7 +29,7 @@ QUICK = ("in RAM",)
 
 
 def later(settings: str) -> Any:
-    return pytest.param(settings, marks=pytest.mark.in_turn)
+    return pytest.param(settings, marks=pytest.mark.slow)
 
 
 class Normed(nn.Module):
@@ -215,7 +215,7 @@ class Saves(L.Callback):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", [each if each in QUICK else later(each) for each in SETTINGS])
 def test_vectors_are_those_of_one_rank(settings: str, half: int, disk: Path) -> None:
     # Elsewhere one rank may not read a block's parameters while nothing computes with it.
@@ -291,7 +291,7 @@ def plain_training(module: TwoPasses) -> list[float]:
 def test_files_of_sharded_checkpoints_are_those_of_one_rank(settings: str, disk: Path, tmp_path: Path) -> None:
     """The same names, in the same files at the same places; values but for rounding."""
     names = ["plain", "frozen", "left out", "two optimizers by turns"]
-    chosen = {**SETTINGS[settings], "state_dict_type": "sharded", "async_save": True}
+    chosen = {**SETTINGS[settings], "checkpoints": {"state_dict_type": "sharded", "async_save": True}}
     for ranks in (1, 2):
         run_ranks(train, ranks, ranks, names, chosen, str(disk), str(tmp_path / str(ranks)))
     for name in names:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import End, run_ranks, watch_ranks
+from kit.ranks.harness import End, run_ranks, watch_ranks
 from torch import Tensor, nn
 
 from lightning_ptm.comm import Agreement, ProcessGroupCommunicator
@@ -109,7 +109,7 @@ def exchanging(world_size: int) -> tuple[ProcessGroupCommunicator, Agreement]:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     whole = ProcessGroupCommunicator(CpuBackend(), datetime.timedelta(seconds=60))
     split = ExpertSplit(world_size, world_size)
-    group = whole.part(split.groups)
+    group = whole.subgroup(split.groups)
     nobody = divide(nn.ModuleList([CASES["one_choice"].layer()]), [], split)
     return group, Agreement(whole.exchange, lambda _: None, whole.rank, nobody.teams)
 
@@ -200,4 +200,4 @@ def skip_one(world_size: int) -> None:
 def test_a_rank_that_skips_a_layer_is_an_error_of_all() -> None:
     for outcome in watch_ranks(skip_one, 2, 2):
         assert outcome.end is End.RAISED
-        assert "RankError: rank 0 waits with exchange 0 of tokens for its expert group of ranks 0, 1," in outcome.error
+        assert "RankError: rank 0 waits in exchange 0 of tokens for its expert group of ranks 0, 1," in outcome.error

@@ -80,15 +80,15 @@ def test_all_ranks_are_told_what_each_tells_by_rank(size: int) -> None:
     rows = [(rank, -rank, (1 << 62) + rank) for rank in range(size)]
     with ranks(size) as made:
         for _ in range(3):
-            assert all_ranks(size, lambda rank: made[rank].tell(rows[rank], wait)) == [rows] * size
+            assert all_ranks(size, lambda rank: made[rank].all_gather_row(rows[rank], wait)) == [rows] * size
 
 
 @pytest.mark.parametrize("lengths", [(0, 7), (3, 0, 200_000), (0, 0), (2_000_000, 2_000_000), (1 << 14, (1 << 14) + 1)])
 def test_texts_of_any_length_reach_all(lengths: tuple[int, ...]) -> None:
     texts = [str(rank) * length for rank, length in enumerate(lengths)]
     with ranks(len(lengths)) as made:
-        assert all_ranks(len(lengths), lambda rank: made[rank].tell_text(texts[rank])) == [texts] * len(lengths)
-        assert all_ranks(len(lengths), lambda rank: made[rank].tell((1, 2, rank), wait)[-1][2]) == [
+        assert all_ranks(len(lengths), lambda rank: made[rank].all_gather_text(texts[rank])) == [texts] * len(lengths)
+        assert all_ranks(len(lengths), lambda rank: made[rank].all_gather_row((1, 2, rank), wait)[-1][2]) == [
             len(lengths) - 1
         ] * len(lengths)
 
@@ -114,7 +114,7 @@ def test_a_rank_that_does_not_come_is_waited_for_so_long_and_no_longer() -> None
     with ranks(2, timedelta(seconds=0.2)) as made:
         began_s = time.monotonic()
         with pytest.raises(RuntimeError, match="Timed out waiting 0 s for rank 1"):
-            made[0].tell((0, 0, 0), wait)
+            made[0].all_gather_row((0, 0, 0), wait)
         assert 0.15 < time.monotonic() - began_s < 5
 
 
@@ -188,7 +188,7 @@ def test_a_rank_that_is_gone_ends_the_waiting_of_all(waits_for: int) -> None:
             if rank == waits_for:
                 made[rank].close()
             elif rank == 0:
-                made[rank].tell((0, 0, 0), wait)
+                made[rank].all_gather_row((0, 0, 0), wait)
 
         found = all_ranks(3, act)
         assert isinstance(found[0], RuntimeError), found
@@ -205,7 +205,7 @@ def test_a_forked_process_of_a_rank_that_is_gone_keeps_nobody_waiting() -> None:
         try:
             made[1].close()
             with pytest.raises(RuntimeError, match="the connection to rank 1 has ended"):
-                made[0].tell((0, 0, 0), wait)
+                made[0].all_gather_row((0, 0, 0), wait)
         finally:
             os.kill(child, 9)
             os.waitpid(child, 0)
@@ -291,7 +291,7 @@ def test_nobody_waits_for_a_rank_that_cannot_call() -> None:
 def test_what_was_told_before_a_rank_left_is_heard() -> None:
     with ranks(2) as made:
         told: list[Any] = []
-        all_ranks(2, lambda rank: told.append(made[rank].tell((rank, 0, 0), wait)))
+        all_ranks(2, lambda rank: told.append(made[rank].all_gather_row((rank, 0, 0), wait)))
         sender = all_ranks(1, lambda _: made[1]._send(b"x" * 24))
         made[1].close()
         assert sender == [None]
@@ -365,33 +365,33 @@ def test_a_rank_that_hangs_while_it_is_connected_is_waited_for_so_long(
     """It calls, or is called, and says nothing."""
     monkeypatch.setattr(uds, "_CONNECT_S", 0.2)
     with contextlib.ExitStack() as listening:
-        opened = [uds._opened(listening) for _ in range(2)]
-        paths, door = [place.partition(" ")[2] for place, _ in opened], opened[rank][1]
-        assert door is not None
+        opened = [uds._listen(listening) for _ in range(2)]
+        paths, listener = [place.partition(" ")[2] for place, _ in opened], opened[rank][1]
+        assert listener is not None
         if rank == 0:
             listening.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)).connect(paths[0])
         called: list[socket.socket] = []
-        uds._call(paths[:rank], called)
-        found = all_ranks(1, lambda _: uds._meet(rank, 2, called, door, None, {}))
+        uds._connect(paths[:rank], called)
+        found = all_ranks(1, lambda _: uds._greet(rank, 2, called, listener, None, {}))
         assert isinstance(found[0], TimeoutError), found
 
 
 def test_a_rank_that_ends_while_it_is_connected_is_gone() -> None:
     with contextlib.ExitStack() as listening:
-        place, door = uds._opened(listening)
-        assert door is not None
+        place, listener = uds._listen(listening)
+        assert listener is not None
         path = place.partition(" ")[2]
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
             peer.connect(path)
         with pytest.raises(ConnectionError):
-            uds._meet(0, 2, [], door, None, {})
+            uds._greet(0, 2, [], listener, None, {})
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with peer:
             peer.connect(path)
             peer.send(b"abc")
             peer.shutdown(socket.SHUT_WR)
-            with pytest.raises(ConnectionError, match="gone while it was connected"):
-                uds._meet(0, 2, [], door, None, {})
+            with pytest.raises(ConnectionError, match="gone while it was being connected"):
+                uds._greet(0, 2, [], listener, None, {})
 
 
 def test_who_is_slow_to_read_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,11 +430,11 @@ def test_no_rank_waits_for_one_that_can_open_no_more(size: int, monkeypatch: pyt
     """It has been called, and answers nobody: all go on without connections, at once."""
     accept, calls = socket.socket.accept, []
 
-    def refused(door: socket.socket) -> Any:
-        calls.append(door)
+    def refused(listener: socket.socket) -> Any:
+        calls.append(listener)
         if len(calls) == 1:
             raise OSError(errno.EMFILE, "too many open files")
-        return accept(door)
+        return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", refused)
     table, before = Table(size), len(os.listdir("/proc/self/fd"))

@@ -9,9 +9,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import BATCH, Outcome, Training, loader, make_strategy, make_trainer, outcome_of, plain, tokens
+from kit.outcomes import Outcome
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import BATCH, Training, loader, make_strategy, make_trainer, outcome_of, plain, tokens
 from test_rank_experts import MoETower
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -100,7 +101,7 @@ def evaluate(
 @pytest.mark.parametrize(
     ("build", "batches", "tier", "reads"),
     [
-        pytest.param(Logs, (3, 1), "all_on_disk", False, marks=pytest.mark.in_turn),
+        pytest.param(Logs, (3, 1), "all_on_disk", False, marks=pytest.mark.slow),
         (Logs, (1, 3), "lock_free", True),
         (Tower, (0, 2), "three_tiers", False),
     ],
@@ -167,8 +168,8 @@ def refused(build: Any, folder: Path, batches: tuple[int, ...], settings: dict[s
 
 def test_evaluation_within_a_group_that_divides_experts_needs_as_many_batches(disk: Path) -> None:
     for text in run_ranks(refused, 2, LogsExperts, disk, (3, 1), EXPERTS, limit_s=30.0):
-        assert "rank 0 waits with exchange" in text
-        assert text.endswith("must call the same layers with experts in the same order, in as many batches")
+        assert "rank 0 waits in exchange" in text
+        assert text.endswith("in the same order, in as many batches, on all ranks of a group")
 
 
 def test_a_rank_without_what_others_reduce_ends_the_run(disk: Path) -> None:
@@ -208,7 +209,7 @@ def train(folder: Path, batches: tuple[int, ...], options: dict[str, Any], valid
         pytest.param(
             (3, 1),
             ("goes on to another training batch", "has ended its training epoch"),
-            marks=pytest.mark.in_turn,
+            marks=pytest.mark.slow,
         ),
         ((1, 3), ("has ended its training epoch", "goes on to another training batch")),
         ((0, 2), ("has ended its training epoch", "begins a training step")),

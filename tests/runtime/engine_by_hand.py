@@ -24,7 +24,7 @@ HOMES: dict[str, dict[str, Any]] = {
     "in RAM": {},
     "masters on disk": {"offload_optimizer": "disk", "disk_path": "/d"},
     "all on disk": {"offload_optimizer": "disk", "offload_parameters": "disk", "disk_path": "/d"},
-    "lock-free": {"offload_optimizer": "disk", "disk_path": "/d", "lock_free": True, "max_staleness": 0},
+    "lock-free": {"offload_optimizer": "disk", "disk_path": "/d", "lock_free": {"max_staleness": 0}},
 }
 
 
@@ -113,7 +113,9 @@ def build(
     blueprint = decided(module, list(optimizers), ranks=communicator.world_size, **settings)
     communicators = Communicators(blueprint.holders.mesh, communicator)
     paths = [disk] if disk is not None and blueprint.pool_bytes[Tier.DISK] else []
-    return Engine(module, change(blueprint), optimizers, communicators, CpuBackend(), disk_paths=paths, poison=True)
+    return Engine(
+        module, change(blueprint), optimizers, communicators, CpuBackend(), disk_paths=paths, debug={"poison": True}
+    )
 
 
 @contextmanager

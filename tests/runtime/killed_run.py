@@ -21,6 +21,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from kit.settings import merged
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -33,8 +34,8 @@ STEP_S = float(os.environ.get("KILLED_RUN_STEP_S", "0"))
 AUTO = "+auto"
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {"offload_optimizer": "disk"},
-    "sharded": {"offload_optimizer": "disk", "state_dict_type": "sharded"},
-    "async": {"lock_free": True, "max_staleness": 0, "state_dict_type": "sharded", "async_save": True},
+    "sharded": {"offload_optimizer": "disk", "checkpoints": {"state_dict_type": "sharded"}},
+    "async": {"lock_free": {"max_staleness": 0}, "checkpoints": {"state_dict_type": "sharded", "async_save": True}},
 }
 
 
@@ -68,7 +69,7 @@ class SaysSaved(ModelCheckpoint):
 
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:  # type: ignore[override]
         super().on_train_batch_end(trainer, *arguments)
-        if trainer.is_global_zero and not trainer.strategy.settings.async_save:  # type: ignore[attr-defined]
+        if trainer.is_global_zero and not trainer.strategy.settings.checkpoints.async_save:  # type: ignore[attr-defined]
             print("saved", trainer.global_step, flush=True)
 
 
@@ -80,7 +81,7 @@ def run(folder: Path, kind: str, steps: int, ranks: int) -> None:
     keep = SaysSaved(kept, filename="{step}", every_n_train_steps=1, monitor="step", mode="max", save_top_k=2)
     format_, auto = kind.removesuffix(AUTO), kind.endswith(AUTO)
     newest = None if auto else max(kept.glob("step=*.ckpt"), key=step_of, default=None)
-    settings = {"resume": "auto" if auto else "never", **SETTINGS[format_]}
+    settings = merged(SETTINGS[format_], checkpoints={"resume": "auto" if auto else "never"})
     launched = {name: int(os.environ.get(name, ranks)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE")}
     trainer = L.Trainer(
         strategy=AngelPTMStrategy(disk_path=folder / "disk", page_size="64KiB", host_memory="64MiB", **settings),

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import Batches, PlainLoop, TrainModule, fit, tokens, vectors
-from tiny_models import VOCABULARY
+from kit.plain_loop import Batches, PlainLoop, TrainModule, fit, tokens, vectors
+from kit.stacks import VOCABULARY
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -95,7 +95,7 @@ ALL = [
 ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("build", "batches", "precision"), ALL)
 def test_architecture(strategy_at, tier, build, batches: Batches, precision) -> None:
     settings: dict[str, Any] = {"device_memory": "2MiB"} if tier == "three_tiers" else {}

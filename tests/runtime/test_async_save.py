@@ -19,10 +19,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, sharded, small_files
+from kit.checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, sharded, small_files
+from kit.outcomes import Outcome
+from kit.plain_loop import make_trainer
+from kit.settings import merged
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.tuner import Tuner
-from plain_loop import Outcome, make_trainer
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.checkpoints import saving
@@ -68,7 +70,7 @@ class Opens(L.Callback):
 
 
 def behind(strategy_at: Any, tier: str, ops: SaveOps | None = None, **settings: Any) -> AngelPTMStrategy:
-    strategy = sharded(strategy_at, tier, async_save=True, **settings)
+    strategy = sharded(strategy_at, tier, **merged(settings, checkpoints={"async_save": True}))
     strategy.save_ops = ops
     return strategy
 
@@ -77,7 +79,7 @@ def behind(strategy_at: Any, tier: str, ops: SaveOps | None = None, **settings: 
 def written_at_once(base: Path, precision: str = "bf16-mixed") -> tuple[Outcome, Path]:
     """A run whose checkpoints are written before it goes on, and their folder; not to be written to."""
     folder = Path(mkdtemp(dir=base))
-    strategy = AngelPTMStrategy(page_size="64KiB", poison=True, state_dict_type="sharded")
+    strategy = AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, checkpoints={"state_dict_type": "sharded"})
     return fit(strategy, folder, precision=precision, save_last=False)[0], folder
 
 
@@ -119,8 +121,7 @@ def test_who_loads_a_checkpoint_that_is_in_progress_waits_for_it(
     assert list((tmp_path / "root").iterdir()) == []
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("masters_on_disk-bf16-true")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "64-true"])
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk", "all_on_disk"])
 def test_in_other_precisions(strategy_at, tier: str, precision: str, tmp_path: Path, tmp_path_factory) -> None:
@@ -132,7 +133,7 @@ def test_in_other_precisions(strategy_at, tier: str, precision: str, tmp_path: P
         assert same(load(tmp_path / "it" / name), load(expected / name)), name
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow_unless("lock_free")
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk", "lock_free"])
 def test_updates_wait_when_there_is_no_room_for_copies(
     strategy_at, tier: str, expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -196,7 +197,7 @@ def test_an_earlier_one_is_removed_when_its_successor_is_in_place(strategy_at, t
     assert [entry.name for entry in folder.iterdir()] == ["step=8.ckpt"]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_failure_stops_the_run_and_leaves_the_earlier_one(
@@ -218,7 +219,13 @@ def test_a_failure_stops_the_run_and_leaves_the_earlier_one(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"async_save": True}, {"async_save": False}, {"state_dict_type": "full"}], ids=str
+    "settings",
+    [
+        {"checkpoints": {"async_save": True}},
+        {"checkpoints": {"async_save": False}},
+        {"checkpoints": {"state_dict_type": "full"}},
+    ],
+    ids=str,
 )
 def test_a_run_may_go_on_after_a_failure(strategy_at, settings: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "kept"
@@ -240,7 +247,7 @@ def test_a_run_may_go_on_after_a_failure(strategy_at, settings: dict[str, Any], 
             if trainer.global_step == 5:
                 seen.append(sorted(entry.name for entry in folder.glob("*.ckpt")))
 
-    strategy = strategy_at("ram", **{"state_dict_type": "sharded", "failed_save": "go_on", **settings})
+    strategy = strategy_at("ram", **{"checkpoints": {"state_dict_type": "sharded", "on_failure": "warn"}, **settings})
     trainer = make_trainer(
         strategy,
         max_epochs=1,
@@ -255,9 +262,15 @@ def test_a_run_may_go_on_after_a_failure(strategy_at, settings: dict[str, Any], 
     assert [entry.name for entry in folder.iterdir()] == ["step=8.ckpt"]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow_unless("{'async_save': False}")
 @pytest.mark.parametrize(
-    "settings", [{"async_save": True}, {"async_save": False}, {"state_dict_type": "full"}], ids=str
+    "settings",
+    [
+        {"checkpoints": {"async_save": True}},
+        {"checkpoints": {"async_save": False}},
+        {"checkpoints": {"state_dict_type": "full"}},
+    ],
+    ids=str,
 )
 def test_a_link_names_what_is_in_place(strategy_at, settings: dict[str, Any], tmp_path: Path) -> None:
     class FailsLater(L.Callback):
@@ -273,7 +286,7 @@ def test_a_link_names_what_is_in_place(strategy_at, settings: dict[str, Any], tm
         def teardown(self, *_: Any, **__: Any) -> None:
             self.broken.close()
 
-    strategy = strategy_at("ram", **{"state_dict_type": "sharded", "failed_save": "go_on", **settings})
+    strategy = strategy_at("ram", **{"checkpoints": {"state_dict_type": "sharded", "on_failure": "warn"}, **settings})
     with pytest.warns(UserWarning, match="the run goes on"):
         fit(strategy, tmp_path, callbacks=[FailsLater()], save_last="link")
     assert (tmp_path / "last.ckpt").is_symlink() and (tmp_path / "last.ckpt").resolve().name == "epoch=0.ckpt"
@@ -297,7 +310,7 @@ def test_what_was_to_be_removed_and_is_saved_again_stays(strategy_at, behind_tra
             if trainer.global_step == 3:
                 trainer.save_checkpoint(tmp_path / "0.ckpt")
 
-    strategy = sharded(strategy_at, "ram", async_save=behind_training, failed_save="go_on")
+    strategy = sharded(strategy_at, "ram", checkpoints={"async_save": behind_training, "on_failure": "warn"})
     trainer = make_trainer(strategy, max_epochs=1, callbacks=[Slots()])
     with pytest.warns(UserWarning, match="the run goes on"):
         trainer.fit(Full(), BATCHES.loader())
@@ -461,8 +474,8 @@ class FailsInBackward(Full):
 @pytest.mark.parametrize("lock_free", [False, True])
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_no_checkpoint_of_two_steps_at_once(strategy_at, kind: str, lock_free: bool, tmp_path: Path) -> None:
-    settings = {"lock_free": True, "max_staleness": 1} if lock_free else {}
-    strategy = strategy_at("masters_on_disk", state_dict_type=kind, **settings)
+    settings = {"lock_free": {"max_staleness": 1}} if lock_free else {}
+    strategy = strategy_at("masters_on_disk", checkpoints={"state_dict_type": kind}, **settings)
     keep = OnExceptionCheckpoint(tmp_path, "x")
     trainer = make_trainer(strategy, max_epochs=1, enable_checkpointing=True, callbacks=[keep])
     with pytest.raises(ValueError, match="boom"), pytest.warns(UserWarning, match="no checkpoint .*cut short"):
@@ -483,7 +496,10 @@ def test_no_checkpoint_of_half_a_step(strategy_at, kind: str, tmp_path: Path, mo
     monkeypatch.setattr(SynchronousUpdates, "_update", interrupted)
     keep = OnExceptionCheckpoint(tmp_path, "x")
     trainer = make_trainer(
-        strategy_at("ram", state_dict_type=kind), max_epochs=1, enable_checkpointing=True, callbacks=[keep]
+        strategy_at("ram", checkpoints={"state_dict_type": kind}),
+        max_epochs=1,
+        enable_checkpointing=True,
+        callbacks=[keep],
     )
     with (
         pytest.raises((KeyboardInterrupt, SystemExit)),
@@ -505,7 +521,7 @@ def test_an_earlier_save_that_failed_does_not_prevent_that_on_an_exception(strat
             if trainer.global_step == 3:
                 raise RuntimeError("the user's own")
 
-    strategy = strategy_at("ram", state_dict_type="sharded", async_save=True)
+    strategy = strategy_at("ram", checkpoints={"state_dict_type": "sharded", "async_save": True})
     keep = OnExceptionCheckpoint(tmp_path, "x")
     trainer = make_trainer(strategy, max_epochs=1, enable_checkpointing=True, callbacks=[Fails(), keep])
     with pytest.raises(RuntimeError, match="the user's own"), pytest.warns(UserWarning, match="No space left"):
@@ -550,9 +566,9 @@ def test_a_run_that_fails_finishes_its_checkpoint(strategy_at, tmp_path: Path) -
 
 def test_settings_that_cannot_work() -> None:
     with pytest.raises(ConfigError, match="set state_dict_type='sharded'"):
-        AngelPTMStrategy(async_save=True)
-    with pytest.raises(ConfigError, match="use 'stop' or 'go_on'"):
-        AngelPTMStrategy(failed_save="ignore")
+        AngelPTMStrategy(checkpoints={"async_save": True})
+    with pytest.raises(ConfigError, match="use 'stop' or 'warn'"):
+        AngelPTMStrategy(checkpoints={"on_failure": "ignore"})
 
 
 # -- the snapshot itself ----------------------------------------------------------------------------------------------------

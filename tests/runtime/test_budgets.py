@@ -85,13 +85,13 @@ def test_where_ram_is_very_short_it_is_the_first_part_that_does() -> None:
 
 def test_whole_gradients_are_taken_off_the_budget() -> None:
     shards = budget(CLUSTER, ranks=2)
-    assert budget(CLUSTER, ranks=2, reduce_gradients="each_step") == shards.without(Tier.DEVICE, 7 * PAGE)
-    assert budget(CLUSTER, reduce_gradients="each_step") == budget(CLUSTER)  # one rank reduces nothing
-    assert decided(machine=CLUSTER, ranks=2, reduce_gradients="each_step").reduced_at_step
+    assert budget(CLUSTER, ranks=2, tuning={"reduce_gradients": "each_step"}) == shards.without(Tier.DEVICE, 7 * PAGE)
+    assert budget(CLUSTER, tuning={"reduce_gradients": "each_step"}) == budget(CLUSTER)  # one rank reduces nothing
+    assert decided(machine=CLUSTER, ranks=2, tuning={"reduce_gradients": "each_step"}).reduced_at_step
     assert not decided(machine=CLUSTER, ranks=2).reduced_at_step
-    assert not decided(machine=CLUSTER, reduce_gradients="each_step").reduced_at_step
+    assert not decided(machine=CLUSTER, tuning={"reduce_gradients": "each_step"}).reduced_at_step
     with pytest.raises(CapacityError, match=r"keeps 448 KiB of gradients whole .* have 448 KiB in all"):
-        decided(machine=CLUSTER, ranks=2, reduce_gradients="each_step", device_memory=7 * PAGE)
+        decided(machine=CLUSTER, ranks=2, tuning={"reduce_gradients": "each_step"}, device_memory=7 * PAGE)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_whole_gradients_are_taken_off_the_budget() -> None:
 )
 def test_chunks_in_flight(staging: object, host: int, chunks: int) -> None:
     """Of four pages each: parameter, gradient and two moments."""
-    found = decided(disk_path="/d", offload_optimizer="disk", staging_memory=staging, host_memory=host)
+    found = decided(disk_path="/d", offload_optimizer="disk", tuning={"staging_memory": staging}, host_memory=host)
     assert found.staging_chunks == chunks
 
 
@@ -114,7 +114,9 @@ def test_chunks_in_flight(staging: object, host: int, chunks: int) -> None:
     ("staleness", "forecast", "forecasts"), [(1, True, True), (0, True, False), (1, False, False), (8, True, True)]
 )
 def test_forecasts_are_for_what_may_be_lacking(staleness: int, forecast: bool, forecasts: bool) -> None:
-    settings = {"max_staleness": staleness, "forecast": forecast, "staleness_warmup": 5}
+    settings = {
+        "lock_free": {"max_staleness": staleness, "predict_weights": forecast, "warmup_steps": 5},
+    }
     found = decided(lock_free=True, disk_path="/d", **settings).lock_free
     assert found is not None
     assert (found.warmup, found.forecast, found.max_staleness) == (5, forecasts, staleness)

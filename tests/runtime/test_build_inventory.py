@@ -149,7 +149,7 @@ def test_saves_read_what_is_precise_and_on_disk(options: dict[str, Any], expecte
     assert {row.count for row in made} <= {BUFFERS} and {row.tier for row in made} <= {found.ram}
     assert not found.inventory.of(What.SAVES)
     if "optimizers" not in options:
-        behind = decided(Odd(), **options, state_dict_type="sharded", async_save=True)
+        behind = decided(Odd(), **options, checkpoints={"state_dict_type": "sharded", "async_save": True})
         assert list(behind.inventory.of(What.SAVES)) == made
 
 
@@ -175,7 +175,7 @@ def test_values_in_transit_have_a_page_for_each_dtype() -> None:
     module.wide = nn.Parameter(torch.zeros(5, dtype=FP64))
     assert pages() == 3
     # Where saves have buffers of their own it is what set-up needs.
-    assert pages(state_dict_type="sharded", async_save=True) == 2
+    assert pages(checkpoints={"state_dict_type": "sharded", "async_save": True}) == 2
     assert not decided().inventory.of(What.TRANSIT)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import BATCHES, Full, fit, names_in, same, small_files
-from plain_loop import make_trainer
+from kit.checkpoint_runs import BATCHES, Full, fit, names_in, same, small_files
+from kit.plain_loop import make_trainer
 from torch import Tensor
 
 from lightning_ptm.checkpoints import assembly_memory

@@ -17,8 +17,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from plain_loop import Outcome, make_trainer, outcome_of, tokens
-from tiny_models import VOCABULARY, WIDTH, Block, Stack
+from kit.outcomes import Outcome
+from kit.plain_loop import make_trainer, outcome_of, tokens
+from kit.stacks import VOCABULARY, WIDTH, Block, Stack
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
@@ -127,9 +128,13 @@ BUILDS = [BlocksReplaced, BlocksInPlace, ForwardsOfBlocks, LayersOfBlocks, AFunc
 SMALL = {"device_memory": "768KiB"}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless(
+    "ram-settings0-LayersOfBlocks",
+    "three_tiers-settings2-AllOfIt",
+    "three_tiers-settings3-AllOfItInPlace",
+    "lock_free-settings4-BlocksInPlace",
+)
 @pytest.mark.filterwarnings("ignore:.*compiled as a whole")
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize(
     ("where", "settings"),
@@ -155,7 +160,7 @@ class DeepInPlace(BlocksInPlace):
     depth = 10
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize("where", ["ram", "three_tiers"])
 @pytest.mark.parametrize("build", [Deep, DeepInPlace])

@@ -82,7 +82,7 @@ def test_ranks_share_the_pages_and_nothing_else_differs() -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
-        ({"activations": "host"}, ConfigError, "this run computes on a CPU"),
+        ({"offload_activations": "host"}, ConfigError, "this run computes on a CPU"),
         (
             {"lock_free": True, "disk_path": "/d", "device_memory": "8MiB", "offload_parameters": "device"},
             ConfigError,
@@ -99,7 +99,7 @@ def test_ranks_share_the_pages_and_nothing_else_differs() -> None:
             "lock_free=True takes 448 KiB of RAM beside parameters and gradients, and pages have 448 KiB",
         ),
         (
-            {"disk_path": "/d", "offload_optimizer": "disk", "staging_memory": 2 * PAGE},
+            {"disk_path": "/d", "offload_optimizer": "disk", "tuning": {"staging_memory": 2 * PAGE}},
             ConfigError,
             "staging_memory is 128 KiB and one chunk of this optimizer's states takes 256 KiB",
         ),
@@ -112,7 +112,7 @@ def test_settings_that_cannot_work(settings: dict[str, Any], error: type[Excepti
 
 @pytest.mark.parametrize(("machine", "trains", "goes"), [(CLUSTER, True, True), (CLUSTER, False, False)])
 def test_activations_go_to_the_host_where_something_trains(machine: Machine, trains: bool, goes: bool) -> None:
-    found = decided(None, adam if trains else [], machine=machine, activations="host")
+    found = decided(None, adam if trains else [], machine=machine, offload_activations="host")
     assert found.activations_to_host is goes
 
 
@@ -147,7 +147,7 @@ def test_an_evaluation_has_no_states() -> None:
         ({"machine": CLUSTER, "host_memory": 24 * PAGE}, 3),
         ({"machine": CLUSTER, "host_memory": 23 * PAGE}, 2),
         ({"machine": CLUSTER, "host_memory": 22 * PAGE}, 1),
-        ({"machine": CLUSTER, "staging_memory": 2 * PAGE}, 2),
+        ({"machine": CLUSTER, "tuning": {"staging_memory": 2 * PAGE}}, 2),
         ({"device_memory": 64 * PAGE}, 1),  # copies of a CPU do not go on beside it
     ],
 )
@@ -190,4 +190,4 @@ MIXED = {"compute": torch.bfloat16, "mixed": True}
 )
 def test_freed_memory(freed: str, free: int, settings: dict[str, Any], becomes: Freed) -> None:
     machine = dataclasses.replace(WORKSTATION, free_host_bytes=free)
-    assert decided(machine=machine, freed_memory=freed, **settings).freed_memory is becomes
+    assert decided(machine=machine, tuning={"freed_memory": freed}, **settings).freed_memory is becomes

@@ -10,9 +10,9 @@ from typing import Any
 import lightning as L
 import pytest
 import yaml
-from checkpoint_runs import HALF, fit
 from decided_by_hand import PAGE, WORKSTATION, asked
-from plain_loop import Outcome
+from kit.checkpoint_runs import HALF, fit
+from kit.outcomes import Outcome
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.commands.plan import forecast
@@ -62,7 +62,7 @@ def in_ram(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
     }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("accumulate", "kind"), [(1, "sharded"), (2, "full")])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("cls", [WithStreamed, WithUpdated])
@@ -88,7 +88,13 @@ def test_a_run_trains_saves_and_goes_on_with_the_same_numbers(
             assert any("slow" in link for link in strategy.statistics().links)
 
     def train(folder: str, resume: Path | None = None) -> Outcome:
-        strategy = cls(page_size="64KiB", poison=True, disk_path=disk, state_dict_type=kind, **SIZES[sizes])
+        strategy = cls(
+            page_size="64KiB",
+            debug={"poison": True},
+            disk_path=disk,
+            checkpoints={"state_dict_type": kind},
+            **SIZES[sizes],
+        )
         found, _ = fit(strategy, tmp_path / folder, resume, callbacks=[Seen()], accumulate_grad_batches=accumulate)
         return found
 

@@ -8,11 +8,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import HALF
-from checkpoint_runs import fit as run
-from plain_loop import DTYPES, Outcome, PlainLoop, fit, make_trainer, tokens
+from kit.checkpoint_runs import HALF
+from kit.checkpoint_runs import fit as run
+from kit.outcomes import Outcome
+from kit.plain_loop import DTYPES, PlainLoop, fit, make_trainer, tokens
+from kit.stacks import VOCABULARY, WIDTH, Stack
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCABULARY, WIDTH, Stack
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -90,7 +91,16 @@ def as_rounded_before(code: str, precision: str) -> Outcome:
     return plain
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "ram-bf16-mixed-int8",
+    "masters_on_disk-bf16-true-nf4",
+    "all_on_disk-bf16-mixed-int8",
+    "three_tiers-bf16-true-nf4",
+    "lock_free-32-true-nf4",
+    "lock_free_three_tiers-bf16-true-int8",
+    "tight-32-true-int8",
+    "tight_recomputed-bf16-mixed-nf4",
+)
 @pytest.mark.parametrize("code", ["int8", "nf4"])
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
 def test_the_numbers_are_those_of_weights_that_were_rounded_before(strategy_at, tier, code, precision) -> None:
@@ -135,8 +145,7 @@ def test_matrices_of_frozen_units_alone_are_coded_and_take_the_bytes_of_their_co
     assert {size for name, size in kept.homes.items() if not coded(name)} == {4.0}
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("bf16-true-three_tiers-ram-int8-sharded")
 @pytest.mark.parametrize("kind", ["full", "sharded", "async"])
 @pytest.mark.parametrize("code", ["int8", "nf4"])
 @pytest.mark.parametrize(
@@ -146,8 +155,8 @@ def test_matrices_of_frozen_units_alone_are_coded_and_take_the_bytes_of_their_co
 def test_a_checkpoint_holds_the_rounded_values_and_going_on_from_it_changes_no_bit(
     strategy_at, tmp_path: Path, kind: str, code: str, home: str, then: str, precision: str
 ) -> None:
-    settings = {"frozen_dtype": code, "state_dict_type": "full" if kind == "full" else "sharded"}
-    settings |= {"async_save": kind == "async"}
+    settings = {"frozen_dtype": code, "checkpoints": {"state_dict_type": "full" if kind == "full" else "sharded"}}
+    settings |= {"checkpoints": {"async_save": kind == "async"}}
     once, again = strategy_at(home, **settings), strategy_at(then, **settings)
     never, _ = run(once, tmp_path / "never", build=Adapted, precision=precision)
     checkpoint = tmp_path / "never" / "epoch=0.ckpt"
@@ -175,7 +184,7 @@ def test_weights_of_files_are_coded_as_they_are_read(strategy_at, tier: str, tmp
     fit(FromMeta, BATCHES, strategy, "32-true").assert_equal(as_rounded_before("nf4", "32-true"))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("tier", ["ram", "masters_on_disk", "three_tiers"])
 @pytest.mark.parametrize("code", ["int8", "nf4"])
 def test_with_a_loss_scale_adapters_learn_on_the_same_codes(strategy_at, tier: str, code: str) -> None:
@@ -202,7 +211,7 @@ def test_with_a_loss_scale_adapters_learn_on_the_same_codes(strategy_at, tier: s
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_what_is_exported_are_the_rounded_values(strategy_at, tmp_path: Path, kind: str) -> None:
-    strategy = strategy_at("masters_on_disk", frozen_dtype="nf4", state_dict_type=kind)
+    strategy = strategy_at("masters_on_disk", frozen_dtype="nf4", checkpoints={"state_dict_type": kind})
     trained, _ = run(strategy, tmp_path, build=Adapted, precision="bf16-mixed")
     main(["export", str(tmp_path / "last.ckpt"), str(tmp_path / "out")])
     found = load_file(tmp_path / "out" / "model.safetensors")

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_runs import BATCHES, HALF, Full, fit, sharded
-from plain_loop import Outcome
+from kit.checkpoint_runs import BATCHES, HALF, Full, fit, sharded
+from kit.outcomes import Outcome
 from torch import Tensor
 from torch.utils.data import DataLoader
 

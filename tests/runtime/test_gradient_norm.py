@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit.outcomes import Outcome
+from kit.plain_loop import Batches, PlainLoop, make_trainer, outcome_of, tokens
+from kit.products import products_of
+from kit.stacks import Stack
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from plain_loop import Batches, Outcome, PlainLoop, make_trainer, outcome_of, tokens
-from products import products_of
-from tiny_models import Stack
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMPrecision
@@ -56,7 +57,16 @@ def norms_of(strategy: Any, batches: Batches, monitor: GradNormMonitor | None = 
     return collect.norms, outcome_of(module)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "ram-{}",
+    "masters_on_disk-{}",
+    "all_on_disk-{'gradient_clip_val': 0.5}",
+    "three_tiers-{'accumulate_grad_batches': 2}",
+    "lock_free-{'gradient_clip_val': 0.5}",
+    "lock_free_three_tiers-{}",
+    "tight-{'gradient_clip_val': 0.5}",
+    "tight_recomputed-{'accumulate_grad_batches': 2}",
+)
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.5}, {"accumulate_grad_batches": 2}], ids=str)
 def test_norms_are_those_of_a_plain_loop(strategy_at, tier, options) -> None:
     batches = tokens(4)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import lightning as L
 import pytest
 import torch
-from plain_loop import TrainModule, make_trainer, tokens
-from tiny_models import VOCABULARY, WIDTH, Block
+from kit.plain_loop import TrainModule, make_trainer, tokens
+from kit.stacks import VOCABULARY, WIDTH, Block
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -49,7 +49,7 @@ class NodeCount(L.Callback):
 
 @pytest.mark.parametrize(
     ("where", "recompute"),
-    [pytest.param("ram", "none", marks=pytest.mark.in_turn), ("all_on_disk", "all"), ("lock_free", "none")],
+    [pytest.param("ram", "none", marks=pytest.mark.slow), ("all_on_disk", "all"), ("lock_free", "none")],
 )
 def test_no_graph_outlives_its_step(strategy_at: Callable, where: str, recompute: str) -> None:
     count = NodeCount()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import fit, tokens
-from tiny_models import Stack
+from kit.plain_loop import fit, tokens
+from kit.stacks import Stack
 from torch import nn
 
 from lightning_ptm.errors import UsageError

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from plain_loop import make_trainer, tokens
+from kit.plain_loop import make_trainer, tokens
 from test_lock_free import built
 
 from lightning_ptm import CapacityError, ConfigError
@@ -30,6 +30,9 @@ class FakeCeiling(MemoryLimit):
 
     def lift(self) -> None:
         self.left = None
+
+    def left_bytes(self) -> int | None:
+        return self.left
 
     def refused(self, error: BaseException) -> bool:
         return self.left is not None
@@ -166,6 +169,26 @@ def test_a_ceiling_is_where_ram_would_end(library: Library) -> None:
     assert library.ceiling.left == (350 - 128 - 24) * MIB
     watched.close()
     assert library.ceiling.left is None
+
+
+def test_at_the_end_pages_take_no_more_and_what_is_free_is_what_the_ceiling_leaves(library: Library) -> None:
+    library.free_bytes = GIB
+    watched = Heap(Freed.LEAVES, ranks_here=2, pages_take=lambda: 400 * MIB)
+    assert library.ceiling.left == (512 - 400 - 24) * MIB
+    assert watched.free_bytes() == 2 * 88 * MIB
+    watched.steps_end()
+    assert library.ceiling.left == (512 - 24) * MIB
+    assert watched.free_bytes() == 2 * 488 * MIB
+    library.free_bytes = 100 * MIB  # somebody has taken it
+    assert watched.free_bytes() == 100 * MIB
+
+
+def test_nothing_keeps_trained_weights_from_the_disk(library: Library) -> None:
+    library.free_bytes = GIB
+    watched = Heap(Freed.LEAVES)
+    watched.weights_are_written()
+    watched.within_step()
+    assert library.ceiling.left is None and watched.free_bytes() == GIB
 
 
 def test_there_is_no_ceiling_where_there_is_room_or_old_pages_are_read(library: Library) -> None:

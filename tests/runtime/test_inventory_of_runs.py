@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -63,19 +64,7 @@ class Weighs(L.Callback):
 def run(strategy: AngelPTMStrategy, precision: Any, optimizer: Callable[..., Any], **options: Any) -> L.Trainer:
     weighs = Weighs()
     rows = torch.randn(8, 33, generator=torch.Generator().manual_seed(0))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        precision=precision,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[weighs],
-        **options,
-    )
+    trainer = quiet_trainer(strategy, precision=precision, max_steps=1, callbacks=[weighs], **options)
     trainer.fit(Net(optimizer), DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
     assert weighs.compared == 1
     return trainer
@@ -91,12 +80,11 @@ def sgd(parameters: Any) -> Any:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "nothing asked": {},
-    "saves behind": {"state_dict_type": "sharded", "async_save": True},
-    "little staging": {"staging_memory": "1MiB"},
+    "saves behind": {"checkpoints": {"state_dict_type": "sharded", "async_save": True}},
+    "little staging": {"tuning": {"staging_memory": "1MiB"}},
     "states of 8 bits, saves behind": {
         "optimizer_state_dtype": "int8",
-        "state_dict_type": "sharded",
-        "async_save": True,
+        "checkpoints": {"state_dict_type": "sharded", "async_save": True},
     },
 }
 
@@ -108,24 +96,30 @@ CASES = [
 ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("name", "precision", "optimizer"), CASES)
 def test_one_rank(strategy_at: Any, tier: str, name: str, precision: str, optimizer: Callable[..., Any]) -> None:
     run(strategy_at(tier, **SETTINGS[name]), precision, optimizer)
 
 
-@pytest.mark.quick_tiers("all_on_disk")
+@pytest.mark.slow_unless("ram", "all_on_disk", "three_tiers")
 def test_frozen_weights_in_codes_with_buffers_of_saves(strategy_at: Any, tier: str) -> None:
     run(strategy_at(tier, frozen_dtype="nf4", **SETTINGS["saves behind"]), "bf16-mixed", sgd)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.slow_unless(
+    "all_on_disk-32-true-{'gradient_clip_val': 1.0}",
+    "all_on_disk-bf16-mixed-{'accumulate_grad_batches': 2}",
+    "lock_free_three_tiers-32-true-{'accumulate_grad_batches': 2}",
+    "lock_free_three_tiers-bf16-mixed-{'gradient_clip_val': 1.0}",
+)
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}], ids=str)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_gradients_that_are_kept(strategy_at: Any, tier: str, precision: str, options: dict[str, Any]) -> None:
     run(strategy_at(tier), precision, adam, **options)
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers", "tight")
 def test_an_evaluation(strategy_at: Any, tier: str) -> None:
     weighs = Weighs()
 
@@ -145,7 +139,7 @@ def test_an_evaluation(strategy_at: Any, tier: str) -> None:
 
 def test_saves_behind_have_buffers_for_frozen_weights_on_disk(strategy_at: Any) -> None:
     """SGD keeps nothing, so nothing else in fp32 is on disk."""
-    strategy = strategy_at("all_on_disk", state_dict_type="sharded", async_save=True)
+    strategy = strategy_at("all_on_disk", checkpoints={"state_dict_type": "sharded", "async_save": True})
     found: list[Any] = []
 
     class Looks(L.Callback):
@@ -216,7 +210,7 @@ class ThreeDtypes(L.LightningModule):
 
 
 def test_a_save_finds_a_page_for_each_dtype_on_disk(strategy_at: Any, tmp_path: Path) -> None:
-    strategy = strategy_at("all_on_disk", state_dict_type="sharded")
+    strategy = strategy_at("all_on_disk", checkpoints={"state_dict_type": "sharded"})
     rows: list[Any] = []
 
     class Saves(L.Callback):
@@ -224,17 +218,8 @@ def test_a_save_finds_a_page_for_each_dtype_on_disk(strategy_at: Any, tmp_path: 
             rows.extend(strategy.engine.blueprint.inventory.of(What.TRANSIT))
             trainer.save_checkpoint(tmp_path / "saved.ckpt")
 
-    L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        precision="bf16-mixed",
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[Saves()],
-    ).fit(ThreeDtypes(), DataLoader(torch.randn(8, 64), batch_size=4))  # type: ignore[arg-type]
+    quiet_trainer(strategy, precision="bf16-mixed", max_steps=1, callbacks=[Saves()]).fit(
+        ThreeDtypes(), DataLoader(torch.randn(8, 64), batch_size=4)
+    )  # type: ignore[arg-type]
     assert [row.count for row in rows] == [3]
     assert (tmp_path / "saved.ckpt").is_dir()

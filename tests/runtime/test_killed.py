@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from killed_run import step_of
-from real_networks import Node, two_nodes
+from kit.real_networks import Node, two_nodes
 
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
 from lightning_ptm.sharded import load
@@ -157,13 +157,13 @@ def kill_again_and_again(runs: Runs, folder: Path, kind: str, kills: int, seed: 
 
 
 @pytest.mark.parametrize(
-    "kind", [*(pytest.param(kind, marks=pytest.mark.in_turn) for kind in ("full", "sharded")), "async"]
+    "kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("full", "sharded")), "async"]
 )
 def test_killed_now_and_then(runs: Runs, kind: str, tmp_path: Path) -> None:
     kill_again_and_again(runs, tmp_path, kind, kills=3, seed=1)
 
 
-@pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_a_killed_run_that_resumes_by_itself_is_one_that_was_resumed_by_hand(
     runs: Runs, kind: str, tmp_path: Path
 ) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from plain_loop import Batches, Outcome, PlainLoop, TrainModule, fit, vectors
+from kit.outcomes import Outcome
+from kit.plain_loop import Batches, PlainLoop, TrainModule, fit, vectors
 from test_micro_batches import ALL_FIRST, Staged
 from test_run_and_paper import Tower
 from torch import Tensor, nn
@@ -121,7 +122,13 @@ def plainly(name: str) -> Outcome:
     return loop.run(batches)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless(
+    "accumulated",
+    "accumulated and clipped",
+    "clipped",
+    "accumulated in a wider dtype",
+    "accumulated in blocks of several sizes",
+)
 @pytest.mark.parametrize("further", [range(2), pytest.param(range(2, 5), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_every_device_memory_from_the_least_that_is_accepted(disk: Path, name: str, further: range) -> None:

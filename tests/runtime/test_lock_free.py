@@ -15,8 +15,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from plain_loop import PlainLoop, TrainModule, make_trainer, tokens
-from tiny_models import Block, ScheduledStack, Stack
+from kit.fits import quiet_trainer
+from kit.plain_loop import PlainLoop, TrainModule, make_trainer, tokens
+from kit.settings import merged
+from kit.stacks import Block, ScheduledStack, Stack
 from torch import Tensor, nn
 
 from lightning_ptm import (
@@ -104,7 +106,7 @@ def assert_all_applied(audits: Sequence[UpdateAudit], produced: int) -> None:
 @pytest.mark.parametrize("where", WHERE)
 def test_compute_goes_on_while_the_disk_serves_nothing(strategy_at, where) -> None:
     gate = Gate()
-    strategy = strategy_at(where, max_staleness=100, poison=False)
+    strategy = strategy_at(where, lock_free={"max_staleness": 100}, debug={"poison": False})
     strategy.file_ops = gate
 
     def after(step: int) -> None:
@@ -128,7 +130,7 @@ def test_compute_goes_on_while_the_disk_serves_nothing(strategy_at, where) -> No
 @pytest.mark.parametrize("where", WHERE)
 def test_compute_waits_rather_than_exceed_max_staleness(strategy_at, where) -> None:
     gate = Gate()
-    strategy = strategy_at(where, max_staleness=2, poison=False)
+    strategy = strategy_at(where, lock_free={"max_staleness": 2}, debug={"poison": False})
     strategy.file_ops = gate
     module = built()
     done_when_opened: list[int] = []
@@ -173,17 +175,17 @@ class HalfUnused(ScheduledStack):
 @pytest.mark.parametrize("where", WHERE)
 def test_gradients_that_cannot_be_added_are_applied_apart(strategy_at, where) -> None:
     watch = Watch()
-    run(strategy_at(where, max_staleness=16), built(HalfUnused), watch)
+    run(strategy_at(where, lock_free={"max_staleness": 16}), built(HalfUnused), watch)
     assert all(audit.balanced for _, audits in watch.seen for audit in audits)
     assert_all_applied(watch.seen[-1][1], 12)
 
 
 def test_a_bound_of_zero_is_the_synchronous_run_and_of_more_is_not(strategy_at) -> None:
     plain = PlainLoop(ScheduledStack).run(BATCHES)
-    zero = run(strategy_at("lock_free", max_staleness=0), built())
+    zero = run(strategy_at("lock_free", lock_free={"max_staleness": 0}), built())
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(zero.losses, plain.losses, strict=True))
     gate = Gate()
-    strategy = strategy_at("lock_free", max_staleness=3, poison=False)
+    strategy = strategy_at("lock_free", lock_free={"max_staleness": 3}, debug={"poison": False})
     strategy.file_ops = gate
     late = run(
         strategy,
@@ -195,18 +197,18 @@ def test_a_bound_of_zero_is_the_synchronous_run_and_of_more_is_not(strategy_at) 
 
 
 UPDATES: dict[str, dict[str, Any]] = {
-    "forecast": {"max_staleness": 3},
-    "not forecast": {"max_staleness": 3, "forecast": False},
+    "predicted": {"lock_free": {"max_staleness": 3}},
+    "not predicted": {"lock_free": {"max_staleness": 3, "predict_weights": False}},
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("kind", UPDATES)
 def test_a_warm_up_is_the_synchronous_run_and_what_comes_after_is_not(strategy_at, where, kind) -> None:
     plain = PlainLoop(ScheduledStack, accumulate=2, clip=0.5).run(BATCHES)
     gate = Gate()
-    strategy = strategy_at(where, **UPDATES[kind], staleness_warmup=4, poison=False)
+    strategy = strategy_at(where, **merged(UPDATES[kind], lock_free={"warmup_steps": 4}, debug={"poison": False}))
     strategy.file_ops = gate
 
     def after(batch: int) -> None:
@@ -226,7 +228,7 @@ def test_a_warm_up_is_the_synchronous_run_and_what_comes_after_is_not(strategy_a
 
 def test_a_warm_up_of_the_whole_training_goes_on_in_a_run_that_resumes(strategy_at, tmp_path) -> None:
     """And is over in one that resumes behind it."""
-    settings = {"max_staleness": 3, "staleness_warmup": 24, "poison": False}
+    settings = {"lock_free": {"max_staleness": 3, "warmup_steps": 24}, "debug": {"poison": False}}
     plain = PlainLoop(ScheduledStack, epochs=3).run(BATCHES)
     path = tmp_path / "last.ckpt"
 
@@ -270,7 +272,11 @@ def test_a_forecast_makes_up_for_all_that_is_lacking_as_far_as_it_reaches(strate
     far = []
     for forecast in (True, False):
         gate = Gate()
-        strategy = strategy_at(where, max_staleness=2, staleness_warmup=2, forecast=forecast, poison=False)
+        strategy = strategy_at(
+            where,
+            lock_free={"max_staleness": 2, "warmup_steps": 2, "predict_weights": forecast},
+            debug={"poison": False},
+        )
         strategy.file_ops = gate
 
         def after(step: int, gate: Gate = gate, strategy: AngelPTMStrategy = strategy) -> None:
@@ -295,7 +301,9 @@ def test_so_it_does_for_what_is_accumulated_clipped_recomputed_and_drained_meanw
     batches = tokens(60)
     plain = PlainLoop(Plain, "32-true", accumulate=2, clip=0.5).run(batches)
     gate = Gate()
-    strategy = strategy_at("lock_free", recompute="all", max_staleness=2, staleness_warmup=2, poison=False)
+    strategy = strategy_at(
+        "lock_free", recompute="all", lock_free={"max_staleness": 2, "warmup_steps": 2}, debug={"poison": False}
+    )
     strategy.file_ops = gate
 
     def after(batch: int) -> None:
@@ -340,7 +348,7 @@ class SeesItsWeights(ScheduledStack):
 
 @pytest.mark.parametrize("where", WHERE)
 def test_forward_and_recomputed_forward_see_one_version(strategy_at, where) -> None:
-    module = run(strategy_at(where, max_staleness=3, recompute="all"), built(SeesItsWeights))
+    module = run(strategy_at(where, lock_free={"max_staleness": 3}, recompute="all"), built(SeesItsWeights))
     assert isinstance(module, SeesItsWeights)
     for block in module.blocks:
         assert isinstance(block, Seen)
@@ -378,7 +386,7 @@ class Validated(ScheduledStack):
 
 def test_drained_before_validation(strategy_at) -> None:
     module = built(Validated)
-    strategy = strategy_at("lock_free", max_staleness=4)
+    strategy = strategy_at("lock_free", lock_free={"max_staleness": 4})
     trainer = make_trainer(strategy, val_check_interval=4)
     trainer.fit(module, BATCHES.loader(), tokens(2, seed=2).loader())
     assert isinstance(module, Validated)
@@ -387,7 +395,7 @@ def test_drained_before_validation(strategy_at) -> None:
 
 @pytest.mark.parametrize("restore_weights", [True, False])
 def test_what_became_of_gradients_is_told_after_the_run_too(strategy_at, restore_weights) -> None:
-    strategy = strategy_at("lock_free", max_staleness=4, restore_weights=restore_weights)
+    strategy = strategy_at("lock_free", lock_free={"max_staleness": 4}, tuning={"restore_weights": restore_weights})
     assert strategy.update_audit() == ()
     run(strategy, built())
     assert_all_applied(strategy.update_audit(), 12)
@@ -405,17 +413,8 @@ class Overflows(ScheduledStack):
 def test_steps_that_are_not_taken_are_counted_as_skipped(strategy_at) -> None:
     watch = Watch()
     plugin = AngelPTMPrecision("16-mixed", LossScale(init_scale=8.0))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy_at("lock_free", max_staleness=2),
-        plugins=[plugin],
-        callbacks=[watch],
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
+        strategy_at("lock_free", lock_free={"max_staleness": 2}), plugins=[plugin], callbacks=[watch], max_epochs=1
     )
     trainer.fit(built(Overflows), BATCHES.loader())
     audits = watch.seen[-1][1]
@@ -446,7 +445,12 @@ def test_small_gradients_of_several_steps_are_not_lost_in_float16(strategy_at, w
 
     gate = Gate()
     plugin = AngelPTMPrecision("16-mixed")
-    strategy = strategy_at(where, max_staleness=8, forecast=False, poison=False, precision_plugin=plugin)
+    strategy = strategy_at(
+        where,
+        lock_free={"max_staleness": 8, "predict_weights": False},
+        debug={"poison": False},
+        precision_plugin=plugin,
+    )
     strategy.file_ops = gate
     module = built(Steady)
     make_trainer(strategy, None, callbacks=[Watch(after)]).fit(module, tokens(12).loader())  # type: ignore[arg-type]
@@ -478,23 +482,23 @@ class TwoOptimizers(ScheduledStack):
             optimizer.step()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("staleness", [0, 3])
 @pytest.mark.parametrize("where", WHERE)
 def test_several_optimizers_and_frozen_parameters(strategy_at, where, staleness) -> None:
     watch = Watch()
-    module = run(strategy_at(where, max_staleness=staleness), built(TwoOptimizers), watch)
+    module = run(strategy_at(where, lock_free={"max_staleness": staleness}), built(TwoOptimizers), watch)
     expected = run(strategy_at("ram"), built(TwoOptimizers))
     assert_all_applied(watch.seen[-1][1], 12)
     same = [torch.equal(ours, theirs) for ours, theirs in zip(module.losses, expected.losses, strict=True)]
     assert all(same) if staleness == 0 else all(torch.isfinite(loss) for loss in module.losses)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("steps", [1, 7, pytest.param(8, marks=pytest.mark.in_turn)])
+@pytest.mark.slow_unless("7")
+@pytest.mark.parametrize("steps", [1, 7, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_batch_of_several_steps_in_which_a_warm_up_ends_is_synchronous_to_its_end(strategy_at, steps) -> None:
     """The first batch of a run too, of which nobody knows how many steps it will take."""
-    ours = run(strategy_at("lock_free", max_staleness=3, staleness_warmup=steps), built(TwoOptimizers))
+    ours = run(strategy_at("lock_free", lock_free={"max_staleness": 3, "warmup_steps": steps}), built(TwoOptimizers))
     theirs = run(strategy_at("ram"), built(TwoOptimizers))
     equal = [torch.equal(one, other) for one, other in zip(ours.losses, theirs.losses, strict=True)]
     assert all(equal[: steps + steps % 2]) and not all(equal), equal
@@ -520,7 +524,7 @@ class StepsBeforeTheOthersBackward(TwoOptimizers):
 @pytest.mark.parametrize("where", WHERE)
 def test_a_graph_that_is_older_than_another_optimizers_step(strategy_at, where) -> None:
     watch = Watch()
-    ours = run(strategy_at(where, max_staleness=0), built(StepsBeforeTheOthersBackward), watch)
+    ours = run(strategy_at(where, lock_free={"max_staleness": 0}), built(StepsBeforeTheOthersBackward), watch)
     theirs = run(strategy_at("ram"), built(StepsBeforeTheOthersBackward))
     assert all(torch.equal(one, other) for one, other in zip(ours.losses, theirs.losses, strict=True))
     assert_all_applied([audit for audit in watch.seen[-1][1] if "blocks" not in audit.name], 12)
@@ -529,7 +533,13 @@ def test_a_graph_that_is_older_than_another_optimizers_step(strategy_at, where) 
 @pytest.mark.parametrize("where", WHERE)
 def test_accumulation_and_clipping(strategy_at, where) -> None:
     watch = Watch()
-    run(strategy_at(where, max_staleness=2), built(), watch, accumulate_grad_batches=3, gradient_clip_val=0.5)
+    run(
+        strategy_at(where, lock_free={"max_staleness": 2}),
+        built(),
+        watch,
+        accumulate_grad_batches=3,
+        gradient_clip_val=0.5,
+    )
     assert_all_applied(watch.seen[-1][1], 4)
 
 
@@ -552,27 +562,27 @@ OFTEN = ("Adagrad", "NAdam", "RMSprop", "plain SGD")
 """AdamW is what others train with."""
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("NAdam", "RMSprop")
 @pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.in_turn) for name in OPTIMIZERS]
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
 )
 def test_every_optimizer(strategy_at, name) -> None:
     class WithIt(Stack):
         def make_optimizer(self) -> torch.optim.Optimizer:
             return OPTIMIZERS[name](self.parameters())
 
-    ours = run(strategy_at("lock_free", max_staleness=0), built(WithIt))
+    ours = run(strategy_at("lock_free", lock_free={"max_staleness": 0}), built(WithIt))
     theirs = run(strategy_at("ram"), built(WithIt))
     assert all(torch.equal(one, other) for one, other in zip(ours.losses, theirs.losses, strict=True))
     watch = Watch()
-    run(strategy_at("lock_free", max_staleness=3), built(WithIt), watch)
+    run(strategy_at("lock_free", lock_free={"max_staleness": 3}), built(WithIt), watch)
     assert_all_applied(watch.seen[-1][1], 12)
 
 
 @pytest.mark.parametrize("fault", [errno.EIO, errno.ENOSPC])
 def test_a_disk_error_in_the_background_ends_the_run(strategy_at, fault, disk) -> None:
     gate = Gate()
-    strategy = strategy_at("lock_free", poison=False, max_staleness=2)
+    strategy = strategy_at("lock_free", debug={"poison": False}, lock_free={"max_staleness": 2})
     strategy.file_ops = gate
 
     def after(step: int) -> None:
@@ -599,7 +609,7 @@ def test_a_thread_that_dies_ends_the_run(strategy_at, monkeypatch, owner, method
 
     module = built()
     with pytest.raises(RuntimeError, match="slipped on a banana"):
-        run(strategy_at("lock_free", max_staleness=2), module, Watch(after))
+        run(strategy_at("lock_free", lock_free={"max_staleness": 2}), module, Watch(after))
     assert len(module.losses) <= 3 + 2 + 1
 
 
@@ -610,7 +620,9 @@ def test_checkpoints_hold_all_that_was_trained(strategy_at, tmp_path) -> None:
                 trainer.save_checkpoint(tmp_path / "seven.ckpt")
 
     for bound in (0, 3, 16):
-        make_trainer(strategy_at("lock_free", max_staleness=bound), callbacks=[Saves()]).fit(built(), BATCHES.loader())
+        make_trainer(strategy_at("lock_free", lock_free={"max_staleness": bound}), callbacks=[Saves()]).fit(
+            built(), BATCHES.loader()
+        )
         saved = torch.load(tmp_path / "seven.ckpt", weights_only=False)
         states = saved["optimizer_states"][0]["state"]
         assert len(states) == len(list(built().parameters()))
@@ -638,9 +650,9 @@ class GathersLater(GathersInMidPass):
 @pytest.mark.parametrize("where", WHERE)
 def test_weights_cannot_be_gathered_over_a_graph_that_needs_older_ones(strategy_at, where) -> None:
     """Without staleness nothing is older, and it works."""
-    run(strategy_at(where, max_staleness=0), built(GathersInMidPass))
+    run(strategy_at(where, lock_free={"max_staleness": 0}), built(GathersInMidPass))
     gate = Gate()
-    strategy = strategy_at(where, max_staleness=3, poison=False)
+    strategy = strategy_at(where, lock_free={"max_staleness": 3}, debug={"poison": False})
     strategy.file_ops = gate
 
     timer = threading.Timer(1.0, gate.open_.set)  # the end of the run needs the disk
@@ -655,8 +667,8 @@ def test_weights_cannot_be_gathered_over_a_graph_that_needs_older_ones(strategy_
     timer.join()
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("precision", ["bf16-true", pytest.param("32-true", marks=pytest.mark.in_turn), "bf16-mixed"])
+@pytest.mark.slow_unless("bf16-true")
+@pytest.mark.parametrize("precision", ["bf16-true", pytest.param("32-true", marks=pytest.mark.slow), "bf16-mixed"])
 def test_weights_come_back_in_the_dtype_of_a_synchronous_run(strategy_at, precision) -> None:
     ours = run(strategy_at("lock_free"), built(), precision=precision)
     theirs = run(strategy_at("masters_on_disk"), built(), precision=precision)
@@ -677,7 +689,7 @@ class SometimesUnused(ScheduledStack):
 @pytest.mark.parametrize("where", WHERE)
 def test_a_unit_that_takes_part_in_some_steps_only(strategy_at, where) -> None:
     watch = Watch()
-    run(strategy_at(where, max_staleness=2), built(SometimesUnused), watch)
+    run(strategy_at(where, lock_free={"max_staleness": 2}), built(SometimesUnused), watch)
     produced = {audit.name: (audit.produced, audit.applied, audit.pending) for audit in watch.seen[-1][1]}
     assert produced.pop("blocks.1.up.weight...") == (6, 6, 0)
     assert set(produced.values()) == {(12, 12, 0)}
@@ -687,11 +699,14 @@ def test_a_unit_that_takes_part_in_some_steps_only(strategy_at, where) -> None:
     ("settings", "message"),
     [
         ({"lock_free": True, "offload_parameters": "disk"}, "lock_free=True computes with parameters that lie in RAM"),
-        ({"lock_free": True, "max_staleness": -1}, "max_staleness=-1: give a number of steps, 0 or more"),
-        ({"lock_free": True, "staleness_warmup": -1}, "staleness_warmup=-1: give a number of steps, 0 or more"),
-        ({"lock_free": True, "staleness_warmup": True}, "staleness_warmup=True: give a number of steps"),
-        ({"staleness_warmup": 10}, "staleness_warmup=10 with lock_free=False: each step waits for its update anyway"),
-        ({"lock_free": True, "max_staleness": 1.5}, "max_staleness=1.5: give a number of steps"),
+        ({"lock_free": {"max_staleness": -1}}, "max_staleness=-1: give a number of steps, 0 or more"),
+        ({"lock_free": {"warmup_steps": -1}}, "staleness_warmup=-1: give a number of steps, 0 or more"),
+        ({"lock_free": {"warmup_steps": True}}, "staleness_warmup=True: give a number of steps"),
+        (
+            {"lock_free": {"warmup_steps": 10}},
+            "staleness_warmup=10 with lock_free=False: each step waits for its update anyway",
+        ),
+        ({"lock_free": {"max_staleness": 1.5}}, "max_staleness=1.5: give a number of steps"),
     ],
 )
 def test_settings_that_cannot_work(settings, message) -> None:
@@ -744,11 +759,11 @@ class Valley(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.9, dampening=0.9)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("forecast", [True, False])
 def test_a_forecast_makes_up_for_staleness(strategy_at, where, forecast) -> None:
-    strategy = strategy_at(where, max_staleness=1, forecast=forecast, units=["Linear"])
+    strategy = strategy_at(where, lock_free={"max_staleness": 1, "predict_weights": forecast}, units=["Linear"])
     disk = strategy.file_ops = SlowDisk()
     watch = Watch()
     module = built(lambda: Valley(disk))

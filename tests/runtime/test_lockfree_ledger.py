@@ -10,8 +10,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from ledger import Adversaries, Auditor, ByTurns, Clipped, Ledger, Overflowing, pages_of_zeros
-from plain_loop import TrainModule, make_trainer, tokens
+from kit.ledger import Adversaries, Auditor, ByTurns, Clipped, Ledger, Overflowing, pages_of_zeros
+from kit.plain_loop import TrainModule, make_trainer, tokens
 from test_lock_free import Gate
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ from lightning_ptm.runtime.deciding import budgets
 from lightning_ptm.update.loss_scale import LossScale
 
 STEPS = 12
-LATE: dict[str, Any] = {"max_staleness": 16, "poison": False}
+LATE: dict[str, Any] = {"lock_free": {"max_staleness": 16}, "debug": {"poison": False}}
 """The disk serves nothing until what was trained is asked for."""
 
 
@@ -188,7 +188,7 @@ class NewerInBetween(TrainModule):
 )
 def test_forward_and_backward_of_a_micro_batch_see_one_version(strategy_at, where, settings, forecast) -> None:
     module = NewerInBetween()
-    strategy = strategy_at(where, max_staleness=16, forecast=forecast, **settings)
+    strategy = strategy_at(where, lock_free={"max_staleness": 16, "predict_weights": forecast}, **settings)
     strategy.file_ops = module.gate
     make_trainer(strategy, "32-true").fit(module, tokens(8).loader())
     assert module.came == 7
@@ -231,7 +231,9 @@ def test_the_last_spare_pages_serve_what_exceeds_the_bound(strategy_at, monkeypa
 
     monkeypatch.setattr(budgets, "_SPARE_PAGES", 0)  # two, for three accounts
     module, auditor = SecondIsLate(), Auditor(after)
-    strategy = strategy_at("lock_free", max_staleness=1, forecast=False, poison=False)
+    strategy = strategy_at(
+        "lock_free", lock_free={"max_staleness": 1, "predict_weights": False}, debug={"poison": False}
+    )
     strategy.file_ops = module.gate
     make_trainer(strategy, "32-true", callbacks=[auditor]).fit(module, pages_of_zeros(4))
     assert auditor.staleness is not None and auditor.staleness.maximum == 1
@@ -278,7 +280,7 @@ def test_a_count_that_does_not_add_up_ends_the_run(strategy_at, drain) -> None:
 
     options = {"val_check_interval": 4, "limit_val_batches": 1} if drain == "validation" else {}
     # A forecast of the gradient that never comes would be waited for, did the run go on.
-    strategy = strategy_at("lock_free", max_staleness=2, forecast=False)
+    strategy = strategy_at("lock_free", lock_free={"max_staleness": 2, "predict_weights": False})
     trainer = make_trainer(strategy, callbacks=[Spoils()], **options)
     with pytest.raises(InternalError, match=r"gradients were lost or applied twice: UpdateAudit\(name='accounts"):
         trainer.fit(Ledger(), pages_of_zeros(STEPS if drain != "end" else 4), pages_of_zeros(1))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain_loop import PlainLoop, TrainModule, make_trainer, tokens
+from kit.plain_loop import PlainLoop, TrainModule, make_trainer, tokens
+from kit.stacks import WIDTH, Block, ScheduledStack, Stack
 from test_lock_free import WHERE, Gate, Watch, assert_all_applied, built, run
-from tiny_models import WIDTH, Block, ScheduledStack, Stack
 from torch import nn
 
 from lightning_ptm import PageIOError
@@ -70,7 +70,7 @@ def held_bytes(engine: Engine) -> tuple[int, int]:
 def test_pages_are_those_of_parameters_versions_and_chunks_in_flight(strategy_at) -> None:
     """RAM: 2 bytes a parameter, as many for gradients that wait however late they are, and 33 pages in flight."""
     gate = Gate()
-    strategy = strategy_at("lock_free", max_staleness=100, poison=False)
+    strategy = strategy_at("lock_free", lock_free={"max_staleness": 100}, debug={"poison": False})
     strategy.file_ops = gate
     seen: list[tuple[int, Counter[str], int, int]] = []
 
@@ -196,7 +196,9 @@ def test_flats_of_several_pages_of_gradients_are_the_plain_loops_bits(strategy_a
 def test_every_set_of_gradient_pages_comes_back(strategy_at, clip) -> None:
     """Also those of gradients that were added to others while the disk served nothing."""
     gate = Gate()
-    strategy = strategy_at("lock_free_three_tiers", device_memory="3MiB", max_staleness=4, poison=False)
+    strategy = strategy_at(
+        "lock_free_three_tiers", device_memory="3MiB", lock_free={"max_staleness": 4}, debug={"poison": False}
+    )
     strategy.file_ops = gate
     counts: list[tuple[int, int, int]] = []
 
@@ -269,7 +271,7 @@ def disks(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("where", WHERE)
 def test_master_states_are_striped_over_several_disks(strategy_at, disks, where) -> None:
     counted = CountedDisks()
-    strategy = strategy_at(where, disk_path=disks, poison=False)
+    strategy = strategy_at(where, disk_path=disks, debug={"poison": False})
     strategy.file_ops = counted
     module = run(strategy, built())
     expected = PlainLoop(ScheduledStack).run(BATCHES)
@@ -284,7 +286,9 @@ def test_master_states_are_striped_over_several_disks(strategy_at, disks, where)
 @pytest.mark.parametrize("staleness", [0, 3])
 def test_a_disk_among_several_that_fails_is_named(strategy_at, disks, staleness) -> None:
     counted = CountedDisks()
-    strategy = strategy_at("lock_free", disk_path=disks, max_staleness=staleness, poison=False)
+    strategy = strategy_at(
+        "lock_free", disk_path=disks, lock_free={"max_staleness": staleness}, debug={"poison": False}
+    )
     strategy.file_ops = counted
 
     def after(step: int) -> None:
@@ -343,7 +347,7 @@ def test_lock_free_gives_freed_memory_back_when_told(strategy_at) -> None:
     losses = []
     for freed in ("keep", "return"):
         module: TrainModule = built()
-        make_trainer(strategy_at("lock_free", freed_memory=freed)).fit(module, BATCHES.loader())
+        make_trainer(strategy_at("lock_free", tuning={"freed_memory": freed})).fit(module, BATCHES.loader())
         losses.append(module.losses)
     assert all(torch.equal(one, other) for one, other in zip(*losses, strict=True))
 
@@ -374,15 +378,15 @@ class Alternating(Stack):
         return super().middle(x, index)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("4-settings0-options0")
 @pytest.mark.parametrize(
     ("bound", "settings", "options"),
     [
         (4, {}, {}),
-        pytest.param(16, {}, {}, marks=pytest.mark.in_turn),
+        pytest.param(16, {}, {}, marks=pytest.mark.slow),
         (16, {"device_memory": "auto"}, {}),  # gradients in `.grad`
-        pytest.param(4, {}, {"gradient_clip_val": 1.0}, marks=pytest.mark.in_turn),
-        pytest.param(4, {}, {"accumulate_grad_batches": 2}, marks=pytest.mark.in_turn),
+        pytest.param(4, {}, {"gradient_clip_val": 1.0}, marks=pytest.mark.slow),
+        pytest.param(4, {}, {"accumulate_grad_batches": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_that_cannot_be_added_never_take_all_pages(
@@ -392,8 +396,8 @@ def test_gradients_that_cannot_be_added_never_take_all_pages(
     monkeypatch.setattr(gradient_pages, "_PATIENCE_S", 5.0)
     strategy = strategy_at(
         "lock_free_three_tiers",
-        max_staleness=bound,
-        poison=False,
+        lock_free={"max_staleness": bound},
+        debug={"poison": False},
         **{"device_memory": "8MiB", "host_memory": "256MiB", **settings},
     )
     most: list[int] = []

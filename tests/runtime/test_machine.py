@@ -38,7 +38,6 @@ def v2(group: str, limit: object, used: object, stat: str = "", *, file: str = "
     }
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("version", [v1, v2, partial(v2, file="memory.high")])
 @pytest.mark.parametrize("group", ["/", "/user.slice/mine"])
 @pytest.mark.parametrize(

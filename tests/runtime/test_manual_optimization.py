@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import PlainLoop, TrainModule, fit, tokens, vectors
-from tiny_models import Stack
+from kit.plain_loop import PlainLoop, TrainModule, fit, tokens, vectors
+from kit.stacks import Stack
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -93,7 +93,11 @@ class TwoGraphsAtOnce(Adversaries):
             optimizer.step()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "masters_on_disk-Adversaries-bf16-mixed",
+    "lock_free-TwoGraphsAtOnce-32-true",
+    "tight_recomputed-AdversariesWithoutToggle-32-true",
+)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize("build", [Adversaries, AdversariesWithoutToggle, TwoGraphsAtOnce])
 def test_two_optimizers_by_hand(strategy_at, tier, build, precision) -> None:
@@ -142,8 +146,16 @@ class _Exploding(torch.autograd.Function):
         raise ArithmeticError
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "ram-zbss",
+    "ram-b|bnsz",
+    "ram-e|zbs|zbs|zbs",
+    "three_tiers-bs",
+    "three_tiers-d|b|dsz",
+    "tight-zbbs",
+    "tight-bzbs",
+    "tight-zds",
+)
 @pytest.mark.parametrize(
     "moves",
     [
@@ -172,7 +184,7 @@ def test_moves(strategy_at, tier, moves) -> None:
     fit(build, BATCHES, strategy_at(tier)).assert_equal(PlainLoop(build).run(BATCHES))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("ram-zbbs", "three_tiers-bs", "tight-b|b|bsz")
 @pytest.mark.parametrize("moves", ["bs", "b|b|bsz", "zbbs"])
 def test_moves_with_recomputation(strategy_at, tier, moves) -> None:
     def build() -> ByHand:
@@ -191,7 +203,9 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "ram-32-true-adam", "three_tiers-bf16-mixed-sgd", "three_tiers-32-true-adagrad", "tight-32-true-sgd with momentum"
+)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_optimizers(strategy_at, tier, name, precision) -> None:
@@ -227,11 +241,13 @@ class TwoOptimizersInEachBlock(ByHand):
             others.step()
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_two_optimizers_share_every_unit(strategy_at, tier) -> None:
     ours = fit(TwoOptimizersInEachBlock, BATCHES, strategy_at(tier))
     ours.assert_equal(PlainLoop(TwoOptimizersInEachBlock).run(BATCHES))
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_an_optimizer_that_is_not_elementwise_is_refused(strategy_at, tier) -> None:
     class Quasi(Stack):
         def make_optimizer(self) -> Optimizer:
@@ -265,7 +281,7 @@ class SharedTrunk(Adversaries):
         of_generator.step()  # with the gradients of the step before
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("ram-32-true", "three_tiers-bf16-mixed", "tight-32-true")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_a_parameter_of_two_optimizers(strategy_at, tier, precision) -> None:
     if tier.startswith("lock_free"):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import PlainLoop, TrainModule, fit, make_trainer, tokens
-from tiny_models import VOCABULARY, WIDTH, Block, Stack
+from kit.plain_loop import PlainLoop, TrainModule, fit, make_trainer, tokens
+from kit.stacks import VOCABULARY, WIDTH, Block, Stack
 from torch import Tensor, nn
 
 from lightning_ptm import ConfigError
@@ -137,8 +137,12 @@ def eager(build: type[Late]) -> type[Late]:
     return Eager
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "all_on_disk-WithInitWeights",
+    "all_on_disk-TiedHead",
+    "all_on_disk-BlocksThatKnowHow",
+    "lock_free_three_tiers-TiedAcrossBlocks",
+)
 @pytest.mark.parametrize(
     "build",
     [
@@ -170,7 +174,7 @@ class AttentionWithReset(Attention):
         self.blocks.extend(Block() for _ in range(4))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("all_on_disk-TiedWithReset", "lock_free_three_tiers-Late")
 @pytest.mark.parametrize("build", [Late, TiedWithReset])
 def test_reset_parameters(strategy_at, tier, build) -> None:
     """Without init_weights, every layer's own reset_parameters gives its usual values."""
@@ -194,6 +198,7 @@ def test_reset_parameters(strategy_at, tier, build) -> None:
     assert torch.isfinite(torch.stack(module.losses)).all()
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_attention_resets_itself(strategy_at, tier) -> None:
     """Inner layers first: torch zeroes the bias of the output layer from outside."""
     seen: dict[str, Tensor] = {}
@@ -230,6 +235,7 @@ class NormsAndRecurrence(TrainModule):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_batch_norm_and_lstm(strategy_at, tier) -> None:
     ours = fit(NormsAndRecurrence, BATCHES, strategy_at(tier), "32-true")
     assert all(torch.isfinite(value).all() for value in ours.weights.values())
@@ -277,6 +283,7 @@ def seen_at_the_start(build: type[Late], strategy: Any) -> dict[str, Tensor]:
     return seen
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_what_an_initialisation_leaves_out_has_the_usual_values(strategy_at, tier) -> None:
     seen = seen_at_the_start(ForgetsBiases, strategy_at(tier))
     assert all(torch.isfinite(value).all() for value in seen.values())
@@ -305,6 +312,7 @@ class AppliesItself(SetsWhatIsInside):
         self.apply(self._init_weights)
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_an_initialisation_sees_the_modules_around_layers_after_them(strategy_at, tier) -> None:
     fit(SetsWhatIsInside, BATCHES, strategy_at(tier)).assert_equal(PlainLoop(AppliesItself).run(BATCHES))
     seen = seen_at_the_start(SetsWhatIsInside, strategy_at(tier))
@@ -377,6 +385,7 @@ class Weighing(WithInitWeights):
         super().init_weights(module)
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_no_more_than_a_unit_exists_outside_pages(strategy_at, tier) -> None:
     made: list[Any] = []
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import lightning as L
 import pytest
-from plain_loop import Batches, PlainLoop, TrainModule, fit, vectors
+from kit.models import Block
+from kit.plain_loop import Batches, PlainLoop, TrainModule, fit, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,16 +21,6 @@ BATCHES = vectors(5, 4, 3, 32)
 IN_TURN = "F0 B0 F1 B1 F2 B2 F3 B3"
 IN_FLIGHT = "F0 F1 B0 F2 B1 F3 B2 B3"
 ALL_FIRST = "F0 F1 F2 F3 B0 B1 B2 B3"
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, 2 * width)
-        self.outer = nn.Linear(2 * width, width)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + self.outer(self.inner(value).tanh())
 
 
 class Staged(TrainModule):
@@ -99,7 +90,12 @@ class SharedInput(Staged):
         super().manual_backward(loss, *args, retain_graph=True, **kwargs)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "ram-32-true-Staged-F0 F1 F2 F3 B0 B1 B2 B3",
+    "all_on_disk-bf16-mixed-Staged-F0 F1 B0 F2 B1 F3 B2 B3",
+    "three_tiers-bf16-mixed-Shared-F0 F1 B0 F2 B1 F3 B2 B3",
+    "tight-32-true-Shared-F0 F1 F2 F3 B0 B1 B2 B3",
+)
 @pytest.mark.parametrize("order", [IN_FLIGHT, ALL_FIRST])
 @pytest.mark.parametrize("kind", [Staged, Shared])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
@@ -111,7 +107,7 @@ def test_as_in_turn(strategy_at, tier, kind, order, precision) -> None:
     fit(build, BATCHES, strategy_at(tier), precision).assert_equal(in_turn)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("masters_on_disk-none", "lock_free-all", "lock_free_three_tiers-all", "tight_recomputed-none")
 @pytest.mark.parametrize("recompute", ["all", "none"])
 def test_recomputed(strategy_at, tier, recompute) -> None:
     kind = Staged if recompute == "all" else Reentrant
@@ -121,6 +117,7 @@ def test_recomputed(strategy_at, tier, recompute) -> None:
     fit(lambda: kind(IN_FLIGHT), BATCHES, strategy_at(tier, recompute=recompute, **settings)).assert_equal(plain)
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_one_trunk_for_all(strategy_at, tier) -> None:
     class ByPlainLoop(SharedInput):
         def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -159,7 +156,11 @@ def test_a_plan_fits_wherever_the_run_does(strategy_at, host_memory) -> None:
     for order in (IN_TURN, IN_FLIGHT, ALL_FIRST):
         looks = Looks()
         strategy = strategy_at(
-            "all_on_disk", host_memory=host_memory, staging_memory="2MiB", poison=False, page_size="64KiB"
+            "all_on_disk",
+            host_memory=host_memory,
+            tuning={"staging_memory": "2MiB"},
+            debug={"poison": False},
+            page_size="64KiB",
         )
         fit(lambda order=order: Large(order), LARGE, strategy, "32-true", callbacks=[looks])
         assert looks.ticks[-1] == 1 + 4 * 4 + 4 * 5, "no plan was found for what the run does"

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import Outcome, PlainLoop, TrainModule, fit, tokens
-from tiny_models import VOCABULARY, WIDTH, Block, Stack
+from kit.outcomes import Outcome
+from kit.plain_loop import PlainLoop, TrainModule, fit, tokens
+from kit.stacks import VOCABULARY, WIDTH, Block, Stack
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -417,8 +418,7 @@ def plain(name: str) -> Outcome:
     return PlainLoop(CASES[name]).run(BATCHES)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(
     ("where", "recompute"),
     [

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.plain_loop import PlainLoop, fit, make_trainer, tokens
+from kit.stacks import WIDTH, Block, ScheduledStack, Stack
 from other_stream import OtherStream
-from plain_loop import PlainLoop, fit, make_trainer, tokens
-from tiny_models import WIDTH, Block, ScheduledStack, Stack
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy, ConfigError, UsageError
@@ -157,18 +157,18 @@ HIDDEN = 2 * 4 * 16 * 4 * WIDTH
 
 def test_numbers_are_those_of_a_plain_loop(anywhere: None, strategy_at: Any, tier: str) -> None:
     SENT.clear()
-    ours = fit(Telling, BATCHES, strategy_at(tier, activations="host", recompute="none"))
+    ours = fit(Telling, BATCHES, strategy_at(tier, offload_activations="host", recompute="none"))
     ours.assert_equal(PlainLoop(ScheduledStack).run(BATCHES))
     # Of each block at least what GELU saves and what the second layer does, at each step.
     assert len(SENT) == len(BATCHES) and SENT[0] > 4 * 2 * HIDDEN and [SENT[0] * (n + 1) for n in range(5)] == SENT
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("recompute", ["all", "every 2nd"])
 @pytest.mark.parametrize("where", ["ram", "three_tiers"])
 def test_what_units_are_recomputed_from_goes_too(anywhere: None, strategy_at: Any, where: str, recompute: str) -> None:
     SENT.clear()
-    ours = fit(Telling, BATCHES, strategy_at(where, activations="host", recompute=recompute))
+    ours = fit(Telling, BATCHES, strategy_at(where, offload_activations="host", recompute=recompute))
     ours.assert_equal(PlainLoop(ScheduledStack).run(BATCHES))
     inputs = HIDDEN // 4
     assert SENT[0] == 4 * inputs if recompute == "all" else 4 * inputs < SENT[0] < 4 * 4 * HIDDEN
@@ -209,12 +209,12 @@ class TwoPasses(Stack):
         return loss * (1 + gradient.detach().float().abs().sum())
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("build", [Nested, Twice, TwoPasses])
 @pytest.mark.parametrize("where", ["ram", "three_tiers"])
 def test_shapes_of_modules_and_passes(anywhere: None, strategy_at: Any, where: str, build: Any) -> None:
     units = {"units": ["Outer", "Block"]} if build is Nested else {}
-    ours = fit(build, BATCHES, strategy_at(where, activations="host", **units), accumulate_grad_batches=2)
+    ours = fit(build, BATCHES, strategy_at(where, offload_activations="host", **units), accumulate_grad_batches=2)
     ours.assert_equal(PlainLoop(build, accumulate=2).run(BATCHES))
 
 
@@ -225,7 +225,9 @@ def test_the_users_own_hooks_on_saved_tensors_come_first(anywhere: None, strateg
                 return super().loss(batch, index)
 
     SENT.clear()
-    fit(Moving, BATCHES, strategy_at("ram", activations="host")).assert_equal(PlainLoop(ScheduledStack).run(BATCHES))
+    fit(Moving, BATCHES, strategy_at("ram", offload_activations="host")).assert_equal(
+        PlainLoop(ScheduledStack).run(BATCHES)
+    )
     assert SENT[-1] == 0
 
 
@@ -238,7 +240,7 @@ def test_buffers_are_taken_once_and_given_up(anywhere: None, strategy_at: Any) -
             engines.append(self.trainer.strategy.engine)  # type: ignore[attr-defined]
             totals.append(engines[-1].offload._mover._buffers.total_bytes)
 
-    make_trainer(strategy_at("ram", activations="host")).fit(Watching(), BATCHES.loader())
+    make_trainer(strategy_at("ram", offload_activations="host")).fit(Watching(), BATCHES.loader())
     assert len(set(totals)) == 1 and totals[0] > 0
     gc.collect()
     assert engines[0].offload._mover._buffers.total_bytes == 0
@@ -250,7 +252,7 @@ def test_buffers_are_taken_once_and_given_up(anywhere: None, strategy_at: Any) -
 @pytest.mark.parametrize("where", ["ram", "three_tiers"])
 def test_a_cpu_has_nothing_to_take_them_from(strategy_at: Any, where: str) -> None:
     with pytest.raises(ConfigError, match=r"computes on a CPU, whose activations are in RAM already .*recompute='all'"):
-        fit(Stack, BATCHES, strategy_at(where, activations="host"))
+        fit(Stack, BATCHES, strategy_at(where, offload_activations="host"))
 
 
 def test_recomputing_has_a_setting_of_its_own() -> None:

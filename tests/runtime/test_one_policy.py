@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from plain_loop import make_trainer, tokens
-from policy_log import INSTANT, SLOW, Disk, Entry, Log, between, planned
-from tiny_models import Stack
+from kit.plain_loop import make_trainer, tokens
+from kit.policy_log import INSTANT, SLOW, Disk, Entry, Log, between, planned
+from kit.stacks import Stack
 
 from lightning_ptm.planning.chunks import ChunkEvent, Chunks
 
@@ -31,13 +31,17 @@ def logs(strategy: Any, patch: pytest.MonkeyPatch, *, slow: bool, **options: Any
 
 LATE = {"gradient_clip_val": 1.0}
 """Updates come at the step."""
-LITTLE = {"staging_memory": "2MiB"}
+LITTLE = {"tuning": {"staging_memory": "2MiB"}}
 NARROW = {**LITTLE, "host_memory": "2944KiB"}
 """Of RAM, so that compute waits for updates where the gradients of more than two units do."""
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "in the backward-ram-settings0-False",
+    "in the backward-masters_on_disk-settings5-True",
+    "in the backward-all_on_disk-settings6-False",
+    "at the step-masters_on_disk-settings4-True",
+)
 @pytest.mark.parametrize(
     ("where", "settings", "slow"),
     [

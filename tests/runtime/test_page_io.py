@@ -124,7 +124,6 @@ def values(parameter: int) -> torch.Tensor:
     return counted(3 * CELL) * 0.5 + parameter
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("tier", TIERS, ids=str)
 @pytest.mark.parametrize("given", [(0, 1, 2), (0,), (1, 2), ()])
 @pytest.mark.parametrize("keep", [False, True])

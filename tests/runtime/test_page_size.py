@@ -10,8 +10,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from plain_loop import fit, tokens
-from tiny_models import Stack
+from kit.plain_loop import fit, tokens
+from kit.stacks import Stack
 
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.config import DEFAULT_PAGE_BYTES
@@ -83,7 +83,7 @@ def test_the_bits_are_those_of_that_number_given_by_hand(tmp_path: Path) -> None
     def train(page_size: str | int) -> tuple[Any, int]:
         seen = Seen()
         strategy = AngelPTMStrategy(
-            page_size=page_size, disk_path=str(tmp_path), offload_optimizer="disk", staging_memory="64MiB"
+            page_size=page_size, disk_path=str(tmp_path), offload_optimizer="disk", tuning={"staging_memory": "64MiB"}
         )
         return fit(Stack, BATCHES, strategy, callbacks=[seen]), seen.pages[0]
 

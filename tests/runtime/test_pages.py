@@ -188,7 +188,7 @@ def test_where_grad_itself_travels_there_are_no_pages_for_it(disk: Path) -> None
 
 
 def test_versions_in_the_making_and_buffers_of_saves(disk: Path) -> None:
-    found = decided(Net(1), **LOCK_FREE, state_dict_type="sharded", async_save=True)
+    found = decided(Net(1), **LOCK_FREE, checkpoints={"state_dict_type": "sharded", "async_save": True})
     with pages(found, (disk,)) as made:
         (row,) = found.inventory.of(What.VERSIONS)
         spares = made.spares()

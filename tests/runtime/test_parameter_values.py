@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from decided_by_hand import PAGE
-from plain_loop import TrainModule, make_trainer, vectors
+from kit.plain_loop import TrainModule, make_trainer, vectors
 from torch import nn
 from values_by_hand import MIXED, PLACES, Odd, assert_equal, copies, ids, run_of, values_of
 
@@ -144,7 +144,7 @@ class MemoryOfTheEnd(L.Callback):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_what_is_given_back_at_the_end_does_not_lie_in_ram_twice(strategy_at: Any, precision: str) -> None:
     memory = MemoryOfTheEnd()
-    strategy = strategy_at("ram", page_size="1MiB", poison=False)
+    strategy = strategy_at("ram", page_size="1MiB", debug={"poison": False})
     module = Wide()
     trainer = make_trainer(strategy, precision, max_epochs=1, callbacks=[memory])
     trainer.fit(module, vectors(2, 4, 1024).loader())

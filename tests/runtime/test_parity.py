@@ -7,8 +7,9 @@ from functools import cache
 
 import pytest
 import torch
-from plain_loop import Batches, Outcome, PlainLoop, fit, tokens
-from tiny_models import ScheduledStack, Stack
+from kit.outcomes import Outcome
+from kit.plain_loop import Batches, PlainLoop, fit, tokens
+from kit.stacks import ScheduledStack, Stack
 
 BATCHES = tokens(8)
 
@@ -28,26 +29,33 @@ def plain(precision: str, accumulate: int = 1, clip: float | None = None, by_val
     return loop.run(BATCHES)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "all_on_disk-bf16-mixed",
+    "lock_free_three_tiers-32-true",
+    "lock_free_three_tiers-bf16-true",
+    "lock_free_three_tiers-64-true",
+)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", "bf16-true", "64-true"])
 def test_precisions(strategy_at, tier, precision) -> None:
     fit(ScheduledStack, BATCHES, strategy_at(tier), precision).assert_equal(plain(precision))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("masters_on_disk-every 2nd", "lock_free-all", "tight_recomputed-all")
 @pytest.mark.parametrize("recompute", ["all", "every 2nd"])
 def test_recompute(strategy_at, tier, recompute) -> None:
     fit(ScheduledStack, BATCHES, strategy_at(tier, recompute=recompute)).assert_equal(plain("bf16-mixed"))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("all_on_disk-all", "lock_free_three_tiers-none")
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_accumulation(strategy_at, tier, recompute) -> None:
     ours = fit(ScheduledStack, BATCHES, strategy_at(tier, recompute=recompute), accumulate_grad_batches=4)
     ours.assert_equal(plain("bf16-mixed", accumulate=4))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.slow_unless(
+    "ram-norm-1", "ram-value-4", "three_tiers-norm-4", "three_tiers-value-1", "tight-norm-4", "tight-value-1"
+)
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipping(strategy_at, tier, algorithm, accumulate) -> None:
@@ -67,13 +75,14 @@ def test_clipping(strategy_at, tier, algorithm, accumulate) -> None:
     assert not torch.equal(expected.weights["head.weight"], unclipped.weights["head.weight"])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("masters_on_disk-bf16-true", "lock_free-32-true", "tight_recomputed-bf16-true")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_clipping_and_accumulation_in_true_precisions(strategy_at, tier, precision) -> None:
     ours = fit(ScheduledStack, BATCHES, strategy_at(tier), precision, accumulate_grad_batches=4, gradient_clip_val=0.5)
     ours.assert_equal(plain(precision, 4, 0.5))
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_accumulation_that_ends_in_the_middle(strategy_at, tier) -> None:
     """Lightning steps at the end of an epoch with what there is; the next epoch starts afresh."""
     batches = tokens(6)
@@ -93,6 +102,7 @@ def test_two_compute_threads(strategy_at, where, monkeypatch) -> None:
         torch.set_num_threads(1)
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_no_step_at_all(strategy_at, tier) -> None:
     """A fit without a batch changes nothing, and the weights come back in fp32."""
     ours = fit(Stack, Batches([]), strategy_at(tier))

@@ -78,7 +78,7 @@ def test_of_a_run_in_ram_by_hand() -> None:
     [
         ({}, 7),  # all of them wait for the step
         ({"ranks": 2, "machine": CLUSTER}, 0),  # they are in pages
-        ({"ranks": 2, "machine": CLUSTER, "reduce_gradients": "each_step"}, 7),
+        ({"ranks": 2, "machine": CLUSTER, "tuning": {"reduce_gradients": "each_step"}}, 7),
         ({"device_memory": 16 * PAGE, **ON_HOST}, 0),
         (ON_DISK, 7),  # the room is larger
     ],

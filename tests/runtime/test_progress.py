@@ -18,14 +18,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_runs import BATCHES, Full, fit, sharded
+from kit.checkpoint_runs import BATCHES, Full, fit, sharded
+from kit.plain_loop import make_trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from plain_loop import make_trainer
 from safetensors.torch import save_file
 
-from lightning_ptm import progress
-from lightning_ptm.commands import entries
+from lightning_ptm import cli, progress
 from lightning_ptm.progress import Progress
 from lightning_ptm.storage.writer import SaveOps
 
@@ -113,7 +112,7 @@ SEEN = {
 def test_a_run_shows_what_takes_long_with_bytes_and_rate(strategy_at, kind: str, tmp_path: Path) -> None:
     first, then = SEEN[kind]
     for resume, wanted in ((None, first), (tmp_path / "run" / "epoch=0.ckpt", first | then)):
-        strategy = strategy_at("masters_on_disk", state_dict_type=kind)
+        strategy = strategy_at("masters_on_disk", checkpoints={"state_dict_type": kind})
         strategy.progress = AT_ONCE
         with on_terminal() as terminal:
             fit(strategy, tmp_path / ("again" if resume else "run"), resume, enable_progress_bar=True)
@@ -170,7 +169,7 @@ def test_what_is_written_behind_training_is_shown_when_it_is_waited_for(strategy
                 shown.wait(60)
             super().fsync(fd)
 
-    strategy = sharded(strategy_at, "masters_on_disk", async_save=True)
+    strategy = sharded(strategy_at, "masters_on_disk", checkpoints={"async_save": True})
     strategy.progress, strategy.save_ops = AT_ONCE, Slow()
     with on_terminal(lambda text: shown.set() if "saving epoch=0.ckpt" in text else None) as terminal:
         fit(strategy, tmp_path, enable_progress_bar=True)
@@ -185,7 +184,7 @@ def test_export_shows_its_bytes(strategy_at, tmp_path: Path, monkeypatch: pytest
     torch.save({"state_dict": {"a": torch.ones(3 << 20)}}, tmp_path / "full.ckpt")
     monkeypatch.setattr(progress, "Progress", lambda: AT_ONCE)
     with on_terminal() as terminal:
-        entries.export(tmp_path / "full.ckpt", tmp_path / "out")
+        cli.export(tmp_path / "full.ckpt", tmp_path / "out")
     looks = terminal.bars()["export"]
     assert shows_bytes_and_rate(looks) and looks[-1]["total"] == "12.6MB"
 

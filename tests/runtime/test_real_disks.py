@@ -1,5 +1,5 @@
-"""Disks that are full, break down or are of another kind, as the system itself has them (`real_disks.py`): a run works, or
-ends with one sentence; the last checkpoint is whole, and nothing is left behind."""
+"""Disks that are full, break down or are of another kind, as the system itself has them (`kit/real_disks.py`): a run works,
+or ends with one sentence; the last checkpoint is whole, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import BATCHES, names_in, same
-from plain_loop import make_trainer
-from real_disks import break_down, fill, mounted
-from tiny_models import ScheduledStack
+from kit.checkpoint_runs import BATCHES, names_in, same
+from kit.plain_loop import make_trainer
+from kit.real_disks import break_down, fill, mounted
+from kit.settings import merged
+from kit.stacks import ScheduledStack
 
 from lightning_ptm import AngelPTMStrategy, CheckpointError, PageIOError
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
@@ -26,9 +27,9 @@ from lightning_ptm.sharded import load
 SIZE = 64 << 20
 SAVES: dict[str, dict[str, Any]] = {
     "full": {},
-    "sharded": {"state_dict_type": "sharded"},
-    "async": {"state_dict_type": "sharded", "async_save": True},
-    "lock-free": {"state_dict_type": "sharded", "async_save": True, "lock_free": True, "max_staleness": 0},
+    "sharded": {"checkpoints": {"state_dict_type": "sharded"}},
+    "async": {"checkpoints": {"state_dict_type": "sharded", "async_save": True}},
+    "lock-free": {"checkpoints": {"state_dict_type": "sharded", "async_save": True}, "lock_free": {"max_staleness": 0}},
 }
 
 
@@ -65,8 +66,8 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("kind", ["ext4", "tmpfs", pytest.param("overlay", marks=pytest.mark.in_turn)])
+@pytest.mark.slow_unless("ext4")
+@pytest.mark.parametrize("kind", ["ext4", "tmpfs", pytest.param("overlay", marks=pytest.mark.slow)])
 def test_kinds_of_file_systems_work(kind: str, tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", kind, SIZE) as disk:
         before = SavesAfterSteps(disk / "kept", lambda: None)
@@ -95,12 +96,13 @@ def check_kept(kept: Path, expected: Path) -> None:
 @pytest.fixture
 def expected(tmp_path: Path) -> Path:
     """Checkpoints of a run in RAM."""
-    trained(AngelPTMStrategy(state_dict_type="full"), SavesAfterSteps(tmp_path / "expected", lambda: None))
+    trained(
+        AngelPTMStrategy(checkpoints={"state_dict_type": "full"}), SavesAfterSteps(tmp_path / "expected", lambda: None)
+    )
     return tmp_path / "expected"
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("full-True", "sharded-True")
 @pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize("kind", ["full", "sharded", "async", "lock-free"])
 def test_a_save_finds_the_disk_full_that_has_the_pages(
@@ -108,7 +110,7 @@ def test_a_save_finds_the_disk_full_that_has_the_pages(
 ) -> None:
     with mounted(tmp_path / "disk", "ext4", SIZE) as disk:
         saves = SavesAfterSteps(disk / "kept", lambda: fill(disk))
-        strategy = make(disk, **SAVES[kind], failed_save="go_on" if goes_on else "stop")
+        strategy = make(disk, **merged(SAVES[kind], checkpoints={"on_failure": "warn" if goes_on else "stop"}))
         if goes_on:
             with pytest.warns(UserWarning, match=f"the run goes on.*{os.strerror(errno.ENOSPC)}"):
                 ours = trained(strategy, saves)
@@ -122,8 +124,8 @@ def test_a_save_finds_the_disk_full_that_has_the_pages(
         assert sorted(path.name for path in disk.iterdir() if path.name != "lost+found") == ["kept"]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("kind", [pytest.param("sharded", marks=pytest.mark.in_turn), "async", "lock-free"])
+@pytest.mark.slow_unless("async")
+@pytest.mark.parametrize("kind", [pytest.param("sharded", marks=pytest.mark.slow), "async", "lock-free"])
 def test_the_disk_of_the_pages_breaks_down(kind: str, expected: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     with mounted(tmp_path / "disk", "ext4", SIZE) as disk:
@@ -134,7 +136,7 @@ def test_the_disk_of_the_pages_breaks_down(kind: str, expected: Path, tmp_path: 
     check_kept(kept, expected)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("async", "lock-free")
 @pytest.mark.parametrize("kind", list(SAVES))
 def test_the_disk_of_the_checkpoints_breaks_down(kind: str, tmp_path: Path) -> None:
     pages = tmp_path / "pages"

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from decisions import Listens, on_paper
-from plain_loop import TrainModule, fit, vectors
+from kit.decisions import Listens, on_paper
+from kit.models import Block
+from kit.plain_loop import TrainModule, fit, vectors
 from test_micro_batches import IN_FLIGHT, Staged
 from torch import Tensor, nn
 
@@ -18,25 +19,13 @@ from lightning_ptm.terms import Operation
 STEPS = 5
 
 
-class Block(nn.Module):
-    """Five pages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(128, 256)
-        self.outer = nn.Linear(256, 128)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + self.outer(self.inner(value).tanh())
-
-
 class Tower(TrainModule):
-    """A root of one page and four blocks."""
+    """A root of one page and four blocks of five pages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(32, 128)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block(128) for _ in range(4))
         self.last = nn.Linear(128, 1)
 
     def order(self, index: int) -> tuple[int, ...]:
@@ -107,7 +96,18 @@ RUNS: dict[str, tuple[type[TrainModule], dict[str, Any]]] = {
 OF_TRAINER = ("gradient_clip_val", "accumulate_grad_batches")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless(
+    "recomputed",
+    "clipped",
+    "another order",
+    "another order, narrower",
+    "frozen in codes",
+    "frozen in codes, narrower",
+    "frozen in codes on disk",
+    "masters on disk",
+    "all on disk",
+    "lock-free in RAM",
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_decision_by_decision(disk: Path, name: str) -> None:
     kind, given = RUNS[name]

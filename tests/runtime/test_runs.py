@@ -11,8 +11,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from plain_loop import Outcome, PlainLoop, make_trainer, outcome_of, tokens
-from tiny_models import VOCABULARY, WIDTH, Stack
+from kit.outcomes import Outcome
+from kit.plain_loop import PlainLoop, make_trainer, outcome_of, tokens
+from kit.stacks import VOCABULARY, WIDTH, Stack
 from torch import Tensor, nn
 
 from lightning_ptm import UsageError
@@ -70,6 +71,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_fit_twice(strategy_at, tier) -> None:
     module = make()
     make_trainer(strategy_at(tier)).fit(module, BATCHES.loader())
@@ -80,6 +82,7 @@ def test_fit_twice(strategy_at, tier) -> None:
     outcome_of(module).assert_equal(PlainLoop(lambda: with_weights(first.weights)).run(BATCHES))
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_the_same_trainer_goes_on(strategy_at, tier) -> None:
     """`max_epochs` raised between two calls of fit: the second starts with a new optimizer, as in Lightning."""
     module = make()
@@ -92,6 +95,7 @@ def test_the_same_trainer_goes_on(strategy_at, tier) -> None:
     outcome_of(module).assert_equal(PlainLoop(lambda: with_weights(first.weights)).run(BATCHES))
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_every_kind_of_run_in_turn(strategy_at, tier) -> None:
     """validate, fit, test, predict and validate again; evaluation changes no weight, and each run sees the last one's."""
     module = make()
@@ -114,6 +118,7 @@ def test_every_kind_of_run_in_turn(strategy_at, tier) -> None:
     outcome_of(module).assert_equal(trained)
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_weights_are_ordinary_after_fit(strategy_at, tier) -> None:
     """They can be trained on, copied, pickled and moved by plain torch."""
     module = make()
@@ -130,7 +135,7 @@ def test_weights_are_ordinary_after_fit(strategy_at, tier) -> None:
     assert not torch.equal(module.head.weight, twin.head.weight)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("all_on_disk-2", "lock_free_three_tiers-1")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_evaluation_in_the_middle_of_an_epoch(strategy_at, tier, accumulate) -> None:
     """Training goes on as if nothing had been, also within an accumulation."""
@@ -143,6 +148,7 @@ def test_evaluation_in_the_middle_of_an_epoch(strategy_at, tier, accumulate) -> 
     assert same(module.evaluated[len(UNSEEN) :], plainly_evaluated(ours.weights)[0])
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_sanity_check_before_training(strategy_at, tier) -> None:
     module = make()
     make_trainer(strategy_at(tier), num_sanity_val_steps=2).fit(module, BATCHES.loader(), UNSEEN.loader())
@@ -184,7 +190,7 @@ def replace(strategy: Any, module: Evaluated) -> None:
         module.head.bias.data = module.head.bias.data + 1.0
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("all_on_disk-all-edit", "lock_free_three_tiers-none-replace")
 @pytest.mark.parametrize("act", [edit, replace])
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_an_edit_counts_in_the_next_step(strategy_at, tier, act, recompute) -> None:
@@ -197,6 +203,7 @@ def test_an_edit_counts_in_the_next_step(strategy_at, tier, act, recompute) -> N
         ours.assert_equal(PlainLoop(Evaluated).run(BATCHES))
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_reading_by_hand_gives_masters_and_changes_nothing(strategy_at, tier) -> None:
     seen: dict[str, Tensor] = {}
 
@@ -227,6 +234,7 @@ class ReadsInTheStep(Evaluated):
         return super().middle(x, index)
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_reading_by_hand_inside_the_step(strategy_at, tier) -> None:
     torch.manual_seed(0)
     module = ReadsInTheStep()
@@ -253,6 +261,7 @@ class Speaking(L.Callback):
         self._speak(module)
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_a_callback_that_runs_the_model_between_steps(strategy_at, tier) -> None:
     module = make()
     speaking = Speaking()
@@ -316,6 +325,7 @@ def test_a_trace_of_released_weights_is_refused(strategy_at, tier) -> None:
         make_trainer(strategy_at(tier), callbacks=[Editing("on_train_start", act, 0)]).fit(make(), BATCHES.loader())
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_an_error_before_the_pages_is_not_hidden(strategy_at, tier) -> None:
     class Broken(Evaluated):
         def setup(self, stage: str) -> None:
@@ -326,6 +336,7 @@ def test_an_error_before_the_pages_is_not_hidden(strategy_at, tier) -> None:
         make_trainer(strategy_at(tier)).fit(Broken(), BATCHES.loader())
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_no_run_no_engine(strategy_at, tier) -> None:
     strategy = strategy_at(tier)
     module = make()
@@ -360,7 +371,7 @@ class _Kept(L.Callback):
 )
 def test_freed_memory_is_kept_where_there_is_enough(strategy_at, tier, precision, freed, kept) -> None:
     seen = _Kept()
-    make_trainer(strategy_at(tier, freed_memory=freed), precision=precision, callbacks=[seen]).fit(
+    make_trainer(strategy_at(tier, tuning={"freed_memory": freed}), precision=precision, callbacks=[seen]).fit(
         make(), BATCHES.loader()
     )
     assert seen.freed is kept
@@ -372,6 +383,6 @@ def test_freed_memory_is_kept_where_there_is_enough(strategy_at, tier, precision
 def test_freed_memory_goes_back_where_ram_is_short(strategy_at, monkeypatch, tier, freed, kept) -> None:
     monkeypatch.setattr(machine, "free_host_bytes", lambda: 8 << 20)
     seen = _Kept()
-    strategy = strategy_at(tier, freed_memory=freed, host_memory="64MiB")
+    strategy = strategy_at(tier, tuning={"freed_memory": freed}, host_memory="64MiB")
     make_trainer(strategy, callbacks=[seen]).fit(make(), BATCHES.loader())
     assert seen.freed is kept

@@ -12,8 +12,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, sharded
-from plain_loop import Outcome, make_trainer
+from kit.checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, same, sharded
+from kit.outcomes import Outcome
+from kit.plain_loop import make_trainer
 from torch import Tensor, nn
 
 from lightning_ptm.checkpoints import restore
@@ -46,13 +47,12 @@ class SavesAtTheEnd(L.Callback):
 IN_RAM = {"ram": {}, "masters_on_host": {"device_memory": "2MiB", "host_memory": "64MiB", "offload_optimizer": "host"}}
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("full-ram")
 @pytest.mark.parametrize("settings", IN_RAM.values(), ids=IN_RAM)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_it_is_what_the_run_would_have_saved(strategy_at, kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
     def strategy() -> Any:
-        return strategy_at("ram", state_dict_type=kind, **settings)
+        return strategy_at("ram", checkpoints={"state_dict_type": kind}, **settings)
 
     inside, after = tmp_path / "inside.ckpt", tmp_path / "after.ckpt"
     never, _ = fit(strategy(), tmp_path / "never", build=Odd)
@@ -71,7 +71,7 @@ def test_it_is_what_the_run_would_have_saved(strategy_at, kind: str, settings: d
 
 def room_for_weights_alone() -> int:
     """Free RAM as the end of a run sees it: none when states are to be given back."""
-    return 0 if sys._getframe(1).f_code.co_name == restore.optimizer_states.__name__ else 1 << 40
+    return 0 if sys._getframe(2).f_code.co_name == restore.optimizer_states.__name__ else 1 << 40
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
@@ -79,7 +79,9 @@ def test_states_that_ram_has_no_room_for_have_ended(
     strategy_at, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restore, "free_host_bytes", room_for_weights_alone)
-    outcome, trainer = fit(strategy_at("masters_on_disk", state_dict_type=kind), tmp_path / "run", max_epochs=1)
+    outcome, trainer = fit(
+        strategy_at("masters_on_disk", checkpoints={"state_dict_type": kind}), tmp_path / "run", max_epochs=1
+    )
     with pytest.raises(UsageError, match=r"save inside the run, as ModelCheckpoint does, or give .*weights_only=True"):
         trainer.save_checkpoint(tmp_path / "x.ckpt")
     trainer.save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
@@ -89,7 +91,7 @@ def test_states_that_ram_has_no_room_for_have_ended(
 
 
 def test_weights_that_were_not_given_back_have_ended(strategy_at, tmp_path: Path) -> None:
-    trainer = make_trainer(sharded(strategy_at, "ram", restore_weights=False), max_epochs=1)
+    trainer = make_trainer(sharded(strategy_at, "ram", tuning={"restore_weights": False}), max_epochs=1)
     trainer.fit(Full(), BATCHES.loader())
     with pytest.raises(UsageError, match=r"not put back into the module.*save inside the run"):
         trainer.save_checkpoint(tmp_path / "x.ckpt")

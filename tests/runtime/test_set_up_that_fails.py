@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -35,17 +36,7 @@ class Net(L.LightningModule):
 
 
 def fit(module: L.LightningModule, strategy: Any, **options: Any) -> None:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    trainer = quiet_trainer(strategy, max_steps=2, **options)
     trainer.fit(module, DataLoader(torch.randn(8, 64), batch_size=4))  # type: ignore[arg-type]
 
 
@@ -71,7 +62,7 @@ def no_more_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     yield full
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("tier", ["lock_free", "lock_free_three_tiers"])
 def test_nothing_stays_on_a_module_whose_set_up_fails_last(
     strategy_at: Any, tier: str, no_more_threads: threading.Event

@@ -19,11 +19,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, sharded
+from kit.checkpoint_runs import BATCHES, HALF, Full, FullDisk, fit, names_in, sharded
+from kit.outcomes import Outcome
+from kit.plain_loop import make_trainer
+from kit.stacks import Stack
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_loop import Outcome, make_trainer
 from safetensors.torch import load_file
-from tiny_models import Stack
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
@@ -34,14 +35,13 @@ from lightning_ptm.storage.folder import Draft, link, remove, remove_stale
 from lightning_ptm.storage.index import FORMAT, INDEX, PARTIAL, read_index
 
 
-@pytest.mark.one_in(2)
 def test_going_on_equals_never_having_stopped(strategy_at, tier: str, tmp_path: Path) -> None:
     never, _ = fit(sharded(strategy_at, tier), tmp_path / "never")
     again, _ = fit(sharded(strategy_at, tier), tmp_path / "again", tmp_path / "never" / "epoch=0.ckpt")
     again.assert_equal(Outcome(never.losses[HALF:], never.weights))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("bf16-true")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_going_on_in_other_precisions(strategy_at, precision: str, tmp_path: Path) -> None:
     never, _ = fit(sharded(strategy_at, "masters_on_disk"), tmp_path / "never", precision=precision)
@@ -50,7 +50,7 @@ def test_going_on_in_other_precisions(strategy_at, precision: str, tmp_path: Pat
     again.assert_equal(Outcome(never.losses[HALF:], never.weights))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow_unless("ram-all_on_disk")
 @pytest.mark.parametrize(("first", "second"), [("ram", "all_on_disk"), ("three_tiers", "ram"), ("lock_free", "ram")])
 def test_going_on_elsewhere_and_with_other_pages(strategy_at, first: str, second: str, tmp_path: Path) -> None:
     never, _ = fit(sharded(strategy_at, first), tmp_path / "never")
@@ -158,7 +158,7 @@ def test_last_finds_the_newest_and_old_ones_are_removed(strategy_at, tmp_path: P
 @cache
 def undamaged(base: Path) -> Path:
     place = Path(mkdtemp(dir=base))
-    strategy = AngelPTMStrategy(page_size="64KiB", poison=True, state_dict_type="sharded")
+    strategy = AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, checkpoints={"state_dict_type": "sharded"})
     fit(strategy, place)
     return place / "last.ckpt"
 
@@ -317,7 +317,7 @@ def test_places_where_no_checkpoint_can_be(strategy_at, tmp_path: Path) -> None:
 
 def test_a_setting_that_does_not_exist() -> None:
     with pytest.raises(ConfigError, match="use 'full' or 'sharded'"):
-        AngelPTMStrategy(state_dict_type="shared")
+        AngelPTMStrategy(checkpoints={"state_dict_type": "shared"})
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------------

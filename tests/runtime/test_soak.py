@@ -21,8 +21,8 @@ import lightning as L
 import numpy
 import pytest
 import torch
+from kit.plain_loop import TrainModule, make_trainer, vectors
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_loop import TrainModule, make_trainer, vectors
 from torch import Tensor, nn
 
 from lightning_ptm.memory.disk import FileOps
@@ -34,9 +34,12 @@ EVERY = 20
 """Steps between two samples, and between two validations."""
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("masters_on_disk", {}),
-    "sharded": ("three_tiers", {"state_dict_type": "sharded", "recompute": "all"}),
-    "async": ("all_on_disk", {"state_dict_type": "sharded", "async_save": True}),
-    "lock-free": ("lock_free", {"state_dict_type": "sharded", "async_save": True, "max_staleness": 3}),
+    "sharded": ("three_tiers", {"checkpoints": {"state_dict_type": "sharded"}, "recompute": "all"}),
+    "async": ("all_on_disk", {"checkpoints": {"state_dict_type": "sharded", "async_save": True}}),
+    "lock-free": (
+        "lock_free",
+        {"checkpoints": {"state_dict_type": "sharded", "async_save": True}, "lock_free": {"max_staleness": 3}},
+    ),
 }
 
 
@@ -238,7 +241,7 @@ def soak(strategy: Any, kept: Path, seconds: float, leak: Any = None) -> ThingsN
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_long_run_takes_no_more_and_no_more(strategy_at: Any, kind: str, tmp_path: Path) -> None:
     tier, settings = KINDS[kind]
-    soak(strategy_at(tier, poison=False, **settings), tmp_path / "kept", SECONDS).check()
+    soak(strategy_at(tier, debug={"poison": False}, **settings), tmp_path / "kept", SECONDS).check()
 
 
 @pytest.mark.slow
@@ -254,7 +257,7 @@ def test_one_run_after_the_other_takes_no_more_and_no_more(strategy_at: Any, kin
             kept, filename="{step}", every_n_train_steps=2, save_top_k=1, enable_version_counter=False
         )
         trainer = make_trainer(
-            strategy_at(tier, poison=False, **settings),
+            strategy_at(tier, debug={"poison": False}, **settings),
             max_steps=4,
             enable_checkpointing=True,
             callbacks=[saves],
@@ -274,7 +277,7 @@ LEAKS = {
 
 
 @pytest.mark.parametrize(
-    "what", [what if what == "objects" else pytest.param(what, marks=pytest.mark.in_turn) for what in LEAKS]
+    "what", [what if what == "objects" else pytest.param(what, marks=pytest.mark.slow) for what in LEAKS]
 )
 def test_what_grows_is_found(strategy_at: Any, what: str, tmp_path: Path) -> None:
     kept: list[Any] = []

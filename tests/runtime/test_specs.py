@@ -149,7 +149,7 @@ def test_the_order_of_memory_is_kept(name: str) -> None:
     assert found.layout.flats[0].slots[0].spec.stride == stride
     if stride is not None:
         with pytest.raises(ConfigError, match=r"parameter weight has strides .* state_dict_type='sharded'"):
-            decided(module, sgd, state_dict_type="sharded")
+            decided(module, sgd, checkpoints={"state_dict_type": "sharded"})
 
 
 def test_gaps_between_elements_are_refused() -> None:

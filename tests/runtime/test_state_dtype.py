@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import HALF, Full, fit, same, sharded
-from plain_loop import Outcome, make_trainer, tokens
-from tiny_models import ScheduledStack
+from kit.checkpoint_runs import HALF, Full, fit, same, sharded
+from kit.outcomes import Outcome
+from kit.plain_loop import make_trainer, tokens
+from kit.stacks import ScheduledStack
 
 import lightning_ptm
 from lightning_ptm import AngelPTMStrategy
@@ -38,8 +39,7 @@ def in_ram() -> dict[str, Outcome]:
     }
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("masters_on_disk-int8", "all_on_disk-bf16", "lock_free-bf16", "tight_recomputed-int8")
 @pytest.mark.parametrize("word", WORDS)
 def test_where_states_live_changes_no_bit(strategy_at, tier: str, word: str, in_ram: dict[str, Outcome]) -> None:
     trained(strategy_at(tier, optimizer_state_dtype=word))[0].assert_equal(in_ram[word])
@@ -52,14 +52,13 @@ def test_rounded_states_train_almost_as_exact_ones(word: str, in_ram: dict[str, 
     assert abs(float(rounded[-1]) / float(exact[-1]) - 1) < 0.01
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("ram-sharded-bf16")
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("home", ["ram", "masters_on_disk"])
 def test_going_on_equals_never_having_stopped(strategy_at, home: str, kind: str, word: str, tmp_path: Path) -> None:
     def strategy() -> AngelPTMStrategy:
-        return strategy_at(home, optimizer_state_dtype=word, state_dict_type=kind)
+        return strategy_at(home, optimizer_state_dtype=word, checkpoints={"state_dict_type": kind})
 
     never, _ = fit(strategy(), tmp_path / "never")
     again, _ = fit(strategy(), tmp_path / "again", tmp_path / "never" / "epoch=0.ckpt", seed=1)
@@ -77,8 +76,8 @@ def test_checkpoints_of_any_kind_hold_the_fp32_that_pages_stand_for(strategy_at,
     found = []
     for name, settings in {
         "full": {},
-        "sharded": {"state_dict_type": "sharded"},
-        "behind": {"state_dict_type": "sharded", "async_save": True},
+        "sharded": {"checkpoints": {"state_dict_type": "sharded"}},
+        "behind": {"checkpoints": {"state_dict_type": "sharded", "async_save": True}},
     }.items():
         fit(strategy_at("masters_on_disk", optimizer_state_dtype=word, **settings), tmp_path / name)
         found.append(states_in(tmp_path / name / "epoch=1.ckpt"))
@@ -108,10 +107,15 @@ def test_a_run_goes_on_from_checkpoints_of_runs_with_other_states(
     strategy_at, first: str, second: str, kind: str, tmp_path: Path
 ) -> None:
     never, _ = fit(sharded(strategy_at, "ram") if kind == "sharded" else strategy_at("ram"), tmp_path / "never")
-    fit(strategy_at("masters_on_disk", optimizer_state_dtype=first, state_dict_type=kind), tmp_path / "first")
+    fit(
+        strategy_at("masters_on_disk", optimizer_state_dtype=first, checkpoints={"state_dict_type": kind}),
+        tmp_path / "first",
+    )
     path = tmp_path / "first" / "epoch=0.ckpt"
     again, _ = fit(
-        strategy_at("masters_on_disk", optimizer_state_dtype=second, state_dict_type=kind), tmp_path / "second", path
+        strategy_at("masters_on_disk", optimizer_state_dtype=second, checkpoints={"state_dict_type": kind}),
+        tmp_path / "second",
+        path,
     )
     for mine, theirs in zip(again.losses, never.losses[HALF:], strict=True):
         assert abs(float(mine) / float(theirs) - 1) < 0.02
@@ -186,6 +190,7 @@ def test_what_an_element_takes_in_pages(strategy_at) -> None:
     assert masters / 2 <= states <= masters / 2 * 1.26  # of 64 KiB pages a chunk's scales take a block
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "lock_free_three_tiers", "tight")
 @pytest.mark.parametrize("word", [pytest.param("bf16", marks=pytest.mark.slow), "int8"])
 def test_updates_take_the_buffers_that_the_plan_has(strategy_at, tier: str, word: str) -> None:
     strategy = strategy_at(tier, optimizer_state_dtype=word)

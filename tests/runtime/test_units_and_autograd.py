@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import PlainLoop, fit, make_trainer, tokens
-from tiny_models import WIDTH, Block, Stack
+from kit.plain_loop import PlainLoop, fit, make_trainer, tokens
+from kit.stacks import WIDTH, Block, Stack
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -75,8 +75,13 @@ class PassesTheEmbedding(Stack):
         return x
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(2)
+@pytest.mark.slow_unless(
+    "masters_on_disk-Nested-units0-all",
+    "masters_on_disk-PassesAWeight-units1-none",
+    "masters_on_disk-PassesTheEmbedding-auto-every 2nd",
+    "lock_free-PassesAWeight-units1-every 2nd",
+    "tight_recomputed-PassesTheEmbedding-auto-none",
+)
 @pytest.mark.parametrize("recompute", ["none", "all", "every 2nd"])
 @pytest.mark.parametrize(
     ("build", "units"),
@@ -113,7 +118,7 @@ class CountingStack(Stack):
         return x
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("ram-none", "three_tiers-all", "tight-all")
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_a_users_checkpoint_goes_on_to_save_activations(strategy_at, tier, recompute) -> None:
     """Each block runs forward twice a step: once to compute, once to compute again; neither once nor three times."""
@@ -127,7 +132,7 @@ def test_a_users_checkpoint_goes_on_to_save_activations(strategy_at, tier, recom
     assert made[0].calls == 2 * len(made[0].blocks) * len(BATCHES)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("ram-all", "three_tiers-none", "tight-all")
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_a_users_hooks_on_saved_tensors_keep_their_effect(strategy_at, tier, recompute) -> None:
     """Activations that the user moves elsewhere are moved, inside of units too, and weights are right all the same."""
@@ -160,7 +165,7 @@ class DoubleBackward(Stack):
         return loss + gradient.float().pow(2).sum()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("all_on_disk-all", "lock_free_three_tiers-none")
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_double_backward_is_refused(strategy_at, tier, recompute) -> None:
     with pytest.raises(UsageError, match=r"create_graph=True .*refused"):
@@ -177,7 +182,7 @@ class GradientOfTheInput(Stack):
         return loss * (1 + gradient.detach().float().abs().sum())
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("masters_on_disk-all", "lock_free-none", "tight_recomputed-none")
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_gradient_of_an_activation_inside_the_step(strategy_at, tier, recompute) -> None:
     # A recomputed unit that a pass of the user's leaves without gradients stays to the end of the pass.
@@ -208,7 +213,7 @@ class FailingInBackward(Failing):
     where = "backward"
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("masters_on_disk-Failing", "lock_free-FailingInBackward", "tight_recomputed-FailingInBackward")
 @pytest.mark.parametrize("build", [Failing, FailingInBackward])
 def test_an_error_of_the_users_comes_through_and_nothing_is_left(strategy_at, tier, build) -> None:
     torch.manual_seed(0)
@@ -245,6 +250,7 @@ class RemembersWithinAStep(Stack):
         return super().loss(batch, index)
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_what_a_forward_leaves_in_its_module_is_not_there_when_it_is_recomputed(strategy_at, tier, recompute) -> None:
     expected = PlainLoop(RemembersWithinAStep).run(BATCHES)
@@ -274,6 +280,7 @@ class RemembersOutside(Stack):
         return super().loss(batch, index)
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_a_forward_that_does_not_repeat_itself_is_not_recomputed(strategy_at, tier) -> None:
     expected = PlainLoop(RemembersOutside).run(BATCHES)
     fit(RemembersOutside, BATCHES, strategy_at(tier, recompute="none")).assert_equal(expected)

@@ -22,9 +22,9 @@ DOES_HARM: dict[str, dict[str, Any]] = {
     "on disk": {"disk_path": "/d", "offload_optimizer": "disk"},
     "a device tier": {"device_memory": "64MiB"},
     "lock-free": {"disk_path": "/d", "lock_free": True},
-    "sharded": {"state_dict_type": "sharded"},
+    "sharded": {"checkpoints": {"state_dict_type": "sharded"}},
     "weights": {"weights": "/w"},
-    "not restored": {"restore_weights": False},
+    "not restored": {"tuning": {"restore_weights": False}},
     "apart": {"machine": CLUSTER},
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from plain_loop import make_trainer
+from kit.plain_loop import make_trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

@@ -89,7 +89,7 @@ def test_where_room_is_short_units_are_given_up_for_them() -> None:
 
 
 def test_what_is_reduced_once_a_step_takes_nothing_before() -> None:
-    its = Driven(machine=CLUSTER, ranks=2, keep_gradients=True, reduce_gradients="each_step")
+    its = Driven(machine=CLUSTER, ranks=2, keep_gradients=True, tuning={"reduce_gradients": "each_step"})
     its.it.step()
     assert its.pool.worst > 0
 

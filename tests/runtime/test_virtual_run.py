@@ -62,12 +62,12 @@ def replayed(found: Blueprint, fixed_pages: int = 0, *, follows: bool = True) ->
         ),
         # Reduced once a step, from `.grad`: nothing until the end, when all are laid out.
         (
-            {"machine": CLUSTER, "ranks": 2, "keep_gradients": True, "reduce_gradients": "each_step"},
+            {"machine": CLUSTER, "ranks": 2, "keep_gradients": True, "tuning": {"reduce_gradients": "each_step"}},
             True,
             [7, 7, 7, 7, 7, 7, 4, 2, 12],
         ),
         (
-            {"machine": CLUSTER, "ranks": 2, "keep_gradients": True, "reduce_gradients": "each_step"},
+            {"machine": CLUSTER, "ranks": 2, "keep_gradients": True, "tuning": {"reduce_gradients": "each_step"}},
             False,
             [7, 7, 7, 7, 7, 7, 7, 7, 7],
         ),
@@ -81,7 +81,7 @@ def test_pages_at_ticks(options: dict[str, Any], follows: bool, pages: list[int]
         assert done == plan.beside(gradient_tasks(found.layout, found.placement, found.trace))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.slow_unless("1-False-True", "1-True-False", "2-False-False", "2-True-True")
 @pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -12,10 +12,10 @@ import lightning as L
 import pytest
 import torch
 from jsonargparse import ArgumentParser
+from kit.plain_loop import PlainLoop, TrainModule, fit, make_trainer, outcome_of, tokens
+from kit.stacks import VOCABULARY, WIDTH, Block
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain_loop import PlainLoop, TrainModule, fit, make_trainer, outcome_of, tokens
 from safetensors.torch import save_file
-from tiny_models import VOCABULARY, WIDTH, Block
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -116,13 +116,15 @@ class Loaded(TunedEagerly):
 # -- the same training ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "masters_on_disk-Tuned", "all_on_disk-TunedEagerly", "lock_free-TunedEagerly", "tight_recomputed-Tuned"
+)
 @pytest.mark.parametrize("build", [Tuned, TunedEagerly])
 def test_training_from_a_file(strategy_at, tier: str, build: type[Tuned], file: Path) -> None:
     fit(build, BATCHES, strategy_at(tier, weights=file)).assert_equal(PlainLoop(Loaded).run(BATCHES))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
 def test_files_of_other_dtypes(strategy_at, precision: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -217,7 +219,7 @@ def test_a_file_a_folder_and_shards(file: Path, tmp_path: Path) -> None:
 
 def test_a_sharded_checkpoint(strategy_at, file: Path, tmp_path: Path) -> None:
     keep = ModelCheckpoint(tmp_path, filename="x", save_weights_only=True)
-    first = strategy_at("masters_on_disk", weights=file, state_dict_type="sharded")
+    first = strategy_at("masters_on_disk", weights=file, checkpoints={"state_dict_type": "sharded"})
     trained = Tuned()
     make_trainer(first, enable_checkpointing=True, callbacks=[keep]).fit(trained, BATCHES.loader())
     again = Looking()
@@ -251,7 +253,9 @@ def test_prefixes_are_found(prefix: str, tmp_path: Path) -> None:
     if prefix == "a.b.":
         with pytest.raises(ConfigError, match=r"the files lack model\.transformer\.wte\.weight"):
             given(built(), renamed(tmp_path, lambda name: prefix + name))
-        assert_right(given(built(), renamed(tmp_path, lambda name: prefix + name), weights_map={"a.b": "model"}))
+        assert_right(
+            given(built(), renamed(tmp_path, lambda name: prefix + name), weights={"key_mapping": {"a.b": "model"}})
+        )
     else:
         assert_right(given(built(), renamed(tmp_path, lambda name: prefix + name)))
 
@@ -274,7 +278,7 @@ def test_a_file_with_the_base_models_prefix_for_a_base_model(tmp_path: Path) -> 
     found = given(
         module,
         renamed(tmp_path, str, **{"lm_head.bias": torch.zeros(3)}),
-        weights_map={"transformer": "model", "lm_head": None},
+        weights={"key_mapping": {"transformer": "model", "lm_head": None}},
     )
     assert len(found) == len(values())
 
@@ -291,7 +295,7 @@ def test_maps(weights_map: Any, tmp_path: Path) -> None:
         return name.replace("transformer.", "old.")
 
     path = renamed(tmp_path, rename, **{"old.extra.x": torch.zeros(1), "old.extra.y": torch.zeros(2)})
-    assert_right(given(built(), path, weights_map=weights_map))
+    assert_right(given(built(), path, weights={"key_mapping": weights_map}))
 
 
 class Two(Tuned):
@@ -307,8 +311,8 @@ def test_two_places_that_suit_equally_well(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"could be (model|teacher)\..* or (model|teacher)\..*; say which"):
         given(built(Two), file)
     with pytest.raises(ConfigError, match=r"the files lack teacher\."):
-        given(built(Two), file, weights_map={"": "model"})
-    assert_right(given(built(Two), file, weights_map={"": "model"}, weights_new=["teacher.*"]))
+        given(built(Two), file, weights={"key_mapping": {"": "model"}})
+    assert_right(given(built(Two), file, weights={"key_mapping": {"": "model"}, "allow_missing": ["teacher.*"]}))
 
 
 class Adapter(nn.Module):
@@ -348,7 +352,7 @@ def test_layers_that_wrap_others(rename: Callable[[str], str], tmp_path: Path) -
     path = renamed(tmp_path, rename)
     with pytest.raises(ConfigError, match=r"the files lack .*h\.1\.up\.lora_A\.weight \(1 in all\)"):
         given(built(Wrapped), path)
-    found = given(built(Wrapped), path, weights_new=["*.lora_?.*"])
+    found = given(built(Wrapped), path, weights={"allow_missing": ["*.lora_?.*"]})
     wanted = values()
     inner = "model._orig_mod.transformer.h"
     assert torch.equal(found[f"{inner}.1.up.base_layer.weight"], wanted["transformer.h.1.up.weight"])
@@ -407,7 +411,7 @@ def test_all_that_does_not_fit_is_listed(strategy_at, tmp_path: Path) -> None:
     assert "model.transformer.h.0.norm.bias is (64,) and transformer.h.0.norm.bias in the files (3,)" in text
     assert "model.transformer.h.0.up.bias is torch.float32 and transformer.h.0.up.bias in the files torch.int8" in text
     assert "weights_map" in text and "weights_new" in text and "weights_strict=False" in text
-    text = refused(strategy_at("ram", weights=tmp_path / "wrong.safetensors", weights_strict=False), ConfigError)
+    text = refused(strategy_at("ram", weights={"path": tmp_path / "wrong.safetensors", "strict": False}), ConfigError)
     assert "and transformer.h.0.norm.bias in the files (3,)" in text
 
 
@@ -420,7 +424,7 @@ class Initialised(Looking):
             module.order.copy_(torch.arange(64))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless("ram-meta", "three_tiers-cpu", "lock_free_three_tiers-cpu", "tight-meta")
 @pytest.mark.parametrize("where", ["meta", "cpu"])
 def test_what_is_missing_is_initialised(strategy_at, tier: str, where: str, tmp_path: Path) -> None:
     lacking = values()
@@ -431,7 +435,7 @@ def test_what_is_missing_is_initialised(strategy_at, tier: str, where: str, tmp_
     module.where = where
     module.configure_model()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    strategy = strategy_at(tier, weights=tmp_path / "x.safetensors", weights_strict=False)
+    strategy = strategy_at(tier, weights={"path": tmp_path / "x.safetensors", "strict": False})
     with pytest.warns(
         UserWarning, match=r"initialised as usual: model\.transformer\.h\.1\.up\.weight .*left out: extra"
     ):
@@ -575,15 +579,17 @@ def test_indexes_that_are_wrong(strategy_at, tmp_path: Path) -> None:
 
 
 def test_maps_that_are_wrong(strategy_at, file: Path) -> None:
-    text = refused(strategy_at("ram", weights=file, weights_map=lambda name: "model.lm_head.weight"), ConfigError)
+    text = refused(
+        strategy_at("ram", weights={"path": file, "key_mapping": lambda name: "model.lm_head.weight"}), ConfigError
+    )
     assert "are both mapped to model.lm_head.weight" in text
-    text = refused(strategy_at("ram", weights=file, weights_map=lambda name: 3), ConfigError)
+    text = refused(strategy_at("ram", weights={"path": file, "key_mapping": lambda name: 3}), ConfigError)
     assert "is 3; return the name in the module, or None" in text
     for wrong in ("transformer", {"a": 1}, [("a", "b")]):
         with pytest.raises(ConfigError, match=r"weights_map=.* give a dictionary"):
-            AngelPTMStrategy(weights=file, weights_map=wrong)
+            AngelPTMStrategy(weights={"path": file, "key_mapping": wrong})
     with pytest.raises(ConfigError, match=r"weights_new='lora': give a list"):
-        AngelPTMStrategy(weights=file, weights_new="lora")
+        AngelPTMStrategy(weights={"path": file, "allow_missing": "lora"})
     with pytest.raises(ConfigError, match="weights=3: give the path"):
         AngelPTMStrategy(weights=3)
 
@@ -596,7 +602,13 @@ def drop(name: str) -> None:
 def test_configurations_can_hold_maps(given: Any) -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(AngelPTMStrategy, "strategy")
-    config = parser.parse_object({"strategy": {"weights": "w", "weights_map": given, "weights_new": ["a.*"]}})
+    config = parser.parse_object(
+        {
+            "strategy": {
+                "weights": {"path": "w", "key_mapping": given, "allow_missing": ["a.*"]},
+            }
+        }
+    )
     settings = parser.instantiate(config).strategy.settings
     assert settings.weights_map == (drop if isinstance(given, str) else given)
     assert settings.weights_new == ["a.*"] and str(settings.weights) == "w"

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import Outcome, PlainLoop, make_trainer, outcome_of, tokens
-from tiny_models import Stack
+from kit.outcomes import Outcome
+from kit.plain_loop import PlainLoop, make_trainer, outcome_of, tokens
+from kit.stacks import Stack
 from torch import Tensor
 
 PRECISION = "bf16-mixed"
@@ -62,7 +63,13 @@ def failed(strategy: Any, place: str) -> Fails:
     return module
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "ram-backward",
+    "ram-on_train_batch_end",
+    "three_tiers-on_before_optimizer_step",
+    "tight-training_step",
+    "tight-on_before_backward",
+)
 @pytest.mark.parametrize("place", TAKEN)
 def test_they_are_those_of_the_steps_that_were_taken(strategy_at, tier: str, place: str) -> None:
     module = failed(strategy_at(tier), place)
@@ -82,6 +89,7 @@ class FailsBetweenBlocks(Fails):
             raise RuntimeError("the user's own, in a block")
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 def test_an_error_in_the_middle_of_a_backward_leaves_each_weight_before_or_behind_its_update(
     strategy_at, tier: str
 ) -> None:
@@ -97,7 +105,9 @@ def test_an_error_in_the_middle_of_a_backward_leaves_each_weight_before_or_behin
         assert not name.startswith("blocks.0.") or torch.equal(value, before[name]), name
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "masters_on_disk-on_train_batch_end", "lock_free-training_step", "tight_recomputed-on_train_batch_end"
+)
 @pytest.mark.parametrize("place", ["training_step", "on_train_batch_end"])
 def test_they_train_on(strategy_at, tier: str, place: str) -> None:
     """By another run, whose optimizer begins anew."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import PlainLoop, TrainModule, fit, make_trainer, tokens
-from tiny_models import ScheduledStack, Stack
+from kit.plain_loop import PlainLoop, TrainModule, fit, make_trainer, tokens
+from kit.stacks import ScheduledStack, Stack
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -22,16 +22,27 @@ def wide() -> bool:
     return any(isinstance(mode, WideMatmuls) for mode in _get_current_dispatch_mode_stack())
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "ram-bf16-mixed",
+    "masters_on_disk-bf16-true",
+    "all_on_disk-bf16-mixed",
+    "three_tiers-bf16-mixed",
+    "lock_free-bf16-true",
+    "lock_free_three_tiers-bf16-true",
+    "tight-bf16-mixed",
+    "tight_recomputed-bf16-true",
+)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_bits_are_those_of_the_plain_loop_in_every_tier(strategy_at, tier, precision) -> None:
-    ours = fit(ScheduledStack, BATCHES, strategy_at(tier, matmul_precision="fp32"), precision)
+    ours = fit(ScheduledStack, BATCHES, strategy_at(tier, tuning={"matmul_precision": "fp32"}), precision)
     with wide_matmuls():
         ours.assert_equal(PlainLoop(ScheduledStack, precision).fresh(BATCHES))
 
 
 def test_recomputed(strategy_at) -> None:
-    ours = fit(ScheduledStack, BATCHES, strategy_at("three_tiers", matmul_precision="fp32", recompute="all"))
+    ours = fit(
+        ScheduledStack, BATCHES, strategy_at("three_tiers", tuning={"matmul_precision": "fp32"}, recompute="all")
+    )
     with wide_matmuls():
         ours.assert_equal(PlainLoop(ScheduledStack).fresh(BATCHES))
 
@@ -65,7 +76,7 @@ class Seen(Stack):
 @pytest.mark.parametrize("chosen", ["fp32", "native"])
 def test_where_products_are_wide(strategy_at, chosen) -> None:
     module = Seen()
-    trainer = make_trainer(strategy_at("ram", matmul_precision=chosen), max_steps=2, val_check_interval=2)
+    trainer = make_trainer(strategy_at("ram", tuning={"matmul_precision": chosen}), max_steps=2, val_check_interval=2)
     trainer.fit(module, BATCHES.loader(), BATCHES.loader())
     inside = chosen == "fp32"
     assert module.seen == {"step": inside, "backward": inside, "validation": inside, "after": False}
@@ -94,7 +105,7 @@ class ByHand(TrainModule):
 
 def test_manual_optimization(strategy_at) -> None:
     module = ByHand()
-    make_trainer(strategy_at("ram", matmul_precision="fp32")).fit(module, BATCHES.loader())
+    make_trainer(strategy_at("ram", tuning={"matmul_precision": "fp32"})).fit(module, BATCHES.loader())
     assert module.inside == [True] * 4
 
 
@@ -104,7 +115,7 @@ def test_an_error_leaves_nothing_entered(strategy_at) -> None:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        make_trainer(strategy_at("ram", matmul_precision="fp32")).fit(Failing(), BATCHES.loader())
+        make_trainer(strategy_at("ram", tuning={"matmul_precision": "fp32"})).fit(Failing(), BATCHES.loader())
     assert not wide()
 
 
@@ -116,12 +127,12 @@ def test_compiled_parts_are_said_to_be_computed_uncompiled(strategy_at) -> None:
         return module
 
     with pytest.warns(UserWarning, match=r"blocks.0, ... will be computed without torch.compile.*precision='32-true'"):
-        ours = fit(build, BATCHES, strategy_at("ram", matmul_precision="fp32"))
+        ours = fit(build, BATCHES, strategy_at("ram", tuning={"matmul_precision": "fp32"}))
     with wide_matmuls():
         ours.assert_equal(PlainLoop(lambda: Stack(depth=2)).fresh(BATCHES))
 
 
 def test_the_start_says_what_was_done(strategy_at, caplog) -> None:
     with caplog.at_level(logging.INFO):
-        fit(Stack, BATCHES, strategy_at("ram", matmul_precision="fp32"))
+        fit(Stack, BATCHES, strategy_at("ram", tuning={"matmul_precision": "fp32"}))
     assert sum("computed in fp32 and rounded once" in record.getMessage() for record in caplog.records) <= 1

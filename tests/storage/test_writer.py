@@ -28,7 +28,6 @@ def small_buffers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     return int(request.param)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_ranges_in_any_order_and_of_any_length(

@@ -16,55 +16,40 @@ OF_PYTHON = {
     "__cause__": "an error of another thread is raised with its own cause",
     "__signature__": "the strategy lists its settings",
     "__module__": "copies of users' functions, and replacements of torch's, say where they are from",
-    "__qualname__": "as __module__",
-    "__defaults__": "as __module__",
-    "__kwdefaults__": "as __module__",
-    "__loader__": "of a module that is imported later",
     "__enter__": "torch's saved-tensor hooks are watched",
-    "loader": "as __loader__",
-    "cell_contents": "closures of users' functions are copied",
+    "exec_module": "of the loader of a module that is imported later",
     "restype": "of a function of the C library",
     "n": "of a tqdm bar",
 }
 OF_TORCH = {
     "data": "torch's way to give a parameter other memory",
     "grad": "torch's optimizers and users look for gradients there",
-    "_backward_hooks": "hooks go with a parameter whose memory changes",
-    "_post_accumulate_grad_hooks": "as _backward_hooks",
     "param_groups": "what an optimizer updates; copies of it update others",
     "state": "as param_groups; in a run, the user's optimizer has a state that refuses to be read",
+    "step": "a scheduler wraps an optimizer's step, to see which names it leaves there",
     "pack_hook": "saved-tensor hooks of users never get page memory",
     "process_group": "of torch's SyncBatchNorm",
     "weight": "a head is tied to an embedding",
     "training": "a block is proven in the mode that it is called in",
-    "_compiled_call_impl": "a block is proven without torch.compile",
-    "_flat_weight_refs": "of torch's RNNs, which look their parameters up there",
     "opens_to": "of the class of one parameter, which is made for it",
 }
 OF_AUTOGRAD = "ctx"
 """Of an autograd function: it keeps there what its backward needs."""
 OF_LIGHTNING = {
-    "_device_mesh": "LightningModule.device_mesh reads it, and strategies set it",
     "rank": "rank_zero_only.rank: strategies set it",
     "checkpoint_io": "a wrapping plugin's: strategies set it",
     "resume_start": "the Trainer's choice of a checkpoint is ours with resume='auto'",
-    "_ckpt_path": "as resume_start",
-    "_loaded_checkpoint": "as resume_start",
     "last_model_path": "ModelCheckpoint goes on with the name of its last checkpoint",
     "received_sigterm": "the Trainer ends when it is set",
     "filter_on_optimizer": "BaseFinetuning's, while it compares parameters in pages",
     "fn": "a Trainer that plans and does not run",
     "trainer": "as fn",
-    "_trainer": "as fn",
-    "_lightning_module": "as fn",
     "precision_plugin": "as fn",
 }
 NOT_YET = {
     "before_change": "gradients are made before the updates that they wait for (runtime/engine/engine.py)",
     "while_waiting": "as before_change",
     "give_units_up": "gradients are made before the executor",
-    "sampling": "a model is told how to sample (commands/generate.py)",
-    "told": "as sampling",
 }
 EXCEPTIONS = OF_PYTHON | OF_TORCH | OF_LIGHTNING | NOT_YET
 

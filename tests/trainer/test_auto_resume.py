@@ -40,7 +40,7 @@ class Module(L.LightningModule):
 def trainer_of(
     folder: Path, steps: int, kind: str = "sharded", *callbacks: Any, saves: dict[str, Any] | None = None, **given: Any
 ) -> L.Trainer:
-    settings = {"resume": "auto", "state_dict_type": kind, **given.pop("settings", {})}
+    settings = {"checkpoints": {"resume": "auto", "state_dict_type": kind}, **given.pop("settings", {})}
     keep = ModelCheckpoint(
         folder, **{"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1, **(saves or {})}
     )
@@ -101,7 +101,7 @@ def test_the_other_format_is_gone_on_from_too(tmp_path: Path) -> None:
 def test_a_path_that_is_given_counts_and_never_is_never(tmp_path: Path) -> None:
     fit(trainer_of(tmp_path, 3))
     assert fit(trainer_of(tmp_path, 4), ckpt_path=tmp_path / "step=1.ckpt").began_at == 1
-    assert fit(trainer_of(tmp_path, 4, settings={"resume": "never"})).began_at == 0
+    assert fit(trainer_of(tmp_path, 4, settings={"checkpoints": {"resume": "never"}})).began_at == 0
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
@@ -283,9 +283,9 @@ def test_a_folder_whose_name_is_new_at_each_start_is_hinted_at(
 
 def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="resume='always': use 'never' or 'auto'"):
-        AngelPTMStrategy(resume="always")
+        AngelPTMStrategy(checkpoints={"resume": "always"})
     trainer = L.Trainer(
-        strategy=AngelPTMStrategy(resume="auto"),
+        strategy=AngelPTMStrategy(checkpoints={"resume": "auto"}),
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import lightning as L
 import pytest
 import torch.distributed as dist
+from kit.fits import quiet_trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch._C._distributed_c10d import HashStore
@@ -23,11 +23,15 @@ from lightning_ptm.parallel.distributed import refuse_distributed
 WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], list[str]]] = {
     "parallelize_module": (
         lambda layer: parallelize_module(layer, init_device_mesh("cpu", (1,)), ColwiseParallel()),
-        ["layer.weight is a DTensor", "tensor_parallel_plan", "ColwiseParallel is ColwiseParallel()"],
+        [
+            "layer.weight is a DTensor",
+            "plan of tensor_parallel",
+            "RowwiseParallel of lightning_ptm.parallel mean the same",
+        ],
     ),
     "distribute_module": (
         lambda layer: distribute_module(layer, init_device_mesh("cpu", (1,))),
-        ["layer.weight is a DTensor", "distribute_module", "tensor_parallel_plan"],
+        ["layer.weight is a DTensor", "distribute_module", "plan of tensor_parallel"],
     ),
     "fully_shard": (
         lambda layer: fully_shard(layer, mesh=init_device_mesh("cpu", (1,))),
@@ -77,16 +81,7 @@ def test_it_is_refused_in_a_sentence_with_the_remedy(
     way: str, module: Callable[[Callable[[nn.Module], nn.Module]], BoringModel], verb: str
 ) -> None:
     distribute, words = WAYS[way]
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=AngelPTMStrategy(),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        fast_dev_run=1,
-    )
+    trainer = quiet_trainer(AngelPTMStrategy(), fast_dev_run=1)
     with pytest.raises(ConfigError) as refused:
         getattr(trainer, verb)(module(distribute))
     assert [word for word in words if word not in str(refused.value)] == [], refused.value

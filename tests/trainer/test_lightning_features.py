@@ -16,6 +16,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
+from kit.models import Block
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.tuner import Tuner
@@ -42,17 +44,6 @@ def one_thread_in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path:
     torch.set_num_threads(threads)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
-
-
 class Classifier(L.LightningModule):
     """With BatchNorm and other buffers, a metric whose state is saved, a schedule, and hyperparameters."""
 
@@ -75,7 +66,7 @@ class Classifier(L.LightningModule):
             return
         with torch.device("meta" if self.meta else "cpu"):
             self.stem = nn.Linear(8, WIDTH)
-            self.blocks = nn.ModuleList(Block() for _ in range(3))
+            self.blocks = nn.ModuleList(Block(WIDTH, 4 * WIDTH, functional.gelu, norm=True) for _ in range(3))
             self.norm = nn.BatchNorm1d(WIDTH)
             self.head = nn.Linear(WIDTH, 5)
 
@@ -129,8 +120,7 @@ def trainer(strategy: Strategy | str, **options: Any) -> L.Trainer:
         "enable_checkpointing": saves,
         **options,
     }
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **chosen, **quiet)  # type: ignore[arg-type]
+    return quiet_trainer(strategy, **chosen)
 
 
 def model(kind: type[Classifier] = Classifier, **options: Any) -> Classifier:
@@ -191,9 +181,14 @@ def with_options_plainly(name: str) -> dict[str, Any]:
     return with_options("auto", name)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.covering(1)
-@pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
+@pytest.mark.slow_unless(
+    "ram-learning rate finder",
+    "ram-validation in between",
+    "three_tiers-stochastic averaging",
+    "three_tiers-overfitting",
+    "lock_free_three_tiers-stochastic averaging without validation",
+    "lock_free_three_tiers-profiler",
+)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_and_callbacks(strategy_at, tier, name) -> None:
     assert_same(with_options(strategy_at(tier), name), with_options_plainly(name))
@@ -202,11 +197,10 @@ def test_options_and_callbacks(strategy_at, tier, name) -> None:
 @cache
 def not_averaged() -> dict[str, Tensor]:
     """What training without such a callback leaves under mixed precision."""
-    return fitted(AngelPTMStrategy(page_size="64KiB", poison=True), precision="bf16-mixed")["state"]  # type: ignore[no-any-return]
+    return fitted(AngelPTMStrategy(page_size="64KiB", debug={"poison": True}), precision="bf16-mixed")["state"]  # type: ignore[no-any-return]
 
 
-@pytest.mark.covering(1)
-@pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
+@pytest.mark.slow_unless("ram-WeightAveraging", "three_tiers-WeightAveraging", "lock_free_three_tiers-<lambda>")
 @pytest.mark.parametrize("averaging", [cb.WeightAveraging, lambda: cb.EMAWeightAveraging(decay=0.9)])
 def test_masters_are_averaged_under_mixed_precision(strategy_at, tier, averaging) -> None:
     callback = averaging()
@@ -222,12 +216,12 @@ def test_masters_are_averaged_under_mixed_precision(strategy_at, tier, averaging
 
 def test_sharded_checkpoints_have_no_place_for_averages(strategy_at) -> None:
     with pytest.raises(ConfigError, match=r"EMAWeightAveraging saves two sets of weights.*use state_dict_type='full'"):
-        trainer(strategy_at("ram", state_dict_type="sharded"), callbacks=[cb.EMAWeightAveraging()]).fit(model())
+        trainer(
+            strategy_at("ram", checkpoints={"state_dict_type": "sharded"}), callbacks=[cb.EMAWeightAveraging()]
+        ).fit(model())
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.covering(1)
-@pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
+@pytest.mark.slow_unless("three_tiers-32-true")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_moving_average_is_resumed(strategy_at, tier, precision, tmp_path) -> None:
     def run(checkpoint: Path | None = None) -> dict[str, Any]:
@@ -262,8 +256,7 @@ def saved_and_resumed_plainly() -> Any:
         return saved_and_resumed("auto", "auto", Path(folder))[:-1]
 
 
-@pytest.mark.covering(1)
-@pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
+@pytest.mark.slow_unless("ram-False-True", "three_tiers-True-True", "lock_free_three_tiers-True-False")
 @pytest.mark.parametrize(("saved_here", "resumed_here"), [(True, True), (True, False), (False, True)])
 def test_checkpoints_move_between_strategies(strategy_at, tier, tmp_path, saved_here, resumed_here) -> None:
     here = [strategy_at(tier) if ours else "auto" for ours in (saved_here, resumed_here)]
@@ -287,6 +280,7 @@ def saved_after_the_run_plainly() -> dict[str, Any]:
         return torch.load(Path(folder, "x.ckpt"), weights_only=False)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow_unless("masters_on_disk", "lock_free", "tight_recomputed")
 def test_a_checkpoint_after_the_run(strategy_at, tier, tmp_path) -> None:
     path = tmp_path / "ours.ckpt"
     run = trainer(strategy_at(tier))
@@ -297,8 +291,9 @@ def test_a_checkpoint_after_the_run(strategy_at, tier, tmp_path) -> None:
     assert_same(ours["optimizer_states"], theirs["optimizer_states"])
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_weights_that_were_not_put_back_are_not_saved(strategy_at, tier, tmp_path) -> None:
-    run = trainer(strategy_at(tier, restore_weights=False), max_epochs=1)
+    run = trainer(strategy_at(tier, tuning={"restore_weights": False}), max_epochs=1)
     run.fit(model())
     with pytest.raises(UsageError, match="not put back"):
         run.save_checkpoint(tmp_path / "x.ckpt")
@@ -319,6 +314,7 @@ def validated_and_predicted_plainly() -> Any:
     return validated_and_predicted("auto")
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_validate_a_checkpoint_and_predict(strategy_at, tier) -> None:
     assert_same(validated_and_predicted(strategy_at(tier)), validated_and_predicted_plainly())
 
@@ -338,12 +334,12 @@ def tuned_plainly() -> Any:
     return tuned("auto")
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.quick_tiers("ram", "three_tiers", "lock_free_three_tiers")
+@pytest.mark.slow_unless("lock_free_three_tiers")
 def test_tuner(strategy_at, tier) -> None:
     assert_same(tuned(strategy_at(tier)), tuned_plainly())
 
 
+@pytest.mark.slow_unless("all_on_disk", "lock_free_three_tiers")
 @pytest.mark.parametrize("meta", [False, True])
 def test_summary_has_true_sizes(strategy_at, tier, meta) -> None:
     class Look(cb.Callback):
@@ -374,6 +370,7 @@ def norms_plainly() -> dict[str, Any]:
     return fitted("auto", NormReader, max_epochs=1)
 
 
+@pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_gradient_norm(strategy_at, tier) -> None:
     """Not bitwise: the order of the sum is another one."""
     with warnings.catch_warnings(record=True) as caught:

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from kit import fits
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -41,17 +42,8 @@ class Layer(L.LightningModule):
 
 
 def fit(module: L.LightningModule, strategy: AngelPTMStrategy, *callbacks: L.Callback) -> None:
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_epochs=3,
-        enable_checkpointing=False,
-        callbacks=list(callbacks),
-        **quiet,
-    )
-    trainer.fit(module, DataLoader(TensorDataset(torch.ones(8, 8)), batch_size=4))
+    data = DataLoader(TensorDataset(torch.ones(8, 8)), batch_size=4)
+    fits.fit(module, data, strategy, max_epochs=3, callbacks=list(callbacks))
 
 
 def test_a_users_own_zero_grad_is_called_and_there_again(tier: str, strategy_at: MakeStrategy) -> None:

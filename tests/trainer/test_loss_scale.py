@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -41,24 +42,14 @@ class Regression(LightningModule):
 
 
 def ours(**settings: Any) -> AngelPTMStrategy:
-    return AngelPTMStrategy(page_size="64KiB", poison=True, **settings)
+    return AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, **settings)
 
 
 def fit(strategy: Strategy, plugin: Any, resume: Path | None = None, max_epochs: int = 1) -> tuple[Regression, Trainer]:
     """Six steps an epoch."""
     torch.manual_seed(0)
     model = Regression()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        plugins=[plugin],
-        max_epochs=max_epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(strategy, plugins=[plugin], max_epochs=max_epochs)
     data = torch.randn(24, 96, generator=torch.Generator().manual_seed(1))
     rows = DataLoader(TensorDataset(data), batch_size=4)
     trainer.fit(model, rows, ckpt_path=None if resume is None else str(resume))
@@ -107,7 +98,7 @@ def others(name: str) -> Strategy:
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_another_strategy_goes_on_with_our_scale(kind: str, tmp_path: Path) -> None:
-    strategy = ours(state_dict_type=kind)
+    strategy = ours(checkpoints={"state_dict_type": kind})
     _, trainer = fit(strategy, AngelPTMPrecision("16-mixed", LossScale(SCALE, growth_interval=GROWTH)))
     path = tmp_path / "x.ckpt"
     trainer.save_checkpoint(path)

@@ -279,9 +279,9 @@ def test_a_busy_machine_changes_no_choice(slow: bool, stalled: torch.dtype, monk
 @half
 def test_settings_choose(dtype, caplog) -> None:
     with caplog.at_level(logging.INFO, "lightning.pytorch"):  # which other tests make quiet
-        assert chosen(dtype, matmul_precision="fp32")
-        assert not chosen(dtype, matmul_precision="native")
-        assert not chosen(torch.float32, matmul_precision="fp32")
+        assert chosen(dtype, tuning={"matmul_precision": "fp32"})
+        assert not chosen(dtype, tuning={"matmul_precision": "native"})
+        assert not chosen(torch.float32, tuning={"matmul_precision": "fp32"})
     assert [record.getMessage() for record in caplog.records] == [
         f"matmul_precision='fp32': products of {str(dtype)[6:]} are computed in fp32 and rounded once"
     ]
@@ -289,10 +289,10 @@ def test_settings_choose(dtype, caplog) -> None:
 
 def test_wrong_settings_say_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"matmul_precision='slow': use 'auto', 'native' or 'fp32'"):
-        Settings(matmul_precision="slow")  # type: ignore[arg-type]
+        Settings(tuning={"matmul_precision": "slow"})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"is for CPUs without 16-bit arithmetic.*leave it at 'auto'"):
         chosen_wide_matmuls(
-            Settings(matmul_precision="fp32"),
+            Settings(tuning={"matmul_precision": "fp32"}),
             torch.bfloat16,
             SoloCommunicator(),
             AcceleratorBackend(torch.device("cuda:0")),

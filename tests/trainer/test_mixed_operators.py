@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -118,7 +119,16 @@ class Residual(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow_unless(
+    "ram-none-False",
+    "masters_on_disk-all-False",
+    "all_on_disk-none-False",
+    "three_tiers-all-True",
+    "lock_free-all-True",
+    "lock_free_three_tiers-none-False",
+    "tight-none-True",
+    "tight_recomputed-all-True",
+)
 @pytest.mark.parametrize("encoder", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_fp32_features(strategy_at: Any, tier: str, recompute: str, encoder: bool) -> None:
@@ -132,17 +142,7 @@ def test_fp32_features(strategy_at: Any, tier: str, recompute: str, encoder: boo
     def losses(strategy: Any) -> list[float]:
         torch.manual_seed(0)
         module = Encoder() if encoder else Residual()
-        trainer = L.Trainer(
-            strategy=strategy,
-            precision="bf16-mixed",
-            accelerator="cpu",
-            devices=1,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = quiet_trainer(strategy, precision="bf16-mixed", max_epochs=1)
         trainer.fit(module, DataLoader(tokens(4), batch_size=None))  # type: ignore[arg-type]
         return module.losses
 

@@ -20,4 +20,6 @@ def test_all_are_told_whose_setting_differs() -> None:
     with pytest.raises(
         RankError, match=r"rank 2 has async_save=True, where rank 0 has async_save=False; .* use the same"
     ):
-        refuse_other_settings([ours, ours, decisive(Settings(async_save=True, state_dict_type="sharded"), "32-true")])
+        refuse_other_settings(
+            [ours, ours, decisive(Settings(checkpoints={"async_save": True, "state_dict_type": "sharded"}), "32-true")]
+        )

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from kit.fits import quiet_trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -32,15 +33,6 @@ class Hooked(LightningModule):
 @pytest.mark.parametrize("settings", [{}, {"offload_optimizer": "disk"}], ids=["ram", "masters_on_disk"])
 def test_step_hooks_run_once_a_step(settings: dict[str, str], tmp_path: Path) -> None:
     model = Hooked()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=AngelPTMStrategy(page_size="64KiB", disk_path=str(tmp_path), **settings),
-        max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(AngelPTMStrategy(page_size="64KiB", disk_path=str(tmp_path), **settings), max_steps=3)
     trainer.fit(model, DataLoader(TensorDataset(torch.randn(12, 8)), batch_size=4))
     assert model.calls == ["before", "after"] * 3

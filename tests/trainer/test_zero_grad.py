@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from kit.fits import quiet_trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,16 +40,7 @@ class ByHand(LightningModule):
 def losses(**settings: Any) -> Tensor:
     torch.manual_seed(0)
     model = ByHand()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=AngelPTMStrategy(page_size="64KiB", poison=True, **settings),
-        max_steps=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(AngelPTMStrategy(page_size="64KiB", debug={"poison": True}, **settings), max_steps=4)
     data = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
     trainer.fit(model, DataLoader(TensorDataset(data), batch_size=4))
     return torch.stack(model.losses)

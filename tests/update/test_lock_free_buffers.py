@@ -416,7 +416,7 @@ class Interleaving(Bench):
             self.check()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("1", "2")
 @pytest.mark.parametrize("block", range(4))
 def test_thousands_of_interleavings(block: int) -> None:
     for seed in range(block * 1000, (block + 1) * 1000):

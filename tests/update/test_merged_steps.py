@@ -62,7 +62,16 @@ def several(twin: Twin, count: int) -> None:
     twin.updater.drain()
 
 
-@pytest.mark.covering(2)
+@pytest.mark.slow_unless(
+    "home0-adam-8",
+    "home0-fused-8",
+    "home0-adamw-3",
+    "home0-betas-8",
+    "home1-adam-3",
+    "home1-fused-3",
+    "home1-adamw-8",
+    "home1-betas-3",
+)
 @pytest.mark.parametrize("count", [3, 8])
 @pytest.mark.parametrize("name", list(ADAM))
 def test_moments_are_exact_and_the_move_is_near(twins, tmp_path: Path, home: Tier, name: str, count: int) -> None:

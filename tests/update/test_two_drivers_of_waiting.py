@@ -48,7 +48,7 @@ class Both(SharedCores):
             rates,
             chunk_numel=CHUNK,
             staging=room,
-            max_staleness=bound,
+            lock_free={"max_staleness": bound},
         )
         self.bench = WithPlaces(spares=spares, room=room, sizes=sizes, foreseeable=foreseeable)
         self.planned: list[GradientAct] = []
@@ -98,7 +98,7 @@ def planned_with_the_constants_as_they_are() -> list[Any]:
     return [Both(seed).planned for seed in range(60)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow_unless("REACH-5", "_BETWEEN-1")
 @pytest.mark.parametrize(("constant", "value"), [("REACH", 1), ("REACH", 5), ("_BETWEEN", 1), ("_BETWEEN", 4)])
 def test_a_constant_that_changes_changes_both(monkeypatch: pytest.MonkeyPatch, constant: str, value: int) -> None:
     before = planned_with_the_constants_as_they_are()

@@ -109,7 +109,7 @@ def test_master_states_and_gradients_and_parameters_on_disk(name: str, twins: li
     assert twins[0].updater.stats.bytes_written > 0
 
 
-@pytest.mark.covering(2)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", ["adamw", "sgd", "sgd_momentum", "rprop", "asgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("home", [Tier.DEVICE, Tier.DISK])
@@ -133,7 +133,6 @@ def test_true_precisions_update_the_compute_parameters(
     twins[0].assert_equal()
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("gradient_home", [Tier.DEVICE, Tier.HOST, Tier.DISK])
 @pytest.mark.parametrize("target_home", [Tier.DEVICE, Tier.HOST, Tier.DISK])
 @pytest.mark.parametrize("home", [Tier.DEVICE, Tier.HOST, Tier.DISK])

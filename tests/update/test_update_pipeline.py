@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import HERE, on_device
+from kit.devices import HERE, on_device
 from paged_training import (
     GROUPS,
     PAGE_SIZE,
@@ -498,7 +498,7 @@ def test_a_thread_gives_the_same_bits(twins: list[Twin], tmp_path: Path) -> None
 def test_a_thread_keeps_to_the_cores_beside_the_device(twins: list[Twin], monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.sched_getaffinity(0)
     one = frozenset([min(before)])
-    monkeypatch.setattr(type(backend_here()), "near_cores", lambda self: one)
+    monkeypatch.setattr(type(backend_here()), "numa_cores", lambda self: one)
     seen: list[tuple[frozenset[int], int]] = []
     arithmetic = threading.Event()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import HERE, on_device
+from kit.devices import HERE, on_device
 from torch import optim
 
 from lightning_ptm.errors import ConfigError, UsageError

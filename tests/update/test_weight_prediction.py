@@ -82,7 +82,6 @@ def copy(twin: Twin) -> torch.Tensor:
     return torch.cat([piece.reshape(-1) for piece in twin.pieces(read(twin.allocator, twin.target))])
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("home", [Tier.DEVICE, Tier.DISK])
 @pytest.mark.parametrize("steps", [1, 2, 12])
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from lightning_ptm.errors import UsageError
@@ -23,6 +22,7 @@ from lightning_ptm.runtime.autograd.calls import Action, Calls
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.tensors.autograd_graphs import not_compiled
 from lightning_ptm.terms import Phase
+from lightning_ptm.torch_internals import at_end_of_backward
 
 
 class BackwardListener(Protocol):
@@ -103,7 +103,7 @@ class BackwardPass:
         self._calls.begin_pass()
         if not self.announced:
             self._listener.backward_begins()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            at_end_of_backward(self._finish)
         self.act(0, self._calls.output(0))
 
     def act(self, index: int, actions: Sequence[Action]) -> None:
@@ -121,8 +121,9 @@ class BackwardPass:
                     self._listener.unit_backward_ended(index)
                 case Action.REFUSE:
                     raise UsageError(
-                        f"a gradient arrived for unit {self._names[index] or 'root'} after its backward had ended; the "
-                        f"unit is used in a way that two graphs share it; please report this"
+                        f"a gradient arrived for unit {self._names[index] or 'root'} after its backward had ended, as a "
+                        f"backward pass inside of this one might bring it, and its update may have begun; run that pass "
+                        f"after this one"
                     )
 
     @not_compiled

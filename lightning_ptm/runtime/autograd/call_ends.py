@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ptm.runtime.autograd.calls import Calls
 from lightning_ptm.runtime.tensors.autograd_graphs import before_outputs, in_backward, nodes_of, tensors_in, ways_out
 from lightning_ptm.runtime.units.discovery import Unit
+from lightning_ptm.torch_internals import graph_task, is_executed, nodes_made
 
 Told = Callable[[int, int, Any], None]
 """Of a unit and the number of a call."""
@@ -51,11 +52,11 @@ class CallCompletion:
 
     def call_begins(self, index: int) -> None:
         """Without `watch_inputs`: what comes from here on is the graph of a unit's call."""
-        self._began[index] = torch._C._autograd._get_sequence_nr()
+        self._began[index] = nodes_made()
 
     def watch_inputs(self, index: int, args: Any, kwargs: Any) -> int | None:
         """A unit is called. Returns the number of the call, if its inputs want gradients: it ends when these have come."""
-        self._began[index] = torch._C._autograd._get_sequence_nr()
+        self._began[index] = nodes_made()
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not inputs:
             return None
@@ -76,7 +77,7 @@ class CallCompletion:
     def _takes_part(self, call: int) -> bool:
         """Whether the backward pass in progress, in this thread, may go through a call."""
         nodes = self._nodes[call]
-        return not nodes or any(map(torch._C._will_engine_execute_node, nodes))
+        return not nodes or any(map(is_executed, nodes))
 
     def forget(self) -> None:
         """No call's backward is waited for any more."""
@@ -103,9 +104,9 @@ class CallCompletion:
         to_come: dict[int, int] = {}
 
         def executed(*_: Any) -> None:
-            task = torch._C._current_graph_task_id()
+            task = graph_task()
             if task not in to_come:
-                to_come[task] = sum(map(torch._C._will_engine_execute_node, nodes))
+                to_come[task] = sum(map(is_executed, nodes))
             to_come[task] -= 1
             if not to_come[task]:
                 self._done(index, another, None)

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.decorators import skip
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
@@ -46,8 +45,9 @@ from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.page_views import PageViews
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.terms import Phase
+from lightning_ptm.torch_internals import CALL, COMPILED_CALL, compiled_call_of, not_traced
 
-_light = skip
+_light = not_traced
 """For hooks of each parameter, which nearly always do next to nothing: torch.compile does not trace their own code. What they
 call when there is more to do is `not_compiled`, and the way there takes longer than they do."""
 
@@ -196,11 +196,11 @@ class Hooks:
         """Calls of `module` become `call(what they were, *args, **kwargs)`, which is around all hooks, the module's own and
         global ones, whenever they were registered: they read weights (weight_norm, spectral_norm, pruning). It is also around
         what a module compiled in place (`module.compile()`) runs."""
-        name = "_call_impl" if module._compiled_call_impl is None else "_compiled_call_impl"
+        name = CALL if compiled_call_of(module) is None else COMPILED_CALL
         self._restore.append(replace(module, **{name: partial(call, getattr(module, name))}))
 
     def _recompute_calls(self, unit: Unit) -> None:
-        name = "forward" if unit.module._compiled_call_impl is None else "_compiled_call_impl"
+        name = "forward" if compiled_call_of(unit.module) is None else COMPILED_CALL
         original = vars(unit.module).get(name)
         if isinstance(original, RecomputedForwardWrapper):
             recomputed: Callable[..., Any] = original.with_inside(self._recompute.of(unit, original.inside))
@@ -261,7 +261,7 @@ class Hooks:
             return None
         if self._pass.begun and not self._pass.announced:
             self._pass.give_up()  # one of the user's own, which has ended in an error that he caught
-        if torch._C._get_tracing_state() is not None and not self._stores[index].resident:
+        if torch.jit.is_tracing() and not self._stores[index].resident:  # type: ignore[attr-defined]
             raise UsageError(
                 f"{self._units[index].name} is traced (torch.jit.trace, or a logger with log_graph=True) while its weights "
                 f"are in pages, and the trace would hold their moves; trace the module before or after the run"

@@ -23,6 +23,7 @@ from lightning_ptm.memory.activation_buffers import ActivationMover, OffloadedSt
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.link_meters import LinkStats
 from lightning_ptm.memory.streams import ComputeStream
+from lightning_ptm.torch_internals import buffers_in
 
 LEAST_BYTES = 256 << 10
 """Smaller storages stay: together they are little, and each copy costs ten microseconds to start."""
@@ -104,7 +105,7 @@ class Offload:
         self._buffers = frozenset(
             buffer.untyped_storage().data_ptr()
             for module in self._modules
-            for buffer in module._buffers.values()
+            for buffer in buffers_in(module).values()
             if buffer is not None
         )
 
@@ -153,7 +154,7 @@ class Offload:
             storage = self._mover.storage(sent.away)
         whole = torch.empty(0, dtype=sent.dtype, device=storage.device)
         found = whole.set_(storage, sent.offset, sent.shape, sent.stride)
-        self._backend.used_here(found)  # the caller's stream may be another than the run's, which owns the block
+        self._backend.record_use(found)  # the caller's stream may be another than the run's, which owns the block
         return found
 
     def close(self) -> None:

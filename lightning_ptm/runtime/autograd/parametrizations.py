@@ -14,24 +14,20 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-_SETS_DATA = "_maybe_set"
-"""What torch puts a parametrization on with; takes the tensor and whose data it gets."""
+from lightning_ptm.torch_internals import PUT_ON
 
 
 @contextmanager
 def parametrizing_is_no_write() -> Iterator[None]:
     """Inside, a parametrization that leaves its parameter's data alone does not count as a write to it."""
-    original: Any = getattr(parametrize, _SETS_DATA, None)
-    if original is None:
-        yield
-        return
+    original: Any = getattr(parametrize, PUT_ON)
 
     def set_data(target: Tensor, source: Tensor) -> None:
         if target is not source:
             original(target, source)
 
-    setattr(parametrize, _SETS_DATA, set_data)
+    setattr(parametrize, PUT_ON, set_data)
     try:
         yield
     finally:
-        setattr(parametrize, _SETS_DATA, original)
+        setattr(parametrize, PUT_ON, original)

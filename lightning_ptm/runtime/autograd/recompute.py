@@ -28,9 +28,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
-from torch._subclasses.fake_tensor import is_fake
-from torch.utils.checkpoint import CheckpointError, _allowed_determinism_checks_to_fns, checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.backend import in_ram
@@ -39,6 +37,17 @@ from lightning_ptm.runtime.autograd.saved_tensors import inside_checkpoint, refu
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_transform, tensors_in
 from lightning_ptm.runtime.units.binding import refuse_older
 from lightning_ptm.runtime.units.discovery import Unit
+from lightning_ptm.torch_internals import (
+    base_of,
+    buffers_in,
+    comparisons_of_recomputed,
+    compiled_call_of,
+    has_storage,
+    is_compiled,
+    is_fake,
+    storage_id,
+    version_of,
+)
 
 Call = Callable[..., Any]
 
@@ -112,8 +121,7 @@ def compiled_around(root: nn.Module, units: Iterable[Unit]) -> list[str]:
     inner = {id(unit.module) for unit in units}
     found = []
     for name, module in root.named_modules():
-        compiled = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
-        if compiled and any(id(each) in inner for each in module.modules() if each is not module):
+        if is_compiled(module) and any(id(each) in inner for each in module.modules() if each is not module):
             found.append(name or type(module).__name__)
     return found
 
@@ -192,7 +200,7 @@ class _Contents:
                 tensor = copy[name]
                 copy[name] = others.setdefault(id(tensor), tensor.detach().requires_grad_())
             if graphs and not any(
-                container is vars(module) or container is module._buffers for module, _ in self.kinds
+                container is vars(module) or container is buffers_in(module) for module, _ in self.kinds
             ):
                 others[id(container)] = copy.copy()
                 self.with_tensors[at] = others[id(container)], copy, names
@@ -308,7 +316,7 @@ class _Held:
     def __init__(self, contents: _Contents) -> None:
         self._contents = contents
         self._tensors = {
-            id(copy[name]): (name, copy[name], copy[name]._version)
+            id(copy[name]): (name, copy[name], version_of(copy[name]))
             for _, copy, names in contents.with_tensors
             for name in names
         }
@@ -330,7 +338,7 @@ class _Held:
         """Lets go of copies of large tensors that the call has not changed."""
         for key, (name, value, version) in self._tensors.items():
             before = self._before[key]
-            if value.numel() <= _SMALL_NUMEL or value._version != version:
+            if value.numel() <= _SMALL_NUMEL or version_of(value) != version:
                 continue
             on_cpu = in_ram(value) and type(value) is Tensor and value.layout is torch.strided
             # Writes to `.data` are no change that is counted, either.
@@ -341,7 +349,7 @@ class _Held:
     def as_before(self) -> Iterator[None]:
         """Inside, all of it is as it was, tensors and containers as copies; what happens to these is forgotten."""
         for key, (_, value, version) in self._tensors.items():
-            if key not in self._before and value._version != version:
+            if key not in self._before and version_of(value) != version:
                 refuse_changed(value, version)
         trained = list(map(_is_trained, self._contents.parameters))
         self._train(trained, self._trained)
@@ -381,7 +389,7 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies, of which those share memory that are of tensors which do."""
     if len(tensors) == 1:
         return [tensors[0].detach().clone()]
-    places = [each.untyped_storage()._cdata if torch._C._has_storage(each) else id(each) for each in tensors]
+    places = [storage_id(each.untyped_storage()) if has_storage(each) else id(each) for each in tensors]
     times = Counter(places)
     if len(times) == len(tensors):
         return [each.detach().clone() for each in tensors]
@@ -406,11 +414,11 @@ class _Arguments:
         self._args = {at: _copied(value) for at, value in enumerate(args) if type(value) in _NESTED}
         self._kwargs = {name: _copied(value) for name, value in kwargs.items() if type(value) in _NESTED}
         inside = (*self._args.values(), *kwargs.values())
-        self._versions = [(each, each._version) for each in tensors_in(inside) if not each.is_inference()]
+        self._versions = [(each, version_of(each)) for each in tensors_in(inside) if not each.is_inference()]
 
     def changed(self) -> Tensor | None:
         """A tensor that was written to since."""
-        return next((tensor for tensor, version in self._versions if tensor._version != version), None)
+        return next((tensor for tensor, version in self._versions if version_of(tensor) != version), None)
 
     def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """The same arguments, containers as they were before the call."""
@@ -451,11 +459,11 @@ class _Kept:
     def result(self, compute: Callable[[], Tensor]) -> Tensor:
         if self._given is None:
             result = compute().detach()
-            self._results.append((result, result._version))
+            self._results.append((result, version_of(result)))
             return result.detach()
         found = next(self._given, None)
         # What was written to since, in place, is not what was exchanged; it was so on all ranks, which do the same.
-        return compute() if found is None or found[0]._version != found[1] else found[0].detach()
+        return compute() if found is None or version_of(found[0]) != found[1] else found[0].detach()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -515,11 +523,12 @@ class _Saves:
         if last is not None:
             looks, tensor, version = last
             # What was written to since it was saved is refused by torch, if it is read.
-            looks.sample = sampled(tensor) if tensor._version == version and _has_bytes(tensor) else None
+            looks.sample = sampled(tensor) if version_of(tensor) == version and _has_bytes(tensor) else None
 
     def come(self, looks: _Looks, tensor: Tensor) -> None:
         """A tensor is saved."""
-        base = tensor if tensor._base is None else tensor._base
+        base = base_of(tensor)
+        base = tensor if base is None else base
         if base.is_leaf and base.requires_grad:
             return  # a weight, which is compared by its changes (I5)
         # Integers are no gradients' business, and what kernels save as bytes has some that nobody has written.
@@ -532,7 +541,7 @@ class _Saves:
         self._turn += 1
         if self._turn % _SAMPLES_ONE_IN == 0 and _has_bytes(tensor):
             looks.sample = sampled(tensor)
-        self._last = looks, tensor, tensor._version
+        self._last = looks, tensor, version_of(tensor)
 
 
 class _Looks:
@@ -568,7 +577,7 @@ def _has_bytes(tensor: Tensor) -> bool:
 
 
 _SAME_BYTES = "same bytes"
-_allowed_determinism_checks_to_fns[_SAME_BYTES] = _Looks
+comparisons_of_recomputed[_SAME_BYTES] = _Looks
 
 _of_thread = threading.local()
 
@@ -662,20 +671,20 @@ class Recompute:
         contents = _contents_of(module, self._around(unit))
         changes = self._changes(module)
         turns = itertools.count()
-        compiled = any(each._compiled_call_impl is not None for each in module.modules())
+        compiled = any(compiled_call_of(each) is not None for each in module.modules())
         # A compiled forward may be computed again by other code than the first, which rounds otherwise.
         check = "default" if compiled else _SAME_BYTES
 
         def again(first: _FirstCall, *args: Any, **kwargs: Any) -> Any:
             if not in_backward():
-                versions = [each._version for each in first.held.parameters]
+                versions = [version_of(each) for each in first.held.parameters]
                 with first.kept.inside(again=False), first.saves.watched():
                     output = first.forward(*args, **kwargs)
                 first.held.keep_changed()
                 first.written.extend(
                     each
                     for each, version in zip(first.held.parameters, versions, strict=True)
-                    if each._version != version
+                    if version_of(each) != version
                 )
                 first.changes.update(changes())  # behind it: lock-free units get newer values when they are first read
                 return output

@@ -25,8 +25,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.checkpoint import _recomputation_hook, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.streams import ComputeStream
@@ -36,13 +35,22 @@ from lightning_ptm.runtime.tensors.autograd_graphs import double_backward, in_ba
 from lightning_ptm.runtime.units.binding import Packed
 from lightning_ptm.runtime.units.page_views import PageViews
 from lightning_ptm.runtime.units.store import UnitStore
+from lightning_ptm.torch_internals import (
+    RecomputationHook,
+    has_storage,
+    is_wrapper,
+    saving_hooks,
+    sparse_indices,
+    sparse_values,
+    version_of,
+)
 
 _CHECKPOINT = checkpoint.__module__
 
 
 def _hooks_in_force() -> tuple[Any, Any] | None:
     """The pair (pack, unpack) that autograd calls now."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return saving_hooks(True)
 
 
 @torch.compiler.disable
@@ -160,7 +168,7 @@ class SavedTensors:
         enter = saved_tensors_hooks.__enter__
 
         def entered(hooks: saved_tensors_hooks) -> None:
-            if isinstance(hooks, _recomputation_hook):
+            if isinstance(hooks, RecomputationHook):
                 hooks.pack_hook = self._recomputed(hooks.pack_hook)
             elif not isinstance(hooks, _OwnHooks) and type(hooks).__module__ != _CHECKPOINT:
                 outer = hooks.pack_hook, hooks.unpack_hook
@@ -237,11 +245,11 @@ class SavedTensors:
         # Not `tensor` itself: an output that its own node keeps, with the node behind it, would never be freed where no
         # backward comes (a step that fails, or that is left out).
         kept = tensor if offload is None else offload.pack(tensor)
-        return kept if isinstance(kept, SavedView) else _Kept(tensor.detach(), tensor._version)
+        return kept if isinstance(kept, SavedView) else _Kept(tensor.detach(), version_of(tensor))
 
     def _unpack(self, saved: Packed | SavedView | _HandedOn | _Kept) -> Tensor:
         if isinstance(saved, _Kept):
-            if saved.tensor._version != saved.version:
+            if version_of(saved.tensor) != saved.version:
                 refuse_changed(saved.tensor, saved.version)
             return saved.tensor
         if isinstance(saved, SavedView):
@@ -262,20 +270,20 @@ class SavedTensors:
 def _with_storage(tensor: Tensor) -> Iterator[Tensor]:
     """The tensor, or what it is made of: those of its parts that have memory of their own."""
     whole: Any = tensor
-    if is_traceable_wrapper_subclass(whole):
+    if is_wrapper(whole):
         names, _ = whole.__tensor_flatten__()
         for name in names:
             yield from _with_storage(getattr(whole, name))
     elif tensor.layout is torch.sparse_coo:
-        yield from _with_storage(tensor._indices())
-        yield from _with_storage(tensor._values())
+        yield from _with_storage(sparse_indices(tensor))
+        yield from _with_storage(sparse_values(tensor))
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
         yield from (each for part in parts for each in _with_storage(part))
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values()
         yield from (each for part in parts for each in _with_storage(part))
-    elif torch._C._has_storage(tensor):
+    elif has_storage(tensor):
         yield tensor
 
 
@@ -285,7 +293,7 @@ def refuse_changed(tensor: Tensor, version: int | None = None) -> NoReturn:
     Args:
         version: that it had then, if that is to be told.
     """
-    told = "" if version is None else f" (version {tensor._version}, not {version})"
+    told = "" if version is None else f" (version {version_of(tensor)}, not {version})"
     raise UsageError(
         f"a tensor of shape {tuple(tensor.shape)} that the backward pass needs was changed in place after the "
         f"forward{told}, so gradients would be wrong; change a clone of it, "

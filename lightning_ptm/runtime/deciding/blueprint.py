@@ -66,7 +66,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LockFree:
+class LockFreeNeeds:
     """What lock-free updates need.
 
     Attributes:
@@ -125,7 +125,7 @@ class Blueprint:
     placement: Placement
     trace: Trace
     staging_chunks: int
-    lock_free: LockFree | None
+    lock_free: LockFreeNeeds | None
     saves_behind: bool
     activations_to_host: bool
     experts: DividedExperts | None

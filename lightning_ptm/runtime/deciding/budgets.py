@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from lightning_ptm.comm import Communicator
-from lightning_ptm.config import Home, Settings, format_bytes, home_tier
+from lightning_ptm.config import Home, LockFree, Settings, format_bytes, home_tier
 from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.planning.inventory import pages_of
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.placement_data import Budget, PlacementWishes
-from lightning_ptm.runtime.deciding.blueprint import LockFree, Request, ram_tier
+from lightning_ptm.runtime.deciding.blueprint import LockFreeNeeds, Request, ram_tier
 from lightning_ptm.runtime.deciding.build_inventory import in_the_making, travelling
 from lightning_ptm.runtime.machine.machine import SHORT_RAM_BYTES, Machine
 from lightning_ptm.terms import Tier
@@ -115,7 +115,7 @@ def lock_free_needs(
     *,
     ram: Tier,
     in_place: bool,
-) -> LockFree:
+) -> LockFreeNeeds:
     """What lock-free updates of a layout need beside homes, with each flat's dtypes.
 
     Args:
@@ -136,19 +136,20 @@ def lock_free_needs(
             travelling(ram, numel, gradient_dtype, count * (2 if request.keep_gradients else 1) + making + 1)
         )
     cores = max(1, machine.cores // machine.ranks)
-    bound = request.settings.max_staleness
-    return LockFree(
+    asked = request.settings.lock_free_updates or LockFree()
+    bound = asked.max_staleness
+    return LockFreeNeeds(
         bound,
-        request.settings.staleness_warmup,
+        asked.warmup_steps,
         tuple(spares),
         tuple(gradients),
         max(1, cores // 2),
         cores,
-        request.settings.forecast and bound > 0,
+        asked.predict_weights and bound > 0,
     )
 
 
-def beside_bytes(plan: LockFree, layout: ModelLayout, *, in_place: bool, twice: bool) -> int:
+def beside_bytes(plan: LockFreeNeeds, layout: ModelLayout, *, in_place: bool, twice: bool) -> int:
     """Bytes of RAM for lock-free updates beside homes (which count one gradient of each flat) and staging.
 
     Args:
@@ -195,11 +196,12 @@ def beside_scratch(budget: Budget, size: int, ram: Tier, *, whole: bool) -> Budg
 
 def staging_chunks(settings: Settings, of_one: int, budget: Budget, most: int, *, least: int) -> int:
     """Chunks in flight, each of so many bytes."""
-    if settings.staging_bytes is not None:
-        chunks = settings.staging_bytes // of_one
+    if settings.tuning.staging_bytes is not None:
+        chunks = settings.tuning.staging_bytes // of_one
         if chunks < 1:
             raise ConfigError(
-                f"staging_memory is {format_bytes(settings.staging_bytes)} and one chunk of this optimizer's states takes "
+                f"staging_memory is {format_bytes(settings.tuning.staging_bytes)} and one chunk of this "
+                f"optimizer's states takes "
                 f"{format_bytes(of_one)}; raise staging_memory or lower page_size"
             )
         return chunks

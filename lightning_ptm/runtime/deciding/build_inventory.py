@@ -97,7 +97,7 @@ def _with_spare_staging(blueprint: Blueprint, settings: Settings) -> Blueprint:
         wider = dataclasses.replace(blueprint, staging_chunks=chunks)
         inventory = build_inventory(wider)
         staging = sum(inventory.by_what(tier).get(What.STAGING, 0) for tier in blueprint.budget)
-        if (settings.staging_bytes is None or staging <= settings.staging_bytes) and all(
+        if (settings.tuning.staging_bytes is None or staging <= settings.tuning.staging_bytes) and all(
             inventory.pool_bytes(tier) <= max(least.pool_bytes(tier), 0 if tier.computes else blueprint.budget[tier])
             for tier in blueprint.budget
         ):
@@ -108,8 +108,8 @@ def _with_spare_staging(blueprint: Blueprint, settings: Settings) -> Blueprint:
 def _freed_memory(blueprint: Blueprint, settings: Settings, machine: Machine, inventory: Inventory) -> Freed:
     """On a CPU. It leaves where RAM is what is short: something is on disk, and pages take a good part of the RAM there is.
     With all in RAM a run takes about what it does without pages: what is kept of large blocks has to be saved elsewhere."""
-    if settings.freed_memory != "auto":
-        return Freed.STAYS if settings.freed_memory == "keep" else Freed.LEAVES
+    if settings.tuning.freed_memory != "auto":
+        return Freed.STAYS if settings.tuning.freed_memory == "keep" else Freed.LEAVES
     pools = {tier: inventory.pool_bytes(tier) for tier in {row.tier for row in inventory.rows}}
     in_ram = sum(size for tier, size in pools.items() if tier.addressable)
     free = machine.free_host_bytes / machine.ranks

@@ -27,7 +27,7 @@ from lightning_ptm.planning.tier_paths import check_further
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
 from lightning_ptm.runtime.deciding.blueprint import (
     Blueprint,
-    LockFree,
+    LockFreeNeeds,
     Request,
     gradient_home,
     ram_tier,
@@ -181,7 +181,7 @@ class _Room:
     """
 
     budget: Budget
-    lock_free: LockFree | None
+    lock_free: LockFreeNeeds | None
     reduced_at_step: bool
     chunks: int
     staging_bytes: int
@@ -237,13 +237,13 @@ def _updated_elsewhere(request: Request, asked: _Asked, refusing: torch.device) 
 
 def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outside: bool) -> _Asked:
     settings = request.settings
-    if settings.activations == "host":
+    if settings.offload_activations == "host":
         _check_device_of_its_own(machine)
     split = split_of(request.boxes, world_size, settings.expert_parallel_size, rank)
     units, experts = _units(request, split)
     holders = shared_by_all(split.mesh) if experts is None else experts.holders
     unified = not machine.device_apart and settings.device_bytes is None
-    lock_free = settings.lock_free and bool(request.optimizers)
+    lock_free = settings.lock_free_updates is not None and bool(request.optimizers)
     wishes = wishes_of(settings, unified, lock_free=lock_free)
     known: Traits = {}
     unpaged: dict[int, ConfigError | None] = {}
@@ -357,7 +357,7 @@ def _whole_budget(request: Request, machine: Machine, asked: _Asked, agree: Call
 def _make_room(request: Request, machine: Machine, asked: _Asked, model: _Model, budget: Budget, rank: int) -> _Room:
     settings, layout = request.settings, model.layout
     disk = bool(settings.disk_paths)
-    reduced_at_step = layout.shared and settings.reduce_gradients == "each_step"
+    reduced_at_step = layout.shared and settings.tuning.reduce_gradients == "each_step"
     if reduced_at_step:
         budget = beside_whole_gradients(budget, layout)
     plan = None
@@ -439,8 +439,8 @@ def _blueprint(
         # Where nothing streams there is no room for more.
         staging_chunks=room.chunks if placement.streams else 1,
         lock_free=room.lock_free,
-        saves_behind=request.settings.async_save and training,
-        activations_to_host=request.settings.activations == "host" and training,
+        saves_behind=request.settings.checkpoints.async_save and training,
+        activations_to_host=request.settings.offload_activations == "host" and training,
         experts=asked.experts,
         holders=asked.holders,
         unpaged_optimizers=frozenset(asked.unpaged),

@@ -17,11 +17,12 @@ from lightning_ptm.runtime.deciding.blueprint import Request
 from lightning_ptm.runtime.deciding.unpaged_optimizers import Traits, in_two
 from lightning_ptm.runtime.units.discovery import Unit, UnitParameter
 from lightning_ptm.terms import CODES, Code
+from lightning_ptm.torch_internals import BatchNorm, parameters_in
 from lightning_ptm.update.trial.probe import probe
 from lightning_ptm.update.trial.traits import OptimizerTraits
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_FP32_MODULES = (nn.modules.batchnorm._BatchNorm,)
+_FP32_MODULES = (BatchNorm,)
 """Their kernels want fp32 parameters beside fp32 running statistics."""
 
 
@@ -56,7 +57,7 @@ def unit_specs(units: Sequence[Unit], request: Request, unpaged: Collection[int]
         id(parameter)
         for module in request.module.modules()
         if keeps_fp32(module)
-        for parameter in module._parameters.values()
+        for parameter in parameters_in(module).values()
         if parameter is not None
     }
     specs = []
@@ -133,11 +134,11 @@ def _check_strides(specs: Sequence[UnitSpec], request: Request) -> None:
             f"parameter {in_parts.name} has strides {in_parts.stride} (channels_last, or transposed) and is a part of a "
             f"larger one, in which its place is told row by row; make it contiguous before the fit"
         )
-    if strided and request.settings.state_dict_type == "sharded" and request.optimizers:
+    if strided and request.settings.checkpoints.state_dict_type == "sharded" and request.optimizers:
         raise ConfigError(
             f"parameter {strided[0].name} has strides {strided[0].stride} (channels_last, or transposed; {len(strided)} "
             f"such), and state_dict_type='sharded' writes parameters as they lie in pages, where files hold them row by row; "
-            f"use state_dict_type='full', or make them contiguous before the fit"
+            f"use checkpoints=Checkpoints(state_dict_type='full'), or make them contiguous before the fit"
         )
 
 

@@ -29,7 +29,7 @@ def may_be_outside(request: Request, blueprint: Blueprint) -> bool:
         and request.compute is torch.float32  # nothing is converted
         and request.settings.weights is None
         and not any(flat.code for flat in blueprint.layout.flats)
-        and request.settings.restore_weights
+        and request.settings.tuning.restore_weights
         and may_be_unpaged(request.settings, wishes)
         and is_all_in_ram(blueprint.placement)
         and not any(each.is_meta or isinstance(each, GuardedParameter) for each in parameters)
@@ -39,7 +39,11 @@ def may_be_outside(request: Request, blueprint: Blueprint) -> bool:
 def may_be_unpaged(settings: Settings, wishes: PlacementWishes) -> bool:
     """Whether updates may be outside of pages: nothing but their homes in RAM is asked of model states."""
     in_ram = {wishes.parameter, wishes.master} <= {None, Tier.DEVICE}
-    return in_ram and not (settings.lock_free or settings.encodes_states) and settings.state_dict_type == "full"
+    return (
+        in_ram
+        and not (settings.lock_free or settings.encodes_states)
+        and settings.checkpoints.state_dict_type == "full"
+    )
 
 
 def all_in_ram(place_with: Callable[..., Placement]) -> Placement | None:

@@ -135,7 +135,7 @@ class Engine:
         self._ranks_here = ranks_here
         self.blueprint = blueprint
         self.communicators = communicators
-        self.communicator = communicators.everybody
+        self.communicator = communicators.world
         self.backend = backend
         self.device = backend.device
         self.events = events or Events()
@@ -361,7 +361,7 @@ class Engine:
         blueprint = self.blueprint
         planner = Planner(blueprint, self.communicators.along(blueprint.holders.alike), self.communicator.rank)
         # The pools' bytes are added up over all rows, and are asked for at each tick.
-        beside = partial(self.backend.bytes_beside, blueprint.pool_bytes[Tier.DEVICE])
+        beside = partial(self.backend.bytes_outside_region, blueprint.pool_bytes[Tier.DEVICE])
         self.tracer = Tracer(blueprint.units, beside, self.backend)
         self.executor: Executor = Executor(
             self.stores,
@@ -530,7 +530,7 @@ class Engine:
     def loss_is(self, loss: Tensor) -> None:
         """Of the backward pass that begins: ranks of a tensor group compare theirs where they next wait for each other. On a
         device of its own, the one before, for which the host need not wait."""
-        if self.barriers.agreement.alike and loss.numel() == 1:
+        if self.barriers.agreement.compared and loss.numel() == 1:
             before, self._loss = self._loss, loss.detach()
             told = before if self.backend.apart else self._loss
             if told is not None:

@@ -173,7 +173,7 @@ class RunPages:
         return [
             tensor
             for row, old in zip(rows, before, strict=True)
-            for tensor in (self._take(row) if old is None else [self._allocator.inherited(old)])
+            for tensor in (self._take(row) if old is None else [self._allocator.reused_tensor(old)])
         ]
 
     def _taken(self, what: What) -> tuple[PagedTensor, ...]:

@@ -31,8 +31,14 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.tensors.parts import Boxes, cut
 from lightning_ptm.runtime.units.discovery import Unit, UnitParameter
-
-_FOR_APPLY = "_init_weights"
+from lightning_ptm.torch_internals import (
+    INIT_WEIGHTS,
+    RESET_PARAMETERS,
+    buffers_in,
+    fill_flat_weights,
+    flat_weight_names,
+    parameters_in,
+)
 
 Read = Callable[[], Tensor]
 """Yields a tensor of a mapped file; what is read of it is read from the file."""
@@ -88,7 +94,7 @@ def _takes_a_module(method: Callable[..., object]) -> bool:
 
 
 def _resets(module: nn.Module) -> Callable[[], object] | None:
-    for name in ("reset_parameters", "_reset_parameters"):
+    for name in ("reset_parameters", RESET_PARAMETERS):
         reset = getattr(module, name, None)
         if callable(reset):
             return partial(reset)
@@ -122,12 +128,12 @@ class FirstValues:
             ConfigError: nothing says how to initialise a module.
         """
         for module in self._root.modules():
-            for name, buffer in module._buffers.items():
+            for name, buffer in buffers_in(module).items():
                 if buffer is not None and buffer.is_meta and (id(module), name) in self._given.buffers:
-                    module._buffers[name] = torch.empty_like(buffer, device="cpu")
+                    buffers_in(module)[name] = torch.empty_like(buffer, device="cpu")
         for module in self._root.modules():
-            on_meta = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-            if on_meta and not any(item.is_meta for item in module._parameters.values() if item is not None):
+            on_meta = [name for name, buffer in buffers_in(module).items() if buffer is not None and buffer.is_meta]
+            if on_meta and not any(item.is_meta for item in parameters_in(module).values() if item is not None):
                 initialise = self._initialiser(module)
                 self._real_buffers(module)
                 initialise()
@@ -148,7 +154,7 @@ class FirstValues:
         holders = {id(module): module for item in fresh for module, _ in item.places}
         for module in holders.values():
             if isinstance(module, nn.RNNBase):
-                module._flat_weight_refs = []  # weak references to the meta tensors; made again below
+                setattr(module, flat_weight_names()[1], [])  # weak references to the meta tensors; made again below
         wanting = [item for item in fresh if id(item.parameter) not in self._given.parameters]
         for item in fresh:
             given = id(item.parameter) in self._given.parameters
@@ -167,13 +173,13 @@ class FirstValues:
                 item.parameter.data = cut(item.parameter.data, box).clone()
         for module in holders.values():
             if isinstance(module, nn.RNNBase):
-                module._init_flat_weights()
+                fill_flat_weights(module)
 
     @torch.no_grad()
     def fill_buffers(self) -> None:
         """Gives buffers the values that files have for them; after all initialisation, which may write to them."""
         for module in self._root.modules():
-            for name, buffer in module._buffers.items():
+            for name, buffer in buffers_in(module).items():
                 read = self._given.buffers.get((id(module), name))
                 if read is not None and buffer is not None:
                     buffer.copy_(read())
@@ -199,7 +205,7 @@ class FirstValues:
         """
         names = {id(module): f"{name}." if name else "" for name, module in self._root.named_modules()}
         for module, name in self._made:
-            buffer = module._buffers[name]
+            buffer = buffers_in(module)[name]
             if buffer is None or not buffer.numel() or _unset(buffer.dtype) == 0:
                 continue  # that is a value as any other
             numbers = buffer.is_floating_point() or buffer.is_complex()
@@ -213,9 +219,9 @@ class FirstValues:
         self._made = []
 
     def _real_buffers(self, module: nn.Module) -> None:
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_in(module).items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.full_like(buffer, _unset(buffer.dtype), device="cpu")
+                buffers_in(module)[name] = torch.full_like(buffer, _unset(buffer.dtype), device="cpu")
                 self._made.append((module, name))
 
     def _initialise(self, fresh: list[UnitParameter], holders: Iterable[nn.Module]) -> None:
@@ -256,7 +262,7 @@ class FirstValues:
                     f"first values; when the model is built, give each such layer its own memory, layer.lora_A.to_empty("
                     f"device='cpu') and the same for lora_B, and call layer.reset_lora_parameters('default', True)"
                 )
-            for name in ("init_weights", _FOR_APPLY):
+            for name in ("init_weights", INIT_WEIGHTS):
                 method = _method(ancestor, name)
                 if method is not None:
                     return partial(method, module)
@@ -274,7 +280,7 @@ class FirstValues:
         for ancestor in self._lineages[id(module)]:
             if _method(ancestor, "init_weights") is not None:
                 return None
-            method = _method(ancestor, _FOR_APPLY)
+            method = _method(ancestor, INIT_WEIGHTS)
             if method is not None:
                 return partial(method, module)
         return None
@@ -285,16 +291,16 @@ class FirstValues:
         ours = {id(item.parameter) for item in fresh}
         replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         for module in modules:
-            for name, parameter in module._parameters.items():
+            for name, parameter in parameters_in(module).items():
                 if parameter is not None and id(parameter) not in ours and not (device == "meta" and parameter.is_meta):
                     replaced.append((module, name, parameter))
         for module, name, parameter in replaced:
-            module._parameters[name] = self._stand_in(parameter, device)
+            parameters_in(module)[name] = self._stand_in(parameter, device)
         try:
             yield
         finally:
             for module, name, parameter in replaced:
-                module._parameters[name] = parameter
+                parameters_in(module)[name] = parameter
 
     def _stand_in(self, parameter: nn.Parameter, device: str) -> nn.Parameter:
         if device != "meta":

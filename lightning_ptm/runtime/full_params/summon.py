@@ -81,7 +81,8 @@ class SummonFullParams:
             refusal = (
                 f"the weights of {names} take {format_bytes(needed)} of RAM where they are whole (state_dict(), gathered), "
                 f"and {format_bytes(free_host_bytes())} are free, or too few on another rank; take part after part, such as "
-                f"block.state_dict(), or save a checkpoint with state_dict_type='sharded', which gathers nothing"
+                f"block.state_dict(), or save a checkpoint with "
+                f"checkpoints=Checkpoints(state_dict_type='sharded'), which gathers nothing"
             )
             left_out = [] if untrained else self._lent_parameters.untrained()
             if not left_out or not self._barriers.all_say(self._needed(wanted, left_out) <= free_host_bytes()):

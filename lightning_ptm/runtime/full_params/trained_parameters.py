@@ -12,13 +12,15 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from lightning_ptm.torch_internals import parameters_in
+
 _LEARNT: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 def note(root: nn.Module, trained: Collection[int]) -> None:
     """Optimizers update these parameters of a module from now on. Args: trained: by id."""
     for module in root.modules():
-        names = {name for name, each in module._parameters.items() if id(each) in trained}
+        names = {name for name, each in parameters_in(module).items() if id(each) in trained}
         if names:
             _LEARNT.setdefault(module, set()).update(names)
 
@@ -27,8 +29,8 @@ def learnt_in(root: nn.Module) -> frozenset[int]:
     """Ids of those parameters of a module that a run has trained."""
     # A scripted module has a dictionary of its own, which does not know `get`.
     return frozenset(
-        id(module._parameters[name])
+        id(parameters_in(module)[name])
         for module in root.modules()
         for name in _LEARNT.get(module, ())
-        if name in module._parameters
+        if name in parameters_in(module)
     )

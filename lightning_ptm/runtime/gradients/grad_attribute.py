@@ -24,6 +24,7 @@ from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
 from lightning_ptm.runtime.gradients.gradient_shard import GradientShard
 from lightning_ptm.runtime.gradients.used_gradients import UsedGradients, refuse_gradient
 from lightning_ptm.runtime.units.store import FlatStore
+from lightning_ptm.torch_internals import accumulation_hooks_of
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.backend import Backend
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _EARLIER = "when it was of an earlier step"
 _CLIPPED = "when it was to be clipped already, which the update does"
+_BEFORE_CLIPPING = ", before clip_gradients is called (in configure_gradient_clipping: before super())"
 
 
 class GradAttribute:
@@ -71,6 +73,8 @@ class GradAttribute:
         """By slot, what `.grad` is as long as the user leaves it alone."""
         self.clipped_later = False
         """Whether the update will clip what is here. Others read it."""
+        self._to_clip: list[tuple[int, int] | None] = []
+        """By slot, object and version of what was in `.grad` then, where it stays there."""
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
@@ -115,7 +119,7 @@ class GradAttribute:
         """What was in `.grad` is the current stream's, which reads it last; autograd may have made it on another one."""
         grad = self._binding.take_gradient(slot)
         if grad is not None and not isinstance(grad, GradPlaceholder):
-            self._backend.used_here(grad)
+            self._backend.record_use(grad)
         return grad
 
     def drop(self) -> None:
@@ -154,7 +158,20 @@ class GradAttribute:
     def clip_later(self) -> None:
         """The update will clip what is here on its way, so `.grad` shows no values until then."""
         self.clipped_later = True
+        self._to_clip = [_version(grad) for grad in self._binding.gradients()] if self._in_place else []
         self.show_anew()
+
+    def check_not_edited(self) -> None:
+        """Before the update clips what is here: a plain step would take as it is what was written behind the clipping.
+
+        Raises:
+            UsageError: something was.
+        """
+        if not self.clipped_later or not self._in_place:
+            return
+        for slot, (grad, then) in enumerate(zip(self._binding.gradients(), self._to_clip, strict=True)):
+            if grad is not None and _version(grad) != then:
+                refuse_gradient(self._names[slot], _CLIPPED, "changed", _BEFORE_CLIPPING)
 
     def resolve(self) -> None:
         """The user may have assigned what another parameter's `.grad` shows: it is a tensor of its own from now on. To be
@@ -183,7 +200,7 @@ class GradAttribute:
         for slot, parameter in enumerate(self._binding.parameters):
             elsewhere = self.beside[slot] is not None or parameter.grad is self._shown.get(slot, self)
             elsewhere |= self.used.of_both(slot)
-            if elsewhere and len(parameter._post_accumulate_grad_hooks or ()) > 1:  # one is the run's own
+            if elsewhere and len(accumulation_hooks_of(parameter) or ()) > 1:  # one is the run's own
                 raise UsageError(
                     f"{self._names[slot]} has a hook of register_post_accumulate_grad_hook, which "
                     f"would find the gradient of this backward pass alone in .grad: what earlier ones have added up is in "
@@ -237,7 +254,7 @@ class GradAttribute:
                 # What is written in place by way of a view leaves no other trace.
                 if values is not None and not torch.equal(values, self._shard.value(slot, parameter)):
                     if self.clipped_later:
-                        refuse_gradient(self._names[slot], _CLIPPED, "changed")
+                        refuse_gradient(self._names[slot], _CLIPPED, "changed", _BEFORE_CLIPPING)
                     self._shard.write(slot, values)
                 if not stay:
                     parameter.grad = None
@@ -268,11 +285,11 @@ class GradAttribute:
     def _read(self, slot: int) -> Tensor:
         self._check_alone(slot, "was read")
         if self.clipped_later:
-            refuse_gradient(self._names[slot], _CLIPPED)
+            refuse_gradient(self._names[slot], _CLIPPED, then=_BEFORE_CLIPPING)
         # Whoever looks may do so on a stream that the run's never waits for: pages keep the order of the run's.
         with nullcontext() if self._stream is None else self._stream.entered():
             value = self._shard.value(slot, self._binding.parameters[slot])
-        self._backend.used_here(value)
+        self._backend.record_use(value)
         return value
 
     # -- behind a step ------------------------------------------------------------------------------------------------
@@ -313,3 +330,8 @@ class GradAttribute:
                 f"gradient alone; clip with gradient_clip_val or self.clip_gradients, and take the norm from "
                 f"trainer.strategy.gradient_norm(optimizer)"
             )
+
+
+def _version(grad: Tensor | None) -> tuple[int, int] | None:
+    """Which tensor it is, and how often it has changed."""
+    return None if grad is None else (id(grad), grad._version)

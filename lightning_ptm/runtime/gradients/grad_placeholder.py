@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from lightning_ptm.torch_internals import make_wrapper_subclass, no_torch_function, tree_map_only
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.backend import Backend, Mark
@@ -30,8 +31,8 @@ class GradPlaceholder(Tensor):
     def __new__(
         cls: Any, parameter: Tensor, read: Callable[[], Tensor], backend: Backend | None = None
     ) -> GradPlaceholder:
-        with torch._C.DisableTorchFunctionSubclass():  # a closed one would be asked by Python each time
-            made: GradPlaceholder = Tensor._make_wrapper_subclass(
+        with torch.DisableTorchFunctionSubclass():  # a closed one would be asked by Python each time
+            made: GradPlaceholder = make_wrapper_subclass(
                 cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
             )
         return made
@@ -42,7 +43,7 @@ class GradPlaceholder(Tensor):
         self._held: Tensor | None = None
         self._fetch: Mark | None = None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._fetched())
@@ -79,7 +80,7 @@ class GradPlaceholder(Tensor):
         elif self._fetch is not None and self._backend is not None:
             # To its user the gradient was there before the fetch: another stream may be behind no more than that.
             self._fetch.order()
-            self._backend.used_here(self._held)  # and may be at it yet when it is let go of
+            self._backend.record_use(self._held)  # and may be at it yet when it is let go of
         return self._held
 
     @classmethod

@@ -66,5 +66,5 @@ class HostAccumulator:
 
     def start(self, part: Tensor, sum_: Tensor, *, adds: bool) -> Addition:
         """Begins to bring `part`, which what is queued so far has written. It must stay as it is until that is added."""
-        value = self._backend.room_in_host(part)
+        value = self._backend.empty_in_host(part)
         return Addition(self._to_host.launch([Pair(value, part)]), value, sum_, adds=adds)

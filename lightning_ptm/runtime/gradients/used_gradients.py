@@ -23,13 +23,20 @@ from lightning_ptm.runtime.gradients.gradient_shard import GradientShard
 from lightning_ptm.runtime.units.binding import FlatBinding
 
 _USED = "after the step that has used it"
+_CONVERTED = (
+    ", or forget it first (module.zero_grad()): code that converts a module (module.double()) reads its gradients, too"
+)
 
 
-def refuse_gradient(name: str, when: str, what: str = "read") -> NoReturn:
-    """Raises UsageError: a gradient was asked for, or changed, when it cannot be."""
+def refuse_gradient(name: str, when: str, what: str = "read", then: str = "") -> NoReturn:
+    """Raises UsageError: a gradient was asked for, or changed, when it cannot be.
+
+    Args:
+        then: what else helps.
+    """
     raise UsageError(
         f"the gradient of {name} was {what} {when}; do that between backward and step, in on_after_backward or "
-        f"on_before_optimizer_step"
+        f"on_before_optimizer_step{then}"
     )
 
 
@@ -65,13 +72,13 @@ class UsedGradients:
         """A step has used a parameter's gradient, which `.grad` may show."""
         if shown is not None:
             self._left[slot] = shown
-            shown.retire(partial(refuse_gradient, self._names[slot], _USED))
+            shown.retire(partial(refuse_gradient, self._names[slot], _USED, then=_CONVERTED))
         else:
             parameter, left = self._binding.parameters[slot], self._left.get(slot)
             if left is None or left.held is not None:  # those were an earlier step's
-                left = GradPlaceholder(parameter, partial(refuse_gradient, self._names[slot], _USED))
+                left = GradPlaceholder(parameter, partial(refuse_gradient, self._names[slot], _USED, then=_CONVERTED))
                 self._left[slot] = left
-            with torch._C.DisableTorchFunctionSubclass():  # closed ones, too
+            with torch.DisableTorchFunctionSubclass():  # closed ones, too
                 parameter.grad = left
         self.any = True
 
@@ -109,7 +116,7 @@ class UsedGradients:
         self._shown = set(shown)
         for slot in self._added_to:
             parameter, refuse = self._binding.parameters[slot], partial(self._refuse_sum, slot)
-            with torch._C.DisableTorchFunctionSubclass():  # closed ones, too
+            with torch.DisableTorchFunctionSubclass():  # closed ones, too
                 if slot in shown:
                     shown[slot].retire(refuse)
                 elif parameter.grad is None:  # this pass has not come to it

@@ -104,8 +104,22 @@ class Heap:
             self._put_ceiling(free_host_bytes())
 
     def steps_end(self) -> None:
-        """No step follows: nothing comes back for what they have freed."""
+        """No step follows: nothing comes back for what they have freed, and pages take no more than they have."""
         trim()
+        self._pages_take = lambda: 0
+        if self._watched:
+            self._put_ceiling(free_host_bytes())
+
+    def weights_are_written(self) -> None:
+        """What was trained goes to disk now: no ceiling may keep it from there. The writer's threads map stacks of 8 MiB and
+        touch a few KiB of them."""
+        self._ceiling.lift()
+        self._watched = False
+
+    def free_bytes(self) -> int:
+        """RAM that the ranks of this machine may still take: what is free, as far as the ceiling lets them."""
+        free, left = free_host_bytes(), self._ceiling.left_bytes()
+        return free if left is None else min(free, left * self._ranks_here)
 
     def close(self) -> None:
         """The run has ended: its settings would be those of whatever the process does next."""

@@ -243,7 +243,7 @@ class Barriers:
         """Of this rank. Where its tensor group waits next, its ranks compare theirs."""
         self.agreement.compare_number(loss)
         rank = self._communicator.rank
-        group = next(number for number, ranks in enumerate(self.agreement.alike) if rank in ranks)
+        group = next(number for number, ranks in enumerate(self.agreement.compared) if rank in ranks)
         self._told[f"the loss in tensor group {group}"] = f"{loss:.6g}"
 
     def hyper_parameters_are(self, numbers: Mapping[str, str]) -> str:

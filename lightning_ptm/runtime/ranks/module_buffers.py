@@ -23,9 +23,7 @@ from torch import Tensor, nn
 from lightning_ptm.comm import Communicator
 from lightning_ptm.errors import RankError
 from lightning_ptm.memory.backend import in_ram
-
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of the module by which DDP is told which ones are each rank's own."""
+from lightning_ptm.torch_internals import buffers_in, children_in, ignored_by_ddp
 
 
 class ModuleBuffers:
@@ -93,7 +91,7 @@ class ModuleBuffers:
             for (owner, name, buffer), part in zip(places, parts, strict=True):
                 value = part.clone().view(buffer.dtype).view(buffer.shape)
                 if buffer.is_inference():  # which may not be written to any more
-                    owner._buffers[name] = value
+                    buffers_in(owner)[name] = value
                 else:
                     buffer.copy_(value)
 
@@ -111,17 +109,17 @@ class ModuleBuffers:
             raise RankError(
                 f"ranks have different buffers of modules{other and f' (here {other}, which rank 0 has not)'}; register the "
                 f"same ones on all ranks, since they are rank 0's when a step begins, or name those that are each rank's own "
-                f"in `self.{_IGNORED} = [...]` of the LightningModule"
+                f"in `self.{ignored_by_ddp()} = [...]` of the LightningModule"
             )
 
     def _owners(self) -> _Owners:
         """Modules with buffers that are not each rank's own, and these by name."""
-        ignored = getattr(self._module, _IGNORED, ())
+        ignored = getattr(self._module, ignored_by_ddp(), ())
         own = {id(buffer) for name, buffer in self._module.named_buffers() if name in ignored} if ignored else set()
         found = (
-            (owner, [(name, buffer) for name, buffer in owner._buffers.items() if _is_shared(buffer, own)])
+            (owner, [(name, buffer) for name, buffer in buffers_in(owner).items() if _is_shared(buffer, own)])
             for owner in _modules_in(self._module)
-            if owner._buffers
+            if buffers_in(owner)
         )
         return [(owner, buffers) for owner, buffers in found if buffers]
 
@@ -138,7 +136,7 @@ def _modules_in(root: nn.Module) -> list[nn.Module]:
         module = ahead.pop()
         if module is not None and module not in found:
             found[module] = None
-            ahead.extend(reversed(module._modules.values()))
+            ahead.extend(reversed(children_in(module).values()))
     return list(found)
 
 

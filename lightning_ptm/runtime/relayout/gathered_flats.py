@@ -48,7 +48,7 @@ class GatheredFlats:
         holders: ModelSharding,
     ) -> None:
         self.allocator = allocator
-        self.communicator = communicators.everybody
+        self.communicator = communicators.world
         self.stores = stores
         self.holders = holders
         self.updates = {(flat.store.layout.index, flat.optimizer): flat for unit in flats for flat in unit}

@@ -191,14 +191,14 @@ class PreviousState:
 
     def told(self, key: int, communicators: Communicators) -> Tensor:
         """The same on all ranks, of the whole of which a parameter is a part. Collective for all of them."""
-        here, everybody = key in self._precise, communicators.everybody
+        here, world = key in self._precise, communicators.world
         value = self.precise(key, communicators.along(self._axes[key])) if here else None
         if key in self._apart:
             source, dtype, shape = self._apart[key]
             value = torch.empty(shape, dtype=dtype) if value is None else value.contiguous()
-            everybody.broadcast(value, source)
+            world.broadcast(value, source)
         assert value is not None
-        return put_together(value, self._boxes.get(key), everybody)
+        return put_together(value, self._boxes.get(key), world)
 
     def lay_precise(self, target: PagedTensor, flat: FlatStore, allocator: Allocator, seen: Seen) -> None:
         """Masters of a flat, of those parameters that are known here; the others keep what they have."""
@@ -262,7 +262,7 @@ class PreviousState:
             sources, tensors: by parameter, where its elements are, and those that are in no pages.
             keep: what is in neither stays as it is there.
         """
-        if target is not None and allocator.was_kept(page_io.in_pages(target)):
+        if target is not None and allocator.is_reused(page_io.in_pages(target)):
             return
         communicator, tensors = flat.communicator, dict(tensors)
         for key, held in sources.items():  # elements in another order than there

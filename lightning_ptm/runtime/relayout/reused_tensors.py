@@ -76,7 +76,7 @@ def reused_tensors(
             break
         at_once = _more_pages(blueprint, tier, found, kept_tensors, lambda row: row.lifetime is Lifetime.RUN)
         read = [each for each in handed.tensors() if each not in kept_tensors and not each.tier.addressable]
-        return ReusedTensors(allocator.leave(kept_tensors, read), found, {tier: more}, {tier: at_once})
+        return ReusedTensors(allocator.reusable_extents(kept_tensors, read), found, {tier: more}, {tier: at_once})
     return ReusedTensors()
 
 

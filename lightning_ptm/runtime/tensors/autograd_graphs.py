@@ -1,7 +1,6 @@
 """What torch tells of calls and of their graphs: tensors in arguments, ways from node to node, who listens to a gradient.
 
-Owns nothing. Reads what is private to torch, so that nobody else in the runtime has to; changes the order of hooks of ours
-only (`before_outputs`).
+Owns nothing. Changes the order of hooks of ours only (`before_outputs`).
 """
 
 from __future__ import annotations
@@ -16,6 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.torch_internals import (
+    TransformType,
+    base_of,
+    graph_task,
+    hooks_of,
+    is_wrapped_by_transform,
+    number_of_node,
+    transform_level,
+    transforms,
+    unwrapped,
+)
 
 not_compiled = partial(
     torch.compiler.disable, reason="angel_ptm fetches weights here; compile units (a transformer's blocks) one by one"
@@ -31,20 +41,20 @@ DERIVATIVES = "a derivative of torch.func (grad, vjp, jvp, jacrev, hessian...)"
 @torch.compiler.disable
 def in_backward() -> bool:
     """Whether this thread is inside an autograd backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(graph_task() != -1)
 
 
 @torch.compiler.disable
 def in_transform() -> bool:
     """Whether this is computed inside of a transform of torch.func, such as vmap."""
-    return bool(torch._C._functorch.maybe_current_level() is not None)
+    return bool(transform_level() is not None)
 
 
 def in_derivative() -> bool:
     """Whether this is computed inside of a derivative of torch.func, which autograd's hooks hear nothing of. Not to be asked
     where torch.compile traces."""
-    stack = torch._C._functorch.get_interpreter_stack() if torch._C._functorch.maybe_current_level() else None
-    kinds = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+    stack = transforms() if transform_level() else None
+    kinds = (TransformType.Grad, TransformType.Jvp)
     return stack is not None and any(each.key() in kinds for each in stack)
 
 
@@ -76,8 +86,8 @@ def refuse_double_backward() -> None:
 def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
     """All tensors in nested lists, tuples, dicts, dataclasses and other objects, but modules; out of vmap's wrappers."""
     if isinstance(value, Tensor):
-        while torch._C._functorch.is_functorch_wrapped_tensor(value):
-            value = torch._C._functorch.get_unwrapped(value)
+        while is_wrapped_by_transform(value):
+            value = unwrapped(value)
         yield value
         return
     seen = {} if seen is None else seen
@@ -104,7 +114,7 @@ class OwnHook(partial[Any]):
 def others_hear_of(tensor: Tensor) -> bool:
     """Whether somebody else is to get a tensor's gradient (`register_hook`, `retain_grad`). Hooks over several tensors, ours
     among them, change no gradient and do not count."""
-    hooks = (tensor._backward_hooks or {}).values()
+    hooks = (hooks_of(tensor) or {}).values()
     return tensor.retains_grad or any(
         not isinstance(each, OwnHook) and getattr(each, "__module__", "") != torch.autograd.graph.__name__
         for each in hooks
@@ -113,7 +123,7 @@ def others_hear_of(tensor: Tensor) -> bool:
 
 def before_outputs(tensor: Tensor, key: int) -> None:
     """A hook on what a unit takes is called before those on it as what another unit gave, which were there first."""
-    hooks = tensor._backward_hooks
+    hooks = hooks_of(tensor)
     assert hooks is not None
     ids = list(hooks)
     first = next((place for place, each in enumerate(ids) if isinstance(hooks[each], OwnHook)), len(ids))
@@ -124,7 +134,7 @@ def before_outputs(tensor: Tensor, key: int) -> None:
 
 def nodes_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """Of tensors that are no leaves, and of what they are views of."""
-    bases = (tensor._base for tensor in tensors)
+    bases = (base_of(tensor) for tensor in tensors)
     return tuple(each.grad_fn for each in (*tensors, *bases) if each is not None and each.grad_fn is not None)
 
 
@@ -135,7 +145,7 @@ def ways_out(outputs: Sequence[Tensor], began: int, known: Sequence[Any], inside
         began: nodes with a lower number are of before the call.
     """
     found: dict[Any, None] = {}
-    ours = [node for node in nodes_of(outputs) if node._sequence_nr() >= began]
+    ours = [node for node in nodes_of(outputs) if number_of_node(node) >= began]
     met = {*known, *ours}
     while ours:
         node = ours.pop()
@@ -144,7 +154,7 @@ def ways_out(outputs: Sequence[Tensor], began: int, known: Sequence[Any], inside
                 if id(following.variable) not in inside:
                     found[node] = None
             elif following is not None and following not in met:
-                if following._sequence_nr() >= began:
+                if number_of_node(following) >= began:
                     met.add(following)
                     ours.append(following)
                 else:

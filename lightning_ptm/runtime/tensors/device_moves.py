@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lightning_ptm.torch_internals import PARAMETERS, apply_of, buffers_in, flat_weight_names, parameters_in
+
 
 def move_beside_parameters(root: nn.Module, device: torch.device) -> None:
     """Moves what `root.to(device)` moves, but for parameters and for tensors without memory (of the meta device)."""
@@ -16,11 +18,11 @@ def move_beside_parameters(root: nn.Module, device: torch.device) -> None:
         return value if value.is_meta else value.to(device)
 
     for owner in root.modules():
-        for name, buffer in owner._buffers.items():
+        for name, buffer in buffers_in(owner).items():
             if buffer is not None:
-                owner._buffers[name] = moved(buffer)
+                buffers_in(owner)[name] = moved(buffer)
     for owner in root.modules():
-        if type(owner)._apply not in (nn.Module._apply, nn.RNNBase._apply):
+        if apply_of(type(owner)) not in (apply_of(nn.Module), apply_of(nn.RNNBase)):
             _apply_without_parameters(owner, moved)
 
 
@@ -31,17 +33,17 @@ def _apply_without_parameters(owner: nn.Module, function: object) -> None:
     place does not count. torch's recurrent layers, which hold theirs a second time, go out of it as they went in.
     """
     inside = list(owner.modules())
-    parameters = [each._parameters for each in inside]
+    parameters = [parameters_in(each) for each in inside]
     recurrent = {each: dict(vars(each)) for each in inside if isinstance(each, nn.RNNBase)}
     try:
         for each, own_parameters in zip(inside, parameters, strict=True):
             vars(each).update(own_parameters)
-            vars(each)["_parameters"] = {}
-        owner._apply(function)
+            vars(each)[PARAMETERS] = {}
+        apply_of(owner)(function)
     finally:
         for each, own in recurrent.items():
-            vars(each).update({name: own[name] for name in ("_flat_weights", "_flat_weight_refs") if name in own})
+            vars(each).update({name: own[name] for name in flat_weight_names() if name in own})
         for each, own_parameters in zip(inside, parameters, strict=True):
-            vars(each)["_parameters"] = own_parameters
+            vars(each)[PARAMETERS] = own_parameters
             for name in own_parameters:
                 vars(each).pop(name, None)

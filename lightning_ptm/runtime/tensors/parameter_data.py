@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
+
+from lightning_ptm.torch_internals import (
+    accumulation_hooks_of,
+    can_share_data,
+    hooks_of,
+    put_accumulation_hooks,
+    put_hooks,
+    swap_tensors,
+)
 
 
 def set_data(parameter: nn.Parameter, value: Tensor) -> Tensor | None:
@@ -17,13 +25,14 @@ def set_data(parameter: nn.Parameter, value: Tensor) -> Tensor | None:
         parameter.data = value
         return None
     except RuntimeError:
-        if torch._has_compatible_shallow_copy_type(parameter, value):
+        if can_share_data(parameter, value):
             raise
-    hooks, later_hooks, gradient = parameter._backward_hooks, parameter._post_accumulate_grad_hooks, parameter.grad
+    hooks, later_hooks, gradient = hooks_of(parameter), accumulation_hooks_of(parameter), parameter.grad
     # `.data` counts writes by itself, which a detached tensor would not.
-    torch._C._swap_tensor_impl(parameter, nn.Parameter(value.data, requires_grad=parameter.requires_grad))
+    swap_tensors(parameter, nn.Parameter(value.data, requires_grad=parameter.requires_grad))
     # The dictionaries are the object's; what calls them went with the other tensor.
-    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, later_hooks
+    put_hooks(parameter, hooks)
+    put_accumulation_hooks(parameter, later_hooks)
     if gradient is None or type(gradient) is not Tensor:
         return gradient
     parameter.grad = gradient.to(value.device)

@@ -27,6 +27,7 @@ from lightning_ptm.runtime.units.arrangement import Arrangement
 from lightning_ptm.runtime.units.page_views import PageViews, over_own_storage
 from lightning_ptm.runtime.units.parameter_guard import ParameterGuard
 from lightning_ptm.runtime.units.uncounted_writes import Fingerprint
+from lightning_ptm.torch_internals import WithoutDispatch, negated_view, version_of
 
 ENDED = "ended with its run, which could not put them back into the module; load them from a checkpoint"
 """What has become of values that nobody has: see `FlatBinding.absent`."""
@@ -124,12 +125,12 @@ class FlatBinding:
 
     def gradients(self) -> list[Tensor | None]:
         """What is in `.grad` of each parameter, of closed ones, too."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             return [parameter.grad for parameter in self.parameters]
 
     def take_gradient(self, slot: int) -> Tensor | None:
         """What was in `.grad` of the parameter of `slot`, where nothing is from now on."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             parameter = self.parameters[slot]
             gradient, parameter.grad = parameter.grad, None
         return gradient
@@ -137,11 +138,11 @@ class FlatBinding:
     def bind(self, full: Tensor) -> None:
         """Makes the parameters views of `full`, a 1-D tensor of at least padded_numel elements."""
         self._note_writes()
-        with torch._C.DisableTorchFunctionSubclass():  # closed ones, too
+        with torch.DisableTorchFunctionSubclass():  # closed ones, too
             for slot, view in enumerate(self._views.at(full)):
                 self._check_shape(slot)
                 self._set(slot, self._theirs.get(slot, view))
-            self._versions = [parameter._version for parameter in self.parameters]
+            self._versions = [version_of(parameter) for parameter in self.parameters]
         self._base = full
         self._theirs = {}
         self.lent = False
@@ -169,7 +170,7 @@ class FlatBinding:
             absent: which they will not be in this run: what has become of their values, and what to do.
         """
         self._note_writes()
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             for slot, nothing in enumerate(self.nothing()):
                 self._check_shape(slot)
                 self._set(slot, nothing)
@@ -183,7 +184,7 @@ class FlatBinding:
     def values_change(self, slots: Iterable[int] | None = None) -> None:
         """Parameters of these slots (all of them by default) get other values from here on: what autograd has saved of them
         before is refused in a backward pass, as it is where a plain optimizer counts its writes."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             for slot in range(len(self.parameters)) if slots is None else slots:
                 self.changes[slot] += 1
                 parameter = self.parameters[slot]
@@ -194,7 +195,7 @@ class FlatBinding:
     def leave(self, dtypes: Sequence[torch.dtype]) -> None:
         """As `unbind`, for good: other pages will have the parameters, and look at their strides and these dtypes."""
         self.unbind(absent=ENDED)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             for slot, dtype in enumerate(dtypes):
                 shape, strides = self._shapes[slot], self.layout.slots[slot].spec.stride
                 # Takes addresses, and no memory as long as nobody writes to it.
@@ -246,7 +247,7 @@ class FlatBinding:
                 f"a step begins inside `with strategy.gathered(module):`, where {self.layout.slots[0].spec.name} is whole "
                 f"and not in pages; end the block before"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             for slot in range(len(self.parameters)):
                 if computes_only:
                     self._check_shape(slot)
@@ -278,9 +279,9 @@ class FlatBinding:
 
     def _note_writes(self) -> None:
         if self._is_copy and self._base is not None and not self.lent:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch.DisableTorchFunctionSubclass():
                 for slot, (parameter, version) in enumerate(zip(self.parameters, self._versions, strict=True)):
-                    if parameter._version != version or self._is_replaced(slot):
+                    if version_of(parameter) != version or self._is_replaced(slot):
                         self._written = self._written or self.layout.slots[slot].spec.name
             if self._written is None and self._fingerprint is not None and self._bound_as is not None:
                 changed = self._fingerprint.differs(self._base, self._bound_as)
@@ -314,7 +315,7 @@ class FlatBinding:
         """
         if self.lent:
             return self._theirs
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             found = {slot: each.data for slot, each in enumerate(self.parameters) if self._is_replaced(slot)}
             for slot in found:
                 if self._is_copy:
@@ -329,7 +330,7 @@ class FlatBinding:
             whole: (padded_numel,), of which the others are views; by default what they are bound to, if that is precise.
         """
         whole, found = whole if whole is not None or self._is_copy else self._base, {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             for at, parameter in enumerate(self.parameters):
                 if whole is not None and parameter.shape != self._shapes[at] and self.arrangement.boxes[at] is None:
                     self.parameters[at] = nn.Parameter(self.arrangement.view(whole, at), parameter.requires_grad)
@@ -357,7 +358,7 @@ class FlatBinding:
         self._note_writes()
         self._theirs = self.replaced()
         self._lent_dtypes = []
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             for slot, value in enumerate(values):
                 self._set(slot, value)
                 self._lent_dtypes.append(value.dtype)
@@ -405,7 +406,8 @@ class FlatBinding:
                 f"a view of {self.layout.slots[held[0]].spec.name} (of its data, detached, transposed or reshaped) is kept "
                 f"beyond the call that has computed with it, and its bytes will be others when the weight's pages are "
                 f"given up; keep a copy (`weight.detach().clone()`), save it with `ctx.save_for_backward` in an autograd "
-                f"function, or take the view where it is used"
+                f"function, or take the view where it is used; an exception that is kept holds the variables of all frames "
+                f"that it came through, until it is dropped or given `with_traceback(None)`"
             )
 
     def lies_at(self, slot: int, storage: torch.UntypedStorage) -> bool:
@@ -447,9 +449,7 @@ class FlatBinding:
             raise InternalError(f"{packed.name} is not gathered while a saved tensor of it is read")
         if self.changes[packed.slot] != packed.change:
             refuse_older(packed.name, self.changes[packed.slot] - packed.change)
-        with (
-            torch._C._DisableTorchDispatch()
-        ):  # modes of the user's, such as a selective checkpoint, need not hear of it
+        with WithoutDispatch():  # modes of the user's, such as a selective checkpoint, need not hear of it
             return self._seen(packed, copied=copied, counted=counted)
 
     def _seen(self, packed: Packed, *, copied: bool, counted: bool) -> Tensor:
@@ -468,7 +468,7 @@ class FlatBinding:
         found = torch.empty(0, dtype=packed.dtype, device=part.device)
         found.set_(part.untyped_storage(), offset, packed.shape, packed.stride)
         found = found.conj() if packed.conj else found
-        return torch._neg_view(found) if packed.neg else found
+        return negated_view(found) if packed.neg else found
 
     def _check_shape(self, slot: int) -> None:
         found = self.parameters[slot]

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ptm.errors import ConfigError
+from lightning_ptm.torch_internals import parameters_in
 
 Parts = Mapping[int, int]
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -140,7 +141,7 @@ def discover(
         if (id(module), unit) in seen:
             return
         seen.add((id(module), unit))
-        for attribute, parameter in module._parameters.items():
+        for attribute, parameter in parameters_in(module).items():
             if parameter is not None:
                 parameters[id(parameter)] = parameter
                 owner_units.setdefault(id(parameter), set()).add(unit)

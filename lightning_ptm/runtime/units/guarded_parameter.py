@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptm.errors import UsageError
+from lightning_ptm.torch_internals import make_subclass
 
 _ABOUT_VALUES = frozenset(
     getattr(Tensor, name) for name in ("data", "real", "imag", "T", "mT", "H", "mH") if hasattr(Tensor, name)
@@ -71,9 +72,9 @@ class AbsentTensor(Tensor):
     @staticmethod
     def of(parameter: Tensor, refusal: Exception) -> AbsentTensor:
         """In the place of a parameter. Args: refusal: what is raised, each time anew."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             nothing = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
-            made = Tensor._make_subclass(AbsentTensor, nothing)
+            made = make_subclass(AbsentTensor, nothing)
         made.refusal = refusal
         return made
 
@@ -90,7 +91,7 @@ class AbsentTensor(Tensor):
             return ours
         if ours is not None and is_about_values(function):
             raise ours._refused()
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -128,7 +129,7 @@ def guarded_class(
             return AbsentTensor.of(args[0], refusal((args[0],)))
         if is_about_values(function):
             raise refusal((*args, *kwargs.values()))
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
     def described(parameter: nn.Parameter, *ignored: Any) -> str:

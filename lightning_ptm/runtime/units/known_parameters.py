@@ -12,6 +12,8 @@ from itertools import chain
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ptm.torch_internals import parameters_in
+
 
 class KnownParameters:
     """Those of `module` and all modules inside, from now on.
@@ -46,7 +48,7 @@ class KnownParameters:
 def _places(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """(module, parameter) of each parameter of each module; tied ones with each of their modules."""
     for each in module.modules():
-        for parameter in each._parameters.values():
+        for parameter in parameters_in(each).values():
             if parameter is not None:
                 yield each, parameter
 

@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils import dlpack
 
 from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in
+from lightning_ptm.torch_internals import base_of, has_storage, storage_id, storage_references
 
 if TYPE_CHECKING:
     from lightning_ptm.runtime.units.binding import FlatBinding
@@ -54,7 +56,7 @@ class PageViews:
         """The flat and the slot whose storage `tensor` has, wherever the flat is now. Of a storage that is none of these
         (`over_own_storage` makes such), those whose bytes lie there. None: no bound flat's (I1)."""
         storage = tensor.untyped_storage()
-        known = self._known.get(storage._cdata)
+        known = self._known.get(storage_id(storage))
         if known is not None:
             return known
         found = ((binding, binding.slot_at(storage)) for binding in self._flats)
@@ -107,18 +109,18 @@ class FlatViews:
             strides = place.spec.stride
             shape = arrangement.shapes[slot]
             made.append(own.view(shape) if strides is None else own.as_strided(shape, strides))
-            self._known[own.untyped_storage()._cdata] = self._binding, slot
+            self._known[storage_id(own.untyped_storage())] = self._binding, slot
         return made
 
     def _forget(self, views: Sequence[Tensor]) -> None:
         for view in views:
-            del self._known[view.untyped_storage()._cdata]
+            del self._known[storage_id(view.untyped_storage())]
 
 
 def _holders(view: Tensor) -> int:
     """How many tensors, and objects of Python's, hold the storage of a tensor."""
     storage = view.untyped_storage()  # one object of Python's for all who ask, which counts once
-    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
+    return int(storage_references(storage_id(storage))) + sys.getrefcount(storage)
 
 
 _OWN_HOLDERS = _holders(torch.empty(1).view(1)) + 1
@@ -126,8 +128,8 @@ _OWN_HOLDERS = _holders(torch.empty(1).view(1)) + 1
 
 
 def _is_over(tensor: Tensor, storage: int) -> bool:
-    is_other = isinstance(tensor, nn.Parameter) or not torch._C._has_storage(tensor)
-    return not is_other and tensor.untyped_storage()._cdata == storage
+    is_other = isinstance(tensor, nn.Parameter) or not has_storage(tensor)
+    return not is_other and storage_id(tensor.untyped_storage()) == storage
 
 
 def _in_frames_that_have_ended(view: Tensor) -> set[int]:
@@ -141,14 +143,14 @@ def _in_frames_that_have_ended(view: Tensor) -> set[int]:
     while frame is not None:
         running.add(id(frame))
         frame = frame.f_back
-    storage, errors, found = view.untyped_storage()._cdata, [handled], set()
+    storage, errors, found = storage_id(view.untyped_storage()), [handled], set()
     for error in errors:
         errors += [each for each in (error.__cause__, error.__context__) if each is not None and each not in errors]
         for frame, _ in walk_tb(error.__traceback__):
             if id(frame) not in running:
-                with torch._C.DisableTorchFunctionSubclass():  # there are closed parameters among them
+                with torch.DisableTorchFunctionSubclass():  # there are closed parameters among them
                     inside = list(tensors_in(list(frame.f_locals.values())))
-                    inside += [each._base for each in inside if each._base is not None]
+                    inside += [base for base in map(base_of, inside) if base is not None]
                     found |= {id(each) for each in inside if _is_over(each, storage)}
     return found
 
@@ -158,4 +160,4 @@ def over_own_storage(part: Tensor) -> Tensor:
     if not part.numel():
         return torch.empty_like(part)
     # By way of bytes: DLPack does not know every dtype.
-    return torch._C._from_dlpack(torch._C._to_dlpack(part.view(torch.uint8))).view(part.dtype)
+    return dlpack.from_dlpack(dlpack.to_dlpack(part.view(torch.uint8))).view(part.dtype)  # type: ignore[attr-defined]

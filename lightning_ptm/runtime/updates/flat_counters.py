@@ -50,7 +50,7 @@ class FlatCounters(Reading):
 
     def hand_over(self, contribution: Contribution) -> None:
         """One is handed over."""
-        self.received += 1
+        self.receive()
         if contribution.source.which != self.which:
             self.which, self.changed = contribution.source.which, self.received
 

@@ -36,12 +36,13 @@ class OptimizerGroups:
 
     def index_of(self, optimizer: Optimizer) -> int:
         """Which of the run's optimizers this is (a LightningOptimizer counts as the one it wraps)."""
-        inner = getattr(optimizer, "_optimizer", optimizer)
+        inner = getattr(optimizer, "optimizer", None)
         for index, known in enumerate(self.optimizers):
-            if known is inner:
+            if known is optimizer or known is inner:
                 return index
         raise ConfigError(
-            f"{type(inner).__name__} was not returned by configure_optimizers, so it has no pages; return it from there"
+            f"{type(inner or optimizer).__name__} was not returned by configure_optimizers, so it has no pages; return it "
+            f"from there"
         )
 
     def parameters_of(self, optimizer: int) -> list[torch.nn.Parameter]:

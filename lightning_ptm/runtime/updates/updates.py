@@ -134,6 +134,8 @@ class UpdateScheduler(abc.ABC):
         else:
             self.groups.follow(optimizer, self.finish_all)
         self._check_missing(optimizer)
+        for _, flat in self.groups.flats_of(optimizer):
+            flat.gradient.grad_attribute.check_not_edited()
         if hyper is None:
             first = next((flat for _, flat in reversed(self.groups.flats_of(optimizer)) if flat.gradient.any), None)
             hyper = None if first is None else self._checked(optimizer, first)

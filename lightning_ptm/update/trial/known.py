@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import optim
 from torch.optim import Optimizer
-from torch.optim.optimizer import _get_capturable_supported_devices
 
+from lightning_ptm.torch_internals import devices_of_captured_steps
 from lightning_ptm.update.trial.traits import GroupTraits, Initial, SlotTraits
 
 _Values = Mapping[str, Any]
@@ -66,7 +66,7 @@ def is_known(optimizer: Optimizer, dtype: torch.dtype, device: torch.device | No
     torch 2.13's fused SGD stores wrong 16-bit momentum, so a trial decides about kernels of 16 bit.
     """
     graphs = any(group.get("capturable") for group in optimizer.param_groups)
-    if graphs and device is not None and device.type not in _get_capturable_supported_devices():
+    if graphs and device is not None and device.type not in devices_of_captured_steps():
         return False
     return type(optimizer) in _SLOTS and dtype.itemsize >= 4
 

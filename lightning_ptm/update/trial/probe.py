@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+from torch.optim import LBFGS, Optimizer
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.backend import CpuBackend, backend_of
+from lightning_ptm.torch_internals import devices_of_fused_steps
 from lightning_ptm.update.clone import constructed_clone
 from lightning_ptm.update.shadow import NOT_HYPERPARAMETERS, hyperparameters_of, undecorated_step
 from lightning_ptm.update.trial.known import has_wrong_kernel, is_known, known_group, known_initial
@@ -134,7 +134,7 @@ def may_fuse(values: Mapping[str, Any], dtype: torch.dtype, device: torch.device
     """Whether the class offers a fused kernel and the user left the choice open."""
     if values.get("fused", False) is not None or values.get("foreach") or values.get("differentiable"):
         return False
-    return dtype.is_floating_point and device.type in _get_fused_kernels_supported_devices()
+    return dtype.is_floating_point and device.type in devices_of_fused_steps()
 
 
 class OptimizerUnderTest:
@@ -194,7 +194,7 @@ class OptimizerUnderTest:
             return
         place, value = reached
         what = type(value).__name__
-        if _insists_on_closure(self._optimizer):
+        if isinstance(self._optimizer, LBFGS):
             raise ConfigError(
                 f"{self._name}.step needs a closure that evaluates the model again, several times a step; pages are updated "
                 f"long after the forward pass; {_WORKS}"

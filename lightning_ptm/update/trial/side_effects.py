@@ -59,7 +59,7 @@ def reached_parameters(optimizer: Optimizer) -> tuple[str, Any] | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class DataPlace:
     """A name under which code keeps data, of a module, a class or a closure's cell."""
 
     label: str
@@ -111,11 +111,11 @@ class SharedData:
             tensor.copy_(value)
 
 
-def _places(optimizer: Optimizer) -> list[Place]:
+def _places(optimizer: Optimizer) -> list[DataPlace]:
     """Names by which code of an optimizer's class writes data that all objects of the class share (I1)."""
     classes = [each for each in type(optimizer).__mro__ if _package(each.__module__) not in LIBRARIES]
     packages = {_package(each.__module__) for each in classes}
-    places: list[Place] = []
+    places: list[DataPlace] = []
     names: set[str] = set()
     seen: set[int] = set()
     todo: list[Any] = [value for each in classes for value in vars(each).values()]
@@ -129,18 +129,18 @@ def _places(optimizer: Optimizer) -> list[Place]:
             continue
         seen.add(id(value))
         for name, cell in zip(value.__code__.co_freevars, _cells(value), strict=True):
-            places.append(Place(f"{name} (around {value.__qualname__})", cell, "cell_contents"))
+            places.append(DataPlace(f"{name} (around {value.__qualname__})", cell, "cell_contents"))
             todo.append(_content(cell))
         module = sys.modules.get(value.__globals__.get("__name__", ""))
         if module is None or _package(module.__name__) not in packages:
             continue  # a decorator of torch's, for one, around a function of the class
         used = _names_in(value.__code__)
-        places += [Place(f"{module.__name__}.{name}", module, name) for name in sorted(used)]
+        places += [DataPlace(f"{module.__name__}.{name}", module, name) for name in sorted(used)]
         todo += [vars(module).get(name) for name in used]
         names |= used
     for each in classes:
         data = {name for name in {*vars(each), *names} if not name.startswith("__")}
-        places += [Place(f"{each.__qualname__}.{name}", each, name) for name in sorted(data)]
+        places += [DataPlace(f"{each.__qualname__}.{name}", each, name) for name in sorted(data)]
     return places
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lightning_ptm.torch_internals import TorchDispatchMode, packet_of, tree_leaves
 from lightning_ptm.update.shadow import hyperparameters_of, undecorated_step
 from lightning_ptm.update.trial.parameters import settings_of
 from lightning_ptm.update.trial.runs import ReferenceRun, clone_with
@@ -175,7 +174,7 @@ class MatmulFlops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
+        packet = packet_of(func)
         # Torch has formulas for `addmm`, and none for `addmm_`.
         formula = flop_registry.get(packet) or flop_registry.get(
             getattr(torch.ops.aten, packet.__name__.rstrip("_"), None)

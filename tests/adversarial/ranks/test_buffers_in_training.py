@@ -11,9 +11,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import TIMEOUT_S, make_strategy
 from lightning.pytorch.strategies import DDPStrategy
-from rank_harness import run_ranks
-from rank_training import TIMEOUT_S, make_strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -81,10 +82,8 @@ class Normed(L.LightningModule):
 def trained(strategy: Any, module: Normed, accumulate: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What the run logged, and its weights and buffers."""
     data = torch.randn(40, 8, generator=torch.Generator().manual_seed(2)) + torch.arange(40)[:, None] % 2
-    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 2, "accumulate_grad_batches": accumulate}
-    options |= dict.fromkeys(quiet, False)
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, **options)
+    options = {"max_epochs": 2, "val_check_interval": 2, "accumulate_grad_batches": accumulate}
+    trainer = quiet_trainer(strategy, devices=2, **options)
     loader = DataLoader(TensorDataset(data), batch_size=4)
     trainer.fit(module, loader, loader)
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -103,7 +102,7 @@ def _rank() -> int:
 
 @pytest.mark.parametrize(
     ("tier", "accumulate"),
-    [("ram", 3), *(pytest.param(tier, 1, marks=pytest.mark.in_turn) for tier in ("ram", "all_on_disk"))],
+    [("ram", 3), *(pytest.param(tier, 1, marks=pytest.mark.slow) for tier in ("ram", "all_on_disk"))],
 )
 def test_they_are_those_of_ddp(tier: str, accumulate: int, tmp_path: Path) -> None:
     for theirs, ours in run_ranks(both, 2, tmp_path, tier, (), accumulate, limit_s=120.0):
@@ -210,7 +209,7 @@ def summon(folder: Path, behind: bool, saves_up: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("behind", "saves_up"), [pytest.param(False, False, marks=pytest.mark.in_turn), (False, True), (True, False)]
+    ("behind", "saves_up"), [pytest.param(False, False, marks=pytest.mark.slow), (False, True), (True, False)]
 )
 def test_under_manual_optimization_too_they_are_those_of_ddp(behind: bool, saves_up: bool, tmp_path: Path) -> None:
     """There each rank's are its own once training has begun, but behind a backward pass outside of steps."""

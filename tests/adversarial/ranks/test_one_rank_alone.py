@@ -13,10 +13,10 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_judge import Case, Sees, run_cases
-from rank_harness import run_ranks
-from rank_models import Tower
-from rank_training import Training, loader, make_strategy, make_trainer, tokens
+from kit.ranks.ddp_judge import Case, Sees, run_cases
+from kit.ranks.harness import run_ranks
+from kit.ranks.models import Tower
+from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
 
 HOOKS = [
     *("on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_epoch_start"),
@@ -84,7 +84,7 @@ OPTIONS = {"max_epochs": 2, "num_sanity_val_steps": 1, "enable_checkpointing": T
     [
         (RankZeroAlone, ("three_tiers",)),
         pytest.param(RankZeroAlone, ("ram", "all_on_disk"), marks=pytest.mark.slow),
-        pytest.param(RankOneAlone, ("lock_free",), marks=pytest.mark.in_turn),
+        pytest.param(RankOneAlone, ("lock_free",), marks=pytest.mark.slow),
         pytest.param(RankOneAlone, ("masters_on_disk",), marks=pytest.mark.slow),
     ],
 )
@@ -235,7 +235,7 @@ MINE = "RankError: rank 0 reads, edits or saves weights and another rank"
 THEIRS = "and another rank reads, edits or saves weights, so they would wait for each other for ever"
 
 
-@pytest.mark.parametrize("build", [Saves, pytest.param(Gathers, marks=pytest.mark.in_turn)])
+@pytest.mark.parametrize("build", [Saves, pytest.param(Gathers, marks=pytest.mark.slow)])
 def test_weights_of_one_rank_alone_are_an_error_of_all(build: type[Alone], disk: Path) -> None:
     """With DDP, a save of rank 0 alone waits in Lightning's barrier until the time limit."""
     cases = [Ending(build, ((MINE, ON_EACH, *PLACES), (THEIRS, ON_EACH, *PLACES)), hook) for hook in ENDS]
@@ -265,7 +265,7 @@ def test_what_others_do_otherwise_is_no_partner(disk: Path) -> None:
     assert_endings(cases, 2, disk)
 
 
-@pytest.mark.parametrize("hooks", [pytest.param(ENDS[:3], marks=pytest.mark.in_turn), ENDS[3:]])
+@pytest.mark.parametrize("hooks", [pytest.param(ENDS[:3], marks=pytest.mark.slow), ENDS[3:]])
 def test_an_error_of_one_rank_alone(hooks: list[str], disk: Path) -> None:
     cases = []
     for hook in hooks:
@@ -287,7 +287,7 @@ def resumed_from_a_copy(folder: Path) -> list[str]:
     training, rank = Training(Tower, batches=2), int(os.environ["RANK"])
     data, told = loader(tokens(training, 2), 2), []
     for kind in ("full", "sharded"):
-        strategy = make_strategy(folder, "ram", state_dict_type=kind)
+        strategy = make_strategy(folder, "ram", checkpoints={"state_dict_type": kind})
         trainer = make_trainer(training, strategy, 2)
         trainer.fit(training.build(), data)
         trainer.save_checkpoint(folder / kind)

@@ -7,8 +7,9 @@ from typing import Any
 
 import lightning as L
 import torch
-from rank_harness import run_ranks
-from rank_training import make_strategy
+from kit.fits import quiet_trainer
+from kit.ranks.harness import run_ranks
+from kit.ranks.training import make_strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,16 +31,7 @@ def weights_after(folder: Path, fits: int) -> list[Tensor]:
     torch.manual_seed(1)
     module = Model()
     data = DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=4)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=make_strategy(folder),
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(make_strategy(folder), devices=2, default_root_dir=folder)
     for fit in range(fits):
         trainer.fit_loop.max_epochs = 4 * (fit + 1) // fits
         trainer.fit(module, data)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
-from ddp_judge import Case, Sees, run_cases
+from kit.ranks.ddp_judge import Case, Sees, run_cases
 from torch import Tensor, nn
 from torch.distributed import all_reduce as reduced_by_name
 from torchmetrics import MeanMetric
@@ -201,11 +201,11 @@ class InHooks(Talks):
     ("builds", "tier"),
     [
         ([Contrasts, Normalizes], "all_on_disk"),
-        pytest.param([Talks], "all_on_disk", marks=pytest.mark.in_turn),
-        pytest.param([Talks, Contrasts, Normalizes], "ram", marks=pytest.mark.in_turn),
+        pytest.param([Talks], "all_on_disk", marks=pytest.mark.slow),
+        pytest.param([Talks, Contrasts, Normalizes], "ram", marks=pytest.mark.slow),
         ([OwnGroups, InHooks], "ram"),
-        pytest.param([Everything, Metric], "ram", marks=pytest.mark.in_turn),
-        pytest.param([Everything, OwnGroups, Metric, InHooks], "all_on_disk", marks=pytest.mark.in_turn),
+        pytest.param([Everything, Metric], "ram", marks=pytest.mark.slow),
+        pytest.param([Everything, OwnGroups, Metric, InHooks], "all_on_disk", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks(builds: list[Callable[[], Sees]], tier: str, disk: Path) -> None:

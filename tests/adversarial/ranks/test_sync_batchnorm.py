@@ -8,11 +8,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kit.fits import quiet_trainer
+from kit.ranks.harness import run_ranks
+from kit.ranks.tensor_blocks import loader, module_of, trainer_of
+from kit.ranks.training import make_strategy
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
-from rank_harness import run_ranks
-from rank_training import make_strategy
-from tensor_blocks import loader, module_of, trainer_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,10 +37,7 @@ def told(strategy: Any) -> tuple[str, str, bool]:
     """The error, the norm's class behind it, and whether the weights are as they were."""
     module = Normed()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, sync_batchnorm=True, enable_checkpointing=False, **quiet
-    )
+    trainer = quiet_trainer(strategy, devices=2, sync_batchnorm=True)
     text = ""
     try:
         trainer.fit(module, DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2))

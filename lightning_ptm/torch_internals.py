@@ -1,0 +1,349 @@
+"""The private names of torch, and of what builds on it below Lightning, that this package uses; no other file has any.
+
+Each is fetched once, when this file is imported or, where that would import much of torch (torch._dynamo), at first use. A
+name that the installed version lacks raises a ConfigError with that version and those that have been tested, so that nothing
+is patched, read or compared in vain. Lightning's own are in trainer/internals.py. Owns nothing.
+
+`tests/test_private_names.py` asks for each of these names, and finds such names elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cache
+from importlib import metadata
+from operator import attrgetter, methodcaller
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # a base class, of which mypy must know
+
+from lightning_ptm.errors import ConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def private(owner: Any, path: str) -> Any:
+    """What a module, a class or an object has under a private name.
+
+    Args:
+        owner: a text is the name of a module, which is imported.
+        path: of names, with dots between them.
+
+    Raises:
+        ConfigError: the installed version has no such name.
+    """
+    try:
+        found = importlib.import_module(owner) if isinstance(owner, str) else owner
+        for name in path.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        raise _missing(owner, path) from error
+    return found
+
+
+def reader(owner: Any, name: str) -> Callable[[Any], Any]:
+    """Reads a private attribute that objects like `owner`, or of this class, have. Raises as `private`."""
+    checked(owner, name)
+    return attrgetter(name)
+
+
+def writer(owner: Any, name: str) -> Callable[[Any, Any], None]:
+    """Assigns to such an attribute. Raises as `private`."""
+    checked(owner, name)
+
+    def write(written: Any, value: Any) -> None:
+        setattr(written, name, value)
+
+    return write
+
+
+def checked(owner: Any, *names: str) -> tuple[str, ...]:
+    """The names themselves, where code must have them as text: to override or replace a method. Raises as `private`."""
+    for name in names:
+        if not _is_assigned(owner, name):
+            private(owner, name)
+    return names
+
+
+def _is_assigned(owner: Any, name: str) -> bool:
+    """Whether a class gives its objects an attribute of this name when they are made."""
+    if not isinstance(owner, type):
+        return False
+    makers = (inspect.unwrap(vars(each)["__init__"]) for each in owner.__mro__ if "__init__" in vars(each))
+    return any(name in maker.__code__.co_names for maker in makers if inspect.isfunction(maker))
+
+
+def _missing(owner: Any, path: str) -> ConfigError:
+    place = owner if isinstance(owner, str) else _name_of(owner)
+    package = place.partition(".")[0]
+    tested = next((each for each in _requirements() if re.match(rf"{package}(?![\w-])", each)), package)
+    return ConfigError(
+        f"{package} {metadata.version(package)} has no {place}.{path}, a private name that lightning_ptm uses, so it cannot "
+        f'run with this version; install one that it is tested with: pip install "{tested}"'
+    )
+
+
+def _name_of(owner: Any) -> str:
+    if isinstance(owner, ModuleType):
+        return owner.__name__
+    named = owner if isinstance(owner, (type, FunctionType, MethodType)) else type(owner)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _requirements() -> list[str]:
+    """Without what follows a semicolon: when they count."""
+    try:
+        return [each.partition(";")[0].strip() for each in metadata.requires("lightning-ptm") or ()]
+    except metadata.PackageNotFoundError:  # the folder itself is on Python's path
+        return []
+
+
+# -- tensors and storages ---------------------------------------------------------------------------------------------
+
+version_of: Callable[[Tensor], int] = reader(Tensor, "_version")
+"""How often a tensor was written to in place."""
+base_of: Callable[[Tensor], Tensor | None] = reader(Tensor, "_base")
+"""Of a view, what autograd says that it is a view of."""
+hooks_of: Callable[[Tensor], dict[int, Any] | None] = reader(Tensor, "_backward_hooks")
+put_hooks: Callable[[Tensor, Any], None] = writer(Tensor, "_backward_hooks")
+accumulation_hooks_of: Callable[[Tensor], dict[int, Any] | None] = reader(Tensor, "_post_accumulate_grad_hooks")
+put_accumulation_hooks: Callable[[Tensor, Any], None] = writer(Tensor, "_post_accumulate_grad_hooks")
+sparse_indices: Callable[[Tensor], Tensor] = private(Tensor, "_indices")
+"""Of a sparse tensor that need not be coalesced."""
+sparse_values: Callable[[Tensor], Tensor] = private(Tensor, "_values")
+make_subclass: Callable[..., Any] = private(Tensor, "_make_subclass")
+make_wrapper_subclass: Callable[..., Any] = private(Tensor, "_make_wrapper_subclass")
+negated_view: Callable[[Tensor], Tensor] = private(torch, "_neg_view")
+can_share_data: Callable[[Tensor, Tensor], bool] = private(torch, "_has_compatible_shallow_copy_type")
+"""Whether `first.data = second` works."""
+swap_tensors: Callable[[Tensor, Tensor], None] = private(torch, "_C._swap_tensor_impl")
+"""Exchanges what two objects of Python's are tensors of; torch.utils.swap_tensors exchanges the objects' attributes, too."""
+is_alias: Callable[[Tensor, Tensor], bool] = private(torch, "_C._is_alias_of")
+has_storage: Callable[[Tensor], bool] = private(torch, "_C._has_storage")
+storage_id: Callable[[torch.UntypedStorage], int] = reader(torch.UntypedStorage, "_cdata")
+"""The address of a storage's own object (not of its bytes), by which torch knows it."""
+storage_references: Callable[[int], int] = private(torch, "_C._storage_Use_Count")
+"""How many references there are to the storage with a `storage_id`."""
+offset_in_checkpoint: Callable[[Any], Any] = reader(torch.UntypedStorage, "_checkpoint_offset")
+"""Where the bytes are of what torch.load has left in its file."""
+no_torch_function: Any = private(torch, "_C._disabled_torch_function_impl")
+"""The `__torch_function__` of a tensor class that wants none."""
+WithoutDispatch: type[Any] = private(torch, "_C._DisableTorchDispatch")
+"""Inside of this context, dispatch modes and tensor classes hear of no operator."""
+foreach_norm: Callable[..., tuple[Tensor, ...]] = private(torch, "_foreach_norm")
+group_by_device_and_dtype: Callable[..., Any] = private(
+    "torch.utils._foreach_utils", "_group_tensors_by_device_and_dtype"
+)
+parse_to: Callable[..., Any] = private(torch, "_C._nn._parse_to")
+"""The arguments of `Tensor.to`, in order."""
+is_fake: Callable[[Any], bool] = private("torch._subclasses.fake_tensor", "is_fake")
+is_wrapper: Callable[[Any], bool] = private("torch.utils._python_dispatch", "is_traceable_wrapper_subclass")
+"""Whether a tensor is made of others, as its `__tensor_flatten__` says."""
+
+tree_leaves: Callable[[Any], list[Any]] = private("torch.utils._pytree", "tree_leaves")
+tree_map: Callable[[Callable[[Any], Any], Any], Any] = private("torch.utils._pytree", "tree_map")
+tree_map_only: Callable[..., Any] = private("torch.utils._pytree", "tree_map_only")
+
+# -- autograd ---------------------------------------------------------------------------------------------------------
+
+graph_task: Callable[[], int] = private(torch, "_C._current_graph_task_id")
+"""The backward pass in which this thread is; -1: in none."""
+is_executed: Callable[[Any], bool] = private(torch, "_C._will_engine_execute_node")
+"""Whether the backward pass in progress comes to a node."""
+nodes_made: Callable[[], int] = private(torch, "_C._autograd._get_sequence_nr")
+"""How many nodes of graphs this thread has made so far."""
+number_of_node: Callable[[Any], int] = methodcaller(checked(torch.autograd.Function, "_sequence_nr")[0])
+saving_hooks: Callable[[bool], tuple[Any, Any] | None] = private(torch, "_C._autograd._top_saved_tensors_default_hooks")
+"""The pair (pack, unpack) that autograd calls now."""
+at_end_of_backward: Callable[[Callable[[], object]], None] = private(
+    torch.autograd.Variable, "_execution_engine.queue_callback"
+)
+"""Calls something when the backward pass in progress has ended."""
+transform_level: Callable[[], int | None] = private(torch, "_C._functorch.maybe_current_level")
+"""How many transforms of torch.func this is inside of; None: of none."""
+transforms: Callable[[], Any] = private(torch, "_C._functorch.get_interpreter_stack")
+TransformType: Any = private(torch, "_C._functorch.TransformType")
+is_wrapped_by_transform: Callable[[Tensor], bool] = private(torch, "_C._functorch.is_functorch_wrapped_tensor")
+unwrapped: Callable[[Tensor], Tensor] = private(torch, "_C._functorch.get_unwrapped")
+comparisons_of_recomputed: dict[str, Any] = private("torch.utils.checkpoint", "_allowed_determinism_checks_to_fns")
+"""What torch.utils.checkpoint compares by, under the names that `determinism_check` takes."""
+RecomputationHook: type[Any] = private("torch.utils.checkpoint", "_recomputation_hook")
+
+# -- operators --------------------------------------------------------------------------------------------------------
+
+_an_operator = torch.ops.aten.mm.default
+
+OpOverload: type[Any] = private("torch._ops", "OpOverload")
+HigherOrderOperator: type[Any] = private("torch._ops", "HigherOrderOperator")
+schema_of: Callable[[Any], Any] = reader(_an_operator, "_schema")
+packet_of: Callable[[Any], Any] = reader(_an_operator, "_overloadpacket")
+"""The operator of which this is one overload."""
+can_decompose: Callable[[Any], bool] = methodcaller(checked(_an_operator, "_can_decompose")[0])
+modes_of_thread: Callable[[], list[Any]] = private("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack")
+number_of_modes: Callable[[], int] = private(torch, "_C._len_torch_dispatch_stack")
+without_modes: Callable[[], Any] = private("torch.utils._python_dispatch", "_disable_current_modes")
+dispatch_key_of_device: Callable[[str], str] = private(torch, "_C._dispatch_key_for_device")
+keys_behind: Callable[[Any], Any] = private(torch, "_C._dispatch_keyset_full_after")
+"""The dispatch keys that come after one."""
+close_library: Callable[[torch.library.Library], None] = private(torch.library.Library, "_destroy")
+
+scaled_attention: Any = private(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu.default")
+scaled_attention_backward: Any = private(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward.default")
+PRODUCTS: frozenset[Any] = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in checked(
+        torch.ops.aten,
+        "_addmm_activation",
+        "_grouped_mm",
+        "_native_multi_head_attention",
+        "_transformer_encoder_layer_fwd",
+    )
+)
+"""Further operators that are matrix products, with what is computed in the same kernel."""
+SOFTMAX_NAMES = checked(torch.ops.aten, "_softmax", "_log_softmax")
+VIEW_NAMES = checked(torch.ops.aten, "_unsafe_view", "_reshape_alias")
+"""Operators that copy nothing, although the first one's schema does not say so."""
+GATHER_NAME, SCATTER_NAME = checked(torch.ops.c10d, "_allgather_base_", "_reduce_scatter_base_")
+"""The operators behind all_gather_into_tensor and reduce_scatter_tensor."""
+
+
+def has_arithmetic(name: str) -> bool:
+    """Whether oneDNN, which this torch must have, finds 16-bit arithmetic in this processor. Args: name: "bf16" or "fp16"."""
+    return bool(private(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+_a_module = nn.Module()
+
+parameters_in: Callable[[nn.Module], dict[str, nn.Parameter | None]] = reader(_a_module, "_parameters")
+"""A module's own, the very dictionary: what is put there is registered without a check."""
+buffers_in: Callable[[nn.Module], dict[str, Tensor | None]] = reader(_a_module, "_buffers")
+children_in: Callable[[nn.Module], dict[str, Any]] = reader(_a_module, "_modules")
+unsaved_buffers_in: Callable[[nn.Module], set[str]] = reader(_a_module, "_non_persistent_buffers_set")
+apply_of: Callable[[Any], Callable[..., Any]] = reader(nn.Module, "_apply")
+"""By which a module, or a class of modules, moves what it holds."""
+compiled_call_of: Callable[[nn.Module], Any] = reader(_a_module, "_compiled_call_impl")
+"""What `module.compile()` has made; None: nothing."""
+put_compiled_call: Callable[[nn.Module, Any], None] = writer(_a_module, "_compiled_call_impl")
+PARAMETERS, CALL, COMPILED_CALL = checked(_a_module, "_parameters", "_call_impl", "_compiled_call_impl")
+(RESET_PARAMETERS,) = checked(nn.MultiheadAttention, "_reset_parameters")
+"""As torch's own attention calls what others call `reset_parameters`."""
+(PUT_ON,) = checked("torch.nn.utils.parametrize", "_maybe_set")
+"""By which a parametrization gives its parameter data, in torch.nn.utils.parametrize."""
+BatchNorm: type[nn.Module] = private("torch.nn.modules.batchnorm", "_BatchNorm")
+IncompatibleKeys: Any = private("torch.nn.modules.module", "_IncompatibleKeys")
+fill_flat_weights: Callable[[nn.RNNBase], None] = private(nn.RNNBase, "_init_flat_weights")
+
+
+@cache
+def flat_weight_names() -> tuple[str, str]:
+    """Attributes of recurrent layers: their parameters once more, and weak references to them."""
+    weights, references = checked(nn.RNN(1, 1, device="meta"), "_flat_weights", "_flat_weight_refs")
+    return weights, references
+
+
+@cache
+def ignored_by_ddp() -> str:
+    """The attribute of a module that names the parameters and buffers which DistributedDataParallel leaves alone."""
+    marked = nn.Module()
+    private(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model")(marked, ())
+    return checked(marked, "_ddp_params_and_buffers_to_ignore")[0]
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+_an_optimizer = optim.SGD.__new__(optim.SGD)
+optim.Optimizer.__setstate__(_an_optimizer, {"defaults": {}, "param_groups": []})
+
+OPTIMIZER_HOOKS = checked(
+    _an_optimizer,
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+hooks_before_step: Callable[[optim.Optimizer], OrderedDict[int, Any]] = reader(
+    _an_optimizer, "_optimizer_step_pre_hooks"
+)
+hooks_after_step: Callable[[optim.Optimizer], OrderedDict[int, Any]] = reader(
+    _an_optimizer, "_optimizer_step_post_hooks"
+)
+devices_of_fused_steps: Callable[[], list[str]] = private(
+    "torch.utils._foreach_utils", "_get_fused_kernels_supported_devices"
+)
+devices_of_captured_steps: Callable[[], list[str]] = private(
+    "torch.optim.optimizer", "_get_capturable_supported_devices"
+)
+
+
+@cache
+def marks_of_schedulers() -> tuple[str, str]:
+    """What learning rate schedulers leave: on the function that they put around an optimizer's `step`, and on the optimizer
+    once that was called."""
+    optimizer = optim.SGD([torch.zeros(1)])
+    optimizer.step = MethodType(lambda optimizer: None, optimizer)  # type: ignore[method-assign]
+    optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    optimizer.step()
+    (around,) = checked(optimizer.step, "_wrapped_by_lr_sched")
+    (called,) = checked(optimizer, "_opt_called")
+    return around, called
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+AllgatherOptions: type[Any] = private("torch._C._distributed_c10d", "AllgatherOptions")
+backend_of_group: Callable[[dist.ProcessGroup, torch.device], Any] = private(dist.ProcessGroup, "_get_backend")
+gather_by_backend: Callable[[Any, Tensor, Tensor, Any], dist.Work] = private(
+    "torch._C._distributed_c10d", "Backend._allgather_base"
+)
+default_store: Callable[[], Any] = private("torch.distributed.distributed_c10d", "_get_default_store")
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
+
+forget_compiled_code: Callable[[CodeType], None] = private("torch._C._dynamo.eval_frame", "reset_code")
+HIGHER_ORDER_FOLDER = Path(private("torch._higher_order_ops", "__file__")).parent
+"""Where the functions are that torch compiles to call higher-order operators."""
+
+
+def not_traced(function: F) -> F:
+    """A function whose own code torch.compile does not trace; what it calls, it does."""
+    skipped: F = private("torch._dynamo.decorators", "skip")(function)
+    return skipped
+
+
+def stop_compiled_code_before(kind: type[Tensor]) -> None:
+    """torch.compile traces no operator that is given a tensor of this class."""
+    private("torch._dynamo.config", "nontraceable_tensor_subclasses").add(kind)
+
+
+@cache
+def _optimized_module() -> type[nn.Module]:
+    found: type[nn.Module] = private("torch._dynamo", "OptimizedModule")
+    return found
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has compiled a module as a whole, in place or not."""
+    return isinstance(module, _optimized_module()) or compiled_call_of(module) is not None
+
+
+# -- transformers -----------------------------------------------------------------------------------------------------
+# Attributes that its models have, and others may; it is not imported for them.
+
+INIT_WEIGHTS = "_init_weights"
+"""A method (module), which gives a module's parameters values."""
+MAY_BE_MISSING, MAY_BE_UNEXPECTED = "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"
+"""Patterns of the names of weights that files need not have, or may have in vain."""

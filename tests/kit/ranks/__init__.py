@@ -1,0 +1,1 @@
+"""What tests of several ranks share: processes of ranks, their models and trainings, comparison with DDP."""
