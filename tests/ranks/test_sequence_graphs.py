@@ -92,7 +92,7 @@ def largest_differences(shape: tuple[int, ...]) -> dict[str, float]:
             torch.manual_seed(0)
             kinds.append(nn.ModuleList(Block(WIDTH, 4, 8, 64, 0.0) for _ in range(3)).double().train())
         whole, divided = kinds
-        known = CutModule(divided, PLAN, group, strict=True, tensor_parallel={"sequence_parallel": True}, proven=False)
+        known = CutModule(divided, PLAN, group, strict=True, sequence_parallel=True, proven=False)
         expected, ours = computed(whole, way, shape), computed(divided, way, shape)
         boxes, of_whole = known.boxes(), dict(whole.named_parameters())
         for each, parameter in divided.named_parameters():

@@ -103,7 +103,7 @@ class Tokens(nn.LayerNorm):
 
 def cut(model: nn.Module, plan: dict[str, Rule]) -> CutModule:
     return CutModule(
-        model, plan, CountedTensorGroup(2), strict=True, tensor_parallel={"sequence_parallel": True}, proven=False
+        model, plan, CountedTensorGroup(2), strict=True, sequence_parallel=True, proven=False
     )
 
 
@@ -268,7 +268,7 @@ def beside_others() -> str:
         "blocks.1.project": RowwiseParallel(),
         "blocks.1.again": RowwiseParallel(split=True),
     }
-    CutModule(model, plan, group, strict=True, tensor_parallel={"sequence_parallel": True})
+    CutModule(model, plan, group, strict=True, sequence_parallel=True)
     try:
         torch.testing.assert_close(model(x), whole)
     except (ConfigError, AssertionError) as error:
