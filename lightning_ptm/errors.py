@@ -1,6 +1,6 @@
-"""Errors that users get. Each says what happened (names, numbers), what follows, and what to do.
+"""Exceptions for users. Each message says what happened (names, numbers), what follows, and what to do.
 
-Knows the standard library only. `AngelPTMError` is the base of all; `InternalError` means a bug of ours.
+Knows the standard library only. `AngelPTMError` is the base class; `InternalError` means a bug in this package.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from typing import Any
 
 
 def some(names: Sequence[str], most: int = 5) -> str:
-    """`a, b, c and 4 more`, for a message."""
+    """Returns `names` joined for a message, shortened as `a, b, c and 4 more`."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def in_a_line(error: BaseException) -> str:
-    """Its kind, and what it says; where it has a traceback (of a DataLoader's worker), what that ends with."""
+def one_line(error: BaseException) -> str:
+    """Returns the class and message of an error in one line.
+
+    If the message contains a traceback (of a DataLoader's worker), only its first and last lines are kept.
+    """
     text = str(error).strip()
     lines = text.splitlines()
     if any("Traceback (most recent call last)" in line for line in lines):
@@ -34,15 +37,15 @@ class ConfigError(AngelPTMError, ValueError):
 
 
 class CapacityError(AngelPTMError, MemoryError):
-    """A plan, or a request for pages, needs more bytes in a tier than the tier has."""
+    """A plan, or an allocation of pages, needs more bytes in a tier than the tier has."""
 
 
 class PageIOError(AngelPTMError, OSError):
-    """A disk transfer failed, was short, or the disk is too small.
+    """A disk transfer failed or was short, or the disk is too small.
 
     Args:
         message: what happened, what follows, what to do.
-        path: the file that the page lives in.
+        path: the file that contains the page.
         page: index of the page within its tier, or None when the error concerns the whole file.
         errno: the operating system's error number, or None for a short transfer.
     """
@@ -54,7 +57,7 @@ class PageIOError(AngelPTMError, OSError):
         self.errno = errno
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An exception is made anew from its positional arguments, where it is pickled.
+        # Unpickling calls the class with `args` alone, which lack the keyword arguments.
         return partial(PageIOError, path=self.path, page=self.page, errno=self.errno), self.args, vars(self)
 
     def __str__(self) -> str:
@@ -62,19 +65,19 @@ class PageIOError(AngelPTMError, OSError):
 
 
 class CheckpointError(AngelPTMError, RuntimeError):
-    """A checkpoint that cannot be written, or that is damaged, incomplete, or of something else."""
+    """A checkpoint cannot be written, or is damaged, incomplete, or of another model or run."""
 
 
 class FailedElsewhere(CheckpointError):
-    """As a `CheckpointError`, of a rank that heard from another that this has failed, and has the reason from nobody yet."""
+    """A `CheckpointError` on a rank that knows only that another rank failed; the reason has not been received yet."""
 
 
 class UsageError(AngelPTMError, RuntimeError):
-    """Something was asked for in a place or an order in which it cannot work (double backward, a closed engine...)."""
+    """A call came in a place or an order in which it cannot work (double backward, a closed engine...)."""
 
 
 class RankError(AngelPTMError, RuntimeError):
-    """Another rank failed, died, or does something else than this one."""
+    """Another rank failed, died, or does something other than this rank."""
 
 
 class InternalError(AngelPTMError, RuntimeError):

@@ -1,9 +1,9 @@
-"""What happened when: the one place to which the runtime tells its stretches of time, for whoever listens.
+"""Timed events of the runtime, and their listeners.
 
-Owns the list of listeners of one run. Knows the standard library only.
+Owns the listeners of one run. Knows the standard library only.
 
-I1: with no listener nothing is measured and nothing is made: whoever would tell looks at `heard` first.
-I2: events are told at their end, in the thread in which they ended; two threads may tell at once.
+I1: without a listener no time is measured and no event is created: a caller of `emit` checks `active` first.
+I2: an event is emitted when it ends, on the thread on which it ended; two threads may emit at once.
 """
 
 from __future__ import annotations
@@ -16,35 +16,38 @@ from dataclasses import dataclass
 
 
 class EventKind(enum.Enum):
-    """What a stretch of time was spent on."""
+    """What an event's time was spent on."""
 
     TICK = "tick"
-    """One forward or backward of a unit, up to the next tick or the end of the pass; on CUDA, while it was launched."""
+    """One forward or backward of a unit, until the next tick or the end of the pass; on CUDA, the time to launch it."""
     COPY = "copy"
-    """A transfer between tiers, or of activations. On a CUDA stream: from its launch, for as long as the copy itself took."""
+    """A transfer between tiers, or of activations.
+
+    On a CUDA stream: from the launch, for the duration of the copy itself.
+    """
     COLLECTIVE = "collective"
-    """From the start of an all-gather or a reduction until somebody who waited had its result."""
+    """An all-gather or a reduction, from its start until a waiting thread had the result."""
     UPDATE = "update"
-    """Optimizer arithmetic on one chunk; on CUDA, while it was launched."""
+    """Optimizer arithmetic on one chunk; on CUDA, the time to launch it."""
     STALL = "stall"
-    """Compute waited."""
+    """A wait of the compute thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A stretch of time of this rank.
+    """An interval of time on this rank.
 
     Attributes:
-        kind: what it was spent on.
-        track: where: for a tick "train" or "forward" (the kind of iteration), for a copy "disk_to_host" and so on,
-            of activations "activations_to_host" and "activations_to_device", for a stall its cause ("fetch", "update"), for
-            an update the tier that computes it, for a collective "ranks".
-        name: of the unit, tensor or collective.
-        begin_s, end_s: on the clock of `time.perf_counter`.
+        kind: what the time was spent on.
+        track: a tick's kind of iteration ("train" or "forward"); a copy's direction ("disk_to_host" and so on; for
+            activations "activations_to_host" and "activations_to_device"); a stall's cause ("fetch", "update"); the
+            tier that computes an update; "ranks" for a collective.
+        name: name of the unit, tensor or collective.
+        begin_s, end_s: times on the clock of `time.perf_counter`.
         index: a tick's number within its iteration, from 0.
-        bytes: that a copy moved, or of the full flat of a collective.
-        tier_bytes: of a tick: bytes of pages in use in each tier (`AngelPTMStrategy.tier_names`), the larger of its begin
-            and its end.
+        bytes: bytes that a copy moved, or bytes of the full flat of a collective.
+        tier_bytes: of a tick: bytes of pages in use in each tier (`AngelPTMStrategy.tier_names`), the larger of its
+            begin and its end.
     """
 
     kind: EventKind
@@ -58,31 +61,34 @@ class Event:
 
 
 Listener = Callable[[Event], None]
-"""Called in any thread, also in those that move pages: it must be quick, take no lock of the runtime, and not raise."""
+"""Callback for each event, on any thread, including those that move pages.
+
+It must be quick, take no lock of the runtime, and not raise.
+"""
 
 
 class Events:
-    """Where the runtime of one run tells, and others listen."""
+    """The publisher of one run's events."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
-        # State: written under the lock, replaced as a whole, so that `tell` needs none.
+        # State: written under the lock and replaced as a whole, so that `emit` needs no lock.
         self._listeners: tuple[Listener, ...] = ()
 
     @property
-    def heard(self) -> bool:
-        """Whether anybody listens."""
+    def active(self) -> bool:
+        """Whether there is any listener."""
         return bool(self._listeners)
 
-    def tell(self, event: Event) -> None:
-        """Something has ended."""
+    def emit(self, event: Event) -> None:
+        """Passes an event that has ended to all listeners."""
         for listener in self._listeners:
             listener(event)
 
     @contextmanager
-    def heard_by(self, listener: Listener) -> Iterator[None]:
-        """Inside, `listener` is called with each event that ends."""
+    def subscribed(self, listener: Listener) -> Iterator[None]:
+        """Context in which `listener` receives each event that ends."""
         with self._lock:
             self._listeners = (*self._listeners, listener)
         try:

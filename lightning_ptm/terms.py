@@ -1,6 +1,6 @@
-"""The words that every layer shares: tiers, links, page states, operations, phases.
+"""Enums and constants shared by all layers: tiers, links, page states, operations, phases.
 
-Knows the standard library only. A term that two layers need is defined here once (ARCHITECTURE.md, "Words").
+Knows the standard library only. A term that two layers need is defined here once (docs/glossary.md).
 """
 
 from __future__ import annotations
@@ -13,32 +13,37 @@ BLOCK_BYTES = 4096
 """Alignment of every page, every disk transfer and every buffer that a disk transfer touches (O_DIRECT)."""
 
 MIN_PAGE_BYTES = 64 * 1024
-"""A page is a multiple of `BLOCK_BYTES`; below this it costs more in bookkeeping than in bytes."""
+"""Smallest page size, in bytes; a page is a multiple of `BLOCK_BYTES`.
+
+A smaller page costs more bookkeeping than it saves bytes.
+"""
 
 ALIGN_NUMEL = 64
-"""Each parameter starts at a multiple of this many elements inside its flat.
+"""Alignment of parameters inside their flat, in elements.
 
-64 elements of 16 bit are two cache lines. Element-wise kernels treat the last, partial vector of a tensor differently
-from the rest, so an update that is cut at page borders gives the bits of an uncut one only when cuts and parameter
-starts fall on multiples of the vector width (invariant I2 of planning/layout.py).
+64 elements of 16 bits are two cache lines. Element-wise kernels treat the last, partial vector of a tensor differently
+from the rest. So an update that is cut at page borders gives the bits of an uncut one only when cuts and parameter
+starts are multiples of the vector width (invariant I2 of planning/layout.py).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """How frozen weights are kept in fewer bits: blocks of `ALIGN_NUMEL` elements, each its largest absolute value as a
-    float32 and then its codes. Parameters and pieces are whole blocks, so a block is the same on any number of ranks.
+    """A quantization format of frozen weights.
+
+    A block is `ALIGN_NUMEL` elements: their largest absolute value as a float32, then one code per element. Parameters
+    and pieces are whole blocks, so a block has the same bits on any number of ranks.
 
     Args:
-        name: as settings have it.
-        block_bytes: of a block; a multiple of 4.
+        name: the format's name in settings.
+        block_bytes: bytes of one block; a multiple of 4.
     """
 
     name: str
     block_bytes: int
 
     def bytes_of(self, numel: int) -> int:
-        """Of so many elements, whole blocks."""
+        """Returns the quantized bytes of `numel` elements, which are whole blocks."""
         return numel // ALIGN_NUMEL * self.block_bytes
 
 
@@ -46,7 +51,7 @@ CODES = {code.name: code for code in (Code("int8", 4 + ALIGN_NUMEL), Code("nf4",
 
 
 class Link(enum.Enum):
-    """What can be busy besides compute: copies by direction, the collectives, and the update by place."""
+    """A resource that work can occupy: a copy engine per direction, the collectives, the update by place."""
 
     HOST_TO_DEVICE = "host_to_device"
     DEVICE_TO_HOST = "device_to_host"
@@ -56,27 +61,29 @@ class Link(enum.Enum):
     UPDATE_HOST = "update_host"
     UPDATE_DEVICE = "update_device"
     EXCHANGE = "exchange"
-    """Tokens, between the ranks that divide experts."""
+    """All-to-all of tokens between the ranks that divide experts."""
     TENSOR_EXCHANGE = "tensor_exchange"
-    """Activations, between the ranks of a tensor group."""
+    """Exchange of activations between the ranks of a tensor-parallel group."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Tier:
-    """Where bytes live: a row of the table of tiers, with all that other layers ask of one (the paper's GPU, CPU, SSD).
+    """A kind of memory and its properties, as other layers need them (the paper's GPU, CPU, SSD).
 
-    Whoever adds a row to a run's budget adds a tier to the run (`AngelPTMStrategy.further_tiers`).
+    Adding a tier to a run's budget adds it to the run (`AngelPTMStrategy.further_tiers`).
 
     Args:
-        name: in capitals; in words it is small.
-        place: where something is that is there, in words.
-        distance: from compute. Tiers are listed, and homes looked for, nearest first.
-        setting: what a user raises for more of it.
-        computes: units compute on what lies there; one tier of a run does.
-        addressable: its bytes are memory, of which a tensor is a view; else they come and go by I/O, in whole blocks.
-        update_link: what is busy while updates run on what lies there; None: it streams through staging.
-        toward: the tier through which its bytes come to compute; None: they are there.
-        link_toward, link_back: what is busy meanwhile, and on the way back; None: nothing that counts.
+        name: the tier's name in capitals; messages print it in lower case.
+        place: the phrase for messages that says where its contents are ("in RAM").
+        distance: rank by distance from compute. Tiers are listed, and homes chosen, nearest first.
+        setting: the setting that a user raises for more of it.
+        computes: whether units compute on its bytes; true of one tier in a run.
+        addressable: whether its bytes are memory that a tensor can view; otherwise they are transferred by I/O in whole
+            blocks.
+        update_link: the link that is busy while updates run on its bytes; None: its states stream through staging.
+        toward: the next tier on the way to compute; None: this tier computes.
+        link_toward, link_back: the links that are busy during a copy to `toward`, and back; None: no link that is
+            modelled.
     """
 
     name: str
@@ -96,7 +103,7 @@ class Tier:
 
     @property
     def updates(self) -> bool:
-        """Updates run on what lies there."""
+        """Whether the optimizer can update states in this tier in place."""
         return self.update_link is not None
 
     def __hash__(self) -> int:
@@ -128,23 +135,26 @@ Tier.DISK = Tier(
     link_back=Link.DISK_WRITE,
 )
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
-"""Those that settings name and bound."""
+"""The built-in tiers, which settings name and bound."""
 
 
 def is_page_size(size: int) -> bool:
-    """Whether pages may be of so many bytes."""
+    """Returns whether `size` bytes is an allowed page size."""
     return size >= MIN_PAGE_BYTES and size % BLOCK_BYTES == 0
 
 
 def chunk_numel(page_size: int) -> int:
-    """Elements of a flat that an update, or a save, moves together: about a page of float32, in whole blocks of any dtype."""
+    """Returns the elements of a flat that one pass of an update or a save moves.
+
+    That is about a page of float32, in whole disk blocks of any dtype.
+    """
     return max(1, page_size // (4 * BLOCK_BYTES)) * BLOCK_BYTES
 
 
 class PageState(enum.Enum):
     """State of one copy of a page in one tier."""
 
-    __hash__ = object.__hash__  # Enum's own is a call of Python's
+    __hash__ = object.__hash__  # faster: Enum's own is a Python function
 
     ABSENT = "absent"
     ARRIVING = "arriving"
@@ -160,7 +170,7 @@ class Phase(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """Kinds of model states that a unit has pages of."""
+    """Kinds of model states for which a unit has pages."""
 
     PARAMETER = "parameter"
     """The compute parameters (p16)."""
@@ -169,20 +179,20 @@ class Kind(enum.Enum):
     MASTER = "master"
     """The master states: fp32 parameters (when the compute dtype is not the master dtype) and optimizer moments."""
     FULL = "full"
-    """A unit's gathered flat: all ranks' pieces, end to end."""
+    """A unit's gathered flat: the pieces of all ranks, end to end."""
 
 
 class Mode(enum.Enum):
-    """What kind of iteration runs; each has a plan of its own."""
+    """Kind of iteration; each kind has its own plan."""
 
     TRAIN = "train"
     FORWARD = "forward"
 
 
 class Operation(enum.Enum):
-    """What a task of a plan does (Algorithm 1's move_to_gpu, all_gather, compute, and their counterparts)."""
+    """Operation of a task in a plan (Algorithm 1's move_to_gpu, all_gather, compute, and their counterparts)."""
 
-    __hash__ = object.__hash__  # Enum's own is a call of Python's
+    __hash__ = object.__hash__  # faster: Enum's own is a Python function
 
     FETCH = "fetch"
     EVICT = "evict"
@@ -193,4 +203,7 @@ class Operation(enum.Enum):
     OFFLOAD = "offload"
     UPDATE = "update"
     EXCHANGE = "exchange"
-    """Tokens to experts of other ranks, or back, and activations in a tensor group; in no plan, for it follows the batch."""
+    """Exchange of tokens with experts of other ranks, or of activations in a tensor-parallel group.
+
+    It depends on the batch, so no plan contains it.
+    """

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from lightning_ptm import errors
-from lightning_ptm.errors import AngelPTMError, PageIOError, in_a_line, some
+from lightning_ptm.errors import AngelPTMError, PageIOError, one_line, some
 
 
 @pytest.mark.parametrize(
@@ -47,4 +47,4 @@ def test_every_error_comes_whole_out_of_another_process() -> None:
     ],
 )
 def test_what_other_ranks_are_told_of_an_error_is_a_line(error: BaseException, words: str) -> None:
-    assert in_a_line(error) == words
+    assert one_line(error) == words

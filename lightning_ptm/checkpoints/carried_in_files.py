@@ -67,10 +67,10 @@ class CarriedInFiles(Carried):
         """By whether it is of parameters or of what optimizers keep of them."""
         self._draft: Draft | None = None
         try:
-            with engine.barriers.together():
+            with engine.barriers.errors_on_all_ranks():
                 if engine.communicator.rank == 0:
                     self._draft = Draft(folder / "carried", replace=False)
-            held = engine.barriers.told(None if self._draft is None else str(self._draft.folder))
+            held = engine.barriers.broadcast(None if self._draft is None else str(self._draft.folder))
             self._path = Path(held) / "states"
             # Lightning's dictionary stays where it is; with this key, states of optimizers are written.
             nothing: dict[str, Any] = {"optimizer_states": []}
@@ -93,7 +93,7 @@ class CarriedInFiles(Carried):
         folder = CheckedFolder(self._path)
         if engine is not None:
             communicator = engine.communicator
-            with engine.barriers.together():
+            with engine.barriers.errors_on_all_ranks():
                 check(folder, folder.index.files[communicator.rank :: communicator.world_size], engine.bars)
         for file in folder.index.files:
             known = folder.files[file.name]

@@ -114,10 +114,10 @@ def take_over_optimizer_state(engine: Engine, optimizer: Optimizer) -> Callable[
     parameters = parameters_of(optimizer)
     with opened(optimizer):
         here = {place: optimizer.state[p] for place, p in enumerate(parameters) if optimizer.state.get(p)}
-    if engine.barriers.all_say(not here):
+    if engine.barriers.all_agree(not here):
         return None
-    if not engine.barriers.all_say(bool(here)):
-        here = engine.barriers.told(here)
+    if not engine.barriers.all_agree(bool(here)):
+        here = engine.barriers.broadcast(here)
         if not here:
             raise UsageError(
                 f"the {type(optimizer).__name__} has states on some ranks, and none on rank 0; load them on all ranks"

@@ -56,9 +56,9 @@ def decided(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = Fals
     every, trained = _needed(engine, ranks_here, whole=whole)
     every += _read_at_once(engine, ()) * ranks_here
     trained += _read_at_once(engine, engine.lent_parameters.untrained()) * ranks_here
-    if engine.barriers.all_say(every <= _free_bytes(engine)):
+    if engine.barriers.all_agree(every <= _free_bytes(engine)):
         return GivenBack.ALL
-    return GivenBack.TRAINED if engine.barriers.all_say(trained <= _free_bytes(engine)) else GivenBack.WRITTEN
+    return GivenBack.TRAINED if engine.barriers.all_agree(trained <= _free_bytes(engine)) else GivenBack.WRITTEN
 
 
 def _read_at_once(engine: Engine, left_out: Collection[FlatBinding]) -> int:
@@ -210,7 +210,7 @@ def optimizer_states(
     in_memory, on_disk = engine.optimizer_state_bytes(on_disk=False), engine.optimizer_state_bytes(on_disk=True)
     room = _free_bytes(engine) // 2 if on_disk else _free_bytes(engine)
     # Ranks that hold different experts may keep them in different tiers.
-    if not engine.barriers.all_say(in_memory + on_disk <= room):
+    if not engine.barriers.all_agree(in_memory + on_disk <= room):
         return False
     for optimizer in optimizers:
         give_back_optimizer_state(engine, optimizer, keep=optimizer in kept)

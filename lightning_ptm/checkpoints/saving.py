@@ -135,13 +135,13 @@ class Saving:
             copies: buffers of the writer that free RAM has room for.
         """
         engine = self._engine
-        with engine.barriers.together():
+        with engine.barriers.errors_on_all_ranks():
             if engine.communicator.rank == 0:
                 self._draft = Draft(self.path)
         folder = self._draft.folder if self._draft is not None else None
-        self._folder = Path(engine.barriers.told(None if folder is None else str(folder)))
+        self._folder = Path(engine.barriers.broadcast(None if folder is None else str(folder)))
         self._writer = RangeWriter(self._folder, self._ops, buffers=max(BUFFERS, copies))
-        with engine.barriers.together():
+        with engine.barriers.errors_on_all_ranks():
             if self._draft is not None:
                 files.create(self._writer)
                 dictionary = write_dictionary(self._folder / LIGHTNING, checkpoint, self._ops)
@@ -157,7 +157,7 @@ class Saving:
         """
         engine, cell_numel = self._engine, self._engine.snapshots.at_once
         channel = engine.communicators.background if behind else None
-        with engine.barriers.together():
+        with engine.barriers.errors_on_all_ranks():
             flats = [pages_of(flat, cell_numel, changing=behind) for kind in kinds for flat in kind.flats]
             rows = RowExchange(engine.with_other_parts, flats, channel)
         behind_training: BackgroundRowExchange | None = None
@@ -199,11 +199,11 @@ class Saving:
         """
         started = perf_counter()
         try:
-            with self._engine.barriers.together():
+            with self._engine.barriers.errors_on_all_ranks():
                 self._wait()
                 if self._error is not None:
                     raise self._told(self._error)
-            with self._engine.barriers.together():
+            with self._engine.barriers.errors_on_all_ranks():
                 self._commit()
                 if self._error_of_commit is not None:
                     raise self._told(self._error_of_commit)

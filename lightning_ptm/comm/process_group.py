@@ -344,12 +344,12 @@ def _stripes(flat: FlatLayout, full: Tensor, shard: Tensor) -> list[tuple[Tensor
 
 def _event_at_end(events: Events, name: str, full: Tensor) -> Callable[[], None] | None:
     """Returns a callback that sends the event of a collective that begins now; None without listeners."""
-    if not events.heard:
+    if not events.active:
         return None
     began_s, size_bytes = perf_counter(), full.nbytes
 
     def done() -> None:
         event = Event(EventKind.COLLECTIVE, "ranks", name, began_s, perf_counter(), bytes=size_bytes)
-        events.tell(event)
+        events.emit(event)
 
     return done

@@ -26,7 +26,7 @@ from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.placement_data import Budget, Placement, arithmetic_tier
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.sharding import ModelSharding
-from lightning_ptm.planning.tier_paths import crossed
+from lightning_ptm.planning.tier_paths import links_between
 from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.planning.update_order import first_to_wait_for, read_ahead, update_order
 from lightning_ptm.terms import Kind, Link, Operation, Tier, chunk_numel
@@ -91,7 +91,7 @@ class Clock:
         self._placement = placement
         self._hardware = hardware
         there = [tier for tier, size in budget.items() if size]
-        self._links = {(source, target): crossed(source, target, there) for source in budget for target in budget}
+        self._links = {(source, target): links_between(source, target, there) for source in budget for target in budget}
         flats = [layout.flats_of(unit) for unit in range(len(layout.units))]
         self._shard_bytes = [sum(flat.shard_bytes for flat in of) for of in flats]
         self._gradient_bytes = [sum(flat.shard_bytes for flat in of if flat.trainable) for of in flats]
@@ -100,7 +100,7 @@ class Clock:
         world = max((flat.world_size for flat in layout.flats), default=1)
         several_ranks = (world if holders is None else holders.mesh.world_size) > 1
         self._batch_rounds = _BATCH_ROUNDS if several_ranks else 0
-        self._step_rounds = 1 + bool(holders is not None and holders.apart) if several_ranks else 0
+        self._step_rounds = 1 + bool(holders is not None and holders.by_unit) if several_ranks else 0
         """Rounds of agreement per step among all ranks, in addition to those for collectives."""
         self._shared_rates = {} if holders is None else hardware.shared_rates(layout.flats, holders)
         # State.
@@ -294,8 +294,8 @@ class Clock:
         """Starts the reads that a chunk lacks; that of a gradient in another tier once the gradient is complete."""
         loads = self._chunk_loads(chunk)
         missing = loads.states if chunk.begin() else []
-        chunk.note_reads(whole=update is not None and (not loads.gradient or update.has_gradient()))
-        if chunk.whole:
+        chunk.note_reads(all_reads_begun=update is not None and (not loads.gradient or update.has_gradient()))
+        if chunk.all_reads_begun:
             missing = [*missing, *loads.gradient]
         ends_s = self._queues.carry(Operation.UPDATE, chunk.flat.unit, missing, self._now.s)
         chunk.read_until(max(chunk.ready_s, ends_s))

@@ -110,7 +110,7 @@ class Counter:
         self._group = group
         self._units = units
         self._experts = experts
-        self._absent = experts.holders.elsewhere(0) if experts is not None else frozenset[int]()
+        self._absent = experts.holders.remote_units(0) if experts is not None else frozenset[int]()
         self._position = known.position
         self._parameters = known.storages
         # State.

@@ -230,7 +230,7 @@ class Node:
 
     def _shared_bytes_per_s(self, nodes: int, holders: ModelSharding) -> dict[tuple[Axis, ...], float]:
         """`Hardware.shared_bytes_per_s`: rates of the rings of ranks that share flats, by axes."""
-        classes = [holders.everybody, *holders.apart.values()]
+        classes = [holders.common, *holders.by_unit.values()]
         along = {sharing.axes for each in classes for sharing in (each.whole, each.parts, each.partial)}
         found = {axes: self._ring_bytes_per_s(nodes, holders.mesh.groups(axes)) for axes in along}
         return {axes: rate for axes, rate in found.items() if rate is not None}

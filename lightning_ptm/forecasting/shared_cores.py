@@ -61,7 +61,7 @@ class SharedCoreFlat:
         bytes_per_element, master_bytes_per_element: bytes of compute parameters, and of master states, per element.
         on_disk: whether master states are on disk.
         kind: flats of the same kind share spare pages.
-        foreseeable: whether its updates are predicted (weight prediction).
+        can_forecast: whether its updates are predicted (weight prediction).
         cuts: bounds of its chunks; None: even ones.
         extra: work of its updates in addition to a pass over bytes.
     """
@@ -72,7 +72,7 @@ class SharedCoreFlat:
     master_bytes_per_element: int
     on_disk: bool
     kind: Hashable
-    foreseeable: bool = False
+    can_forecast: bool = False
     cuts: ChunkBounds | None = None
     extra: UpdateExtra | None = None
 
@@ -95,7 +95,7 @@ class _Job(TimedJob["_Flat"]):
 class _Flat(Flat):
     def __init__(self, flat: SharedCoreFlat, chunk_numel: int) -> None:
         self.cuts = flat.cuts or even_chunk_bounds(flat.numel, chunk_numel)
-        super().__init__(flat.kind, len(self.cuts.starts), foreseeable=flat.foreseeable)
+        super().__init__(flat.kind, len(self.cuts.starts), can_forecast=flat.can_forecast)
         self.is_ = flat
         self.have = Reading()
         self.published = False
@@ -228,7 +228,7 @@ class SharedCores:
 
     def _hand_over(self, unit: int, step: int) -> None:
         for flat in self._of_unit.get(unit, ()):
-            if flat.have.foresees(self._max_staleness, published=flat.published):
+            if flat.have.should_forecast(self._max_staleness, published=flat.published):
                 self._at.longer_s += self._forecast_s(flat)
                 flat.have.see(1)
             flat.have.receive()
@@ -238,9 +238,9 @@ class SharedCores:
 
     def _offer(self, flat: _Flat, step: int) -> None:
         offered = self.waiting.offer(flat, step, unseen=flat.applied if flat.published and flat.learned else None)
-        if offered.foreseen:
+        if offered.is_forecast:
             self._at.longer_s += self._rates.loss * self._forecast_s(flat)
-        if offered.doing is GradientEvent.ADDED:
+        if offered.event is GradientEvent.ADDED:
             size = 3 * flat.is_.numel * flat.is_.bytes_per_element
             self._at.longer_s += self._rates.loss * size / self._rates.sum_bytes_per_s
         self._feed()
@@ -262,7 +262,7 @@ class SharedCores:
         flat = job.flat
         flat.job = None
         self._at.updates += 1
-        if self.waiting.finish(flat, learned=bool(job.begun.ahead)).foreseen:
+        if self.waiting.finish(flat, learned=bool(job.begun.ahead)).is_forecast:
             self._at.longer_s += self._rates.loss * self._forecast_s(flat)
         if flat.published:
             self.waiting.give_back(flat.kind)
@@ -308,7 +308,7 @@ class SharedCores:
     def read(self, job: _Job | None, chunk: TimedChunk[_Flat]) -> bool:
         """Reads a chunk's master states."""
         chunk.read_until(self._transfer(chunk))
-        chunk.note_reads(whole=True)
+        chunk.note_reads(all_reads_begun=True)
         return True
 
     def update(self, job: _Job, chunk: TimedChunk[_Flat]) -> bool:

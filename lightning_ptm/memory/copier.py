@@ -225,12 +225,12 @@ class Copier:
         return transfer
 
     def _report(self, started: StartedCopy, end_s: float) -> None:
-        if self._events.heard:
+        if self._events.active:
             copy = started.copy
             track = f"{copy.source.tier.name}_to_{copy.target.tier.name}".lower()
             # One of the two tensors is often a buffer. The name of the one farther from compute, the home, says more.
             home = max(copy.source, copy.target, key=lambda tensor: tensor.tier.distance)
-            self._events.tell(Event(EventKind.COPY, track, home.name, started.began_s, end_s, bytes=copy.length_bytes))
+            self._events.emit(Event(EventKind.COPY, track, home.name, started.began_s, end_s, bytes=copy.length_bytes))
 
     def _finish(self, started: StartedCopy, error: BaseException | None) -> None:
         self._free_holds(started.holds)

@@ -123,7 +123,7 @@ class StreamLink:
             ended = self._in_flight.popleft()
             seconds_s = ended.timer.seconds()
             self._meter.add(ended.bytes, seconds_s)
-            if self._events.heard:
+            if self._events.active:
                 end_s = ended.began_s + seconds_s
                 event = Event(EventKind.COPY, self._track, ended.name, ended.began_s, end_s, bytes=ended.bytes)
-                self._events.tell(event)
+                self._events.emit(event)

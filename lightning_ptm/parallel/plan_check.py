@@ -33,7 +33,7 @@ from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.nested_tensors import copied, results_in, structure_of, tensors_in
 from lightning_ptm.parallel.rules import Rule
 from lightning_ptm.planning.tensor_slices import TensorSlice
-from lightning_ptm.runtime.autograd.recompute import none_kept
+from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
 from lightning_ptm.runtime.tensors.parts import cut
 from lightning_ptm.torch_internals import CALL, buffers_in, parameters_in, put_compiled_call
 
@@ -135,7 +135,14 @@ class PlanCheck:
         keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # I1
         device = next((each.device for each in tensors_in((args, kwargs))), torch.device("cpu"))
         fp32 = torch.autocast(device.type, enabled=False)
-        with torch.inference_mode(False), torch.enable_grad(), keep, fp32, _default_dtype(torch.float32), none_kept():
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            keep,
+            fp32,
+            _default_dtype(torch.float32),
+            ignoring_stored_exchanges(),
+        ):
             whole = _with_weights(skeleton, device, int(kind[:12], 16))
             divided = copy.deepcopy(whole)
             try:

@@ -1,6 +1,6 @@
-"""How the planner words its refusals: ticks by name, bytes by size, and the setting that would help.
+"""Texts of the planner's capacity errors: ticks by name, bytes by size, and the setting to raise.
 
-Owns sentences only; decides nothing. Placement, schedule and simulation refuse in the same words.
+Owns texts only; decides nothing. Placement, schedule and simulation use the same texts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_ptm.terms import Tier
 
 _NOTHING_KNOWN: Mapping[str, int] = MappingProxyType({})
 _NAMED_USES = 3
-"""Of what a tier is for, what is told by name."""
+"""How many of a tier's uses a message names; the rest is summed up."""
 
 
 def format_bytes(count: int) -> str:
@@ -29,7 +29,9 @@ def format_bytes(count: int) -> str:
 
 
 def tier_in_words(tier: Tier, unified: bool) -> str:
-    """'the host tier'; 'RAM' for the device tier where it is RAM, and whoever has no GPU knows of no device.
+    """Returns the tier's name for messages: 'the host tier', or 'RAM' for a device tier that is RAM.
+
+    A user without a GPU does not know of a device tier.
 
     Args:
         unified: the device tier is RAM.
@@ -38,16 +40,17 @@ def tier_in_words(tier: Tier, unified: bool) -> str:
 
 
 def setting_for(tier: Tier, unified: bool) -> str:
-    """The setting that a user raises for a larger tier. Args as `tier_in_words`."""
+    """Returns the setting that a user raises for a larger tier. Args as `tier_in_words`."""
     return (Tier.HOST if unified and tier.computes else tier).setting
 
 
 def uses_in_words(tier: Tier, uses: Mapping[str, int], unified: bool = False) -> str:
-    """'the host tier is for optimizer states 60 MiB, master parameters 30 MiB, gradients 8 MiB, others 2 MiB': the largest
-    first; empty when it is for nothing.
+    """Returns what a tier's bytes are used for, the largest use first; empty when there are none.
+
+    For example 'the host tier is for optimizer states 60 MiB, master parameters 30 MiB, gradients 8 MiB, others 2 MiB'.
 
     Args:
-        uses: bytes by what they are for.
+        uses: bytes by use.
         unified: the device tier is RAM.
     """
     largest = sorted(((size, what) for what, size in uses.items() if size), key=lambda each: -each[0])
@@ -59,20 +62,23 @@ def uses_in_words(tier: Tier, uses: Mapping[str, int], unified: bool = False) ->
 
 
 def with_uses(text: str, tier: Tier, uses: Mapping[str, int], unified: bool = False) -> str:
-    """A refusal, and what takes the tier's bytes."""
-    told = uses_in_words(tier, uses, unified)
-    return f"{text} ({told})" if told else text
+    """Returns an error text, with what takes the tier's bytes appended in parentheses."""
+    words = uses_in_words(tier, uses, unified)
+    return f"{text} ({words})" if words else text
 
 
 def tick_label(layout: ModelLayout, trace: Trace, tick: int) -> str:
-    """'tick 7 (layers.3 backward)'; the trigger after the last tick is 'after the last tick'."""
+    """Returns the label of a tick for messages: 'tick 7 (layers.3 backward)'.
+
+    The trigger after the last tick is 'after the last tick'.
+    """
     if tick >= len(trace.ticks):
         return "after the last tick"
     at = trace.ticks[tick]
     return f"tick {tick} ({layout.units[at.unit].name or 'the root'} {at.phase.value})"
 
 
-def device_refusal(
+def device_capacity_error(
     layout: ModelLayout,
     trace: Trace,
     tick: int,
@@ -84,18 +90,18 @@ def device_refusal(
     further: str = "",
     uses: Mapping[str, int] = _NOTHING_KNOWN,
 ) -> CapacityError:
-    """The error for a tick whose gathered units and gradients do not fit on the device, or in RAM where that is the device.
+    """Returns the error for a tick whose gathered units and gradients do not fit on the device.
 
     Args:
         layout: names the unit.
         trace: names the phase.
         tick: the tick with the highest need.
         need_pages: pages that it needs at once.
-        have_pages: pages of the tier that are there for it; negative when what is reserved alone is too much.
+        have_pages: pages of the tier that are available for it; negative when the reserved bytes alone exceed the tier.
         reserved_bytes: device bytes that are taken already: homes and staging.
         unified: the device tier is RAM.
-        further: what to do beside raising the tier's setting.
-        uses: of `reserved_bytes`, bytes by what they are for.
+        further: a remedy in addition to raising the tier's setting.
+        uses: of `reserved_bytes`, bytes by use.
     """
     label = tick_label(layout, trace, tick)
     where, setting = tier_in_words(Tier.DEVICE, unified), f"{setting_for(Tier.DEVICE, unified)}{further}"
@@ -111,7 +117,7 @@ def device_refusal(
     verb = "needs" if label.startswith("tick") else "the plan needs"
     text = (
         f"{label} {verb} {need_pages} pages at once ({format_bytes(need_pages * layout.page_size)}), {where} "
-        f"has {have_pages} of {format_bytes(layout.page_size)} beside {format_bytes(reserved_bytes)} of homes and "
+        f"has {have_pages} of {format_bytes(layout.page_size)} after {format_bytes(reserved_bytes)} for homes and "
         f"staging; raise {setting} or use smaller units"
     )
     return CapacityError(with_uses(text, Tier.DEVICE, uses, unified))

@@ -1,4 +1,4 @@
-"""Where the shard of a flat is cut into chunks: what updates read, compute and write at once."""
+"""Chunk boundaries of a flat's shard. A chunk is what an update reads, computes and writes at once."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ from lightning_ptm.planning.layout import FlatLayout
 
 @dataclass(frozen=True, slots=True)
 class ChunkBounds:
-    """Where a flat's shard is cut into chunks, in elements.
+    """The chunk boundaries of one flat's shard, in elements.
 
     Attributes:
-        starts: of the chunks, in order.
-        numel: of the shard: the end of the last one.
+        starts: first element of each chunk, in order.
+        numel: elements of the shard, which is the end of the last chunk.
     """
 
     starts: Sequence[int]
     numel: int
 
     def length(self, place: int) -> int:
-        """Elements of the chunk at a place in `starts`."""
+        """Returns the elements of the chunk at index `place` of `starts`."""
         return (self.starts[place + 1] if place + 1 < len(self.starts) else self.numel) - self.starts[place]
 
     def length_from(self, start: int) -> int:
-        """Elements of the chunk that starts there."""
+        """Returns the elements of the chunk that begins at element `start`."""
         return self.length(bisect.bisect_left(self.starts, start))
 
 
 def even_chunk_bounds(numel: int, chunk_numel: int) -> ChunkBounds:
-    """Chunks of equal length, but for the last."""
+    """Returns chunks of equal length; the last may be shorter."""
     return ChunkBounds(range(0, numel, chunk_numel), numel)
 
 
 def chunk_bounds_of(flat: FlatLayout, chunk_numel: int) -> ChunkBounds:
-    """Of a flat; where parameters are updated whole, a chunk is as many of them as `chunk_numel` elements hold, or one; it is
-    padding where the rank owns none."""
+    """Returns the chunk boundaries of a flat.
+
+    Where an update needs whole parameters, a chunk is as many parameters as fit into `chunk_numel` elements, at least
+    one. A rank that owns no parameter of the flat has one chunk of padding.
+    """
     if not flat.updated_whole:
         return even_chunk_bounds(flat.shard_numel, chunk_numel)
     starts: list[int] = []

@@ -1,16 +1,19 @@
-"""Which chunk of which update is read, computed or given up next (section 7; Algorithm 2's updating part).
+"""Scheduler of the update pipeline: which chunk is read, computed or dropped next.
 
-Owns the order: jobs in hand, chunks of these, what is read ahead of them, and how many chunks hold buffers. Holds no bytes
-and no transfers: what it decides, its `ChunkActions` do at once. Those of a run move bytes (update/pipeline.py),
-those of a forecast
-count seconds (clock.py, shared_cores.py). Belongs to one thread at a time. Never waits.
-I1: chunks of a flat are updated by one job after the other, in the order of submission.
-I2: a chunk is read only after its last write has landed, and after a read of it that nobody wants any more has ended:
-    else its next write could meet that read.
-I3: at most `staging` chunks hold buffers. One that cannot be computed yet gives its buffers up to one that could be.
-I4: while a job is unfinished, `advance` can do something, or `awaited` names a read, a write or a gradient that has not come.
-    So a chunk that lacks columns of its job gets them as soon as they can be read, also where an earlier job of the queue has
-    no room: it keeps its buffers until it is computed. tests/planning/test_chunk_states.py visits every state.
+Implements section 7 and the updating part of Algorithm 2 of the paper. Owns the order: the job queue, the chunks of
+each job, the chunks that are read ahead, and how many chunks hold buffers. Holds no bytes and no transfers: its
+`ChunkActions` carry out each decision at once. Those of a run move bytes (update/pipeline.py), those of a virtual run
+count seconds (clock.py, shared_cores.py). One thread at a time uses it. It never waits.
+
+I1: chunks of a flat are updated by one job after another, in the order of submission.
+I2: a chunk is read only after its last write has landed, and after an abandoned read of it has ended: otherwise its
+    next write could overlap that read.
+I3: at most `staging` chunks hold buffers. A chunk that cannot be computed yet gives its buffers up to one that could
+    be.
+I4: while a job is unfinished, `advance` can make progress, or `awaited` names a read, a write or a gradient that is
+    outstanding. So a chunk that lacks some of its job's states reads them as soon as they are readable, even where an
+    earlier job of the queue has no room: the chunk keeps its buffers until it is computed.
+    tests/planning/test_chunk_states.py visits every state.
 """
 
 from __future__ import annotations
@@ -29,28 +32,28 @@ F = TypeVar("F")
 
 @dataclass(slots=True, eq=False)
 class Chunk(abc.ABC, Generic[F]):
-    """A stretch of a flat's shard on its way, in elements.
+    """A range of a flat's shard in the pipeline, in elements.
 
     Attributes:
-        whole: its reads of all that its job needs have begun.
+        all_reads_begun: whether the reads of everything that its job needs have begun.
     """
 
     flat: F
     start: int
     numel: int
-    whole: bool = False
+    all_reads_begun: bool = False
 
-    def note_reads(self, *, whole: bool) -> None:
-        """Reads have begun, of all that its job needs or not."""
-        self.whole = whole
+    def note_reads(self, *, all_reads_begun: bool) -> None:
+        """Records that reads have begun. `all_reads_begun`: of everything that the job needs."""
+        self.all_reads_begun = all_reads_begun
 
     @abc.abstractmethod
     def readable(self) -> bool:
-        """Whether the reads that have begun have ended."""
+        """Returns whether all reads that have begun have ended."""
 
     @abc.abstractmethod
     def written(self) -> bool:
-        """Whether its writes have landed."""
+        """Returns whether its writes have landed."""
 
 
 C = TypeVar("C", bound=Chunk)
@@ -60,12 +63,12 @@ class Job(abc.ABC, Generic[F, C]):
     """An update of one flat.
 
     Args:
-        flat: told apart from others by identity.
-        cuts: where its shard is cut.
-        starts: of the chunks that are to be updated, in order.
-        streams: its chunks pass through buffers.
-        reads_ahead: something of them may be read before its gradient is there.
-        turn: jobs of earlier turns are served first, those of one in the order of submission.
+        flat: the flat, compared by identity.
+        cuts: the chunk boundaries of its shard.
+        starts: first elements of the chunks to update, in order.
+        streams: whether its chunks pass through staging buffers.
+        reads_ahead: whether some states can be read before the gradient is available.
+        turn: priority. Jobs of earlier turns are served first; within a turn, the order is that of submission.
     """
 
     def __init__(
@@ -85,27 +88,27 @@ class Job(abc.ABC, Generic[F, C]):
         self.turn = turn
 
         self.waiting = list(reversed(starts))
-        """Starts of the chunks that were not begun, the first last."""
+        """Starts of the chunks that have not begun, in reverse order."""
         self.active: list[C] = []
         """Chunks whose reads were issued, in order of issue."""
-        self.lacking: list[C] = []
-        """Those of them that are not whole."""
+        self.incomplete: list[C] = []
+        """The active chunks that are not `all_reads_begun`."""
         self.predecessor: Self | None = None
-        """The job before this one on the same flat, until it has ended."""
+        """The previous job on the same flat, until it has ended."""
         self.ended = False
-        """Written by `Chunks`."""
+        """Whether the job's arithmetic is complete. Written by `Chunks`."""
 
     @abc.abstractmethod
     def has_gradient(self) -> bool:
-        """Whether its gradient is there."""
+        """Returns whether the job's gradient is available."""
 
     @property
     def computed(self) -> bool:
         return not self.waiting and not self.active
 
     def may_start(self) -> bool:
-        """True when no earlier job on the same flat has arithmetic left."""
-        # A job without chunks is computed from the first, and still keeps its place among those of its flat.
+        """Returns whether no earlier job on the same flat has arithmetic left."""
+        # A job without chunks counts as computed at once, but still waits for its turn among the jobs of its flat.
         if self.predecessor is not None and self.predecessor.ended:
             self.predecessor = None
         return self.predecessor is None
@@ -117,7 +120,7 @@ J_contra = TypeVar("J_contra", bound=Job, contravariant=True)
 
 
 class ChunkEvent(enum.Enum):
-    """What becomes of a chunk; SUBMITTED and ENDED: of a job."""
+    """Events of a chunk's life; SUBMITTED and ENDED are events of a job."""
 
     SUBMITTED = "submitted"
     READ = "read"
@@ -129,9 +132,9 @@ class ChunkEvent(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChunkAct(Generic[F]):
-    """What was decided, for who listens."""
+    """A decision of the scheduler, for listeners."""
 
-    doing: ChunkEvent
+    event: ChunkEvent
     flat: F
     start: int = 0
     numel: int = 0
@@ -139,7 +142,7 @@ class ChunkAct(Generic[F]):
 
 @dataclass(slots=True, eq=False)
 class WantedChunk(Generic[F]):
-    """A flat to be read ahead: where it is cut, and the place of its next chunk."""
+    """A flat to read ahead: its chunk boundaries, and the index of its next chunk."""
 
     flat: F
     cuts: ChunkBounds
@@ -147,37 +150,41 @@ class WantedChunk(Generic[F]):
 
 
 class ChunkActions(Protocol[F_contra, J_contra, C]):
-    """What does to chunks what was decided."""
+    """The operations that carry out the scheduler's decisions."""
 
     def chunk(self, flat: F_contra, start: int, numel: int) -> C:
-        """A chunk of which nothing has been read."""
+        """Returns a new chunk, of which nothing has been read."""
 
     def read(self, job: J_contra | None, chunk: C) -> bool:
-        """Begin the reads that it lacks, as far as that can be; whether any. Without a job: of what is known before it."""
+        """Begins the missing reads of a chunk as far as possible; returns whether any began.
+
+        Without a job, only states that are known before the job is submitted are read.
+        """
 
     def update(self, job: J_contra, chunk: C) -> bool:
-        """Do a chunk's arithmetic and begin its writes; whether there are any."""
+        """Computes a chunk and begins its writes; returns whether there are any."""
 
     def free(self, chunk: C) -> None:
-        """Take its buffers back: its reads or writes have ended."""
+        """Takes the buffers of a chunk back, whose reads or writes have ended."""
 
     def end(self, job: J_contra) -> None:
-        """Of a job nothing is left to compute."""
+        """Called when a job has no arithmetic left."""
 
 
 class Chunks(Generic[F, J, C]):
-    """See the file's contract.
+    """The scheduler: job queue, read-ahead and staging budget of one optimizer pipeline.
 
     Args:
-        staging: chunks that may hold buffers at once.
+        actions: carries out the decisions.
+        staging: the number of chunks that may hold buffers at once.
     """
 
-    def __init__(self, hands: ChunkActions[F, J, C], *, staging: float) -> None:
-        self._hands = hands
+    def __init__(self, actions: ChunkActions[F, J, C], *, staging: float) -> None:
+        self._actions = actions
         self.staging = staging
 
-        self.told: Callable[[ChunkAct[F]], None] | None = None
-        """Told of what is decided, in order."""
+        self.on_decision: Callable[[ChunkAct[F]], None] | None = None
+        """Listener for decisions, called in order."""
         self.queue: list[J] = []
         """Jobs with arithmetic left, in the order of service."""
         self._wanted: list[WantedChunk[F]] = []
@@ -185,53 +192,53 @@ class Chunks(Generic[F, J, C]):
         """Chunks that were read ahead and that no job has claimed."""
         self._writing: list[C] = []
         self._abandoned: list[C] = []
-        """Chunks that nobody wants any more, until their reads end."""
+        """Chunks that are no longer needed, until their reads end."""
         self._held = 0
-        """Chunks that hold buffers."""
+        """Number of chunks that hold buffers."""
 
     # Commands: they decide what comes next and start nothing.
 
     def enqueue(self, job: J) -> None:
-        """Take a job; chunks that were read ahead for it become its own."""
+        """Adds a job; chunks that were read ahead for its flat become the job's own."""
         flat = job.flat
         job.predecessor = next((other for other in reversed(self.queue) if other.flat is flat), None)
         place = len(self.queue)
         while place and self.queue[place - 1].turn > job.turn:
             place -= 1
         self.queue.insert(place, job)
-        if self.told is not None:
-            self.told(ChunkAct(ChunkEvent.SUBMITTED, flat, numel=job.cuts.numel))
+        if self.on_decision is not None:
+            self.on_decision(ChunkAct(ChunkEvent.SUBMITTED, flat, numel=job.cuts.numel))
         self._wanted = [wanted for wanted in self._wanted if wanted.flat is not flat]
         for chunk in [chunk for chunk in self._ahead if chunk.flat is flat]:
             self._ahead.remove(chunk)
             if job.streams and chunk.start in job.waiting:
                 job.waiting.remove(chunk.start)
                 job.active.append(chunk)
-                job.lacking.append(chunk)
+                job.incomplete.append(chunk)
             else:
                 self._abandoned.append(chunk)
 
     def want(self, order: Sequence[WantedChunk[F]]) -> None:
-        """Read these flats ahead, in this order; replaces the order given before."""
+        """Sets the flats to read ahead, in order; replaces the order given before."""
         known = {id(chunk.flat) for chunk in self._ahead}
         self._wanted = [wanted for wanted in order if id(wanted.flat) not in known]
 
     def to_front(self, job: J) -> None:
-        """Serve a job, and those that must precede it (I1), before all others."""
+        """Serves a job, and the jobs that must precede it (I1), before all others."""
         first: J | None = job
         while first is not None:
             self.queue.remove(first)
             self.queue.insert(0, first)
             first = None if first.may_start() else first.predecessor
 
-    def forget_ahead(self) -> None:
-        """Drop what was read ahead: the pages may be about to change."""
+    def drop_read_ahead(self) -> None:
+        """Drops the chunks that were read ahead, because their pages may be about to change."""
         self._wanted.clear()
         self._abandoned.extend(self._ahead)
         self._ahead.clear()
 
     def clear(self) -> list[C]:
-        """Forget everything; returns the chunks that hold buffers, whose transfers may go on."""
+        """Drops all jobs and chunks; returns the chunks that hold buffers, whose transfers may still be in progress."""
         found = [*self._ahead, *self._writing, *self._abandoned, *(chunk for job in self.queue for chunk in job.active)]
         for chunks in (self._ahead, self._writing, self._abandoned, self._wanted, self.queue):
             chunks.clear()
@@ -240,18 +247,18 @@ class Chunks(Generic[F, J, C]):
 
     @property
     def busy(self) -> bool:
-        """Whether any job is unfinished or any transfer in flight that nobody has asked for ahead."""
+        """Whether any job is unfinished or any transfer is in flight, other than reads ahead."""
         return bool(self.queue or self._writing or self._abandoned)
 
     @property
     def idle(self) -> bool:
-        """Whether `advance` changes nothing, whatever transfers end, until something is asked for."""
+        """Whether `advance` changes nothing, whichever transfers end, until the next command."""
         return not (self.queue or self._writing or self._abandoned or self._wanted)
 
     # Progress.
 
     def advance(self) -> bool:
-        """Take buffers back, begin reads, compute one chunk and begin its writes.
+        """Takes buffers back, begins reads, computes one chunk and begins its writes.
 
         Returns:
             Whether anything changed.
@@ -269,8 +276,11 @@ class Chunks(Generic[F, J, C]):
         return moved
 
     def awaited(self, lead: J | None) -> C | J | None:
-        """What has not come yet and is in the way of a job (None: of the first): a chunk's reads or writes, or the gradient
-        of a job, which is the last thing to wait for, because others can go on meanwhile."""
+        """Returns what blocks a job (None: the first job of the queue).
+
+        That is a chunk with a read or write in flight, or a job without its gradient. A missing gradient is returned
+        last, because other jobs can make progress in the meantime.
+        """
         order = self.queue if lead is None else sorted(self.queue, key=lambda job: job is not lead)
         for job in order:
             if job.may_start() and job.has_gradient():
@@ -280,7 +290,7 @@ class Chunks(Generic[F, J, C]):
         for writing in self._writing:
             if not writing.written():
                 return writing
-        # Only room is missing: the reads of those who can give it have to end first.
+        # Only room is missing: the reads of chunks that can give up their buffers have to end first.
         for chunk in (*self._abandoned, *self._ahead, *(chunk for job in order for chunk in job.active)):
             if not chunk.readable():
                 return chunk
@@ -301,19 +311,19 @@ class Chunks(Generic[F, J, C]):
         for job in self.queue:
             if not job.streams or not job.may_start() or not (job.reads_ahead or job.has_gradient()):
                 continue
-            # Also behind a job that has no room: these chunks hold the buffers that it waits for (I4).
-            for chunk in [*job.lacking]:
-                moved = self._hands.read(job, chunk) or chunk.whole or moved
-                if chunk.whole:
-                    job.lacking.remove(chunk)
+            # Also after a job that found no room: these chunks hold the buffers that it waits for (I4).
+            for chunk in [*job.incomplete]:
+                moved = self._actions.read(job, chunk) or chunk.all_reads_begun or moved
+                if chunk.all_reads_begun:
+                    job.incomplete.remove(chunk)
             while room and job.waiting and not self._is_busy(job.flat, job.waiting[-1]):
                 if self._held >= self.staging and not self._make_room(job):
                     room = False
                     break
                 start = job.waiting.pop()
                 chunk = self._read(job, job.active, job.flat, start, job.cuts.length_from(start))
-                if not chunk.whole:
-                    job.lacking.append(chunk)
+                if not chunk.all_reads_begun:
+                    job.incomplete.append(chunk)
                 moved = True
         return self._issue_ahead() or moved if room and self._wanted else moved
 
@@ -333,11 +343,11 @@ class Chunks(Generic[F, J, C]):
         return moved
 
     def _read(self, job: J | None, among: list[C], flat: F, start: int, numel: int) -> C:
-        chunk = self._hands.chunk(flat, start, numel)
+        chunk = self._actions.chunk(flat, start, numel)
         among.append(chunk)
         self._held += 1
-        self._hands.read(job, chunk)
-        self._tell(ChunkEvent.READ, chunk)
+        self._actions.read(job, chunk)
+        self._report(ChunkEvent.READ, chunk)
         return chunk
 
     def _is_busy(self, flat: F, start: int) -> bool:
@@ -346,7 +356,7 @@ class Chunks(Generic[F, J, C]):
         )
 
     def _make_room(self, asking: J) -> bool:
-        """Take the buffers of a chunk that waits for a gradient, if `asking` does not wait for its own (I3)."""
+        """Takes the buffers of a chunk that waits for a gradient, provided that `asking` has its own gradient (I3)."""
         if not asking.has_gradient():
             return False
         for chunk in reversed(self._ahead):
@@ -359,17 +369,17 @@ class Chunks(Generic[F, J, C]):
             for chunk in reversed(job.active):
                 if chunk.readable():
                     self._free(job.active, chunk, ChunkEvent.GIVEN_UP)
-                    if chunk in job.lacking:
-                        job.lacking.remove(chunk)
+                    if chunk in job.incomplete:
+                        job.incomplete.remove(chunk)
                     job.waiting.append(chunk.start)
                     return True
         return False
 
-    def _free(self, among: list[C], chunk: C, doing: ChunkEvent) -> None:
-        self._hands.free(chunk)  # first: it raises what went wrong with a write, and others of the chunk may go on
+    def _free(self, among: list[C], chunk: C, event: ChunkEvent) -> None:
+        self._actions.free(chunk)  # first: it raises the error of a failed write while other transfers may be in flight
         among.remove(chunk)
         self._held -= 1
-        self._tell(doing, chunk)
+        self._report(event, chunk)
 
     def _next_ready(self, job: J) -> C | None:
         if not job.may_start() or not job.has_gradient():
@@ -378,21 +388,21 @@ class Chunks(Generic[F, J, C]):
             if not job.waiting:
                 return None
             start = job.waiting.pop()
-            job.active.append(self._hands.chunk(job.flat, start, job.cuts.length_from(start)))
+            job.active.append(self._actions.chunk(job.flat, start, job.cuts.length_from(start)))
             return job.active[-1]
         for chunk in job.active:
-            if chunk.whole and chunk.readable():
+            if chunk.all_reads_begun and chunk.readable():
                 return chunk
         return None
 
     def _compute(self, job: J, chunk: C) -> None:
-        writes = self._hands.update(job, chunk)
+        writes = self._actions.update(job, chunk)
         job.active.remove(chunk)
-        self._tell(ChunkEvent.COMPUTED, chunk)
+        self._report(ChunkEvent.COMPUTED, chunk)
         if writes:
             self._writing.append(chunk)
         elif job.streams:
-            self._hands.free(chunk)
+            self._actions.free(chunk)
             self._held -= 1
         if job.computed:
             self._end(job)
@@ -400,10 +410,10 @@ class Chunks(Generic[F, J, C]):
     def _end(self, job: J) -> None:
         self.queue.remove(job)
         job.ended = True
-        self._hands.end(job)
-        if self.told is not None:
-            self.told(ChunkAct(ChunkEvent.ENDED, job.flat, numel=job.cuts.numel))
+        self._actions.end(job)
+        if self.on_decision is not None:
+            self.on_decision(ChunkAct(ChunkEvent.ENDED, job.flat, numel=job.cuts.numel))
 
-    def _tell(self, doing: ChunkEvent, chunk: C) -> None:
-        if self.told is not None:
-            self.told(ChunkAct(doing, chunk.flat, chunk.start, chunk.numel))
+    def _report(self, event: ChunkEvent, chunk: C) -> None:
+        if self.on_decision is not None:
+            self.on_decision(ChunkAct(event, chunk.flat, chunk.start, chunk.numel))

@@ -1,7 +1,7 @@
-"""What each unit asks of the device tier, and when: the least that its use takes, or what it takes with overlap.
+"""Device pages that each unit needs at each instant: the least demand, and the demand with overlap.
 
-Owns the translation of a unit's uses and homes into pages over instants (page_occupancy.py). Placement adds these up to
-choose homes, schedule starts from them. The simulator knows nothing of this file.
+Owns the translation of a unit's uses and homes into pages over instants (page_occupancy.py). Placement adds the demands
+up to choose homes; schedule starts from them. The simulator does not use this file.
 
 I1: the least demand of a unit is what its plan holds when nothing is fetched before its need.
 I2: the comfortable demand covers the least one; it adds a fetch one tick ahead, and a tick in which gradients leave.
@@ -28,29 +28,32 @@ class Demand:
     pages: int
 
     def add_to(self, occupancy: Occupancy) -> None:
-        """Take the pages."""
+        """Adds the pages to the occupancy."""
         occupancy.add(self.first, self.last, self.pages)
 
     def take_from(self, occupancy: Occupancy) -> None:
-        """Give the pages back."""
+        """Removes the pages from the occupancy."""
         occupancy.add(self.first, self.last, -self.pages)
 
 
 def early_triggers(spans: tuple[Span, ...]) -> tuple[int, ...]:
-    """Per span the trigger one tick before it, where there is one; spans of a unit never touch, so it is free."""
+    """Returns the trigger one tick before each span, or the first trigger.
+
+    Spans of a unit never touch, so the tick before a span is outside the span before it.
+    """
     return tuple(max(span.first - 1, 0) for span in spans)
 
 
 def parameter_demands(
-    layout: ModelLayout, uses: Uses, unit: int, offload_parameters: Tier, *, comfortable: bool
+    layout: ModelLayout, uses: Uses, unit: int, parameter_home: Tier, *, comfortable: bool
 ) -> Iterator[Demand]:
-    """A unit's gathered flats, and the shard pages that are fetched for the gather.
+    """Returns the demands of a unit's gathered flats, and of the shard pages that are fetched for the gather.
 
-    Flats that nobody shares are used where they lie, if that is the device, and are else fetched straight into their full
-    runs.
+    Flats that no other rank shares are used in place if their home is the device; otherwise they are fetched straight
+    into their full runs of pages.
     """
-    full_pages = layout.full_pages(unit, in_place=offload_parameters.computes)
-    shard_pages = 0 if offload_parameters.computes else layout.gathered_pages(unit)
+    full_pages = layout.full_pages(unit, in_place=parameter_home.computes)
+    shard_pages = 0 if parameter_home.computes else layout.gathered_pages(unit)
     if not full_pages:
         return
     spans = uses.units[unit].spans()
@@ -59,73 +62,85 @@ def parameter_demands(
         yield Demand(compute_instant(trigger), compute_instant(span.end), full_pages)
         if shard_pages:
             fetched = max(trigger - 1, 0) if comfortable else trigger
-            # Until the need, though the gather may be done before: so the least demand is covered (I2).
+            # Until the need, though the gather may be done earlier, so that the least demand is covered (I2).
             yield Demand(compute_instant(fetched), compute_instant(span.first), shard_pages)
 
 
 def gradient_demands(layout: ModelLayout, uses: Uses, unit: int, gradients: Gradients) -> Iterator[Demand]:
-    """A unit's gradients, in each backward pass from the first tick that may write them until they are at home or used up.
+    """Returns the demands of a unit's gradients.
 
-    Those that pass through hold pages until the update, taken for that time.
+    In each backward pass they last from the first tick that may write the gradients until these are at home or used up.
+    Gradients that pass through hold their pages until the update.
     """
     use = uses.units[unit]
     passing = gradients.pass_through
     yield from full_gradient_demands(layout, uses, unit, gradients)
-    reduced = pages_beside_full_gradients(layout, unit, gradients, alone=False)
-    added = pages_beside_full_gradients(layout, unit, gradients, alone=True)
+    reduced = extra_gradient_pages(layout, unit, gradients, needs_no_reduction=False)
+    added = extra_gradient_pages(layout, unit, gradients, needs_no_reduction=True)
     for written in gradient_spans(use, passing=passing):
-        # What they are reduced to, or added to, is there while the full ones are read.
+        # The destination of the reduction, or of the addition, exists while the full gradients are read.
         leaves = written.end + 1
         if reduced:
             yield Demand(trigger_instant(leaves), compute_instant(use.ticks[-1] + 1 if passing else leaves), reduced)
         if added:
-            # Autograd may enter the next unit before the last gradient comes: between two units of any sizes there is
-            # room for this unit's parameters, or for the next one's gradients.
+            # Autograd may enter the next unit before the last gradient of this one arrives. Between two units of any
+            # sizes there is room for this unit's parameters, or for the next unit's gradients.
             yield Demand(compute_instant(written.end), trigger_instant(leaves), added)
 
 
 def full_gradient_demands(layout: ModelLayout, uses: Uses, unit: int, gradients: Gradients) -> Iterator[Demand]:
-    """Of these, the full gradients, which end at the trigger at which they are reduced, offloaded or used."""
+    """Returns the part of `gradient_demands` for full gradients.
+
+    They end at the trigger at which they are reduced, offloaded or used.
+    """
     use = uses.units[unit]
     passing = gradients.pass_through
-    for alone in (False, True):
-        pages = layout.full_gradient_pages(unit, alone=alone)
-        if not pages or (alone and gradients.home.computes and gradients.outlive_backward):
-            continue  # written where they are at home
+    for needs_no_reduction in (False, True):
+        pages = layout.full_gradient_pages(unit, needs_no_reduction=needs_no_reduction)
+        if not pages or (needs_no_reduction and gradients.home.computes and gradients.outlive_backward):
+            continue  # written straight to their home
         for written in gradient_spans(use, passing=passing):
-            # Passing, of this rank alone: the full gradients are the shard.
-            end = use.ticks[-1] if passing and alone else written.end
+            # If they pass through and no other rank shares them, the full gradients are the shard.
+            end = use.ticks[-1] if passing and needs_no_reduction else written.end
             yield Demand(compute_instant(written.first), trigger_instant(end + 1), pages)
 
 
-def pages_beside_full_gradients(
-    layout: ModelLayout, unit: int, gradients: Gradients, *, alone: bool | None = None
+def extra_gradient_pages(
+    layout: ModelLayout, unit: int, gradients: Gradients, *, needs_no_reduction: bool | None = None
 ) -> int:
-    """Pages that a unit's gradients take beside the full ones where these leave: the shards to which ranks reduce them, and
-    buffers in which whole ones are added to what comes from their home. A reduced one's buffer takes no more than the full
-    ones, which are gone by then.
+    """Returns the pages that exist in addition to a unit's full gradients while these leave.
+
+    They are the shards to which ranks reduce gradients, and the buffers in which whole gradients are added to those
+    from their home. The buffer of a reduced gradient takes no more pages than the full gradients, which are gone by
+    then.
 
     Args:
-        alone: of flats that are, or are not; None: of all (`ModelLayout.alone`).
+        needs_no_reduction: count only flats that are, or are not, `ModelLayout.needs_no_reduction`; None: all flats.
     """
     pages = 0
     for flat in layout.flats_of(unit):
-        if flat.trainable and alone in (None, layout.alone(flat)):
-            reduced = 0 if layout.alone(flat) else flat.shard_pages
+        if flat.trainable and needs_no_reduction in (None, layout.needs_no_reduction(flat)):
+            reduced = 0 if layout.needs_no_reduction(flat) else flat.shard_pages
             whole = gradients.add_up_in_buffer and not flat.shared
             pages += max(reduced, round_up(flat.gradient_bytes, layout.page_size) // layout.page_size if whole else 0)
     return pages
 
 
 def gradient_spans(use: UnitUse, *, passing: bool) -> tuple[Span, ...]:
-    """From the first tick that may write a unit's gradients to the last before they leave: those of each backward pass, or,
-    where they stay until the update, of all."""
+    """Returns the ticks from the first that may write a unit's gradients to the last before they leave.
+
+    That is one span for each backward pass, or one span for all passes if the gradients stay on the device until the
+    update.
+    """
     if not passing or not use.backward:
         return use.backward
     return (Span(use.backward[0].first, use.backward[-1].end),)
 
 
 def gradient_linger(layout: ModelLayout, uses: Uses, unit: int, gradients: Gradients) -> Iterator[Demand]:
-    """The tick in which a unit's gradients still leave while the next tick computes: wanted, not needed."""
+    """Returns the demands of the tick in which a unit's gradients still leave while the next tick computes.
+
+    The plan reserves them if there is room; it does not need them.
+    """
     for full in full_gradient_demands(layout, uses, unit, gradients):
         yield Demand(full.last + 1, full.last + 1, full.pages)

@@ -1,17 +1,18 @@
-"""Which rank holds which experts when ranks divide them, and who computes with whom (expert parallelism).
+"""Expert parallelism: which rank holds which experts, and which ranks exchange tokens.
 
-Knows numbers of ranks and experts only. A *group* are ranks that differ along the mesh's expert axis alone: they exchange
-tokens, and each of its members holds other experts. Ranks of equal place on that axis hold the same ones, and their pages are
-sharded over these ranks.
+Knows numbers of ranks and experts only. A *group* is the ranks that differ along the mesh's expert axis alone: they
+exchange tokens, and each of its members holds other experts. Ranks with the same position on that axis hold the same
+experts, and shard the experts' pages among themselves.
 
-Where ranks also cut parameters, tensor groups are innermost, so that their ranks are neighbours, and each rank of one is in
-an expert group of its own, of ranks with the same parts. A tensor group has the same tokens, and each of its ranks sends all
-of them to its own group: an expert that is cut needs every token on each of its parts, and one that is whole is computed
-alike by all ranks of a tensor group, as all that is whole is. (Each could send its share of the tokens, and the ranks of a
-tensor group tell each other what came: fewer bytes between groups, one exchange more inside of them.)
+With tensor parallelism, tensor groups are innermost in the mesh, so that their ranks are neighbours. Each rank of a
+tensor group is in its own expert group, of ranks with the same parts of parameters. The ranks of a tensor group have
+the same tokens, and each of them sends all tokens to its own expert group: a cut expert needs every token on each of
+its parts, and a whole expert is computed alike by all ranks of a tensor group, as every whole module is. (Each rank
+could send only its share of the tokens and then exchange results within the tensor group: fewer bytes between groups,
+one more exchange within them.)
 
-I1: every expert of a layer is held by exactly one member of each group. I2: members hold neighbours, the first ones one more
-where experts do not divide evenly.
+I1: every expert of a layer is held by exactly one member of each group.
+I2: a member holds consecutive experts; the first members hold one more where experts do not divide evenly.
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.planning.sharding import Axis, Mesh, ModelSharding, shared_by_all, sharing_along
 
 ALONG = ((Axis.DATA, Axis.EXPERT), (Axis.DATA, Axis.TENSOR), (Axis.DATA,), (Axis.EXPERT,), (Axis.TENSOR,))
-"""Axes along which some ranks share or exchange, beside all of them: parts of what is everybody's, experts, parts of these,
-and tokens."""
+"""Combinations of axes along which some ranks share states or exchange data, in addition to all ranks together.
+
+In order: parts of parameters that all ranks share, experts, parts of experts (DATA), tokens, activations.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSplit:
-    """Of `world_size` ranks, groups of `size` divide the experts among them.
+    """The division of experts among groups of `size` of the `world_size` ranks.
 
     Args:
-        parts: into how many tensor groups cut parameters, of experts, too; it divides `world_size`.
+        parts: tensor-parallel size, which also cuts experts; it divides `world_size`.
 
     Raises:
-        ConfigError: there are no such groups.
+        ConfigError: the sizes do not divide.
     """
 
     world_size: int
@@ -56,30 +59,30 @@ class ExpertSplit:
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks of a tensor group are neighbours, and those groups that divide experts."""
+        """The mesh: tensor groups are neighbouring ranks, and so are the tensor groups that divide experts."""
         batches = self.world_size // self.parts
         return Mesh({Axis.DATA: batches // self.size, Axis.EXPERT: self.size, Axis.TENSOR: self.parts})
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each group, by member."""
+        """The ranks of each expert group, by member."""
         return self.mesh.groups((Axis.EXPERT,))
 
     def member(self, rank: int) -> int:
-        """Which member of its group a rank is."""
+        """Returns the member number of a rank within its group."""
         return self.mesh.coordinate(rank, Axis.EXPERT)
 
     def holders(self, member: int) -> tuple[int, ...]:
-        """The ranks that hold a member's experts, or parts of them."""
+        """Returns the ranks that hold a member's experts, or parts of them."""
         return self.mesh.groups((Axis.DATA, Axis.TENSOR))[member]
 
     def counts(self, experts: int) -> tuple[int, ...]:
-        """By member, how many of a layer's experts it holds (I2)."""
+        """Returns, by member, how many of a layer's experts it holds (I2)."""
         least, more = divmod(experts, self.size)
         return tuple(least + (member < more) for member in range(self.size))
 
     def owner(self, expert: int, experts: int) -> int:
-        """The member that holds one of a layer's experts."""
+        """Returns the member that holds one of a layer's experts."""
         if not 0 <= expert < experts:
             raise IndexError(f"there are {experts} experts")
         least, more = divmod(experts, self.size)
@@ -88,12 +91,14 @@ class ExpertSplit:
 
 
 def divided(split: ExpertSplit, members: Mapping[int, int], scaled_by: int) -> ModelSharding:
-    """Who holds what: experts are of the ranks that are their members, all else is everybody's.
+    """Returns the sharding classes of a model with divided experts.
+
+    Experts are shared by the ranks of their member; every other unit is shared by all ranks.
 
     Args:
         members: by unit of an expert, the member that holds it.
-        scaled_by: of experts' gradients, see `ShardGroup`.
+        scaled_by: scale of experts' gradients, see `ShardGroup`.
     """
-    # An expert's tokens are of its whole group, so its gradients are of all ranks' losses.
+    # An expert's tokens come from its whole group, so its gradients are those of all ranks' losses.
     by_member = sharing_along(split.mesh, (Axis.DATA, Axis.TENSOR), scaled_by)
-    return replace(shared_by_all(split.mesh), apart={unit: by_member[member] for unit, member in members.items()})
+    return replace(shared_by_all(split.mesh), by_unit={unit: by_member[member] for unit, member in members.items()})

@@ -1,8 +1,10 @@
-"""When gradients leave, and are used: what follows their own events in a run, and so stands in no plan.
+"""Tasks of gradients (reduce, offload, update) for virtual runs.
 
-Owns these moments on paper. A unit's gradients are reduced and offloaded behind the last tick of a backward pass that may
-write them; they go to its update behind its last tick of all, where nothing has to see all gradients, else behind the last.
-With lock-free updates that is when they are handed over: the arithmetic comes when it comes (shared_cores.py).
+In a run, the gradients' own events trigger them, so no plan contains them. Owns the triggers of these tasks. A unit's
+gradients are reduced and offloaded after the last tick of a backward pass that may write them. They go to the update
+after the unit's last tick of all; if the update needs all gradients (`keeps_gradients`), after the last tick of the
+iteration. With lock-free updates that is when gradients are handed over: the arithmetic is asynchronous
+(shared_cores.py).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from lightning_ptm.terms import Kind, Operation
 
 
 def gradient_tasks(layout: ModelLayout, placement: Placement, trace: Trace) -> Iterator[Task]:
-    """REDUCE, OFFLOAD and UPDATE of one iteration, of one micro-batch or several."""
+    """Returns the REDUCE, OFFLOAD and UPDATE tasks of one iteration, of one micro-batch or several."""
     uses = uses_of(trace, len(layout.units))
     for unit, use in enumerate(uses.units):
         if not layout.trainable_pages(unit) or not use.backward:
@@ -30,6 +32,6 @@ def gradient_tasks(layout: ModelLayout, placement: Placement, trace: Trace) -> I
                 yield Task(Operation.REDUCE, unit, Kind.GRADIENT, written.end + 1)
             if not gradients.home.computes:
                 yield Task(Operation.OFFLOAD, unit, Kind.GRADIENT, written.end + 1)
-        # A forward may follow the unit's last backward: it has to see the parameters of this step.
+        # A forward may follow the unit's last backward and must see the parameters of this step, so: after the last tick.
         trigger = uses.tick_count if placement.keeps_gradients else use.ticks[-1] + 1
         yield Task(Operation.UPDATE, unit, Kind.MASTER, trigger)

@@ -1,6 +1,6 @@
-"""What homes of a unit's states cost, rank by rank where ranks have shards of different lengths.
+"""Bytes of the homes of a unit's states, rank by rank where shards differ in length.
 
-Counts only; holds for any order in which the homes are allocated (`home_bytes`).
+Counts only; the result holds for any order in which the homes are allocated (`home_bytes`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ SLOT_BYTES = 4
 """Bytes per element of one tensor of master states: the fp32 parameter, one moment..."""
 
 Bytes = tuple[int, ...]
-"""Of each rank; of one that stands for all, where all have the same."""
+"""Bytes of each rank, or of one rank that represents all, where all have the same."""
 
 
 def less(left: Bytes, size: Bytes) -> Bytes:
-    """What each has left when so much is taken."""
+    """Returns the bytes that are left on each rank after `size` is taken."""
     return tuple(have - each for have, each in zip(left, size, strict=True))
 
 
 class HomeBytes:
-    """Args: as `place`."""
+    """Sizes of the homes of each unit. Args as `placement.place`."""
 
     def __init__(
         self,
@@ -32,13 +32,13 @@ class HomeBytes:
         own_state_bytes: Mapping[int, Sequence[Sequence[int]]],
     ) -> None:
         self.ranks = layout.world_size if layout.owned else 1
-        """How many are counted apart."""
+        """Number of ranks that are counted separately."""
         self._per_element = master_bytes_per_element
         self._own_state_bytes = own_state_bytes
         self._layouts = [layout.of(rank) for rank in range(self.ranks)]
 
     def parameters(self, unit: int, *, gradients: bool) -> Bytes:
-        """Of a unit's parameter homes; with those of gradients that do not only pass."""
+        """Returns the bytes of a unit's parameter homes, and with `gradients` of its gradient homes."""
         return tuple(
             sum(
                 home_bytes(flat.shard_bytes) + (home_bytes(flat.gradient_bytes) if gradients and flat.trainable else 0)
@@ -48,7 +48,10 @@ class HomeBytes:
         )
 
     def masters(self, unit: int) -> Bytes:
-        """Of a unit's master homes: a tensor for each `SLOT_BYTES` of an element's states, and those of own shapes."""
+        """Returns the bytes of a unit's master homes.
+
+        There is a tensor for each `SLOT_BYTES` of an element's states, and the states that have shapes of their own.
+        """
         return tuple(
             sum(self._masters_of(flat) for flat in layout.flats_of(unit) if flat.trainable) for layout in self._layouts
         )
@@ -64,8 +67,8 @@ class HomeBytes:
 
 
 def home_bytes(size: int) -> int:
-    """Bytes that a home of `size` bytes costs, in whatever order homes share pages.
+    """Returns the bytes that a home of `size` bytes takes, in whatever order homes share pages.
 
-    They lie end to end, in whole blocks, whatever page that ends in: nothing is lost but the rest of a tier's last page.
+    Homes are stored end to end in whole blocks and may cross page borders: only the rest of a tier's last page is lost.
     """
     return round_up(size, BLOCK_BYTES)

@@ -1,9 +1,9 @@
-"""What a run takes of each tier: one table of rows, made once and owned by the Blueprint, by which set-up takes it.
+"""Table of everything that a run allocates in each tier; the Blueprint owns it, and set-up allocates by it.
 
 Decides nothing and allocates nothing. Knows how tensors fill pages (the rule of memory/ledger.py), not what they mean.
 
-I1: rows of the whole run stand in the order in which set-up takes them, so that the pages they fill can be counted.
-I2: a tier's pool is the sum of its rows: what is taken at once, what comes later, and the room for what comes and goes.
+I1: rows with lifetime RUN are in the order in which set-up allocates them, so that the pages they fill can be counted.
+I2: a tier's pool is the sum of its rows: those allocated at set-up, those allocated later, and room for passing ones.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from lightning_ptm.terms import BLOCK_BYTES, Tier
 
 
 class What(enum.Enum):
-    """What a row is. The value is what users read."""
+    """Purpose of a row. The value is printed for users."""
 
     PARAMETERS = "parameters"
     MASTERS = "master parameters"
     STATES = "optimizer states"
     GRADIENTS = "gradients"
-    STAGING = "staging of updates"
-    SAVES = "buffers of saves"
-    VERSIONS = "versions in the making"
+    STAGING = "staging buffers"
+    SAVES = "save buffers"
+    VERSIONS = "new versions"
     TRANSIT = "values in transit"
-    GATHERED = "units in use"
-    ENDS = "ends of pages"
-    """Counted when homes were chosen, and not filled by them: gradients that then stay in `.grad`, staging that takes less.
-    These pages are free: units in use and values in transit may take them."""
+    GATHERED = "gathered units"
+    ENDS = "page ends"
+    """Page ends: bytes that were counted when homes were chosen and that the homes do not fill.
+
+    They come from gradients that stay in `.grad` after all, or from staging that takes less. These pages are free:
+    gathered units and values in transit may use them.
+    """
 
 
 class Lifetime(enum.Enum):
@@ -39,22 +42,25 @@ class Lifetime(enum.Enum):
 
     RUN = "from set-up to the end"
     FIRST_GRADIENT = "from the first gradient to the end"
-    PASSING = "now and then"
+    PASSING = "temporarily"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Some paged tensors that are alike.
+    """A number of paged tensors that are alike.
 
     Args:
-        what, tier, lifetime: see there.
+        what: purpose.
+        tier: tier that holds them.
+        lifetime: when they are held.
         numel: elements of each tensor.
-        dtype: of the elements, by torch's name; item_bytes: of one.
-        count: tensors.
-        unit: whose; None: of no unit alone.
-        flat: whose, within the layout; None likewise.
-        name: of each tensor, for errors.
-        shares_pages: each begins where the tier's last such tensor ended; else in pages of its own.
+        dtype: dtype of the elements, by torch's name.
+        item_bytes: bytes of one element.
+        count: number of tensors.
+        unit: the unit that they belong to; None: no single unit.
+        flat: index of the flat that they belong to, within the layout; None: no single flat.
+        name: name of each tensor, for errors.
+        shares_pages: each tensor begins where the tier's last such tensor ended; otherwise it has pages of its own.
     """
 
     what: What
@@ -71,7 +77,7 @@ class Row:
 
     @property
     def bytes_each(self) -> int:
-        """Of one tensor, in whole blocks."""
+        """Bytes of one tensor, in whole blocks."""
         return round_up(self.numel * self.item_bytes, BLOCK_BYTES)
 
 
@@ -87,11 +93,11 @@ class Inventory:
     rows: tuple[Row, ...]
 
     def of(self, what: What) -> tuple[Row, ...]:
-        """The rows of a kind."""
+        """Returns the rows of one purpose."""
         return tuple(row for row in self.rows if row.what is what)
 
     def of_flats(self, what: What) -> dict[int, list[Row]]:
-        """The same by flat; those of no flat are left out."""
+        """Returns the rows of one purpose by flat, without the rows of no flat."""
         found: dict[int, list[Row]] = {}
         for row in self.of(what):
             if row.flat is not None:
@@ -99,16 +105,19 @@ class Inventory:
         return found
 
     def held_bytes(self, tier: Tier, *lifetimes: Lifetime) -> int:
-        """Bytes of the pages that a tier's rows of these lifetimes fill."""
+        """Returns the bytes of the pages that a tier's rows of these lifetimes fill."""
         chosen = (row for row in self.rows if row.tier is tier and row.lifetime in lifetimes)
         return pages_of(chosen, self.page_size) * self.page_size
 
     def pool_bytes(self, tier: Tier) -> int:
-        """Bytes of a tier (I2)."""
+        """Returns the bytes of a tier's pool (I2)."""
         return self.held_bytes(tier, *Lifetime)
 
     def by_what(self, tier: Tier) -> dict[What, int]:
-        """Bytes of a tier's pages, by what they are for; a shared page is the first one's that is in it."""
+        """Returns the bytes of a tier's pages by purpose.
+
+        A page that tensors share counts for the first tensor in it.
+        """
         found: dict[What, int] = {}
         filled = _Filled(self.page_size)
         for row in self.rows:
@@ -117,11 +126,15 @@ class Inventory:
         return {what: size for what, size in found.items() if size}
 
     def in_words(self, tier: Tier, unified: bool = False) -> str:
-        """What most of a tier's pages are for; empty when it has none. `unified`: the device tier is RAM."""
+        """Returns the largest purposes of a tier's pages as text; empty if the tier has no pages.
+
+        Args:
+            unified: the device tier is RAM.
+        """
         return uses_in_words(tier, {what.value: size for what, size in self.by_what(tier).items()}, unified)
 
 
-NOTHING = Inventory(0, ())
+EMPTY = Inventory(0, ())
 
 
 def with_room(
@@ -131,12 +144,13 @@ def with_room(
     gathered_bytes: int,
     counted: Mapping[Tier, int],
 ) -> Inventory:
-    """The inventory of these rows, with the room that is left beside them.
+    """Returns the inventory of `rows` together with rows for passing values.
 
     Args:
         transit_pages: by tier, pages through which values pass while a run is set up, gathered or saved.
-        gathered_bytes: of the device, for gathered and fetched units and passing gradients.
-        counted: by tier, bytes with which all of these were counted when homes were chosen; the pool has no less (What.ENDS).
+        gathered_bytes: device bytes for gathered and fetched units and passing gradients.
+        counted: by tier, bytes counted for all of this when homes were chosen; the pool is at least as large
+            (What.ENDS).
     """
     taken = list(rows)
     for tier, pages in transit_pages.items():
@@ -153,23 +167,26 @@ def _room(what: What, tier: Tier, pages: int, page_size: int) -> Row:
 
 
 def pages_of(rows: Iterable[Row], page_size: int) -> int:
-    """Pages of one tier that these rows fill if they are taken in this order, and nothing is given back meanwhile."""
+    """Returns the pages of one tier that `rows` fill.
+
+    The rows are allocated in this order, and nothing is freed meanwhile.
+    """
     filled = _Filled(page_size)
     return sum(map(filled.add, rows))
 
 
 class _Filled:
-    """A tier that is filled: a tensor that shares pages begins where the last such one ended."""
+    """Fill level of a tier: a tensor that shares pages begins where the last such tensor ended."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._left = 0
-        """Bytes behind the last shared tensor in its page."""
+        """Free bytes after the last shared tensor in its page."""
         self._at_the_end = False
-        """Whether that page is the last that was taken."""
+        """Whether that page is the last page allocated."""
 
     def add(self, row: Row) -> int:
-        """Pages more."""
+        """Allocates a row; returns the number of additional pages."""
         size = row.bytes_each
         if not size:
             return 0

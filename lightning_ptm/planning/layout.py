@@ -1,20 +1,20 @@
-"""Where every element of every parameter lies: units, flats, stripes, pieces (section 4.1 of the paper).
+"""Layout of the model: where each parameter element is, in units, flats, stripes and pieces.
 
-Owns the arithmetic from named parameters to element offsets and back. Knows no tier and no time. Every rank builds the
-same layout, but for the units that it holds, and for whose shard is meant where these are not equally long. Offsets and
-lengths are in elements unless the name says bytes.
+Implements section 4.1 of the paper. Owns the arithmetic from named parameters to element offsets and back. Knows no
+tier and no time. Every rank builds the same layout, except for the units that it holds, and except for `rank`, whose
+shard is described where shards differ in length. Offsets and lengths are in elements unless the name says bytes.
 
-I1: each parameter lies in exactly one flat; each element of a flat belongs to exactly one rank (`FlatLayout.owner`).
+I1: each parameter is in exactly one flat; each element of a flat belongs to exactly one rank (`FlatLayout.owner`).
 I2: every parameter start, piece start and piece length is a multiple of `ALIGN_NUMEL` elements, so an element-wise
     update that is cut at page borders gives the bits of an uncut one.
 I3: all pieces of a stripe have equal length; all but the tail stripe's fill a page; the tail's are a multiple of
     `TAIL_BYTES`.
-I4: padding lies at the end of a parameter, of a flat or of a share, never inside a parameter.
-I5: a parameter whose update needs it whole begins where a disk block begins, whatever the dtype of what is kept of it.
-I6: where several ranks share such a flat, each has one piece of it, its share: the parameters that it owns (`owners`), whole,
-    one behind the other. No share is empty, so nobody has to think of tensors without elements.
+I4: padding is at the end of a parameter, of a flat or of a share, never inside a parameter.
+I5: a parameter whose update needs it whole begins at a disk block border, whatever the dtype of its states.
+I6: where several ranks share such a flat, each has one piece of it, its share: the whole parameters that it owns
+    (`whole_parameter_owners`), one after another. No share is empty, so no code has to handle empty tensors.
 
-Long because what cannot be laid out is refused beside the arithmetic that it would break.
+Inputs that cannot be laid out are refused in this file, next to the arithmetic that they would break.
 """
 
 from __future__ import annotations
@@ -34,35 +34,37 @@ from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, MIN_PAGE_BYTES, Code, 
 Family = tuple[bool, str, tuple[int, ...], str]
 
 TAIL_BYTES = 512
-"""Pieces of the tail stripe are rounded up to this: one sector, and the alignment that collectives like."""
+"""Pieces of the tail stripe are rounded up to this: one sector, and an alignment with which collectives are fast."""
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
+    """Returns the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """A parameter as the planner sees it.
+    """A parameter's properties that planning needs.
 
     Args:
         name: its full name in the model.
-        shape: as the model has it.
+        shape: its shape in the model.
         dtype: name of the compute dtype ("bfloat16"); compared, never interpreted.
         itemsize: bytes of one element of that dtype.
         trainable: whether it has a gradient and master states.
         group: index of its parameter group within its optimizer; -1 if it is in none.
-        optimizer: index of the optimizer that updates it: a flat's parameters have the same ones.
-        further: (optimizer, group) of others that update it, too; they share its master, and each has states of its own.
+        optimizer: index of the optimizer that updates it; all parameters of a flat have the same optimizers.
+        further: (optimizer, group) of further optimizers that update it; they share its master weights, and each has
+            its own states.
         gradient_itemsize: bytes of one element of its gradient at home; 0: as `itemsize`.
-        stride: elements from one to the next along each dimension, where that is not as in a contiguous tensor of the
-            shape (channels_last, a transposed weight). The elements lie end to end.
-        box: of a part of a larger parameter, which part; `shape` is the part's.
-        partial: it is whole on all ranks, and the gradients of the ranks of a tensor group are parts of a sum.
+        stride: strides in elements, where they are not those of a contiguous tensor of the shape (channels_last, a
+            transposed weight). The elements have no gaps.
+        box: the slice of a larger parameter that this is, if any; `shape` is the shape of the slice.
+        partial: it is whole on all ranks, and the gradients on the ranks of a tensor group are summands of its
+            gradient.
         updated_whole: its update needs all of it at once; the same for all parameters of an optimizer.
-        states_bytes: of such a parameter, bytes of all its model states: what its owner has of it.
-        code: in which its home has it; None: in its dtype, as always where it is trained.
+        states_bytes: if `updated_whole`, bytes of all its model states, which are on its owner.
+        code: quantization format of its home; None: the parameter's dtype, as for every trained parameter.
     """
 
     name: str
@@ -83,21 +85,21 @@ class ParameterSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of it here; 1 for a scalar."""
+        """Elements of the parameter on this rank; 1 for a scalar."""
         return math.prod(self.shape)
 
     @property
     def optimizers(self) -> tuple[int, ...]:
-        """All that update it."""
+        """Indices of all optimizers that update it."""
         return (self.optimizer, *(number for number, _ in self.further)) if self.trainable else ()
 
     def group_in(self, optimizer: int) -> int:
-        """Index of its parameter group within one of them."""
+        """Returns the index of its parameter group within one of its optimizers."""
         return self.group if optimizer == self.optimizer else dict(self.further)[optimizer]
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """Its dimensions, that with the longest strides first; None where that is their own order."""
+        """Its dimensions by descending stride; None if that is their natural order."""
         if self.stride is None:
             return None
         stride = self.stride
@@ -105,16 +107,16 @@ class ParameterSpec:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """As checkpoints and files have it."""
+        """Shape of the whole parameter, as checkpoints and weight files have it."""
         return self.shape if self.box is None else self.box.shape
 
     @property
     def parts(self) -> int:
-        """How many there are of the whole."""
+        """Number of slices of the whole parameter."""
         return 1 if self.box is None else self.box.parts
 
     def stretches(self, start: int, numel: int) -> Iterator[ElementRange]:
-        """Where elements [start, start + numel) of it lie in the whole."""
+        """Returns the positions in the whole parameter of elements [start, start + numel) of this one."""
         return iter((ElementRange(start, start, numel),)) if self.box is None else self.box.stretches(start, numel)
 
 
@@ -159,24 +161,28 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """A unit's parameters of one dtype and code, all of one optimizer or all frozen, all of the same ranks, laid end to end
-    and cut into stripes.
+    """A flat: parameters of a unit, laid end to end and cut into stripes.
+
+    Its parameters have one dtype and one quantization format, the same optimizers (or none) and the same ranks.
 
     Args:
         unit: index of the unit.
         index: index among the flats of all units that a rank holds (`ModelLayout.flats`).
-        dtype: name of the compute dtype; itemsize: its bytes per element.
+        dtype: name of the compute dtype.
+        itemsize: bytes of one element of that dtype.
         trainable: whether the flat has gradients and master states.
-        slots: the parameters in order: by group, otherwise as they came.
+        slots: the parameters in order: by group, within a group as given.
         numel: elements up to the end of the last parameter.
-        world_size: ranks that share the flat.
+        world_size: number of ranks that share the flat.
         piece_numel: elements of a full piece: one page.
         stripes: number of full stripes.
         tail_piece_numel: elements of each piece of the tail stripe; 0 when there is no tail.
-        gradient_itemsize: bytes per element of gradients at home: more than `itemsize` where they are sums.
-        shares: where ranks own whole parameters, the first element of each rank's share, and the end of the last; else empty.
-        rank: among those that share the flat, the one whose shard is meant; of no account where `shares` is empty.
-        code: in which homes have it; None: in its dtype.
+        gradient_itemsize: bytes per element of gradients at home: more than `itemsize` where gradients are summed in a
+            wider dtype.
+        shares: where ranks own whole parameters, the first element of each rank's share, and the end of the last; else
+            empty.
+        rank: the rank, among those that share the flat, whose shard is described; irrelevant where `shares` is empty.
+        code: quantization format of homes; None: the compute dtype.
     """
 
     unit: int
@@ -196,12 +202,12 @@ class FlatLayout:
     code: Code | None = None
 
     def of(self, rank: int) -> FlatLayout:
-        """As `rank` has it."""
+        """Returns the layout with another rank's shard."""
         return replace(self, rank=rank) if self.shares else self
 
     @property
     def stored(self) -> FlatLayout:
-        """As it is at home and on its way between ranks: where it has a code, a flat whose elements are bytes of codes."""
+        """The flat as it is stored at home and sent between ranks: a quantized flat becomes a flat of bytes."""
         if self.code is None:
             return self
         return replace(
@@ -217,55 +223,57 @@ class FlatLayout:
 
     @property
     def shared(self) -> bool:
-        """Whether several ranks share the flat, so that each has pieces of it alone."""
+        """Whether several ranks share the flat, so that each has only pieces of it."""
         return self.world_size > 1
 
     @property
     def parts(self) -> int:
-        """Of how many its parameters are one part each; 1 where they are whole."""
+        """Number of slices of each parameter's whole; 1 where the parameters are whole."""
         return self.slots[0].spec.parts
 
     @property
     def partial(self) -> bool:
-        """Whether the gradients of the ranks of a tensor group are parts of a sum."""
+        """Whether the gradients on the ranks of a tensor group are summands of the gradient."""
         return self.slots[0].spec.partial
 
     @property
     def optimizers(self) -> tuple[int, ...]:
-        """Indices of those that update it; none where it is frozen."""
+        """Indices of the optimizers that update it; empty where it is frozen."""
         return self.slots[0].spec.optimizers
 
     @property
     def updated_whole(self) -> bool:
-        """Whether updates need each of its parameters as a whole."""
+        """Whether an update needs each of its parameters as a whole."""
         return self.trainable and self.slots[0].spec.updated_whole
 
     @property
     def family(self) -> Family:
-        """What a unit's flats that differ in their parts alone have in common."""
+        """The key that a unit's flats have in common if they differ in `parts` and `partial` alone."""
         return _family(self.slots[0].spec)
 
     @property
     def shard_pages(self) -> int:
-        """Pages of a rank's shard; of the longest one where they differ. One for each stripe, where there are stripes, and
-        fewer of codes."""
+        """Pages of a rank's shard, or of the longest shard where they differ.
+
+        There is one per stripe if there are stripes, and fewer if the flat is quantized.
+        """
         return -(-self.longest_shard_bytes // (self.piece_numel * self.itemsize))
 
     @property
     def shard_numel(self) -> int:
-        """Elements of the rank's shard, padding included; equal for all ranks, but where they own whole parameters."""
+        """Elements of the rank's shard, padding included; equal for all ranks unless they own whole parameters."""
         if self.shares:
             return self.shares[self.rank + 1] - self.shares[self.rank]
         return self.stripes * self.piece_numel + self.tail_piece_numel
 
     @property
     def owning_ranks(self) -> Sequence[int]:
-        """The ranks that own parameters, in order; one that stands for all, where shards do not differ."""
+        """Ranks that own parameters of the flat, in order; (0,) where shards do not differ."""
         return sorted({self.owner(slot.start) for slot in self.slots}) if self.shares else (0,)
 
     @property
     def shard_start(self) -> int:
-        """The element of the full flat with which the rank's shard begins, where that is one piece of it."""
+        """First element of the rank's share in the full flat; 0 where there are no shares."""
         return self.shares[self.rank] if self.shares else 0
 
     @property
@@ -282,12 +290,12 @@ class FlatLayout:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of the rank's shard, as it is at home."""
+        """Bytes of the rank's shard at home."""
         return self._bytes_at_home(self.shard_numel)
 
     @property
     def longest_shard_bytes(self) -> int:
-        """Bytes of the longest shard of all ranks, as it is at home."""
+        """Bytes at home of the longest shard of all ranks."""
         return self._bytes_at_home(self.longest_shard_numel)
 
     def _bytes_at_home(self, numel: int) -> int:
@@ -295,12 +303,12 @@ class FlatLayout:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the rank's share of the gradients, where they wait for the update."""
+        """Bytes of the rank's shard of the gradients while they wait for the update."""
         return self.shard_numel * self.gradient_itemsize
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether gradients at home are sums of a wider dtype than each of them."""
+        """Whether gradients are summed at home in a wider dtype than their own."""
         return self.gradient_itemsize != self.itemsize
 
     @property
@@ -309,7 +317,7 @@ class FlatLayout:
         return self.padded_numel * self.itemsize
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """The pieces that `rank` owns, in the order of its shard."""
+        """Returns the pieces that `rank` owns, in the order of its shard."""
         if self.shares:
             return (Piece(0, self.shares[rank], 0, self.shares[rank + 1] - self.shares[rank]),)
         stripe_numel = self.world_size * self.piece_numel
@@ -323,7 +331,7 @@ class FlatLayout:
         return tuple(pieces)
 
     def owner(self, offset: int) -> int:
-        """The rank that owns element `offset` of the full flat (0 <= offset < padded_numel)."""
+        """Returns the rank that owns element `offset` of the full flat (0 <= offset < padded_numel)."""
         if not 0 <= offset < self.padded_numel:
             raise IndexError(f"element {offset} is outside of flat {self.index} of {self.padded_numel} elements")
         if self.shares:
@@ -334,7 +342,10 @@ class FlatLayout:
         return (offset - tail_start) // self.tail_piece_numel
 
     def whole_slots(self) -> Iterator[tuple[int, ParameterSlot]]:
-        """(place in `slots`, slot) of the parameters that lie in the rank's shard as a whole; they start there where told."""
+        """Yields (index in `slots`, slot) of the parameters that are entirely in the rank's shard.
+
+        `slot.start` is relative to the shard.
+        """
         first = self.shard_start
         for place, slot in enumerate(self.slots):
             if not self.shares or first <= slot.start < self.shares[self.rank + 1]:
@@ -345,14 +356,14 @@ class FlatLayout:
 class ModelLayout:
     """All units and their flats. Flats of a unit are neighbours in `flats`, trainable ones first.
 
-    Pages of a unit are counted through its flats in that order, and the trainable pages come first. Where shards differ in
-    length, those of the longest are counted: plans are equal on all ranks.
+    Pages of a unit are numbered through its flats in that order, so the trainable pages come first. Where shards differ
+    in length, page counts are those of the longest: plans are equal on all ranks.
 
     Attributes:
-        units: of the whole model.
-        flats: of the units that a rank holds; others have none here.
+        units: the units of the whole model.
+        flats: flats of the units that this rank holds.
         first_flats: per unit the index of its first flat, and len(flats) at the end.
-        elsewhere: by unit, the flats of those that other ranks hold, numbered as if it were the only one.
+        remote_flats: by unit, the flats of the units that only other ranks hold, numbered as if each were the only unit.
     """
 
     units: tuple[UnitSpec, ...]
@@ -360,20 +371,20 @@ class ModelLayout:
     page_size: int
     world_size: int
     first_flats: tuple[int, ...]
-    elsewhere: Mapping[int, tuple[FlatLayout, ...]]
+    remote_flats: Mapping[int, tuple[FlatLayout, ...]]
 
     @property
     def shared(self) -> bool:
-        """Whether several ranks share the model, so that they gather weights and reduce gradients."""
+        """Whether several ranks share the model, so that they gather parameters and reduce gradients."""
         return self.world_size > 1
 
-    def everywhere(self) -> Iterator[FlatLayout]:
-        """The flats of all units, unit by unit, whoever holds them."""
+    def all_flats(self) -> Iterator[FlatLayout]:
+        """Yields the flats of all units, unit by unit, whichever rank holds them."""
         for unit in range(len(self.units)):
-            yield from self.elsewhere.get(unit) or self.flats_of(unit)
+            yield from self.remote_flats.get(unit) or self.flats_of(unit)
 
     def of(self, rank: int) -> ModelLayout:
-        """As another rank that holds the same units has it."""
+        """Returns the layout of another rank that holds the same units."""
         return replace(self, flats=tuple(flat.of(rank) for flat in self.flats))
 
     @property
@@ -382,60 +393,80 @@ class ModelLayout:
         return any(flat.shares for flat in self.flats)
 
     def flats_of(self, unit: int) -> tuple[FlatLayout, ...]:
-        """The flats of a unit, trainable first."""
+        """Returns the flats of a unit, trainable first."""
         return self.flats[self.first_flats[unit] : self.first_flats[unit + 1]]
 
     def gathers(self, unit: int) -> bool:
-        """Whether a unit's parameters are divided, so that ranks gather them. An expert may be whole on one rank."""
+        """Returns whether a unit's parameters are sharded, so that ranks gather them.
+
+        An expert may be whole on one rank, and then is not gathered.
+        """
         return any(flat.shared for flat in self.flats_of(unit))
 
     def shard_pages(self, unit: int) -> int:
-        """Pages of one rank's shard of a unit's parameters: one per stripe, and fewer of codes."""
+        """Returns the pages of one rank's shard of a unit's parameters: one per stripe, fewer if quantized."""
         return sum(flat.shard_pages for flat in self.flats_of(unit))
 
     def trainable_pages(self, unit: int) -> int:
-        """Pages of one rank's shard of a unit's gradients: one per stripe of its trainable flats."""
+        """Returns the pages of one rank's shard of a unit's gradients: one per stripe of its trainable flats."""
         return sum(flat.shard_pages for flat in self.flats_of(unit) if flat.trainable)
 
-    def alone(self, flat: FlatLayout) -> bool:
-        """Whether a rank's gradient of a flat is that of the run: nobody shares it, and of its whole all ranks have parts, so
-        that they compute one batch. The gradient of an expert that is whole on one rank is of all ranks' batches."""
+    def needs_no_reduction(self, flat: FlatLayout) -> bool:
+        """Returns whether the gradient of a flat on this rank is the run's gradient, without any reduction.
+
+        That needs two things: no other rank shares the flat, and all ranks have slices of its parameters, so that they
+        compute one batch. By contrast, the gradient of an expert that is whole on one rank is the gradient of all
+        ranks' batches.
+        """
         return not flat.shared and flat.parts == self.world_size
 
     def gathered_pages(self, unit: int) -> int:
-        """Of a rank's shard pages, those that are brought where the unit computes for a gather. Flats that nobody shares
-        come whole."""
+        """Returns the shard pages of a unit that are fetched to the device for an all-gather.
+
+        Flats that no other rank shares are fetched whole, without a gather, and do not count.
+        """
         return sum(flat.shard_pages for flat in self.flats_of(unit) if flat.shared)
 
     def full_pages(self, unit: int, *, in_place: bool = False) -> int:
-        """Pages that a unit takes where it computes: each flat is a run of whole pages.
+        """Returns the pages that a unit's full flats take where it computes: each flat is a run of whole pages.
 
         Args:
-            in_place: its home is there, so flats that nobody shares are used where they are, unless they have a code.
+            in_place: the unit's home is the device, so unshared flats are used in place, unless they are quantized.
         """
         return self._run_pages(
             flat for flat in self.flats_of(unit) if flat.shared or not in_place or flat.code is not None
         )
 
-    def full_gradient_pages(self, unit: int, *, alone: bool | None = None) -> int:
-        """Pages that a unit's gradients take before they are reduced; those of flats that are `alone`, or are not."""
+    def full_gradient_pages(self, unit: int, *, needs_no_reduction: bool | None = None) -> int:
+        """Returns the pages of a unit's gradients before their reduction.
+
+        Args:
+            needs_no_reduction: count only flats that are, or are not, `needs_no_reduction`; None: all flats.
+        """
         trainable = [flat for flat in self.flats_of(unit) if flat.trainable]
-        return self._run_pages(flat for flat in trainable if alone is None or self.alone(flat) is alone)
+        return self._run_pages(
+            flat
+            for flat in trainable
+            if needs_no_reduction is None or self.needs_no_reduction(flat) is needs_no_reduction
+        )
 
     def _run_pages(self, flats: Iterable[FlatLayout]) -> int:
         return sum(round_up(flat.padded_bytes, self.page_size) // self.page_size for flat in flats)
 
     @property
     def whole_numel(self) -> int:
-        """Elements of the whole model, whoever has which parts."""
+        """Elements of the whole model, over all ranks and slices."""
         return sum(math.prod(spec.whole_shape) for unit in self.units for spec in unit.parameters)
 
     def padding_bytes(self) -> int:
-        """Bytes of compute parameters, over all ranks, that hold no element of a parameter."""
+        """Returns the bytes of compute parameters, over all ranks, that hold no element of a parameter."""
         return sum((flat.padded_numel - sum(slot.numel for slot in flat.slots)) * flat.itemsize for flat in self.flats)
 
     def padding_share(self) -> float:
-        """Padding as a share of all bytes; the same for each kind of model states. 0.0 for a model without any."""
+        """Returns padding as a share of all bytes; 0.0 for an empty model.
+
+        The share is the same for each kind of model states.
+        """
         total_bytes = sum(flat.padded_bytes for flat in self.flats)
         return self.padding_bytes() / total_bytes if total_bytes else 0.0
 
@@ -449,20 +480,22 @@ def build_layout(
     page_size: int,
     world_size: int,
     shared_by: Mapping[int, int] = _BY_ALL,
-    elsewhere: Collection[int] = (),
+    remote_units: Collection[int] = (),
     rank: int = 0,
 ) -> ModelLayout:
-    """Lay out a model: a flat per (dtype, trainable, optimizers, code, parts, partial) of each unit, trainable first, ordered
-    by group. Flats that differ in the last two alone are neighbours.
+    """Lays out a model: a flat per (dtype, trainable, optimizers, code, parts, partial) of each unit.
+
+    Trainable flats come first; parameters of a flat are ordered by group. Flats that differ only in `parts` and
+    `partial` are neighbours.
 
     Args:
         units: the units of the model; the first is the root.
         page_size: bytes of a page.
         world_size: number of ranks.
-        shared_by: for units that not all ranks share, by index: how many do. Of parameters in parts each rank has one part,
-            so of these as many ranks fewer share each.
-        elsewhere: units that other ranks hold, and this one does not.
-        rank: whose shards are meant where ranks own whole parameters, of units that all of them share.
+        shared_by: by index of a unit that not all ranks share, how many ranks share it. Parameters that are slices are
+            shared by fewer ranks, since each rank has one slice: by that number divided by `parts`.
+        remote_units: units that other ranks hold, and this one does not.
+        rank: the rank whose shard is described where ranks own whole parameters, in units that all ranks share.
 
     Raises:
         ConfigError: the page size is not allowed, a name occurs twice, or a parameter's shape or dtype cannot be laid
@@ -479,14 +512,14 @@ def build_layout(
             members.setdefault(_family(parameter), {}).setdefault((parameter.parts, parameter.partial), []).append(
                 parameter
             )
-        first, ranks = 0 if unit in elsewhere else len(flats), shared_by.get(unit, world_size)
-        # Stable: dtypes stay in the order in which they first occur.
+        first, ranks = 0 if unit in remote_units else len(flats), shared_by.get(unit, world_size)
+        # The sort is stable: dtypes stay in the order in which they first occur.
         alike = [each for key in sorted(members, key=lambda key: not key[0]) for each in members[key].items()]
         of_unit = tuple(
             _flat(unit, index, parameters, page_size, ranks // parts, owners, rank)
             for index, ((parts, _), parameters) in enumerate(alike, first)
         )
-        if unit in elsewhere:
+        if unit in remote_units:
             others[unit] = of_unit
         else:
             flats += of_unit
@@ -508,7 +541,7 @@ def _flat(
     slots: list[ParameterSlot] = []
     shares: list[int] = []
     end = 0
-    # So many elements are whole blocks of any dtype (I5).
+    # BLOCK_BYTES elements are whole blocks in any dtype (I5).
     align = BLOCK_BYTES if first.trainable and first.updated_whole else ALIGN_NUMEL
     for parameter in sorted(parameters, key=lambda parameter: (owners.get(parameter.name, 0), parameter.group)):
         while owned and len(shares) <= owners[parameter.name]:
@@ -547,24 +580,24 @@ def _flat(
 
 
 def _begin_share(shares: list[int], end: int) -> int:
-    """Add where the next share begins, behind what the one before has up to `end`, and at least a block (I6)."""
+    """Appends the start of the next share, after the end of the one before it and at least a block later (I6)."""
     shares.append(round_up(max(end, shares[-1] + 1), BLOCK_BYTES) if shares else 0)
     return shares[-1]
 
 
 def _family(spec: ParameterSpec) -> Family:
-    """What parameters of a unit have in common that lie in one flat, or in several because of their parts."""
+    """Returns the key of a parameter's family: one flat, or several that differ in `parts` and `partial` alone."""
     return spec.trainable, spec.dtype, spec.optimizers, spec.code.name if spec.code else ""
 
 
 def _check(units: Sequence[UnitSpec], page_size: int, world_size: int) -> None:
     if not is_page_size(page_size):
         raise ConfigError(
-            f"page_size is {page_size} bytes, no page of which can be moved to disk; use a multiple of {BLOCK_BYTES} "
-            f"of at least {MIN_PAGE_BYTES}, such as 4MiB"
+            f"page_size is {page_size} bytes, and pages of that size cannot be moved to disk; use a multiple of "
+            f"{BLOCK_BYTES} of at least {MIN_PAGE_BYTES}, such as 4MiB"
         )
     if world_size < 1:
-        raise ConfigError(f"world_size is {world_size}, so nobody would own a page; use at least 1")
+        raise ConfigError(f"world_size is {world_size}, so no rank would own a page; use at least 1")
     if not units:
         raise ConfigError("there are no units, so nothing to plan; give at least a root unit")
     names = [parameter.name for unit in units for parameter in unit.parameters]
@@ -574,7 +607,10 @@ def _check(units: Sequence[UnitSpec], page_size: int, world_size: int) -> None:
     for unit in units:
         for parameter in unit.parameters:
             if any(size < 0 for size in parameter.shape):
-                raise ConfigError(f"parameter {parameter.name} has shape {parameter.shape}; sizes must be at least 0")
+                raise ConfigError(
+                    f"parameter {parameter.name} has shape {parameter.shape}, so its number of elements is not defined; "
+                    "use sizes of at least 0"
+                )
             if parameter.itemsize not in (1, 2, 4, 8, 16):
                 raise ConfigError(
                     f"parameter {parameter.name} of dtype {parameter.dtype} has {parameter.itemsize} bytes per "

@@ -1,7 +1,7 @@
-"""When each unit's states are used: spans, next uses (section 4.2 of the paper, "Tensor Life-Time").
+"""Index of a trace by unit: when each unit is used, and next uses (section 4.2 of the paper, "Tensor Life-Time").
 
-Owns the translation of a trace into questions that the planner asks. Knows no bytes and no tiers. Built once per trace;
-every question afterwards costs at most a binary search.
+Answers the planner's questions about a trace. Knows no bytes and no tiers. Built once per trace; every question
+afterwards costs at most a binary search.
 
 I1: the spans of a unit are disjoint, in order, and none touches the next.
 """
@@ -18,7 +18,7 @@ from lightning_ptm.terms import Phase
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Ticks first..end (both included) without a break."""
+    """An interval of ticks, `first` and `end` included."""
 
     first: int
     end: int
@@ -26,13 +26,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class UnitUse:
-    """When one unit is live: all ticks, and for each backward pass that it takes part in, from its first tick to its last."""
+    """The ticks of one unit: all of them, and for each of its backward passes the span from first tick to last."""
 
     ticks: tuple[int, ...]
     backward: tuple[Span, ...]
 
     def spans(self) -> tuple[Span, ...]:
-        """The unit's ticks as maximal runs of consecutive ones."""
+        """Returns the unit's ticks as maximal runs of consecutive ticks."""
         spans: list[Span] = []
         for tick in self.ticks:
             if spans and tick == spans[-1].end + 1:
@@ -50,14 +50,14 @@ class Uses:
     units: tuple[UnitUse, ...]
 
     def next_use(self, unit: int, tick: int) -> int:
-        """The first tick after `tick` at which the unit is live; `tick_count` when it is not needed any more."""
+        """Returns the first tick after `tick` at which the unit is live; `tick_count` when there is none."""
         ticks = self.units[unit].ticks
         position = bisect_right(ticks, tick)
         return ticks[position] if position < len(ticks) else self.tick_count
 
 
 def uses_of(trace: Trace, unit_count: int) -> Uses:
-    """Index a trace by unit.
+    """Indexes a trace by unit.
 
     Raises:
         ConfigError: a tick names a unit that the model does not have.
@@ -67,7 +67,8 @@ def uses_of(trace: Trace, unit_count: int) -> Uses:
     for number, tick in enumerate(trace.ticks):
         if tick.live[-1] >= unit_count:
             raise ConfigError(
-                f"tick {number} uses unit {tick.live[-1]}, the model has {unit_count}; the trace is another model's"
+                f"tick {number} uses unit {tick.live[-1]}, but the model has {unit_count} units, so the trace is of another "
+                "model; trace this one"
             )
         for unit in tick.live:
             ticks[unit].append(number)

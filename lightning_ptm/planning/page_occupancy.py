@@ -1,27 +1,27 @@
-"""Pages of the device tier over time, kept up to date by addition: the planner's `get_available_memory`.
+"""Page counts of the device tier over time, updated incrementally: the paper's `get_available_memory`.
 
 Owns a table of page counts over instants. Knows no unit and no task. A tick has two instants: 2 * tick is its trigger,
-after what is released there and before what is fetched; 2 * tick + 1 is its compute. The trigger after the last tick
+after the releases of that trigger and before its fetches; 2 * tick + 1 is its compute. The trigger after the last tick
 has an instant too.
 
-I1: every question and every change costs O(log instants), whatever was added before.
+I1: every query and every update costs O(log instants).
 """
 
 from __future__ import annotations
 
 
 def trigger_instant(tick: int) -> int:
-    """The moment at which a tick's tasks are issued, releases done and fetches to come."""
+    """Returns the instant of a tick's trigger, after its releases and before its fetches."""
     return 2 * tick
 
 
 def compute_instant(tick: int) -> int:
-    """The compute of a tick, with everything that its trigger fetched."""
+    """Returns the instant of a tick's compute, with everything that its trigger fetched."""
     return 2 * tick + 1
 
 
 class Occupancy:
-    """Page counts over instants: add to a range, ask for the peak of a range (a tree of range maxima)."""
+    """Page counts over instants with range addition and range maximum (a segment tree)."""
 
     def __init__(self, tick_count: int) -> None:
         self.instants = 2 * tick_count + 2
@@ -31,17 +31,17 @@ class Occupancy:
         self._added = [0] * (2 * self._size)
 
     def add(self, first: int, last: int, pages: int) -> None:
-        """Add `pages` (which may be negative) to instants first..last; an empty range changes nothing."""
+        """Adds `pages` (which may be negative) to instants first..last; an empty range changes nothing."""
         if first <= last and pages:
             self._add(1, 0, self._size - 1, first, last, pages)
 
     def peak(self, first: int = 0, last: int | None = None) -> int:
-        """The most pages at any of the instants first..last; 0 for an empty range."""
+        """Returns the most pages at any of the instants first..last; 0 for an empty range."""
         last = self.instants - 1 if last is None else last
         return self._query(1, 0, self._size - 1, first, last) if first <= last else 0
 
     def peak_instant(self) -> int:
-        """The first instant that has as many pages as the peak."""
+        """Returns the first instant with the peak number of pages."""
         node, low, high = 1, 0, self._size - 1
         while low < high:
             middle = (low + high) // 2
@@ -50,7 +50,10 @@ class Occupancy:
         return low
 
     def earliest(self, floor: int, last: int, limit: int) -> int:
-        """The smallest instant x >= floor such that none of x..last has more than `limit` pages; last + 1 if none."""
+        """Returns the smallest instant x >= floor such that none of x..last has more than `limit` pages.
+
+        Returns last + 1 if there is none.
+        """
         if floor > last:
             return last + 1
         blocking = self._last_above(1, 0, self._size - 1, floor, last, limit)

@@ -1,8 +1,9 @@
-"""Which tier is home to which unit's model states (section 4.2: page placement and dynamic caching).
+"""Placement: choice of the home tier of each unit's model states (section 4.2: page placement and dynamic caching).
 
-Owns the choice of homes from budgets. Knows no task and no time but the trace's ticks. Decides only: allocates nothing.
+Owns the choice of homes from budgets. Knows no task, and no time except the trace's ticks. Decides only: allocates
+nothing.
 
-I1: homes, staging and the least demand of every tick fit each tier's budget together.
+I1: homes, staging and the least demand of every tick together fit each tier's budget.
 I2: frozen flats have parameters only; units without trainable flats have no gradient and no master bytes anywhere.
 I3: home bytes hold for any order in which the homes are allocated (home_bytes.py).
 I4: homes are the same on all ranks, and fit each of them where shards differ in length.
@@ -15,12 +16,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from lightning_ptm.errors import CapacityError, ConfigError
-from lightning_ptm.planning.capacity_words import device_refusal, format_bytes, setting_for, tier_in_words, with_uses
+from lightning_ptm.planning.capacity_words import (
+    device_capacity_error,
+    format_bytes,
+    setting_for,
+    tier_in_words,
+    with_uses,
+)
 from lightning_ptm.planning.device_demand import (
     Demand,
+    extra_gradient_pages,
     gradient_demands,
     gradient_linger,
-    pages_beside_full_gradients,
     parameter_demands,
 )
 from lightning_ptm.planning.home_bytes import Bytes, HomeBytes, less
@@ -49,25 +56,27 @@ def place(
     update_on_device: bool,
     own_state_bytes: Mapping[int, Sequence[Sequence[int]]] = MappingProxyType({}),
 ) -> Placement:
-    """Choose homes: compute parameters on the device first, then master states where memory is left, then host, disk.
+    """Chooses homes: compute parameters on the device first, then master states where memory is left.
 
-    Keeps room on the device for a fetch one tick ahead as long as everything still finds a home.
+    What does not fit on the device goes to the host, then to the disk. Reserves room on the device for a fetch one tick
+    ahead as long as everything still finds a home.
 
     Args:
         layout: the model on this world size.
         master_bytes_per_element: per flat of the layout; 12 for AdamW under mixed precision.
         trace: one iteration.
         budget: bytes of this rank.
-        wishes: homes that are asked for.
-        unified: the device tier is RAM: there is no host tier, and updates always run beside it.
+        wishes: homes that the user asks for.
+        unified: the device tier is RAM: there is no host tier, and the optimizer can always update states in the device
+            tier.
         keep_gradients: gradients outlive the backward pass, so they need homes.
-        sums_gradients: those of several backward passes may add up there.
+        sums_gradients: gradients of several backward passes may be summed at home.
         staging_bytes: bytes through which updates stream; rounded up to pages.
         update_on_device: the optimizer can run on the device, so master states may be cached there.
         own_state_bytes: see Placement.
 
     Raises:
-        ConfigError: a wish or a budget for a tier that does not exist.
+        ConfigError: a wish or a budget names a tier that does not exist.
         CapacityError: no choice of homes fits; says which tick or states, the bytes, and the setting to raise.
     """
     _check(layout, master_bytes_per_element, budget, wishes, unified=unified, update_on_device=update_on_device)
@@ -103,10 +112,11 @@ def _check(
     unified: bool,
     update_on_device: bool,
 ) -> None:
-    """Raises ConfigError: see `place`."""
+    """Raises the ConfigErrors of `place`."""
     if len(master_bytes_per_element) != len(layout.flats):
         raise ConfigError(
-            f"{len(master_bytes_per_element)} sizes of master states for {len(layout.flats)} flats; give one per flat"
+            f"{len(master_bytes_per_element)} sizes of master states were given for {len(layout.flats)} flats, so some "
+            "flats have no size; give one per flat"
         )
     if unified and budget[Tier.HOST]:
         raise ConfigError(
@@ -115,9 +125,13 @@ def _check(
         )
     for kind, tier in (("parameters", wishes.parameter), ("master states", wishes.master)):
         if tier is not None and not tier.computes and not budget[tier]:
-            raise ConfigError(f"{kind} shall live on the {_name(tier)} tier, which has no bytes; set {tier.setting}")
+            raise ConfigError(
+                f"{kind} are to be placed on the {_name(tier)} tier, which has no bytes; set {tier.setting}"
+            )
     if wishes.master is Tier.DEVICE and not (update_on_device or unified):
-        raise ConfigError("master states shall live on the device, where the optimizer cannot run; use the host tier")
+        raise ConfigError(
+            "master states are to be placed on the device, where the optimizer cannot run; use the host tier"
+        )
 
 
 class _Problem:
@@ -159,15 +173,15 @@ class _Problem:
             budget[Tier.DEVICE] - (staging_bytes if self._staging_tier.computes else 0),
             layout.page_size,
         )
-        # State, renewed by each attempt.
+        # State, reset by each attempt.
         self._comfortable = False
         self._demand = Occupancy(uses.tick_count)
         self._left: dict[Tier, Bytes] = {}
         self._given: dict[Tier, Counter[str]] = {tier: Counter() for tier in budget}
-        """Bytes that homes and others have of each tier, by what they are for."""
+        """Bytes taken from each tier, by use, for error messages."""
 
     def solve(self) -> Placement:
-        """The first attempt that fits, most wanted first; the error of the last when none does."""
+        """Returns the first attempt that fits, most wanted first; raises the error of the last when none does."""
         slower = self._slower_tiers(self._wishes.parameter)
         attempts: list[tuple[bool, bool]] = []  # (parameters all on the device, comfortable)
         if self._wishes.parameter in (None, Tier.DEVICE):
@@ -212,7 +226,7 @@ class _Problem:
             + self._layout.gathered_pages(unit)
             + 2 * (self._layout.full_gradient_pages(unit) + max(beside, self._layout.trainable_pages(unit)))
             for unit, home in enumerate(parameter_homes)
-            for beside in (pages_beside_full_gradients(self._layout, unit, self._gradients(home)),)
+            for beside in (extra_gradient_pages(self._layout, unit, self._gradients(home)),)
         )
         return Placement(
             homes=homes,
@@ -227,7 +241,10 @@ class _Problem:
         )
 
     def _place_parameters(self, resident: bool) -> list[Tier]:
-        """Parameters (with gradients, where these need homes): device as far as they fit, then host, then disk."""
+        """Places parameters: on the device as far as they fit, then on the host, then on the disk.
+
+        Gradients are placed with them, where gradients need homes.
+        """
         if resident:
             for unit in self._units:
                 self._add(self._demands(unit, Tier.DEVICE))
@@ -250,18 +267,18 @@ class _Problem:
                 missing.append((unit, max(size)))
             homes.append(away if tier is None else tier)
         if missing:
-            raise self._homeless(missing, Kind.PARAMETER, self._slower_tiers(self._wishes.parameter))
+            raise self._no_home_error(missing, Kind.PARAMETER, self._slower_tiers(self._wishes.parameter))
         return homes
 
     def _place_masters(self) -> list[Tier]:
-        """Master states: device as far as memory is left (the cache), then host, then disk, unit by unit."""
+        """Places master states unit by unit: device as far as memory is left (the cache), then host, then disk."""
         wish = self._wishes.master
         slower = self._slower_tiers(wish)
         homes: list[Tier] = []
         missing: list[tuple[int, int]] = []
         for unit in self._units:
             size = self._bytes.masters(unit)
-            if wish is Tier.DEVICE or (wish is None and not any(size)):  # Taken before, or nothing to take.
+            if wish is Tier.DEVICE or (wish is None and not any(size)):  # Taken in `_attempt`, or no bytes.
                 homes.append(Tier.DEVICE)
             elif wish is None and self._caches_masters and self._fits_device(size):
                 self._give(Tier.DEVICE, Kind.MASTER, size)
@@ -273,11 +290,11 @@ class _Problem:
                 homes.append(Tier.DEVICE if tier is None else tier)
         if missing:
             devices = (Tier.DEVICE,) if wish is None and self._caches_masters else ()
-            raise self._homeless(missing, Kind.MASTER, devices + slower)
+            raise self._no_home_error(missing, Kind.MASTER, devices + slower)
         return homes
 
     def _move_in(self, unit: int, away: Tier) -> bool:
-        """Make the device home to a unit's parameters if that fits; otherwise change nothing."""
+        """Makes the device the home of a unit's parameters if that fits; otherwise changes nothing."""
         before, after = self._demands(unit, away), self._demands(unit, Tier.DEVICE)
         size = self._parameter_bytes(unit, Tier.DEVICE)
         self._remove(before)
@@ -290,7 +307,7 @@ class _Problem:
         return False
 
     def _take(self, tiers: Sequence[Tier], kind: Kind, size: Bytes) -> Tier | None:
-        """Take bytes of homes in the first tier that has them; None when no tier has."""
+        """Takes bytes of homes in the first tier that has them; returns None when no tier has."""
         for tier in tiers:
             if all(each <= left for each, left in zip(size, self._left[tier], strict=True)):
                 self._give(tier, kind, size)
@@ -309,26 +326,24 @@ class _Problem:
         return self._demand.peak() <= left_pages
 
     def _slower_tiers(self, wish: Tier | None) -> tuple[Tier, ...]:
-        """Tiers below the device that exist and are allowed, fastest first."""
+        """Returns the tiers other than the device that exist and are allowed, fastest first."""
         tiers = self._budget if wish is None else (wish,)
         return tuple(tier for tier in tiers if not tier.computes and self._budget[tier])
 
-    def _gradient_home(self, offload_parameters: Tier) -> Tier:
-        # Where the device is RAM, the update reads passing gradients in place: writing them to disk would only cost.
-        return Tier.DEVICE if self._unified and not self._keep_gradients else offload_parameters
+    def _gradient_home(self, parameter_home: Tier) -> Tier:
+        # Where the device is RAM, the update reads passing gradients in place: a write to disk would gain nothing.
+        return Tier.DEVICE if self._unified and not self._keep_gradients else parameter_home
 
-    def _demands(self, unit: int, offload_parameters: Tier) -> list[Demand]:
-        gradients = self._gradients(offload_parameters)
-        demands = list(
-            parameter_demands(self._layout, self._uses, unit, offload_parameters, comfortable=self._comfortable)
-        )
+    def _demands(self, unit: int, parameter_home: Tier) -> list[Demand]:
+        gradients = self._gradients(parameter_home)
+        demands = list(parameter_demands(self._layout, self._uses, unit, parameter_home, comfortable=self._comfortable))
         demands += gradient_demands(self._layout, self._uses, unit, gradients)
         if self._comfortable:
             demands += gradient_linger(self._layout, self._uses, unit, gradients)
         return demands
 
-    def _gradients(self, offload_parameters: Tier) -> Gradients:
-        return Gradients(self._gradient_home(offload_parameters), self._keep_gradients, self._sums_gradients)
+    def _gradients(self, parameter_home: Tier) -> Gradients:
+        return Gradients(self._gradient_home(parameter_home), self._keep_gradients, self._sums_gradients)
 
     def _add(self, demands: Iterable[Demand]) -> None:
         for demand in demands:
@@ -339,14 +354,14 @@ class _Problem:
             demand.take_from(self._demand)
 
     def _parameter_bytes(self, unit: int, home: Tier) -> Bytes:
-        """Of a unit's parameter homes, and of its gradient homes where these are not passing."""
+        """Returns the bytes of a unit's parameter homes, and of its gradient homes if it has any."""
         return self._bytes.parameters(unit, gradients=self._keep_gradients or not self._gradient_home(home).computes)
 
     def _device_error(self) -> CapacityError:
         left = min(self._left[Tier.DEVICE])
         have_pages = left // self._layout.page_size
         only_ram = self._unified and not self._budget[Tier.DISK]
-        return device_refusal(
+        return device_capacity_error(
             self._layout,
             self._trace,
             self._demand.peak_instant() // 2,
@@ -354,11 +369,13 @@ class _Problem:
             have_pages=have_pages,
             reserved_bytes=self._budget[Tier.DEVICE] - left,
             unified=self._unified,
-            further=", give a disk_path" if only_ram else "",  # which nothing else says to who has RAM alone
+            further=", give a disk_path"
+            if only_ram
+            else "",  # no other text tells a user with RAM alone of the disk tier
             uses=self._given[Tier.DEVICE],
         )
 
-    def _homeless(self, missing: list[tuple[int, int]], kind: Kind, tiers: Sequence[Tier]) -> CapacityError:
+    def _no_home_error(self, missing: list[tuple[int, int]], kind: Kind, tiers: Sequence[Tier]) -> CapacityError:
         need_bytes = sum(size for _, size in missing)
         first, last = (self._layout.units[missing[at][0]].name or "root" for at in (0, -1))
         names = f"{len(missing)} units ({first} to {last})" if len(missing) > 1 else first
@@ -375,7 +392,7 @@ class _Problem:
             f"the {what} of {names} need {format_bytes(need_bytes)} ({need_bytes} bytes) of home; "
             f"{rooms or 'no tier is left for them'}; raise {settings}"
         )
-        # The last is the largest that could take them.
+        # The last tier is the largest that could take them.
         return CapacityError(with_uses(text, tiers[-1], self._given[tiers[-1]], self._unified) if tiers else text)
 
 

@@ -1,4 +1,4 @@
-"""What placement decides with and decides: budgets, wishes, homes. Data only.
+"""Inputs and results of placement: budgets, wishes, homes. Data only.
 
 Owns no choice: placement.py makes it, the simulator checks it, the runtime allocates by it.
 """
@@ -14,7 +14,7 @@ from lightning_ptm.terms import Tier
 
 @dataclass(frozen=True, slots=True)
 class Budget(Mapping[Tier, int]):
-    """Bytes that this rank may use in each tier, nearest first; 0 means that the run has no such tier."""
+    """Bytes that this rank may use in each tier, nearest tier first; 0 means that the run has no such tier."""
 
     bytes_of: Mapping[Tier, int]
 
@@ -31,13 +31,13 @@ class Budget(Mapping[Tier, int]):
         return len(self.bytes_of)
 
     def without(self, tier: Tier, size: int) -> Budget:
-        """A budget of which so many bytes of a tier are spoken for."""
+        """Returns the budget with `size` bytes fewer in `tier`."""
         return Budget({**self.bytes_of, tier: self[tier] - size})
 
 
 @dataclass(frozen=True, slots=True)
 class Homes:
-    """The tiers that hold the truth of one unit's states between steps.
+    """The tiers that store one unit's states between steps; other copies are caches.
 
     Without kept gradients, a gradient home on the device has no bytes of its own: gradients pass through pages that
     they hold until the update has used them.
@@ -50,12 +50,12 @@ class Homes:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """How one unit's gradients are kept from its backward to its update.
+    """How one unit's gradients are stored between its backward and its update.
 
     Args:
-        home: where they wait.
-        outlive_backward: for the step, whatever their home (see Placement).
-        add_up: over several backward passes.
+        home: the tier that stores them.
+        outlive_backward: they are stored until the optimizer's step, whatever their home (see Placement).
+        add_up: they are summed over several backward passes.
     """
 
     home: Tier
@@ -64,17 +64,17 @@ class Gradients:
 
     @property
     def pass_through(self) -> bool:
-        """They have no home: they hold device pages until the update has used them."""
+        """Whether they have no home: they hold device pages until the update has used them."""
         return self.home.computes and not self.outlive_backward
 
     @property
     def add_up_in_buffer(self) -> bool:
-        """What there is of a sum comes to the device, to be added to: where it is at home no tensor is a view of it."""
+        """Whether the sum so far is copied to the device for an addition, because no tensor can view its home."""
         return self.add_up and not self.home.addressable
 
 
 def arithmetic_tier(home: Tier, staging_tier: Tier) -> Tier:
-    """Where what has this home is updated: there, or in staging."""
+    """Returns the tier in which states with this home are updated: their home, or staging."""
     return home if home.updates else staging_tier
 
 
@@ -88,20 +88,20 @@ class PlacementWishes:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Homes of all units, and how the tiers are divided.
+    """The homes of all units, and the division of each tier.
 
     Args:
         homes: one per unit.
-        master_bytes_per_element: one per flat of the layout; 0 for frozen ones.
-        own_state_bytes: by flat, bytes of each rank's tensors of states that have shapes of their own, which no element
-            counts; of one rank that stands for all, where nobody owns parameters.
+        master_bytes_per_element: one per flat of the layout; 0 for frozen flats.
+        own_state_bytes: by flat, bytes per rank of the optimizer states whose shapes are not the parameter's; a single
+            entry represents all ranks where ranks do not own whole parameters.
         keeps_gradients: whether gradients outlive the backward pass (accumulation, clipping by norm).
-        sums_gradients: whether those of several backward passes may add up (accumulation).
-        at_home_bytes: of homes, by tier; of the rank that has most.
-        gather_bytes: device bytes for gathered flats, fetched pages and passing gradients: whole pages; never more
-            than they could all use at once.
-        staging_bytes: bytes through which updates stream between the disk and the CPU, in `staging_tier`: RAM, which is
-            the device tier where there is no host tier.
+        sums_gradients: whether gradients of several backward passes may be summed (accumulation).
+        at_home_bytes: bytes of homes by tier, on the rank that has most.
+        gather_bytes: device bytes for gathered flats, fetched pages and passing gradients: whole pages; never more than
+            these could all use at once.
+        staging_bytes: bytes through which updates stream between the disk and the CPU.
+        staging_tier: the tier of the staging buffers: RAM, which is the device tier where there is no host tier.
     """
 
     homes: tuple[Homes, ...]
@@ -119,19 +119,19 @@ class Placement:
         return flat.shard_numel * self.master_bytes_per_element[flat.index] + self.own_bytes(flat)
 
     def own_bytes(self, flat: FlatLayout) -> int:
-        """Those of them that no element counts."""
+        """Returns the part of `master_bytes` that is not counted per element."""
         own = self.own_state_bytes.get(flat.index)
         return sum(own[flat.rank]) if own else 0
 
     def gradients(self, unit: int) -> Gradients:
-        """How a unit's are kept."""
+        """Returns how a unit's gradients are stored."""
         return Gradients(self.homes[unit].gradient, self.keeps_gradients, self.sums_gradients)
 
     def staged_bytes(self, tier: Tier) -> int:
-        """Bytes of staging in one tier."""
+        """Returns the bytes of staging in one tier."""
         return self.staging_bytes if tier is self.staging_tier else 0
 
     @property
     def streams(self) -> bool:
-        """Whether something is at home where no update runs, so that it has to come and go."""
+        """Whether any home is in a tier that cannot update in place, so that its states stream through staging."""
         return any(size for tier, size in self.at_home_bytes.items() if not tier.updates)

@@ -1,12 +1,11 @@
 """The plan: an immutable list of tasks with triggers. Data only.
 
-Owns the form of what schedule.py makes, simulate.py checks, plan_table.py shows and the policy of a run issues
-(fetch_policy.py).
-A plan holds what is issued at its ticks, and only that: FETCH, GATHER, RELEASE, EVICT, and the COMPUTE of each. What follows
-the gradients' own events is put beside it where somebody counts it (gradient_tasks.py).
+Owns the format that schedule.py produces, simulate.py checks, plan_table.py prints and the policy of a run issues
+(fetch_policy.py). A plan contains only what is issued at its ticks: FETCH, GATHER, RELEASE, EVICT, and the COMPUTE of
+each tick. Tasks that the gradients' own events trigger are added where they have to be counted (gradient_tasks.py).
 
 I1: a task with trigger t is issued at the start of tick t; trigger `tick_count` is after the last tick.
-I2: within a trigger, what gives pages back comes first, so no fetch waits for a release behind it; a COMPUTE is last.
+I2: within a trigger, tasks that free pages come first, so no fetch waits for a later release; a COMPUTE is last.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ ISSUE_ORDER = (
     Operation.GATHER,
     Operation.COMPUTE,
 )
-"""The order of operations within one trigger (I1)."""
+"""The order of operations within one trigger (I2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One act on all pages of a unit's states of one kind; of `Kind.FULL`, on those of its gathered flats."""
+    """One operation on all pages of a unit's states of one kind; for `Kind.FULL`, on those of its gathered flats."""
 
     operation: Operation
     unit: int
@@ -48,12 +47,12 @@ class Plan:
     tick_count: int
 
     def tasks_at(self, trigger: int) -> tuple[Task, ...]:
-        """The tasks of one trigger in issue order; trigger `tick_count` is after the last tick."""
+        """Returns the tasks of one trigger in issue order; trigger `tick_count` is after the last tick."""
         first = bisect_left(self.tasks, trigger, key=_trigger)
         return self.tasks[first : bisect_left(self.tasks, trigger + 1, first, key=_trigger)]
 
-    def beside(self, tasks: Iterable[Task]) -> Plan:
-        """The plan's tasks and others, in issue order."""
+    def with_tasks(self, tasks: Iterable[Task]) -> Plan:
+        """Returns a plan with further tasks, in issue order."""
         order = {operation: rank for rank, operation in enumerate(ISSUE_ORDER)}
         return Plan(
             tuple(sorted((*self.tasks, *tasks), key=lambda task: (task.trigger, order[task.operation]))),

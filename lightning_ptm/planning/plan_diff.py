@@ -1,6 +1,7 @@
-"""Layouts and plans as lines, one decision each, and the first one that two ranks made otherwise.
+"""Layouts and plans as lines of text, one decision each, to find the first line in which two ranks differ.
 
-Words only. Ranks compare digests of these lines (runtime/deciding/planner.py), so that whatever differs has words.
+Owns texts only. Ranks compare digests of these lines (runtime/deciding/planner.py), so that every difference can be
+reported as text.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from lightning_ptm.planning.plan import Plan
 
 
 def layout_lines(layout: ModelLayout) -> Iterator[str]:
-    """What lies where, whoever holds it, and who trains it."""
+    """Yields a line for each parameter: its position, whichever rank holds it, and the optimizers that train it."""
     yield f"pages of {layout.page_size} bytes"
-    for place, flat in enumerate(layout.everywhere()):
+    for place, flat in enumerate(layout.all_flats()):
         for slot in flat.slots:
             spec = slot.spec
             cut = "" if spec.box is None else f", {spec.box.cut}"
@@ -29,7 +30,7 @@ def layout_lines(layout: ModelLayout) -> Iterator[str]:
 
 
 def plan_lines(plan: Plan, layout: ModelLayout) -> Iterator[str]:
-    """What is issued when.
+    """Yields a line for each task: what is issued when.
 
     Args:
         layout: names the units.
@@ -41,12 +42,12 @@ def plan_lines(plan: Plan, layout: ModelLayout) -> Iterator[str]:
 
 
 def digest(lines: Sequence[str]) -> int:
-    """60 bits of SHA-256."""
+    """Returns 60 bits of SHA-256 of the lines."""
     return int(hashlib.sha256("\n".join(lines).encode()).hexdigest()[:15], 16)
 
 
 def first_difference(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str] | None:
-    """The first line that differs, ours and theirs."""
+    """Returns the first line that differs, ours and theirs; None if all lines are equal."""
     for mine, other in zip_longest(ours, theirs, fillvalue="nothing more"):
         if mine != other:
             return mine, other

@@ -1,6 +1,6 @@
-"""A plan as a table, for golden files, the debug log and the documentation.
+"""A plan as a text table, for golden files, the debug log and the documentation.
 
-Owns the text only. One line a tick: what computes, and what is issued at its trigger, in issue order.
+Owns the text only. One line per tick: what computes, and what is issued at its trigger, in issue order.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from lightning_ptm.terms import Operation
 
 
 def render(plan: Plan, layout: ModelLayout) -> str:
-    """The plan as lines of text, ending in a newline.
+    """Returns the plan as lines of text, ending in a newline.
 
-    The phase of a tick is told by its unit's turn, so the table needs no trace.
+    The order of the units shows the phase of a tick, so the table needs no trace.
     """
     rows = [("tick", "compute", "issued before it")]
     for trigger in range(plan.tick_count + 1):

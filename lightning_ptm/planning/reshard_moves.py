@@ -1,10 +1,10 @@
-"""Which elements go from which place of which rank to which, when what lies in shards is laid out anew.
+"""Moves of elements between ranks when shards get a new layout: source rank and offset, target rank and offset.
 
-Decides only. Knows stretches of parameters, in elements, and ranks by their number among those that share them; no bytes.
+Decides only. Knows ranges of parameters, in elements, and ranks by their number among those that share them; no bytes.
 
-I1: every element that is wanted is moved to its place once, from the rank that holds it. I2: moves come in the order of the
-places that they go to, on each rank, so that what is written is written from its beginning to its end. I3: in a round no rank
-sends, and none receives, more than a limit; all ranks find the same rounds.
+I1: every wanted element is moved to its place once, from the rank that holds it.
+I2: moves of each rank are in the order of their target offsets, so that the target is written sequentially.
+I3: in a round no rank sends or receives more than a limit; all ranks compute the same rounds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from operator import attrgetter
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """Elements [first, first + numel) of a parameter, from `place` on in the shard of `rank`."""
+    """Elements [first, first + numel) of a parameter, at offset `place` of the shard of `rank`."""
 
     parameter: int
     first: int
@@ -33,7 +33,10 @@ class ShardRange:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """`numel` elements of a parameter: from `place` on in the shard of rank `source`, to `to` in that of rank `target`."""
+    """A copy of `numel` elements of a parameter between two shards, or within one.
+
+    The source is at offset `place` of rank `source`'s shard, the target at offset `to` of rank `target`'s shard.
+    """
 
     parameter: int
     source: int
@@ -44,20 +47,20 @@ class Move:
 
     @property
     def local(self) -> bool:
-        """Whether they stay on their rank."""
+        """Whether the elements stay on their rank."""
         return self.source == self.target
 
     def cut(self, start: int, numel: int) -> Move:
-        """`numel` of its elements, from its `start`-th on."""
+        """Returns the part of the move with `numel` elements, beginning with its `start`-th."""
         return replace(self, place=self.place + start, to=self.to + start, numel=numel)
 
 
 def moves(wanted: Iterable[ShardRange], held: Mapping[int, Sequence[ShardRange]]) -> Iterator[Move]:
-    """What brings wanted stretches to their places, in their order.
+    """Yields the moves that bring wanted ranges to their places, in the order of `wanted`.
 
     Args:
-        held: of each parameter that moves, the stretches that there are, in the parameter's order, without gaps; of others
-            nothing is moved.
+        held: of each parameter that moves, its current ranges, in the parameter's order, without gaps; parameters that
+            are missing here are not moved.
     """
     for stretch in wanted:
         there = held.get(stretch.parameter, ())
@@ -79,11 +82,11 @@ def moves(wanted: Iterable[ShardRange], held: Mapping[int, Sequence[ShardRange]]
 
 
 def rounds(found: Iterable[Move], limit: int) -> Iterator[list[Move]]:
-    """Moves in rounds of exchanges (I3), in each by target and place there.
+    """Yields moves in rounds of exchanges (I3), sorted by target and offset within a round.
 
     Args:
-        found: in the order of places on each target.
-        limit: elements.
+        found: moves in the order of offsets on each target.
+        limit: elements that a rank may send, and receive, in a round.
     """
     windows: dict[int, list[Move]] = {}
     for move in found:
@@ -108,7 +111,7 @@ def rounds(found: Iterable[Move], limit: int) -> Iterator[list[Move]]:
 
 
 def _at_borders(move: Move, step: int) -> Iterator[Move]:
-    """A move, cut where it goes over a multiple of `step` in the target's shard."""
+    """Yields the parts of a move, cut at multiples of `step` in the target's shard."""
     done = 0
     while done < move.numel:
         numel = min(move.numel - done, step - (move.to + done) % step)

@@ -1,13 +1,15 @@
-"""From homes and a trace to a plan: Algorithm 1 of the paper, for one iteration, of one micro-batch or several.
+"""Scheduler: from homes and a trace to a plan for one iteration (Algorithm 1 of the paper).
 
-Owns the order of tasks. Pure: equal inputs give equal plans on all ranks. The device budget counts pages over instants
-(page_occupancy.py). Algorithm 1 issues all fetches at trigger 0 and pops the last one while a unit does not fit; what it
-ends with is that fetches, nearest need first, get the earliest trigger from which memory holds them until their need.
-That is computed directly here, with one O(log ticks) question a fetch instead of replaying the memory for each.
+An iteration is one micro-batch or several. Owns the order of tasks. Pure: equal inputs give equal plans on all ranks.
+The device budget counts pages over instants (page_occupancy.py). Algorithm 1 issues all fetches at trigger 0 and pops
+the last one while a unit does not fit. Its result is that each fetch, nearest need first, gets the earliest trigger
+from which memory can hold its pages until the need. This file computes that directly, with one O(log ticks) query per
+fetch instead of a replay of the memory for each.
 
 I1: a unit is released at the trigger after its last use of a span, never later.
-I2: kept between two uses are, of all copies, those with the nearest next use (Belady).
-I3: least demand first, then overlap by one tick for all, then fewer copies, then copies as early as possible.
+I2: of all copies, those with the nearest next use are kept between two uses (Belady).
+I3: priorities: least demand first, then overlap by one tick for all, then fewer copies, then copies as early as
+    possible.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_ptm.planning.capacity_words import device_refusal
+from lightning_ptm.planning.capacity_words import device_capacity_error
 from lightning_ptm.planning.device_demand import gradient_demands, gradient_linger
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.lifetime import Uses, uses_of
@@ -29,18 +31,21 @@ from lightning_ptm.terms import Kind, Operation, Tier
 
 @dataclass(slots=True)
 class _Stay:
-    """One stay of a unit's copy on the device: enters at `trigger`, is needed from tick `need`, leaves after `end`."""
+    """An interval of ticks in which a unit's copy is on the device.
+
+    The copy enters at `trigger`, is needed from tick `need`, and leaves after `end`.
+    """
 
     unit: int
     position: int
-    """Which of the unit's spans it serves."""
+    """Index of the span of the unit that it serves."""
     kind: Kind
     pages: int
     trigger: int
     need: int
     end: int
     joins_previous: bool = False
-    """Kept since the stay before it, so it has no entry of its own."""
+    """Kept since the stay before it, so it needs no copy of its own."""
     joins_next: bool = False
     """Kept until the stay after it, so it does not leave."""
     dropped: bool = False
@@ -48,15 +53,16 @@ class _Stay:
 
 
 def schedule(layout: ModelLayout, placement: Placement, trace: Trace, budget: Budget) -> Plan:
-    """Make the plan of one iteration.
+    """Returns the plan of one iteration.
 
-    One rank: a unit at home on the device needs no fetch at all; another is fetched into its full run and released.
-    Several: FETCH copies shard pages to the device, GATHER builds the full flats, EVICT gives the fetched pages up.
+    One rank: a unit with its home on the device needs no fetch; any other is fetched into its full run of pages and
+    released. Several ranks: FETCH copies shard pages to the device, GATHER builds the full flats, EVICT frees the
+    fetched pages.
 
     Args:
         layout: the model on this world size.
         placement: homes, from `place` with this layout.
-        trace: one iteration; may be another one than placement saw.
+        trace: one iteration; may differ from the one given to `place`.
         budget: bytes of this rank.
 
     Raises:
@@ -82,7 +88,7 @@ class _Scheduler:
         self._shards: list[list[_Stay]] = []
 
     def plan(self) -> Plan:
-        """Least demand, overlap by one tick, keeping, fetching early, gathering early; then the tasks in order."""
+        """Runs the phases of I3 and returns the tasks in order."""
         self._take_least()
         self._overlap_one_tick()
         stays = self._shards if self._layout.shared else self._full
@@ -93,14 +99,14 @@ class _Scheduler:
             self._gather_early()
         tasks = [*self._copies(), *self._computes()]
         order = {operation: rank for rank, operation in enumerate(ISSUE_ORDER)}
-        # Nearest need first within an operation.
+        # Within an operation, nearest need first.
         return Plan(
             tuple(sorted(tasks, key=lambda task: (task.trigger, order[task.operation], self._need(task), task.unit))),
             self._uses.tick_count,
         )
 
     def _take_least(self) -> None:
-        """Every unit is fetched at its need and dropped after its use; raises when not even that fits."""
+        """Fetches every unit at its need and drops it after its use; raises when not even that fits."""
         for unit, use in enumerate(self._uses.units):
             homes = self._placement.homes[unit]
             at_home = homes.parameter is Tier.DEVICE
@@ -125,7 +131,7 @@ class _Scheduler:
             for demand in gradient_demands(self._layout, self._uses, unit, self._placement.gradients(unit)):
                 demand.add_to(self._occupancy)
         if self._occupancy.peak() > self._limit:
-            raise device_refusal(
+            raise device_capacity_error(
                 self._layout,
                 self._trace,
                 self._occupancy.peak_instant() // 2,
@@ -136,7 +142,7 @@ class _Scheduler:
             )
 
     def _overlap_one_tick(self) -> None:
-        """Where memory permits: copies arrive behind the tick before their need, gradients leave behind the next."""
+        """Advances copies to one tick before their need, and lets gradients leave one tick later, if memory permits."""
         for stay in self._by_need(self._full):
             early = max(stay.need - 1, 0)
             if not self._layout.shared:
@@ -154,7 +160,7 @@ class _Scheduler:
                     linger.add_to(self._occupancy)
 
     def _keep(self, stays: list[list[_Stay]]) -> None:
-        """Join stays of a unit over the gap between them, nearest next use first (I2)."""
+        """Joins stays of a unit over the gap between them, nearest next use first (I2)."""
         pairs = [pair for of_unit in stays for pair in pairwise(of_unit)]
         for before, after in sorted(pairs, key=lambda pair: (pair[1].need, pair[1].unit)):
             first, last = compute_instant(before.end) + 1, trigger_instant(after.trigger)
@@ -163,7 +169,7 @@ class _Scheduler:
                 before.joins_next = after.joins_previous = True
 
     def _gather_early(self) -> None:
-        """Phase 2: each gather as early as memory permits; one that reaches the release before it is not needed."""
+        """Advances each gather as far as memory permits; a gather that reaches the release before it is omitted."""
         for stay in self._by_need(self._full):
             if stay.position == 0:
                 self._advance_gather(stay, floor=0)
@@ -178,18 +184,18 @@ class _Scheduler:
                 self._advance_gather(stay, floor=before.end + 1)
 
     def _advance(self, stay: _Stay, floor: int) -> None:
-        """Give a copy the earliest trigger, not before `floor`, from which memory holds it."""
+        """Gives a copy the earliest trigger, not before `floor`, from which memory can hold it."""
         if stay.joins_previous or stay.dropped:
             return
         last = trigger_instant(stay.trigger)
         start = self._occupancy.earliest(compute_instant(floor), last, self._limit - stay.pages)
-        # A copy takes its pages from the compute instant of its trigger on: round up to the next one.
+        # A copy holds its pages from the compute instant of its trigger on. `start` is at or before that instant.
         trigger = min(start // 2, stay.trigger)
         self._occupancy.add(compute_instant(trigger), last, stay.pages)
         stay.trigger = trigger
 
     def _advance_gather(self, gather: _Stay, floor: int) -> None:
-        """Advance a gather, not before its shard pages are there; these may then leave earlier."""
+        """Advances a gather, not before its shard pages are on the device; these may then leave earlier."""
         shards = self._shards[gather.unit]
         if not shards:
             self._advance(gather, floor)
@@ -203,12 +209,12 @@ class _Scheduler:
             shard.end = gather.trigger
 
     def _drop_shards(self, unit: int, position: int) -> None:
-        """The gathered flat was kept, so the shard pages that would have served its gather are not needed."""
+        """Drops the shard pages of a gather that is omitted because its flat was kept."""
         if not self._shards[unit]:
             return
         shard = self._shards[unit][position]
         if shard.joins_next:
-            return  # They serve a later gather.
+            return  # The shard pages serve a later gather.
         shard.dropped = True
         if not shard.joins_previous:
             self._occupancy.add(compute_instant(shard.trigger), compute_instant(shard.end), -shard.pages)
@@ -241,7 +247,7 @@ class _Scheduler:
             yield Task(Operation.COMPUTE, tick.unit, Kind.FULL, number)
 
     def _need(self, task: Task) -> int:
-        """The tick at which what the task brings is first used; its trigger when it brings nothing."""
+        """Returns the tick at which the task's copy is first used; the task's trigger when it brings no copy."""
         if task.operation in (Operation.FETCH, Operation.GATHER):
             return self._uses.next_use(task.unit, task.trigger - 1)
         return task.trigger

@@ -1,14 +1,15 @@
-"""A plan replayed on paper: bytes per tier per tick, and every page checked to be there when it is used.
+"""Simulator: replays a plan on page counts and checks every use of a page.
 
-Owns the second opinion: it shares no code with device_demand.py, placement.py or schedule.py, so a
-mistake there shows here. Decides nothing and touches nothing. What it accepts, the executor can carry out.
+Owns an independent check: it shares no code with device_demand.py, placement.py or schedule.py, so that it detects a
+mistake there. Decides nothing and changes nothing. The executor can carry out every plan that it accepts.
 
 I1: at every tick all live units are whole on the device.
-I2: nothing is fetched or gathered twice; nothing is left behind.
-I3: pages held, homes and staging never exceed a tier's budget, at triggers included.
-I4: copies leave at the trigger after their last use, gradients at the trigger after the last backward tick, or, where they
-    stay on the device for the update alone, after the unit's last tick. That is no plan's: they do it in a run. Sums of
-    several passes that wait in a tier without addresses come to the device for that moment, to be added to.
+I2: no copy is fetched or gathered twice, and none is left over at the end.
+I3: pages held, homes and staging never exceed a tier's budget, also at triggers.
+I4: copies leave at the trigger after their last use. Gradients leave at the trigger after the last backward tick, or,
+    where they stay on the device only for the update, after the unit's last tick. No plan has tasks for that: it
+    happens by itself in a run. Sums of several passes in a tier that is not addressable are copied to the device for
+    that trigger, for the addition.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_ptm.errors import CapacityError, InternalError
-from lightning_ptm.planning.capacity_words import device_refusal, format_bytes, tick_label
+from lightning_ptm.planning.capacity_words import device_capacity_error, format_bytes, tick_label
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.placement_data import Budget, Placement
 from lightning_ptm.planning.plan import Plan, Task
@@ -26,7 +27,7 @@ from lightning_ptm.terms import BLOCK_BYTES, Kind, Operation, Phase, Tier
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """One tier through the plan: its budget, its peak, the tick of the peak, and bytes at each tick's worst moment.
+    """Use of one tier by a plan: its budget, its peak, the tick of the peak, and the most bytes at each tick.
 
     `bytes_per_tick` has one entry more than there are ticks: the trigger after the last one.
     """
@@ -40,17 +41,17 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a plan takes: each tier, fastest first."""
+    """The result of a replay: the use of each tier, fastest first."""
 
     tiers: tuple[TierUse, ...]
 
     def tier(self, tier: Tier) -> TierUse:
-        """One tier's use."""
+        """Returns one tier's use."""
         return next(use for use in self.tiers if use.tier is tier)
 
 
 def simulate(layout: ModelLayout, placement: Placement, plan: Plan, trace: Trace, budget: Budget) -> Simulation:
-    """Replay a plan.
+    """Replays a plan.
 
     Args:
         layout: the model on this world size.
@@ -61,13 +62,14 @@ def simulate(layout: ModelLayout, placement: Placement, plan: Plan, trace: Trace
 
     Raises:
         CapacityError: a tier's budget is exceeded; names tick and setting.
-        InternalError: the plan is wrong: it uses pages that are not there, moves some twice, or leaves some behind.
+        InternalError: the plan is wrong: it uses pages that are not on the device, moves some twice, or leaves some
+            over.
     """
     return _Replay(layout, placement, trace, budget).run(plan)
 
 
 class _Replay:
-    """One call of `simulate`: what lies on the device now."""
+    """One call of `simulate`: the pages that are on the device at the current trigger."""
 
     def __init__(self, layout: ModelLayout, placement: Placement, trace: Trace, budget: Budget) -> None:
         # Configuration.
@@ -76,7 +78,7 @@ class _Replay:
         self._trace = trace
         self._budget = budget
         self._page_counts: dict[tuple[int, Kind], int] = {}
-        """As far as they were asked for."""
+        """Cache of `_pages`."""
         self._reserved_bytes = placement.at_home_bytes[Tier.DEVICE] + placement.staged_bytes(Tier.DEVICE)
         self._limit = min(budget[Tier.DEVICE] - self._reserved_bytes, placement.gather_bytes) // layout.page_size
         self._last_use: dict[int, int] = {}
@@ -88,7 +90,10 @@ class _Replay:
                 if tick.phase is Phase.BACKWARD and self._pages(unit, Kind.GRADIENT):
                     backward_ends.setdefault(unit, {})[tick.passes] = number
         self._complete: dict[int, list[int]] = {}
-        """By tick, units whose gradients are complete behind it, in this pass or, where they pass, in all."""
+        """Units whose gradients are complete after a tick, by tick.
+
+        Complete in this backward pass, or, if the gradients pass through, in all passes.
+        """
         for unit in sorted(backward_ends):
             ends = backward_ends[unit].values()
             for end in [max(ends)] if self._passes(unit) else ends:
@@ -98,17 +103,17 @@ class _Replay:
         self._used = 0
         self._peak = 0
         self._leaving = 0
-        """Pages that are given back when the current trigger's tick is over."""
+        """Pages that are freed when the current trigger's tick is over."""
         self._present: set[tuple[int, Kind]] = set()
-        """Units of which a copy is on the device."""
+        """(unit, kind) of the copies that are on the device."""
         self._gathered_at: dict[int, int] = {}
         self._gradient_pages: dict[int, int] = {}
-        """Of flats whose gradients other ranks have a part of."""
+        """Pages of full gradients by unit, in flats whose gradients other ranks have a part of."""
         self._own_gradient_pages: dict[int, int] = {}
-        """Of others."""
+        """The same, in the other flats."""
 
     def run(self, plan: Plan) -> Simulation:
-        """Replay all triggers, then look for what was left behind."""
+        """Replays all triggers, then checks that nothing is left over."""
         self._check_homes()
         if plan.tick_count != len(self._trace.ticks):
             raise InternalError(f"the plan has {plan.tick_count} ticks, the trace {len(self._trace.ticks)}")
@@ -118,7 +123,9 @@ class _Replay:
         last = 0
         for task in plan.tasks:
             if not last <= task.trigger <= plan.tick_count:
-                raise InternalError(f"{self._words(task)} stands behind trigger {last} of {plan.tick_count}")
+                raise InternalError(
+                    f"{self._words(task)} comes after trigger {last} in the plan, which ends at trigger {plan.tick_count}"
+                )
             last = task.trigger
             triggers[last].append(task)
         peaks: list[int] = []
@@ -137,7 +144,7 @@ class _Replay:
         if computes != expected:
             raise InternalError(
                 f"{tick_label(self._layout, self._trace, self._trigger)} has {len(computes)} computes among "
-                f"{len(tasks)} tasks; a tick has one, behind all others"
+                f"{len(tasks)} tasks; a tick has one, after all others"
             )
         given_up = (Operation.RELEASE, Operation.EVICT)
         for task in [task for task in tasks if task.operation in given_up]:
@@ -158,7 +165,7 @@ class _Replay:
         whole = not self._layout.gathers(task.unit)
         kind = Kind.FULL if whole else Kind.PARAMETER
         at_home = self._placement.homes[task.unit].parameter is Tier.DEVICE
-        # What is at home on the device comes to other pages there where it has a code.
+        # A unit at home on the device is fetched to other pages there if it is quantized.
         if task.kind is not kind or (at_home and not (whole and self._pages(task.unit, kind))):
             raise InternalError(f"{self._words(task)}: there is nothing to fetch for a {task.kind.value} copy")
         self._put(task, kind)
@@ -166,10 +173,10 @@ class _Replay:
 
     def _gather(self, task: Task) -> None:
         if not self._layout.gathers(task.unit):
-            raise InternalError(f"{self._words(task)}: one rank has nobody to gather from")
+            raise InternalError(f"{self._words(task)}: no other rank shares the unit, so there is nothing to gather")
         at_home = self._placement.homes[task.unit].parameter is Tier.DEVICE
         if not at_home and (task.unit, Kind.PARAMETER) not in self._present:
-            raise InternalError(f"{self._words(task)}: its pages are not on the device")
+            raise InternalError(f"{self._words(task)}: its shard pages are not on the device")
         self._put(task, Kind.FULL)
         self._hold(self._pages(task.unit, Kind.FULL))
         self._gathered_at[task.unit] = self._trigger
@@ -189,19 +196,19 @@ class _Replay:
         self._used -= self._pages(task.unit, kind)
 
     def _gradients_leave(self) -> None:
-        """Those that are complete are reduced, offloaded, and, where the update alone waits for them, used (I4)."""
+        """Reduces and offloads the gradients that are complete, and uses those that wait for the update alone (I4)."""
         before = self._trigger - 1
         complete = self._complete.get(before, [])
         for unit in complete:
-            beside = self._beside_gradients(unit, alone=False)
-            self._hold(beside)  # Written while the full gradients are read.
+            beside = self._beside_gradients(unit, needs_no_reduction=False)
+            self._hold(beside)  # They are written while the full gradients are read.
             self._used -= self._gradient_pages.pop(unit, 0)
             if self._passes(unit):
                 self._gradient_pages[unit] = beside
             else:
                 self._leaving += beside
         for unit in complete:
-            self._used -= self._beside_gradients(unit, alone=True)
+            self._used -= self._beside_gradients(unit, needs_no_reduction=True)
             if not self._passes(unit):
                 self._used -= self._own_gradient_pages.pop(unit, 0)
         for unit in {*self._gradient_pages, *self._own_gradient_pages}:
@@ -211,27 +218,29 @@ class _Replay:
 
     def _compute(self, task: Task, tick: Tick) -> None:
         if task.unit != tick.unit:
-            raise InternalError(f"{self._words(task)}: the trace has {self._layout.units[tick.unit].name} there")
+            raise InternalError(f"{self._words(task)}: the trace has {self._layout.units[tick.unit].name} in that tick")
         for unit in tick.live:
             if self._pages(unit, Kind.FULL) and (unit, Kind.FULL) not in self._present:
-                raise InternalError(f"{self._words(task)} uses {self._layout.units[unit].name}, which is not there")
+                raise InternalError(
+                    f"{self._words(task)} uses {self._layout.units[unit].name}, which is not on the device"
+                )
             if tick.phase is Phase.BACKWARD and self._pages(unit, Kind.GRADIENT):
                 self._write_gradients(unit)
         for unit in self._complete.get(self._trigger, ()):
-            # Its last gradient may come when the next unit has been entered.
-            self._hold(self._beside_gradients(unit, alone=True))
+            # The unit's last gradient may arrive after autograd has entered the next unit.
+            self._hold(self._beside_gradients(unit, needs_no_reduction=True))
 
     def _write_gradients(self, unit: int) -> None:
         at_home = self._placement.homes[unit].gradient is Tier.DEVICE and self._placement.keeps_gradients
         if unit not in self._gradient_pages:
-            self._gradient_pages[unit] = self._full_gradient_pages(unit, alone=False)
+            self._gradient_pages[unit] = self._full_gradient_pages(unit, needs_no_reduction=False)
             self._hold(self._gradient_pages[unit])
         if unit not in self._own_gradient_pages and not at_home:
-            self._own_gradient_pages[unit] = self._full_gradient_pages(unit, alone=True)
+            self._own_gradient_pages[unit] = self._full_gradient_pages(unit, needs_no_reduction=True)
             self._hold(self._own_gradient_pages[unit])
 
     def _check_homes(self) -> None:
-        """The homes that the placement counts on hold the states, and the tiers hold the homes."""
+        """Checks that the bytes that the placement counts for homes suffice, and that the tiers can hold them."""
         need_bytes = dict.fromkeys(self._budget, 0)
         for flat in self._layout.flats:
             homes = self._placement.homes[flat.unit]
@@ -246,21 +255,22 @@ class _Replay:
             home_bytes = self._placement.at_home_bytes[tier]
             if size > home_bytes:
                 raise InternalError(
-                    f"homes on the {tier.name.lower()} tier take {size} bytes, {home_bytes} are set off"
+                    f"homes on the {tier.name.lower()} tier take {size} bytes, the placement counts {home_bytes}"
                 )
             if tier is not Tier.DEVICE and home_bytes + self._placement.staged_bytes(tier) > self._budget[tier]:
                 raise CapacityError(
-                    f"homes on the {tier.name.lower()} tier take {format_bytes(home_bytes)}, it has "
+                    f"homes and staging on the {tier.name.lower()} tier take "
+                    f"{format_bytes(home_bytes + self._placement.staged_bytes(tier))}, it has "
                     f"{format_bytes(self._budget[tier])}; raise {tier.setting}"
                 )
 
     def _check_end(self) -> None:
         if self._present:
             unit, kind = next(iter(self._present))
-            raise InternalError(f"the {kind.value} copy of {self._layout.units[unit].name} is never given back")
+            raise InternalError(f"the {kind.value} copy of {self._layout.units[unit].name} is never freed")
         if left := {**self._gradient_pages, **self._own_gradient_pages}:
             unit = next(iter(left))
-            raise InternalError(f"gradients of {self._layout.units[unit].name} are there at the end")
+            raise InternalError(f"gradients of {self._layout.units[unit].name} are left over at the end")
 
     def _put(self, task: Task, kind: Kind) -> None:
         if (task.unit, kind) in self._present:
@@ -274,7 +284,7 @@ class _Replay:
             raise self._too_many(self._used)
 
     def _too_many(self, pages: int) -> CapacityError:
-        return device_refusal(
+        return device_capacity_error(
             self._layout,
             self._trace,
             self._trigger,
@@ -288,7 +298,10 @@ class _Replay:
         return self._placement.homes[unit].gradient is Tier.DEVICE and not self._placement.keeps_gradients
 
     def _pages(self, unit: int, kind: Kind) -> int:
-        """Of a copy. What nobody shares is no part of it where it is at home on the device, and is else fetched whole."""
+        """Returns the pages of a copy.
+
+        Unshared flats do not count where their home is the device; otherwise they are fetched whole.
+        """
         count = self._page_counts.get((unit, kind))
         if count is None:
             away = self._placement.homes[unit].parameter is not Tier.DEVICE
@@ -302,25 +315,27 @@ class _Replay:
             count = self._page_counts[unit, kind] = sum(-(-size // self._layout.page_size) for size in sizes)
         return count
 
-    def _beside_gradients(self, unit: int, *, alone: bool) -> int:
-        """Pages of what a unit's full gradients are reduced to, or added to when they leave. A shard is added to when the
-        full gradients have gone, in whose pages there is room for that."""
+    def _beside_gradients(self, unit: int, *, needs_no_reduction: bool) -> int:
+        """Returns the pages that receive a unit's full gradients when they leave, by reduction or by addition to a sum.
+
+        The addition to a shard happens after the full gradients are freed, and fits into their pages.
+        """
         to_device = self._placement.sums_gradients and not self._placement.homes[unit].gradient.addressable
         pages = 0
-        for flat in self._gradients_of(unit, alone=alone):
-            reduced = 0 if alone else flat.longest_shard_bytes
+        for flat in self._gradients_of(unit, needs_no_reduction=needs_no_reduction):
+            reduced = 0 if needs_no_reduction else flat.longest_shard_bytes
             so_far = flat.gradient_bytes if to_device and not flat.shared else 0
             pages += -(-max(reduced, so_far) // self._layout.page_size)
         return pages
 
-    def _full_gradient_pages(self, unit: int, *, alone: bool) -> int:
-        flats = self._gradients_of(unit, alone=alone)
+    def _full_gradient_pages(self, unit: int, *, needs_no_reduction: bool) -> int:
+        flats = self._gradients_of(unit, needs_no_reduction=needs_no_reduction)
         return sum(-(-flat.padded_bytes // self._layout.page_size) for flat in flats)
 
-    def _gradients_of(self, unit: int, *, alone: bool) -> list[FlatLayout]:
-        """Trained flats whose gradient no other rank has a part of, or whose some has."""
+    def _gradients_of(self, unit: int, *, needs_no_reduction: bool) -> list[FlatLayout]:
+        """Returns the trainable flats whose gradient needs, or does not need, a reduction."""
         flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable]
-        return [flat for flat in flats if self._layout.alone(flat) is alone]
+        return [flat for flat in flats if self._layout.needs_no_reduction(flat) is needs_no_reduction]
 
     def _tier_uses(self, peaks: list[int]) -> tuple[TierUse, ...]:
         uses: list[TierUse] = []

@@ -1,11 +1,13 @@
-"""Which part of a larger parameter a parameter is, cut along one dimension (tensor parallelism), and where it lies there.
+"""Slices of parameters along one dimension (tensor parallelism), and their positions in the whole tensor.
 
-Knows shapes and numbers only. A file holds whole tensors, row by row; a rank holds a part, row by row, too. Elements that
-follow each other in the part do so in the whole for a *run*: the part's share of a section of the cut dimension, times all
-later dimensions. Runs of the parts follow each other in turn, so all arithmetic is of rows of `parts` runs.
+Knows shapes and numbers only. A file stores whole tensors in row-major order; a rank stores a slice, also in row-major
+order. Elements that are consecutive in the slice are consecutive in the whole tensor for a *run*: the slice's share of
+a section of the cut dimension, times all later dimensions. In the whole tensor, the runs of the slices alternate, so
+all arithmetic is on rows of `parts` runs.
 
-I1: the parts of a tensor hold each of its elements once. I2: stretches come in the order of the part, which is theirs in the
-whole, too, and no two of them touch in it.
+I1: the slices of a tensor contain each of its elements once.
+I2: `stretches` yields ranges in the order of the slice, which is also their order in the whole; no two of them touch in
+    the whole.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from lightning_ptm.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ElementRange:
-    """Elements that follow each other in the part and in the whole; `start` and `whole_start` are the first one's places."""
+    """Elements that are consecutive in the slice (from `start`) and in the whole tensor (from `whole_start`)."""
 
     start: int
     whole_start: int
@@ -28,18 +30,18 @@ class ElementRange:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A part of a larger parameter.
+    """A slice of a larger parameter.
 
     Args:
-        shape: of the whole.
-        dimension: that is cut.
-        parts: into how many, of equal size.
-        index: which of them this is.
-        sections: how many tensors are packed in that dimension, each of which is cut: 3 for queries, keys and values in
-            one weight.
+        shape: shape of the whole.
+        dimension: the dimension that is cut.
+        parts: number of slices, which have equal size.
+        index: number of this slice.
+        sections: number of tensors that are packed in that dimension, each of which is cut: 3 for queries, keys and
+            values in one weight.
 
     Raises:
-        ConfigError: such a tensor cannot be cut so.
+        ConfigError: such a tensor cannot be cut in this way.
     """
 
     shape: tuple[int, ...]
@@ -51,8 +53,8 @@ class TensorSlice:
     def __post_init__(self) -> None:
         if not 0 <= self.dimension < len(self.shape):
             raise ConfigError(
-                f"a parameter of shape {self.shape} has no dimension {self.dimension} to be cut along; name one of its "
-                f"{len(self.shape)}, counted from 0"
+                f"a parameter of shape {self.shape} has no dimension {self.dimension}, so it cannot be cut along it; name "
+                f"one of its {len(self.shape)} dimensions, counted from 0"
             )
         if self.parts < 1 or self.sections < 1 or not 0 <= self.index < self.parts:
             raise ConfigError(
@@ -69,24 +71,29 @@ class TensorSlice:
     def around(
         cls, part_shape: tuple[int, ...], dimension: int, parts: int, index: int, sections: int = 1
     ) -> TensorSlice:
-        """The box of a part of this shape: the whole is `parts` times as large in the cut dimension. Raises as the class."""
+        """Returns the slice whose shape is `part_shape`: the whole is `parts` times as large in the cut dimension.
+
+        Raises as the class.
+        """
         whole = tuple(size * parts if at == dimension else size for at, size in enumerate(part_shape))
         return cls(whole, dimension, parts, index, sections)
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """Shape of the slice."""
         return tuple(size // self.parts if at == self.dimension else size for at, size in enumerate(self.shape))
 
     @property
     def numel(self) -> int:
-        """Elements of the part."""
+        """Elements of the slice."""
         return math.prod(self.part_shape)
 
     @property
     def rows(self) -> int:
-        """In how many runs the part lies in the whole. With `parts` and `run_numel`, the shape in which the whole is a table
-        of runs, of which the part is column `index`."""
+        """Number of runs of the slice in the whole.
+
+        The whole, viewed as (rows, parts, run_numel), is a table of runs whose column `index` is the slice.
+        """
         return math.prod(self.shape[: self.dimension]) * self.sections
 
     @property
@@ -96,18 +103,18 @@ class TensorSlice:
 
     @property
     def cut(self) -> str:
-        """All but the index, in words: what all ranks have to know alike."""
+        """Description of everything but the index, which all ranks must agree on."""
         sections = f" of {self.sections} sections each" if self.sections > 1 else ""
         return f"1/{self.parts} of {self.shape} in dimension {self.dimension}{sections}"
 
     def full_rows(self, start: int, numel: int) -> range:
-        """The runs that lie whole in elements [start, start + numel) of the part."""
+        """Returns the runs that are entirely in elements [start, start + numel) of the slice."""
         first, last = -(-start // self.run_numel), (start + numel) // self.run_numel
         return range(first, max(first, last))
 
     def stretches(self, start: int, numel: int) -> Iterator[ElementRange]:
-        """Where elements [start, start + numel) of the part lie in the whole."""
-        run = self.numel if self.parts == 1 else self.run_numel  # the only part has no other's elements in between
+        """Yields the ranges of the whole that hold elements [start, start + numel) of the slice."""
+        run = self.numel if self.parts == 1 else self.run_numel  # a single slice is contiguous
         stop = start + numel
         while start < stop:
             row, offset = divmod(start, run)

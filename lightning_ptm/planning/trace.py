@@ -1,7 +1,7 @@
-"""What one iteration used, tick by tick: the planner's view of time (sections 4.2 and 5 of the paper).
+"""Trace: what one iteration used, tick by tick; the planner's view of time (sections 4.2 and 5 of the paper).
 
-Owns the record of an iteration, as the tracer saw it or as it is assumed before the first one. Knows no clock: seconds
-are numbers that somebody measured. Two traces that are equal give equal plans.
+Owns the record of an iteration, as the tracer observed it or as it is assumed before the first one. Reads no clock: the
+tracer measures the seconds. Equal traces give equal plans.
 
 I1: tick i of a trace is its i-th forward or backward of a unit; the tick's number is the paper's trigger id.
 I2: a tick's own unit is among its live units; live units are sorted and distinct.
@@ -23,13 +23,14 @@ class Tick:
 
     Args:
         unit: the unit that computes.
-        phase: what it computes. A recomputed forward belongs to the backward tick that it serves.
+        phase: forward or backward. A recomputed forward belongs to the backward tick that needs it.
         live: all units whose parameters must be gathered during the tick, `unit` included; in a backward tick also
             those that may receive gradients.
-        non_model_bytes: device bytes of everything but model states (activations...) at the worst moment of the tick, where
-            it was measured. Reported, not planned: budgets are for pages.
+        non_model_bytes: the most device bytes of everything but model states (activations...) during the tick, where
+            they were measured. Reported, not planned: budgets are for pages.
         seconds: compute time of the tick; 0.0 when not measured.
-        passes: backward passes of the iteration that were over when it began: several micro-batches have several.
+        passes: number of backward passes of the iteration that were over when the tick began; with several
+            micro-batches there are several.
     """
 
     unit: int
@@ -41,24 +42,29 @@ class Tick:
 
     def __post_init__(self) -> None:
         if self.unit not in self.live:
-            raise ConfigError(f"unit {self.unit} computes in a tick in which only {self.live} are live; add it")
+            raise ConfigError(
+                f"unit {self.unit} computes in a tick in which only units {self.live} are live; add it to them"
+            )
         if list(self.live) != sorted(set(self.live)) or self.live[0] < 0:
-            raise ConfigError(f"live units {self.live} of a tick must be distinct, sorted and not negative")
+            raise ConfigError(
+                f"live units {self.live} of a tick are not distinct, sorted and at least 0, so they cannot be looked up; "
+                "sort them"
+            )
         if self.non_model_bytes < 0 or self.seconds < 0:
             raise ConfigError(f"a tick of unit {self.unit} has negative bytes or seconds; measure again")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorUse:
-    """A row of the paper's Tracer table: who was used from when to when, and what it cost.
+    """A row of the paper's Tracer table: a tensor, its first and last use, and its compute time.
 
     Args:
         tensor_id: identity of the tensor within the trace.
         name: name of the parameter.
         first_id: first tick of its use.
         end_id: last tick of its use.
-        cpu_time: seconds that its use cost on the CPU.
-        gpu_time: seconds that its use cost on the GPU; 0.0 without one.
+        cpu_time: seconds that its use took on the CPU.
+        gpu_time: seconds that its use took on the GPU; 0.0 without one.
     """
 
     tensor_id: int
@@ -71,23 +77,26 @@ class TensorUse:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One iteration: its ticks in order, and the tensors' table when it was measured."""
+    """One iteration: its ticks in order, and the table of tensors if it was measured."""
 
     ticks: tuple[Tick, ...]
     tensors: tuple[TensorUse, ...] = ()
 
     @property
     def non_model_peak_bytes(self) -> int:
-        """The most device bytes that anything but model states took at any tick."""
+        """The most device bytes of everything but model states at any tick."""
         return max((tick.non_model_bytes for tick in self.ticks), default=0)
 
 
 def one_pass(trace: Trace) -> Trace:
-    """Of forward passes that repeat each other behind the root's tick (a text that is continued token by token), the first;
-    of anything else, all. The table of tensors stays that of the whole iteration, its ids cut off at the last tick."""
+    """Returns the first of several equal forward passes after the root's tick (token-by-token generation).
+
+    Any other trace is returned unchanged. The table of tensors remains that of the whole iteration, with ids limited to
+    the last tick.
+    """
     rest = [(tick.unit, tick.phase, tick.live) for tick in trace.ticks[1:]]
     for period in range(1, len(rest) // 2 + 1):
-        # Before the comparison, the test that nearly all numbers fail.
+        # The cheap tests come first: nearly all periods fail them.
         if len(rest) % period == 0 and rest[period] == rest[0] and rest[period:] == rest[:-period]:
             last = period
             uses = (
@@ -98,14 +107,14 @@ def one_pass(trace: Trace) -> Trace:
 
 
 def forward_trace(layout: ModelLayout) -> Trace:
-    """The order assumed for evaluation: the root, live all along, then the other units in order."""
+    """Returns the order assumed for evaluation: the root, live throughout, then the other units in order."""
     return Trace(tuple(_tick(unit, Phase.FORWARD) for unit in range(len(layout.units))))
 
 
 def sequential_trace(layout: ModelLayout) -> Trace:
-    """The order assumed before the first iteration: the root, the other units in order, and all of that backward.
+    """Returns the order assumed before the first iteration: forward in the order of units, then backward in reverse.
 
-    The root is live all along: embeddings and head are used at both ends of forward and backward.
+    The root is live throughout: embeddings and head are used at both ends of forward and backward.
     """
     backward = tuple(_tick(unit, Phase.BACKWARD) for unit in reversed(range(len(layout.units))))
     return Trace(forward_trace(layout).ticks + backward)

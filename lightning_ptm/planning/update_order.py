@@ -1,4 +1,4 @@
-"""In which order updates come, what is read ahead of them, and which of them compute waits for."""
+"""Order of updates, of reads ahead of them, and the updates that compute waits for."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from lightning_ptm.planning.placement_data import Placement
 
 
 def update_order(layout: ModelLayout, placement: Placement) -> list[int]:
-    """Units in the order in which their updates come: as they end in a backward, whose last is the root; at the optimizer's
-    step from the first on, which the next forward wants first."""
+    """Returns the units in the order in which their updates are submitted.
+
+    During a backward, that is the order in which units end, the root last. At the optimizer's step, it is the order of
+    the next forward.
+    """
     units = range(len(layout.units))
     return list(units) if placement.keeps_gradients else [*reversed(units[1:]), 0]
 
 
 def read_ahead(layout: ModelLayout, placement: Placement) -> list[FlatLayout]:
-    """Flats whose master states are read behind a forward, in the order in which updates of the backward will need them."""
+    """Returns the flats whose master states are read after a forward, in the order of the backward's updates."""
     if placement.keeps_gradients:
         return []
     of_disk = (unit for unit in update_order(layout, placement) if not placement.homes[unit].master.updates)
@@ -24,11 +27,13 @@ def read_ahead(layout: ModelLayout, placement: Placement) -> list[FlatLayout]:
 
 
 def first_to_wait_for(gradient_bytes: Mapping[int, int], room_bytes: float) -> int | None:
-    """The unit whose update compute waits for behind the backward of another, because gradients that wait take too much.
+    """Returns the unit whose update compute waits for after the backward of another unit; None: no wait.
+
+    Compute waits when pending gradients take more than `room_bytes`.
 
     Args:
-        gradient_bytes: of units whose updates are not done, in the order of submission.
-        room_bytes: for all of them; those of one unit may take more.
+        gradient_bytes: bytes of pending gradients, by unit, in the order of submission.
+        room_bytes: limit for all of them; a single unit may exceed it.
     """
     if len(gradient_bytes) < 2 or sum(gradient_bytes.values()) <= room_bytes:
         return None

@@ -1,17 +1,21 @@
-"""Which gradients wait for which job, and which version of a flat may be read (lock-free mode: section 4.3 and Algorithm 2 of
-the paper, mended; see ARCHITECTURE.md).
+"""Policy of lock-free updates: which gradients each update job applies, and which version of a flat may be read.
 
-Owns the counts of all that: contributions that wait, are taken by a job, or are in a version; pages for new versions, by
-kind; the order of service. Holds no gradients and no pages: each event returns what is to be done with these. A run does it
-(update/lock_free_buffers.py, runtime/updates/flat_counters.py), a forecast counts its seconds (shared_cores.py). One
-thread at a time.
-I1: exactly once. A contribution is counted in one place: waiting, taken by one job, or applied. Nothing is ever cleared, so
-    what comes while a job runs waits for the next.
-I2: one job at a time for a flat, so its updates follow each other.
-I3: a version that is published forecasts what has been received and is not in it, unless it cannot be, or is more than
-    `REACH`.
-I4: compute cannot be kept waiting for pages: the last spare ones of a kind are taken only for a flat that compute waits
-    for, or soon will.
+Implements section 4.3 and Algorithm 2 of the paper, with corrections (see ARCHITECTURE.md). Owns the counts:
+contributions that are pending, taken by a job, or contained in a version; pages for new versions, by kind; the order of
+jobs. Holds no gradients and no pages: each event returns what has to be done with them. A run does it
+(update/lock_free_buffers.py, runtime/updates/flat_counters.py), a virtual run counts its seconds (shared_cores.py). One
+thread at a time uses it.
+
+A *contribution* is one gradient of a flat. A *forecast* is a prediction of parameters: momentum is followed for updates
+that have not run yet.
+
+I1: exactly once. A contribution is counted in one place: pending, taken by one job, or applied. Nothing is ever
+    cleared, so a contribution that arrives while a job runs waits for the next job.
+I2: a flat has one job at a time, so its updates are sequential.
+I3: a published version forecasts the contributions that were received and that it does not contain, unless it cannot,
+    or there are more than `REACH`.
+I4: compute never waits for pages: the last spare pages of a kind are taken only for a flat that compute waits for, or
+    soon will.
 """
 
 from __future__ import annotations
@@ -25,18 +29,22 @@ from typing import Generic, TypeVar
 from lightning_ptm.errors import InternalError
 
 REACH = 2
-"""Steps that are taken one by one, of momentum that a forecast follows, and of updates that are forecast. What lacks more is
-used as it is: each step of a forecast costs compute a pass over the parameters. What waits for longer is applied at once."""
+"""Maximum number of steps that a job applies one by one, and that a forecast covers.
+
+A forecast follows momentum for at most so many updates. A version that lacks more is used without a forecast: each step
+of a forecast costs compute a pass over the parameters. If more contributions are pending, one job applies them in one
+step.
+"""
 
 _NONE = object()
-"""Of no parameters: nothing is added to it."""
+"""Parameter set of an empty contribution: no other contribution is added to it."""
 
 _BETWEEN = 2
-"""Jobs that are in hand whatever their size, so that reads go on between them."""
+"""Number of jobs that may run whatever their size, so that one reads while another computes."""
 
 
 class GradientEvent(enum.Enum):
-    """What becomes of a flat's gradients."""
+    """Events of a flat's gradients."""
 
     WAITS = "waits"
     ADDED = "added"
@@ -46,18 +54,30 @@ class GradientEvent(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GradientAct:
-    """What was decided, for who listens: of which flat, and of how many contributions; `foreseen`: versions forecast them."""
+    """A decision of the policy, for listeners.
 
-    doing: GradientEvent
+    Attributes:
+        event: what happened.
+        flat: index of the flat.
+        steps: number of contributions.
+        is_forecast: whether versions forecast these contributions.
+    """
+
+    event: GradientEvent
     flat: int
     steps: int
-    foreseen: bool = False
+    is_forecast: bool = False
 
 
 @dataclass(slots=True)
 class _Sum:
-    """Contributions that are applied together: of which parameters, from which step on, of how many steps. No steps: the
-    parameters are to be published as they are."""
+    """Contributions that are applied together.
+
+    Attributes:
+        which: the set of parameters that they are for.
+        since: the first step.
+        steps: number of contributions; 0: the parameters are to be published as they are.
+    """
 
     which: Hashable
     since: int
@@ -65,42 +85,42 @@ class _Sum:
 
 
 class Flat:
-    """What is on its way for one flat, in numbers: `VersionPolicy` writes them.
+    """Counts of one flat's pending work; `VersionPolicy` writes them.
 
     Args:
-        kind: of its pages: those of one kind can stand for each other.
-        size: what it counts for against `room`.
-        foreseeable: its optimizer's updates can be forecast.
+        kind: kind of its pages: pages of one kind are interchangeable.
+        size: what it counts against `room`.
+        can_forecast: whether its optimizer's updates can be forecast.
     """
 
-    def __init__(self, kind: Hashable, size: int = 1, *, foreseeable: bool = False) -> None:
+    def __init__(self, kind: Hashable, size: int = 1, *, can_forecast: bool = False) -> None:
         self.kind = kind
         self.size = size
-        self.foreseeable = foreseeable
+        self.can_forecast = can_forecast
 
         self.place = -1
-        """Among all flats."""
+        """Index among all flats."""
         self.sums: list[_Sum] = []
-        """That wait, oldest first; more than one where steps had gradients for different parameters."""
+        """Pending contributions, oldest first; more than one sum where steps had gradients for different parameters."""
         self.taken: _Sum | None = None
         self.received = 0
         self.applied = 0
         self.urgent = False
         self.exact = True
-        """Whether the newest version is."""
+        """Whether the newest version is exact: contains no forecast."""
         self.learned = False
         """Whether there is a forecast."""
         self.late = 0
-        """Contributions that had come meanwhile when the last job ended."""
+        """Number of contributions that were pending when the last job ended."""
 
     @property
     def pending(self) -> int:
-        """Contributions that no version includes."""
+        """Number of contributions that no version contains."""
         return sum(each.steps for each in self.sums) + (self.taken.steps if self.taken is not None else 0)
 
     @property
     def may_begin(self) -> bool:
-        """Whether a job may take what waits (I2)."""
+        """Whether a job may take pending contributions (I2)."""
         return bool(self.sums) and self.taken is None
 
 
@@ -109,12 +129,12 @@ F = TypeVar("F", bound=Flat)
 
 @dataclass(frozen=True, slots=True)
 class Begin(Generic[F]):
-    """A job begins: it takes what waits longest of its flat, and spare pages.
+    """The start of a job: it takes the oldest pending sum of its flat, and spare pages.
 
     Attributes:
-        steps: contributions that it applies; 0: it publishes exact parameters.
-        at_once: in one call of the optimizer, where that can be: too many to take one by one.
-        ahead: updates for which momentum is followed in the forecast that it learns; 0: it learns none.
+        steps: number of contributions that it applies; 0: it publishes exact parameters.
+        at_once: apply them in one call of the optimizer, where possible: there are too many to apply one by one.
+        ahead: number of updates for which the job's forecast follows momentum; 0: it makes no forecast.
     """
 
     flat: F
@@ -124,16 +144,16 @@ class Begin(Generic[F]):
 
 
 class VersionPolicy(Generic[F]):
-    """All flats, and which job comes next. After each event `next_jobs` is to be asked.
+    """All flats, and the choice of the next jobs. Callers call `next_jobs` after each event.
 
     Args:
         flats: in the order in which a forward pass uses them.
-        spares: kinds of the pages for new versions, each as often as there are such pages.
-        room: jobs are started until this much is in hand, and two at least.
-        learns: whether jobs learn forecasts from the first on.
+        spares: kinds of the spare pages for new versions, one entry per page set.
+        room: jobs are started until their sizes reach this; at least two run.
+        learns: whether jobs make forecasts from the first step on.
 
     Attributes:
-        learns_from: jobs of this step's gradients, and of later ones, learn forecasts; None: no job does.
+        learns_from: the first step whose jobs make forecasts; None: no job does.
     """
 
     def __init__(
@@ -151,66 +171,69 @@ class VersionPolicy(Generic[F]):
         self._total = Counter(self._free)
         self._room = room
         self.learns_from = 0 if learns else None
-        self._in_hand: list[F] = []
+        self._running: list[F] = []
 
-        self.told: Callable[[GradientAct], None] | None = None
-        """Told of what is decided, in order."""
+        self.on_decision: Callable[[GradientAct], None] | None = None
+        """Listener for decisions, called in order."""
 
     def offer(self, flat: F, step: int, which: Hashable = None, *, unseen: int | None = None) -> GradientAct:
-        """A contribution has come.
+        """Records a contribution.
 
         Args:
-            step: that it is of.
-            which: the parameters that it is for; those of the same can be added.
-            unseen: contributions that the newest version includes, where compute cannot have seen it and will see it with
-                this one forecast (I3).
+            step: the step that it belongs to.
+            which: the set of parameters that it is for; contributions for the same set can be added.
+            unseen: number of contributions that the newest version contains, if compute has not read that version yet
+                and will read it with this contribution forecast (I3).
         """
         flat.received += 1
-        foreseen = unseen is not None and flat.received - unseen <= REACH
+        is_forecast = unseen is not None and flat.received - unseen <= REACH
         if unseen is not None:
             flat.exact = False
         last = flat.sums[-1] if flat.sums else None
         if last is not None and last.which == which:
             last.steps += 1
-            return self._tell(GradientAct(GradientEvent.ADDED, flat.place, 1, foreseen))
+            return self._report(GradientAct(GradientEvent.ADDED, flat.place, 1, is_forecast))
         flat.sums.append(_Sum(which, step, 1))
-        return self._tell(GradientAct(GradientEvent.WAITS, flat.place, 1, foreseen))
+        return self._report(GradientAct(GradientEvent.WAITS, flat.place, 1, is_forecast))
 
     def learn(self, step: int) -> None:
-        """Jobs of this step's gradients, and of later ones, learn forecasts."""
+        """Makes jobs of this step's gradients, and of later ones, learn forecasts."""
         self.learns_from = step
 
     def hurry(self, flat: F, needed: int) -> None:
-        """Compute waits until a version of this flat includes `needed` contributions.
+        """Marks the flat as urgent: compute waits until a version of it contains `needed` contributions.
 
-        A request that has been overtaken by that version asks for nothing: the last spare pages are not for it (I4).
+        A request that the newest version already satisfies has no effect: the last spare pages are not for it (I4).
         """
         flat.urgent = flat.applied < needed
 
     def give_back(self, kind: Hashable) -> None:
-        """Pages of this kind are spare again."""
+        """Returns pages of this kind to the spare ones."""
         self._free[kind] += 1
 
     def finish(self, flat: F, *, learned: bool) -> GradientAct:
-        """A flat's job has ended: its version is to be published.
+        """Records the end of a flat's job: its version is to be published.
 
         Args:
-            learned: a forecast of the next update.
+            learned: whether the job made a forecast of the next update.
         """
         taken, flat.taken = flat.taken, None
         if taken is None:
-            raise InternalError(f"flat {flat.place} has no job that could be finished")
-        self._in_hand.remove(flat)
+            raise InternalError(f"the end of a job of flat {flat.place} was reported, but the flat has no job")
+        self._running.remove(flat)
         flat.urgent = False
         flat.applied += taken.steps
         flat.late = flat.pending
         flat.learned = flat.learned or learned
-        foreseen = flat.learned and bool(flat.sums) and flat.late <= REACH
-        flat.exact = not learned and not foreseen
-        return self._tell(GradientAct(GradientEvent.PUBLISHED, flat.place, taken.steps, foreseen))
+        is_forecast = flat.learned and bool(flat.sums) and flat.late <= REACH
+        flat.exact = not learned and not is_forecast
+        return self._report(GradientAct(GradientEvent.PUBLISHED, flat.place, taken.steps, is_forecast))
 
     def want_exact(self) -> list[F]:
-        """Nothing waits: jobs are to publish the parameters of these flats, whose newest versions are forecasts."""
+        """Requests jobs that publish exact parameters where the newest version is a forecast; returns these flats.
+
+        To be called when no contribution is pending.
+        """
         inexact = [flat for flat in self.flats if not flat.exact]
         for flat in inexact:
             flat.sums.append(_Sum(_NONE, -1, 0))
@@ -218,51 +241,59 @@ class VersionPolicy(Generic[F]):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits and nothing is in hand."""
-        return not self._in_hand and not any(flat.sums for flat in self.flats)
+        """Whether no contribution is pending and no job runs."""
+        return not self._running and not any(flat.sums for flat in self.flats)
 
     def next_jobs(self) -> list[Begin[F]]:
-        """Jobs that begin now, as far as there is room: what compute waits for first, then the oldest gradients."""
+        """Returns the jobs that begin now, as far as there is room.
+
+        Flats that compute waits for come first, then those with the oldest gradients.
+        """
         ready = [flat for flat in self.flats if flat.may_begin]
         ready.sort(key=lambda flat: (not flat.urgent, flat.sums[0].since))
         begun = []
         for flat in ready:
-            held = sum(other.size for other in self._in_hand)
-            if not flat.urgent and len(self._in_hand) >= _BETWEEN and held + flat.size > self._room:
+            held = sum(other.size for other in self._running)
+            if not flat.urgent and len(self._running) >= _BETWEEN and held + flat.size > self._room:
                 break
-            # Where a kind has several spare pages, the last are for what is urgent (I4).
+            # Where a kind has several spare page sets, the last is for urgent flats (I4).
             if self._free[flat.kind] > (0 if flat.urgent or self._total[flat.kind] == 1 else 1):
                 self._free[flat.kind] -= 1
-                self._in_hand.append(flat)
+                self._running.append(flat)
                 flat.taken = flat.sums.pop(0)
                 steps = flat.taken.steps
                 learns = self.learns_from is not None and flat.taken.since >= self.learns_from
-                learns = learns and flat.foreseeable and 0 < steps <= REACH
+                learns = learns and flat.can_forecast and 0 < steps <= REACH
                 ahead = min(max(1, flat.late), REACH) if learns else 0
                 begun.append(Begin(flat, steps, steps > REACH, ahead))
-                self._tell(GradientAct(GradientEvent.BEGINS, flat.place, steps))
+                self._report(GradientAct(GradientEvent.BEGINS, flat.place, steps))
         return begun
 
-    def _tell(self, act: GradientAct) -> GradientAct:
-        if self.told is not None:
-            self.told(act)
+    def _report(self, act: GradientAct) -> GradientAct:
+        if self.on_decision is not None:
+            self.on_decision(act)
         return act
 
 
 def forecasts_all(received: int, applied: int, seen: int) -> bool:
-    """Whether a version that includes `applied` contributions, and includes or forecasts `seen`, forecasts all of so many,
-    as far as forecasts reach."""
+    """Returns whether a version forecasts all of `received` contributions, as far as forecasts reach.
+
+    Args:
+        applied: contributions that the version contains.
+        seen: contributions that it contains or forecasts.
+    """
     return seen >= received or received - applied > REACH
 
 
 @dataclass(slots=True)
 class Reading:
-    """A flat as compute has it, in numbers.
+    """State of a flat as compute reads it, in counts.
 
     Attributes:
         received: contributions that it has produced.
-        adopted: those in the version that it reads; seen: those that this includes or forecasts.
-        learned: whether it can forecast more.
+        adopted: contributions contained in the version that it reads.
+        seen: contributions that this version contains or forecasts.
+        learned: whether the version can forecast more.
     """
 
     received: int = 0
@@ -271,26 +302,29 @@ class Reading:
     learned: bool = False
 
     def receive(self) -> None:
-        """A contribution has come."""
+        """Records a contribution."""
         self.received += 1
 
     def see(self, contributions: int) -> None:
-        """The version that is read is brought to where so many more will take it."""
+        """Records that the version in use was advanced by a forecast of `contributions` more."""
         self.seen += contributions
 
     def adopt(self, applied: int, seen: int, *, learned: bool) -> None:
-        """Another version is read from now on."""
+        """Records that another version is read from now on."""
         self.adopted, self.seen, self.learned = applied, seen, learned
 
     def may_read(self, max_staleness: int) -> bool:
-        """Whether the version may be read: it lacks no more, and where it forecasts, it forecasts all it lacks."""
+        """Returns whether the version may be read.
+
+        It may lack at most `max_staleness` contributions, and if it has a forecast, it must forecast all that it lacks.
+        """
         lacks = self.received - self.adopted
         return lacks <= max_staleness and (not self.learned or forecasts_all(self.received, self.adopted, self.seen))
 
-    def foresees(self, max_staleness: int, *, published: bool) -> bool:
-        """Whether the version is brought to where the contribution that comes now will take it.
+    def should_forecast(self, max_staleness: int, *, published: bool) -> bool:
+        """Returns whether the version in use is to be advanced by a forecast of the contribution that arrives now.
 
-        Not where the next to be read is another, which is `published`: that forecasts it itself.
+        It is not if a newer version has been `published`, which contains or forecasts that contribution itself.
         """
         lacks = self.received + 1 - self.adopted
         return self.learned and not published and self.seen == self.received and lacks <= min(max_staleness, REACH)

@@ -1,11 +1,11 @@
-"""Which rank updates which parameter, where an update needs all of it: the parameter's owner.
+"""Assignment of parameters to ranks, for optimizers whose update needs whole parameters (Muon, Shampoo, SOAP).
 
-Decides only, from shapes and bytes; equal on all ranks. `layout` puts what a rank owns into its share of the flat, and
-everything behind follows shards.
+Decides only, from shapes and bytes; equal on all ranks. `layout` puts the parameters that a rank owns into its share of
+the flat, and everything later works on shards.
 
-I1: no rank owns more bytes than an equal share and one parameter.
-I2: of ranks that own as many bytes, the one that owns least of a parameter's unit takes it: a unit's reduction, update and
-    gather are no single rank's affair.
+I1: no rank owns more bytes than an equal share plus one parameter.
+I2: of ranks with equally many bytes, the one that owns least of the parameter's unit takes it, so that a unit's
+    reduction, update and gather are spread over ranks.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ if TYPE_CHECKING:
 
 
 def work_of(shape: Sequence[int]) -> int:
-    """Multiplications of a product of a parameter with itself, as a matrix; what an update is made of that takes long (Muon,
-    Shampoo, SOAP)."""
+    """Returns the multiplications of a product of a parameter, as a matrix, with itself.
+
+    The expensive updates (Muon, Shampoo, SOAP) consist of such products.
+    """
     rows = shape[0] if shape else 1
     columns = math.prod(shape[1:])
     return rows * columns * min(rows, columns)
 
 
 def choose_owners(units: Sequence[UnitSpec], ranks: int) -> dict[str, int]:
-    """By name of a parameter that is updated whole, the rank that owns it.
+    """Returns the owning rank of each parameter that is updated whole, by name.
 
-    The largest first, each to the rank that has fewest bytes so far; of several to the one with least of the unit, then with
-    the least arithmetic.
+    The largest parameter is first. Each goes to the rank that has fewest bytes so far; of several, to the one with
+    least of the unit, then with the least arithmetic.
     """
     items = [
         (unit, spec)

@@ -254,7 +254,7 @@ def root_folder(trainer: Trainer) -> Path | None:
 
 
 def _warn_without_codes(blueprint: Blueprint, name: str) -> None:
-    if not any(flat.code for flat in blueprint.layout.everywhere()):
+    if not any(flat.code for flat in blueprint.layout.all_flats()):
         rank_zero_warn(
             f"frozen_dtype={name!r} changes nothing in this run: no matrix of a unit beside the root is frozen; freeze the "
             f"model (model.requires_grad_(False)) before its adapters are made, name the units (units=['Block']), or leave "

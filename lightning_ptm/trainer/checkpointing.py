@@ -159,7 +159,7 @@ class RunCheckpoints:
         ranks = range(
             0, strategy.world_size, self._settings.tensor_parallel_size
         )  # the others of a group draw the same
-        tell: Callable[[Any, int], Any] = strategy.broadcast if run is None else run.engine.barriers.told
+        tell: Callable[[Any, int], Any] = strategy.broadcast if run is None else run.engine.barriers.broadcast
         states = [tell(ours if rank == strategy.global_rank else None, rank) for rank in ranks]
         return [randomness.received(each) for each in states]
 
@@ -182,7 +182,7 @@ class RunCheckpoints:
         """What the block raises on one rank raises on all of them, also after a run; there, rank 0 alone does something.
         Collective."""
         if run is not None:
-            with run.engine.barriers.together():
+            with run.engine.barriers.errors_on_all_ranks():
                 yield
             return
         error: Exception | None = None
@@ -286,7 +286,7 @@ class RunCheckpoints:
             needed = [file for file in index.files if fitting or file.kind == PARAMETERS]
             return needed[strategy.global_rank :: strategy.world_size]
 
-        with run.engine.barriers.together() if run is not None and paged else nullcontext():
+        with run.engine.barriers.errors_on_all_ranks() if run is not None and paged else nullcontext():
             return sharded.load(path, weights_only=weights_only, optimizers=fitting, verify=ours, progress=progress())
 
     def is_sharded(self, path: Path) -> bool:

@@ -140,11 +140,11 @@ class _Ending:
         places = [*([] if root is None else [root]), *engine.disk_paths]
         failures = []
         # Sharded ones hold parameters as they lie in pages: strided ones in another order than that of their shape.
-        strided = any(slot.spec.stride for flat in engine.blueprint.layout.everywhere() for slot in flat.slots)
+        strided = any(slot.spec.stride for flat in engine.blueprint.layout.all_flats() for slot in flat.slots)
         with self._checkpoints.of_type("full" if strided else "sharded"):
             checkpoint = checkpoints_of(trainer).dump_checkpoint(weights_only=True)
             for place in places:
-                path = Path(engine.barriers.told(str(_unused(place, trainer.global_step))))
+                path = Path(engine.barriers.broadcast(str(_unused(place, trainer.global_step))))
                 try:
                     self._checkpoints.write_now(self._run, checkpoint, path)
                 except (CheckpointError, OSError) as error:

@@ -49,7 +49,7 @@ def follow_rearranging(run: Run, checkpoints: RunCheckpoints) -> None:
     for optimizer in run.paged_optimizers() if engine.lent_parameters.resized else ():
         warn_of_resized(engine, optimizer)
     counted = run.statistics()
-    engine.barriers.rearranged(engine.changes.differences())
+    engine.barriers.check_relayout(engine.changes.differences())
     if engine.blueprint.may_be_outside and engine.changes.gradients_in_place:
         end(run, checkpoints)
         run.lay_out()

@@ -26,7 +26,7 @@ from lightning_ptm.checkpoints.interruption import Interruption
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.checkpoints.save_queue import SaveQueue
 from lightning_ptm.comm import Communicator, Gathering, ProcessGroupCommunicator
-from lightning_ptm.errors import UsageError, in_a_line, some
+from lightning_ptm.errors import UsageError, one_line, some
 from lightning_ptm.events import Events, Listener
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.planning.tensor_slices import TensorSlice
@@ -185,7 +185,7 @@ class Run:
     def trace_events(self, listener: Listener) -> Iterator[None]:
         """See `AngelPTMStrategy.trace_events`."""
         engine = self.engine
-        with engine.events.heard_by(listener):
+        with engine.events.subscribed(listener):
             try:
                 yield
             finally:
@@ -416,7 +416,7 @@ class Run:
         if self._engine is not None:
             self._engine.fail(exception)
         elif self.communicator is not None:
-            self.communicator.fail(in_a_line(exception))
+            self.communicator.fail(one_line(exception))
         return self.communicator is not None
 
     # -- the end ------------------------------------------------------------------------------------------------------

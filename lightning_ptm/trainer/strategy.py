@@ -39,7 +39,7 @@ from lightning_ptm.checkpoints import after_run
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.config import Settings, listing_settings
-from lightning_ptm.errors import ConfigError, UsageError, in_a_line
+from lightning_ptm.errors import ConfigError, UsageError, one_line
 from lightning_ptm.events import Listener
 from lightning_ptm.memory.backend import Backend, backend_of
 from lightning_ptm.memory.disk import FileOps
@@ -772,7 +772,7 @@ class AngelPTMStrategy(ParallelStrategy):
         forget_mesh()
         told = self._run is not None and self._run.fail(exception)
         if not told and self._set_up is not None:
-            self._set_up.fail(in_a_line(exception))
+            self._set_up.fail(one_line(exception))
 
     def _end_run(self) -> None:
         run = self._run

@@ -164,7 +164,7 @@ class FlatBuffer(Flat):
         name: name of the flat in messages and audits.
         numel, dtype: elements and dtype of the shard's compute parameters.
         parameters: number of parameters in the flat.
-        size, foreseeable: see `Flat`.
+        size, can_forecast: see `Flat`.
     """
 
     def __init__(
@@ -175,9 +175,9 @@ class FlatBuffer(Flat):
         parameters: int = 1,
         *,
         size: int = 1,
-        foreseeable: bool = False,
+        can_forecast: bool = False,
     ) -> None:
-        super().__init__((numel, dtype), size, foreseeable=foreseeable)
+        super().__init__((numel, dtype), size, can_forecast=can_forecast)
         self.name = name
         self.parameters = parameters
         self.slot = VersionSlot()
@@ -244,10 +244,10 @@ class LockFreeBuffers:
             unseen=None if unseen is None else unseen.applied,
         )
         if unseen is not None:
-            if offered.foreseen:
+            if offered.is_forecast:
                 flat.predict_weights(unseen.pages, contribution)
             flat.slot.publish(dataclasses.replace(unseen, seen=flat.received, prediction=flat.prediction, exact=False))
-        if offered.doing is GradientEvent.ADDED:
+        if offered.event is GradientEvent.ADDED:
             flat.waiting[-1].add(contribution)
         else:
             flat.waiting.append(contribution)
@@ -285,7 +285,7 @@ class LockFreeBuffers:
         flat.applying = flat.target = None
         applied.discard()
         flat.prediction = prediction or flat.prediction
-        if ended.foreseen:
+        if ended.is_forecast:
             for contribution in flat.waiting:
                 flat.predict_weights(target, contribution)
         version = Version(target, flat.applied, flat.received, flat.prediction, flat.exact)

@@ -218,7 +218,9 @@ class Pipeline:
                 chunk.reads[column.role] = self._allocator.copy(column.home, buffer, source_start=start, numel=numel)
                 self.stats.add_read(numel * column.home.dtype.itemsize)
         # A chunk read ahead may have more than the job needs: a job without any gradient only copies the master parameter.
-        chunk.note_reads(whole=progress is not None and all(column.role in chunk.buffers for column in columns))
+        chunk.note_reads(
+            all_reads_begun=progress is not None and all(column.role in chunk.buffers for column in columns)
+        )
         return bool(missing)
 
     def free(self, chunk: JobChunk) -> None:
@@ -262,10 +264,10 @@ class Pipeline:
             self._arithmetic.update(progress, chunk.start, chunk.numel, windows, whole_target=whole_target)
         ended = perf_counter()
         self.stats.add_chunk(ended - started)
-        if self._events.heard:
+        if self._events.active:
             flat = chunk.flat.flat
             name = f"flat {flat.index} [{chunk.start}:{chunk.start + chunk.numel}]"
-            self._events.tell(Event(EventKind.UPDATE, progress.tier.name.lower(), name, started, ended))
+            self._events.emit(Event(EventKind.UPDATE, progress.tier.name.lower(), name, started, ended))
         truth = TARGET if progress.job.states.master is not None else PARAMETER
         for column in self._of(chunk, progress.staged):
             if column.writes:

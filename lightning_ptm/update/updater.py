@@ -210,7 +210,7 @@ class Updater:
         Afterwards the pages are up to date, and other code may read, move or write them. Raises as `finish` does.
         """
         self._check()
-        self._command(self._pipeline.policy.forget_ahead)
+        self._command(self._pipeline.policy.drop_read_ahead)
         if self._thread is not None:
             idle = threading.Event()
             self._command(lambda: self._when_idle(idle))

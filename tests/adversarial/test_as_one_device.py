@@ -398,7 +398,7 @@ def a_plateau(desk: Desk) -> None:
     class Model(Small):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.1, fused=True)
-            schedule = lr_scheduler.ReduceLROnPlateau(optimizer, deadlock_detector=0, threshold=0.5)
+            schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
             return {
                 "optimizer": optimizer,
                 "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss", "name": "lr"},
@@ -447,7 +447,7 @@ def a_schedule_of_every_other_step(desk: Desk) -> None:
 
 @program
 def stopping_by_a_training_metric(desk: Desk) -> None:
-    stopping = cb.EarlyStopping("train_loss_epoch", deadlock_detector=0, min_delta=0.2, check_on_train_epoch_end=True)
+    stopping = cb.EarlyStopping("train_loss_epoch", patience=0, min_delta=0.2, check_on_train_epoch_end=True)
     module = Small()
     trainer = desk.trainer(max_epochs=10, callbacks=[stopping])
     trainer.fit(module)
@@ -716,7 +716,7 @@ def callbacks_of_the_module_and_their_states(desk: Desk) -> None:
 
     class Model(Certain):
         def configure_callbacks(self) -> Any:
-            return [cb.EarlyStopping("val_loss", deadlock_detector=5), saves(desk, monitor="val_loss", save_top_k=-1)]
+            return [cb.EarlyStopping("val_loss", patience=5), saves(desk, monitor="val_loss", save_top_k=-1)]
 
     desk.trainer(enable_checkpointing=True).fit(Model())
     module = Model()

@@ -121,8 +121,8 @@ def numbers(module: nn.Module, *, trained: bool) -> dict[str, Tensor]:
 
 
 def room_for_trained(module: nn.Module) -> int:
-    """Bytes that what trains has room in, padded, and all weights have not."""
-    return sum(each.numel() * 4 + 4096 for each in module.parameters() if each.requires_grad)
+    """Bytes in which what trains has room, padded, and once more where it is read from a file, and all weights have not."""
+    return 2 * sum(each.numel() * 4 + 4096 for each in module.parameters() if each.requires_grad)
 
 
 @pytest.fixture

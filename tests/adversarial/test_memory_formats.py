@@ -244,7 +244,10 @@ def test_a_sharded_checkpoint_of_contiguous_weights_is_read_into_them(
 
 
 def test_sharded_checkpoints_refuse_them_at_the_start(strategy_at: MakeStrategy) -> None:
-    with pytest.raises(ConfigError, match=r"stem.weight has strides \(1, 66\).*5 such.*use state_dict_type='full'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"stem.weight has strides \(1, 66\).*5 such.*use checkpoints=Checkpoints\(state_dict_type='full'\)",
+    ):
         trained(Transposed, strategy_at("ram", checkpoints={"state_dict_type": "sharded"}))
 
 

@@ -365,7 +365,7 @@ class Resuming(Net):
 RESUMED = {
     "a timer": lambda: [cb.Timer(timedelta(hours=1))],
     "stochastic averaging": lambda: [cb.StochasticWeightAveraging(1e-2, swa_epoch_start=1)],
-    "early stopping": lambda: [cb.EarlyStopping("val_loss", deadlock_detector=1)],
+    "early stopping": lambda: [cb.EarlyStopping("val_loss", patience=1)],
     "accumulation that changes": lambda: [cb.GradientAccumulationScheduler({0: 1, 1: 3})],
 }
 

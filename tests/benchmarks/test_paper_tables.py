@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def paper() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("paper_benchmark", ROOT / "benchmarks" / "virtual_run.py")
+    spec = importlib.util.spec_from_file_location("paper_benchmark", ROOT / "benchmarks" / "paper.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up

@@ -137,9 +137,9 @@ def test_nobody_listens_outside_the_batches_and_other_strategies_are_left_alone(
 
     class Look(PerfettoTrace):
         def on_train_batch_end(self, *rest: Any) -> None:
-            heard.append(strategy.engine.events.heard)
+            heard.append(strategy.engine.events.active)
             super().on_train_batch_end(*rest)
-            heard.append(strategy.engine.events.heard)
+            heard.append(strategy.engine.events.active)
 
     board_trainer(strategy, [Look(start=1, count=1)]).fit(model, data)
     assert heard == [False, False, True, False, False, False, False, False]

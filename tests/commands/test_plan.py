@@ -610,9 +610,7 @@ class Orthogonal(L.LightningModule):
 )
 def test_products_of_updates_take_their_seconds(settings: dict[str, Any], tmp_path: Path) -> None:
     """Of the dtype in which the optimizer multiplies, at the rate of updates or, where none is known, of training."""
-    path = config(
-        tmp_path, settings | {"page_size": "64KiB", "disk_path": str(tmp_path), "lock_free": {"max_staleness": 1}}
-    )
+    path = config(tmp_path, settings | {"page_size": "64KiB", "disk_path": str(tmp_path)})
     document = yaml.safe_load(path.read_text())
     document["model"] = {"class_path": f"{__name__}.Orthogonal"}
     path.write_text(yaml.safe_dump(document))

@@ -87,7 +87,7 @@ def test_a_rank_holds_its_part_of_the_experts_and_its_share_of_the_rest(tmp_path
     whole, _ = planned(tmp_path, {"expert_parallel_size": 1})
     found, blueprint = planned(tmp_path)
     assert found.numel == whole.numel and found.ranks == 8
-    held = [unit for unit in blueprint.by_need if unit not in blueprint.layout.elsewhere]
+    held = [unit for unit in blueprint.by_need if unit not in blueprint.layout.remote_flats]
     assert len(held) == 2 * EXPERTS // 4
     # Two ranks hold each of them, and half of its bytes.
     of_experts = len(held) * EXPERT_NUMEL * 2 // 2
@@ -144,7 +144,7 @@ def test_experts_are_fetched_when_tokens_come_and_kept_while_there_is_room(tmp_p
     assert all(tick.unit not in blueprint.by_need for tick in blueprint.planned(blueprint.trace).ticks)
     order = [Operation.FETCH, Operation.COMPUTE, Operation.COMPUTE]
     end = [Operation.RELEASE, Operation.OFFLOAD, Operation.UPDATE]
-    held = [unit for unit in blueprint.by_need if unit not in blueprint.layout.elsewhere]
+    held = [unit for unit in blueprint.by_need if unit not in blueprint.layout.remote_flats]
     plan = replayed(found, blueprint)
     assert plan.tick_count == len(blueprint.trace.ticks)
     for unit in held:
@@ -155,7 +155,7 @@ def test_experts_are_fetched_when_tokens_come_and_kept_while_there_is_room(tmp_p
     again = [
         tasks_of(plan, unit).count(Operation.GATHER)
         for unit in blueprint.by_need
-        if unit not in blueprint.layout.elsewhere
+        if unit not in blueprint.layout.remote_flats
     ]
     assert 2 in again
     assert max(narrow.page_ticks) <= 1 << 20

@@ -27,8 +27,8 @@ from test_cuda import SMALL, train
 
 with tempfile.TemporaryDirectory() as folder:
     on_disk = {"offload_parameters": "disk", "offload_optimizer": "disk", "disk_path": folder, **SMALL}
-    lock_free = {**on_disk, "offload_parameters": "host", "lock_free": True, "max_staleness": 1}
-    for settings in ({}, on_disk, lock_free, {"activations": "host"}):
+    lock_free = {**on_disk, "offload_parameters": "host", "lock_free": True}
+    for settings in ({}, on_disk, lock_free, {"offload_activations": "host"}):
         train(devices=[1], **settings)
 print("devices used:", fake_device.lib.fc_devices_used())
 """

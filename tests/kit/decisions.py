@@ -30,7 +30,7 @@ class Listens(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         engine = trainer.strategy.engine  # type: ignore[attr-defined]
         self.blueprint = engine.blueprint
-        engine.executor.fetching.told = self.issued.append
+        engine.executor.fetching.on_decision = self.issued.append
 
     def on_train_batch_start(self, *args: Any) -> None:
         self._starts.append(len(self.issued))
@@ -69,7 +69,7 @@ def on_paper(seen: Listens, accumulate: int = 1, *, recomputed: bool = False) ->
         blueprint.inventory.held_bytes(Tier.DEVICE, Lifetime.RUN, Lifetime.FIRST_GRADIENT) // blueprint.layout.page_size
     )
     paper = VirtualRun(blueprint, fixed, blueprint.by_need if recomputed else ())
-    paper.fetching.told = found.append
+    paper.fetching.on_decision = found.append
     for step, ((plan, planned), trace) in enumerate(zip(seen.plans, seen.traces(), strict=True), start=1):
         paper.run(plan, trace, planned, steps=step % accumulate == 0)
     while found[-1].operation is not Operation.COMPUTE:

@@ -81,17 +81,17 @@ class Log(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         self.engine = trainer.strategy.engine  # type: ignore[attr-defined]
-        self.engine.updater._pipeline.policy.told = self._hear
+        self.engine.updater._pipeline.policy.on_decision = self._hear
 
     def on_train_end(self, *_: Any) -> None:
-        self.engine.updater._pipeline.policy.told = None
+        self.engine.updater._pipeline.policy.on_decision = None
 
     def _hear(self, act: ChunkAct[Any]) -> None:
         self.entries.append(entry(act, act.flat.flat.index))
 
 
 def entry(act: ChunkAct[Any], flat: int) -> Entry:
-    return (act.doing.value, flat, act.start, act.numel)
+    return (act.event.value, flat, act.start, act.numel)
 
 
 def planned(log: Log, hardware: Hardware, steps: int) -> list[Entry]:
@@ -109,10 +109,10 @@ def planned(log: Log, hardware: Hardware, steps: int) -> list[Entry]:
         gradient_room_bytes=room,
     )
     found: list[Entry] = []
-    clock.chunks.told = lambda act: found.append(entry(act, act.flat.index))
+    clock.chunks.on_decision = lambda act: found.append(entry(act, act.flat.index))
     timed = Trace(tuple(replace(tick, seconds=1e-12) for tick in trace.ticks))
     for _ in range(steps):
-        clock.step(plan.beside(gradient_tasks(blueprint.layout, blueprint.placement, trace)), timed)
+        clock.step(plan.with_tasks(gradient_tasks(blueprint.layout, blueprint.placement, trace)), timed)
     return found
 
 

@@ -165,7 +165,7 @@ def test_copies_are_counted_and_told_when_they_have_ended_and_hold_no_memory() -
     bench = Bench()
     told: list[Event] = []
     source, alive = storage_of([1.0] * 256)
-    with bench.events.heard_by(told.append):
+    with bench.events.subscribed(told.append):
         away = bench.mover.send(source, "blocks.0/activations")
         del source
         assert bench.mover.links()["activations_to_host"] == LinkStats(0, 0, 0.0)  # it runs

@@ -57,7 +57,7 @@ class ChunkState(NamedTuple):
     flat: str
     start: int
     buffers: int
-    whole: bool
+    all_reads_begun: bool
     reading: bool
     writing: bool
 
@@ -66,7 +66,7 @@ class JobState(NamedTuple):
     index: int
     waiting: tuple[int, ...]
     active: tuple[ChunkState, ...]
-    lacking: tuple[int, ...]
+    incomplete: tuple[int, ...]
     """Places in `active`."""
     gradient: bool
     predecessor: int | None
@@ -117,7 +117,7 @@ class ModelChunk(Chunk[str]):
         return not self.writing
 
     def frozen(self) -> ChunkState:
-        return ChunkState(self.flat, self.start, self.buffers, self.whole, self.reading, self.writing)
+        return ChunkState(self.flat, self.start, self.buffers, self.all_reads_begun, self.reading, self.writing)
 
 
 class ModelJob(Job[str, ModelChunk]):
@@ -142,7 +142,7 @@ class ModelJob(Job[str, ModelChunk]):
             self.index,
             tuple(self.waiting),
             tuple(chunk.frozen() for chunk in self.active),
-            tuple(place for place, chunk in enumerate(self.active) if chunk in self.lacking),
+            tuple(place for place, chunk in enumerate(self.active) if chunk in self.incomplete),
             self.gradient,
             None if before is None else before.index,
             tuple(sorted(self.done)),
@@ -168,7 +168,7 @@ class Model:
             job = jobs[each.index] = ModelJob(each.index, self)
             job.waiting = list(each.waiting)
             job.active = [self._thawed(chunk) for chunk in each.active]
-            job.lacking = [job.active[place] for place in each.lacking]
+            job.incomplete = [job.active[place] for place in each.incomplete]
             job.gradient, job.done = each.gradient, list(each.computed)
         for each in state.queue:
             jobs[each.index].predecessor = None if each.predecessor is None else jobs[each.predecessor]
@@ -176,7 +176,7 @@ class Model:
         policy._held = sum(1 for _ in self.holders())
 
     def _thawed(self, state: ChunkState) -> ModelChunk:
-        chunk = ModelChunk(state.flat, state.start, 1, state.whole)
+        chunk = ModelChunk(state.flat, state.start, 1, state.all_reads_begun)
         chunk.model, chunk.buffers, chunk.reading, chunk.writing = self, state.buffers, state.reading, state.writing
         return chunk
 
@@ -217,7 +217,7 @@ class Model:
         for job in policy.queue:
             parts = sorted([*job.waiting, *(chunk.start for chunk in job.active), *job.done])
             assert parts == sorted(job.starts), f"job {job.index} has lost a chunk, or has one twice"
-            assert all(chunk in job.active for chunk in job.lacking)
+            assert all(chunk in job.active for chunk in job.incomplete)
 
     # Hands.
 
@@ -235,7 +235,7 @@ class Model:
         missing = wanted & ~chunk.buffers
         chunk.buffers |= missing
         chunk.reading = chunk.reading or bool(missing & (STATES | GRADIENT))
-        chunk.note_reads(whole=job is not None and chunk.buffers & columns == columns)
+        chunk.note_reads(all_reads_begun=job is not None and chunk.buffers & columns == columns)
         return bool(missing)
 
     def update(self, job: ModelJob, chunk: ModelChunk) -> bool:
@@ -312,7 +312,7 @@ def _commanded(scenario: Scenario, state: State) -> Iterator[Step]:
             lambda model, flats=order: model.policy.want([WantedChunk(flat, model.cuts[flat]) for flat in flats]),  # type: ignore[misc]
         )
     if scenario.forgets and (state.ahead or state.wanted):
-        yield after(("forget", None), lambda model: model.policy.forget_ahead())
+        yield after(("forget", None), lambda model: model.policy.drop_read_ahead())
 
 
 def _check_progress(scenario: Scenario, state: State) -> None:

@@ -144,7 +144,7 @@ def traces(draw: st.DrawFn, unit_count: int) -> Trace:
 
 def replanned(plan: Plan, tasks: Sequence[Task]) -> Plan:
     """A plan with other tasks, sorted as they are issued."""
-    return Plan((), plan.tick_count).beside(tasks)
+    return Plan((), plan.tick_count).with_tasks(tasks)
 
 
 def two_micro_batches(layout: ModelLayout) -> Trace:
@@ -156,4 +156,4 @@ def two_micro_batches(layout: ModelLayout) -> Trace:
 
 def done(layout: ModelLayout, placement: Placement, trace: Trace, budget: Budget) -> Plan:
     """The plan, and what follows the gradients."""
-    return schedule(layout, placement, trace, budget).beside(gradient_tasks(layout, placement, trace))
+    return schedule(layout, placement, trace, budget).with_tasks(gradient_tasks(layout, placement, trace))

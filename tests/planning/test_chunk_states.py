@@ -101,17 +101,17 @@ def _first_without_room_ends_it(chunks: Any) -> bool:
     for job in chunks.queue:
         if not job.streams or not job.may_start() or not (job.reads_ahead or job.has_gradient()):
             continue
-        for chunk in [*job.lacking]:
-            moved = chunks._hands.read(job, chunk) or moved
-            if chunk.whole:
-                job.lacking.remove(chunk)
+        for chunk in [*job.incomplete]:
+            moved = chunks._actions.read(job, chunk) or moved
+            if chunk.all_reads_begun:
+                job.incomplete.remove(chunk)
         while job.waiting and not chunks._is_busy(job.flat, job.waiting[-1]):
             if chunks._held >= chunks.staging and not chunks._make_room(job):
                 return moved
             start = job.waiting.pop()
             chunk = chunks._read(job, job.active, job.flat, start, job.cuts.length_from(start))
-            if not chunk.whole:
-                job.lacking.append(chunk)
+            if not chunk.all_reads_begun:
+                job.incomplete.append(chunk)
             moved = True
     return chunks._issue_ahead() or moved
 
@@ -128,7 +128,7 @@ def _takes_from_anybody(chunks: Any, asking: Any) -> bool:
         for chunk in job.active:
             if job is not asking and chunk.readable():
                 chunks._free(job.active, chunk, None)
-                job.lacking = [other for other in job.lacking if other is not chunk]
+                job.incomplete = [other for other in job.incomplete if other is not chunk]
                 job.waiting.append(chunk.start)
                 return True
     return False
@@ -182,8 +182,8 @@ def test_faults_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_buffer_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = Chunks.__init__
 
-    def wider(chunks: Any, hands: Any, *, staging: float) -> None:
-        begin(chunks, hands, staging=staging + 1)
+    def wider(chunks: Any, actions: Any, *, staging: float) -> None:
+        begin(chunks, actions, staging=staging + 1)
 
     monkeypatch.setattr(Chunks, "__init__", wider)
     with pytest.raises(Stuck, match="more chunks hold buffers than there are"):
@@ -194,11 +194,11 @@ def test_all_that_the_policy_knows_is_in_a_state() -> None:
     """Else states that differ would count as one."""
     model = Model(two_flats(ALL, 1), EMPTY)
     assert vars(model.policy).keys() == {
-        *("_hands", "staging", "told"),
+        *("_actions", "staging", "on_decision"),
         *("queue", "_wanted", "_ahead", "_writing", "_abandoned", "_held"),
     }
     assert vars(ModelJob(0, model)).keys() == {
         *("flat", "cuts", "streams", "reads_ahead", "turn"),
-        *("waiting", "active", "lacking", "predecessor", "ended"),
+        *("waiting", "active", "incomplete", "predecessor", "ended"),
         *("spec", "index", "model", "starts", "gradient", "done"),
     }

@@ -53,7 +53,7 @@ class Bench:
     def __init__(self, staging: int = 4) -> None:
         self.chunks: Chunks[str, HandJob, HandChunk] = Chunks(self, staging=staging)
         self.log: list[ChunkAct[str]] = []
-        self.chunks.told = self.log.append
+        self.chunks.on_decision = self.log.append
         self.reading: list[HandChunk] = []
         self.writing: list[HandChunk] = []
         self.held: list[HandChunk] = []
@@ -66,7 +66,7 @@ class Bench:
         if chunk not in self.held:
             self.held.append(chunk)
             self.reading.append(chunk)
-        chunk.note_reads(whole=job is not None)
+        chunk.note_reads(all_reads_begun=job is not None)
         return True
 
     def update(self, job: HandJob, chunk: HandChunk) -> bool:
@@ -101,7 +101,7 @@ class Bench:
             idle = self.chunks.idle
             moved = self.chunks.advance()
             assert not (idle and moved)
-        return [(act.doing.value, act.flat, act.start) for act in self.log]
+        return [(act.event.value, act.flat, act.start) for act in self.log]
 
 
 def test_chunks_are_read_as_staging_allows_and_computed_as_they_come() -> None:
@@ -161,7 +161,7 @@ def test_a_chunk_is_not_read_again_while_a_read_of_it_that_nobody_wants_goes_on(
     bench.chunks.want([WantedChunk("a", even_chunk_bounds(10, CHUNK))])
     assert bench.run() == [("read", "a", 0)]
     if given_up == "forgotten":
-        bench.chunks.forget_ahead()
+        bench.chunks.drop_read_ahead()
     else:
         bench.chunks.enqueue(HandJob("a", 0))
         bench.run()
@@ -244,10 +244,10 @@ def test_whatever_comes_when_all_is_computed_once_and_no_more_is_held_than_stagi
         elif event == 5:
             bench.chunks.want([WantedChunk(flat, even_chunk_bounds(40, CHUNK)) for flat in chance.sample("abc", 2)])
         elif event == 6:
-            bench.chunks.forget_ahead()
+            bench.chunks.drop_read_ahead()
         computed += [(flat, start) for doing, flat, start in bench.run() if doing == "computed"]
         assert len(bench.held) <= bench.chunks.staging
-    bench.chunks.forget_ahead()
+    bench.chunks.drop_read_ahead()
     while bench.chunks.busy:
         for job in jobs:
             job.gradient = True

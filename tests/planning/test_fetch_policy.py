@@ -82,7 +82,7 @@ class Driven:
         self.fetching = FetchPolicy(self.shelf, count, by_need)
         self._log: list[str] = []
         self.computed: list[tuple[int, int]] = []
-        self.fetching.told = self._told
+        self.fetching.on_decision = self._told
 
     def _told(self, issued: Task) -> None:
         if issued.operation is Operation.COMPUTE:
@@ -95,7 +95,7 @@ class Driven:
         log, self._log = self._log, []
         return log
 
-    def begin(self, text: str = "", *units: int, begins_again: bool = False) -> None:
+    def begin(self, text: str = "", *units: int, may_repeat: bool = False) -> None:
         """With a plan for forwards of `units`, or without one: `fetch 1 | release 1, gather 2 |`, tasks by trigger."""
         triggers = [[task.split() for task in each.split(",") if task.strip()] for each in text.split("|")]
         tasks = [
@@ -105,7 +105,7 @@ class Driven:
         ]
         trace = Trace(tuple(Tick(unit, F, tuple(sorted({0, unit}))) for unit in units))
         made = (Plan(tuple(tasks), len(units)), trace) if units else None
-        self.fetching.begin(made, None, begins_again=begins_again)
+        self.fetching.begin(made, None, may_repeat=may_repeat)
 
     def call(self, unit: int, phase: Phase = F) -> list[str]:
         """A tick; what was told in it."""
@@ -127,7 +127,7 @@ def test_what_a_plan_has_is_told_with_its_tick() -> None:
     assert it.call(1) == ["release 0 at 1", "fetch 2 at 1"]
     it.fetching.end()
     assert it.told() == ["release 1 at 2"] and it.shelf.there == [2]
-    assert (it.fetching.uses.ahead, it.fetching.misses) == (2, 0)
+    assert (it.fetching.lookups.ahead, it.fetching.misses) == (2, 0)
 
 
 def test_another_order_leaves_the_plan_for_good() -> None:
@@ -148,7 +148,7 @@ def test_what_is_leased_stays() -> None:
     assert it.call(1) == ["fetch 1 at 1"]
     it.fetching.release_all()
     assert it.shelf.there == [0]
-    it.fetching.refcounts.let_go(0)
+    it.fetching.refcounts.unhold(0)
     it.fetching.end()
     assert it.told() == ["release 0 at 2"] and it.shelf.there == []
 
@@ -164,7 +164,7 @@ def test_a_fetch_that_waits_for_an_update_is_told_once() -> None:
     it.fetching.pump()
     assert it.shelf.there == [0, 1] and it.told() == []
     it.shelf.updating = {2}
-    it.fetching.begin(None, None, begins_again=False)
+    it.fetching.begin(None, None, may_repeat=False)
     it.fetching.expect([2])
     it.fetching.end()
     it.shelf.updating.clear()
@@ -255,14 +255,14 @@ def test_other_ranks_gathers_are_kept_where_they_are_wanted(
     it = Driven(pages, by_need=by_need, shared=True)
     it.begin()
     it.fetching.expect(expected)
-    assert it.fetching.take_part(1) == taken
+    assert it.fetching.join_gather(1) == taken
     assert it.shelf.agreed == [1] * taken
-    assert not it.fetching.take_part(1)  # it is there already, or no more wanted than before
+    assert not it.fetching.join_gather(1)  # it is there already, or no more wanted than before
 
 
 def test_a_forward_goes_round_behind_the_root() -> None:
     it = Driven()
-    it.begin("fetch 0, fetch 1 | fetch 2 | release 1 | release 2", 0, 1, 2, begins_again=True)
+    it.begin("fetch 0, fetch 1 | fetch 2 | release 1 | release 2", 0, 1, 2, may_repeat=True)
     rounds = [it.call(unit) for unit in (0, 1, 2, 1, 2)]
     once = [["fetch 2 at 1"], ["release 1 at 2"]]
     assert rounds[1:3] == once
@@ -275,7 +275,7 @@ def test_a_failed_iteration_is_forgotten() -> None:
     it.begin("fetch 0 | fetch 1 | fetch 2", 0, 1)
     it.fetching.enter(0, F)
     it.fetching.abandon()
-    assert not it.fetching.refcounts.leased(0) and not it.fetching.plan_cursor.followed
+    assert not it.fetching.refcounts.referenced(0) and not it.fetching.plan_cursor.followed
     it.told()
     it.fetching.end()
     assert it.told() == []
@@ -291,7 +291,7 @@ def test_on_one_way_nothing_is_fetched_before_what_is_needed_earlier_and_waits_f
     fetches = [Task(Operation.FETCH, unit, Kind.FULL, 0) for unit in range(3)]
     computes = [Task(Operation.COMPUTE, unit, Kind.FULL, unit) for unit in range(3)]
     shelf.updating.add(1)
-    fetching.begin((Plan((*fetches, *computes), 3), trace), None, begins_again=False)
+    fetching.begin((Plan((*fetches, *computes), 3), trace), None, may_repeat=False)
     fetching.enter(0, F)
     assert shelf.there == at_once
     fetching.pump()

@@ -207,14 +207,14 @@ def test_flats_of_units_that_others_hold_are_beside_those_that_a_rank_has(
 ) -> None:
     elsewhere = data.draw(st.sets(st.integers(0, len(units) - 1)))
     whole = build_layout(units, page_size=PAGE, world_size=world_size)
-    ours = build_layout(units, page_size=PAGE, world_size=world_size, elsewhere=elsewhere)
-    assert set(ours.elsewhere) == elsewhere and not whole.elsewhere
+    ours = build_layout(units, page_size=PAGE, world_size=world_size, remote_units=elsewhere)
+    assert set(ours.remote_flats) == elsewhere and not whole.remote_flats
     assert [flat.index for flat in ours.flats] == list(range(len(ours.flats)))
     for unit in range(len(units)):
-        theirs = ours.elsewhere.get(unit, ())
+        theirs = ours.remote_flats.get(unit, ())
         assert not (theirs and ours.flats_of(unit))
         assert [replace(flat, index=0) for flat in theirs or ours.flats_of(unit)] == [
             replace(flat, index=0) for flat in whole.flats_of(unit)
         ]
-    assert [flat.slots for flat in ours.everywhere()] == [flat.slots for flat in whole.flats]
+    assert [flat.slots for flat in ours.all_flats()] == [flat.slots for flat in whole.flats]
     assert list(layout_lines(ours)) == list(layout_lines(whole))

@@ -191,7 +191,9 @@ def test_states_without_a_home_are_named_with_the_setting_to_raise() -> None:
 
 def test_a_refusal_tells_what_has_the_bytes() -> None:
     layout = even_layout([1, 2, 2])
-    told = r"raise host_memory or give a disk_path \(the host tier is for master states \d+ KiB, staging of updates 64 KiB\)$"
+    told = (
+        r"raise host_memory or give a disk_path \(the host tier is for master states \d+ KiB, staging buffers 64 KiB\)$"
+    )
     with pytest.raises(CapacityError, match=told):
         placed(layout, pages(100, host=10), update_on_device=False, staging_bytes=PAGE)
     told = r"\(the host tier is for parameters and gradients 640 KiB\)$"
@@ -199,7 +201,7 @@ def test_a_refusal_tells_what_has_the_bytes() -> None:
         placed(layout, pages(100, host=10), wishes=PlacementWishes(parameter=Tier.HOST), update_on_device=False)
     with pytest.raises(CapacityError, match=r"raise host_memory, give a disk_path or use smaller units"):
         placed(layout, pages(4), update_on_device=True)
-    told = r"raise host_memory or use smaller units \(RAM is for staging of updates 64 KiB\)$"
+    told = r"raise host_memory or use smaller units \(RAM is for staging buffers 64 KiB\)$"
     with pytest.raises(CapacityError, match=told):
         placed(
             layout,
@@ -228,7 +230,7 @@ def test_homes_that_do_not_exist_are_refused(
 
 def test_each_flat_needs_the_size_of_its_master_states() -> None:
     layout = even_layout([1, 1])
-    with pytest.raises(ConfigError, match="1 sizes of master states for 2 flats"):
+    with pytest.raises(ConfigError, match="1 sizes of master states were given for 2 flats"):
         place(
             layout,
             [12],

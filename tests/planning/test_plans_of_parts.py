@@ -75,4 +75,4 @@ def test_a_gradient_is_a_ranks_alone_where_its_sharing_class_says_so(split: tupl
     layout = build_layout(whole, page_size=PAGE, world_size=world_size, shared_by=holders.shared_by())
     for flat in layout.flats:
         assert flat.world_size == len(holders.of_flat(flat).ranks)
-        assert layout.alone(flat) is holders.of_flat(flat).alone, flat
+        assert layout.needs_no_reduction(flat) is holders.of_flat(flat).needs_no_reduction, flat

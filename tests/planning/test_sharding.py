@@ -63,14 +63,18 @@ def test_ranks_of_a_group_have_other_parts() -> None:
     cut = ParameterSpec("cut", (4, 64), "float32", 4, True, 0, box=TensorSlice((4, 128), 1, 2, 0))
     whole = ParameterSpec("whole", (64,), "float32", 4, True, 0)
     layout = build_layout([UnitSpec("", (whole, cut))], page_size=1 << 16, world_size=4)
-    assert [found.of_flat(flat) for flat in layout.flats] == [found.everybody.whole, found.everybody.parts]
+    assert [found.of_flat(flat) for flat in layout.flats] == [found.common.whole, found.common.parts]
     assert [flat.world_size for flat in layout.flats] == [4, 2]
-    assert found.alike == (DATA, TENSOR)  # of units
+    assert found.sharding_axes == (DATA, TENSOR)  # of units
 
 
 def test_where_each_rank_has_other_parts_nobody_shares_them() -> None:
     found = shared_by_all(Mesh({DATA: 1, TENSOR: 3}))
-    assert found.everybody.parts.alone and found.everybody.parts.ranks == (0,) and not found.everybody.whole.alone
+    assert (
+        found.common.parts.needs_no_reduction
+        and found.common.parts.ranks == (0,)
+        and not found.common.whole.needs_no_reduction
+    )
     assert not shared_by_all(Mesh({DATA: 3})).in_parts and not shared_by_all(SIX).in_parts
 
 
@@ -79,14 +83,14 @@ def test_all_ranks_share_all_units() -> None:
     assert found.of(0) == found.of(7)
     assert found.of(0).whole == ShardGroup((DATA,), (0, 1, 2), losses=3)
     assert found.of(0).whole.divisor == 3
-    assert not found.of(0).whole.alone
-    assert found.elsewhere(1) == frozenset()
-    assert found.alike == (DATA,)
+    assert not found.of(0).whole.needs_no_reduction
+    assert found.remote_units(1) == frozenset()
+    assert found.sharding_axes == (DATA,)
 
 
 def test_one_rank_is_alone_with_all_it_has() -> None:
-    sharing = shared_by_all(Mesh({DATA: 1})).everybody.whole
-    assert sharing.alone
+    sharing = shared_by_all(Mesh({DATA: 1})).common.whole
+    assert sharing.needs_no_reduction
     assert sharing.divisor == 1
 
 
@@ -100,11 +104,13 @@ def test_divided_experts_have_their_members_ranks_and_the_losses_of_all(
     found = divided(split, {4: 0, 5: 1}, 1)
     assert found.of(5).whole.ranks == ranks and found.shared_by() == dict.fromkeys((4, 5), len(ranks))
     assert found.of(5).whole.divisor == found.of(0).whole.divisor == divisor
-    assert not found.of(5).whole.alone  # also where one rank holds it: other ranks' tokens are in its gradient
-    assert found.of(0) == shared_by_all(split.mesh).everybody
-    assert found.elsewhere(0) == {5}
-    assert found.elsewhere(1) == {4}
-    assert found.alike == (DATA, TENSOR)
+    assert not found.of(
+        5
+    ).whole.needs_no_reduction  # also where one rank holds it: other ranks' tokens are in its gradient
+    assert found.of(0) == shared_by_all(split.mesh).common
+    assert found.remote_units(0) == {5}
+    assert found.remote_units(1) == {4}
+    assert found.sharding_axes == (DATA, TENSOR)
 
 
 def test_experts_and_parts_are_divided_at_once() -> None:
@@ -119,7 +125,7 @@ def test_experts_and_parts_are_divided_at_once() -> None:
     assert of_expert.parts == ShardGroup((DATA,), (3, 9), losses=4)  # of four batches, of which each group has two
     assert of_expert.partial == ShardGroup((DATA, TENSOR), (3, 4, 5, 9, 10, 11), losses=4)
     assert of_all.whole.ranks == tuple(range(12)) and of_all.parts == ShardGroup((DATA, EXPERT), (0, 3, 6, 9), losses=4)
-    assert found.elsewhere(1) == found.elsewhere(8) == {2} and found.elsewhere(4) == {1}
+    assert found.remote_units(1) == found.remote_units(8) == {2} and found.remote_units(4) == {1}
 
 
 @given(mesh=meshes())
@@ -144,7 +150,7 @@ def test_every_element_has_exactly_one_owner_in_the_world(holders: ModelSharding
     for unit in range(10):
         sharing = holders.of(unit).whole
         everywhere = range(holders.mesh.world_size)
-        assert [rank for rank in everywhere if unit not in holders.elsewhere(rank)] == list(sharing.ranks)
+        assert [rank for rank in everywhere if unit not in holders.remote_units(rank)] == list(sharing.ranks)
         assert sharing.ranks in holders.mesh.groups(sharing.axes)
         (flat,) = build_layout([UnitSpec("", (spec,))], page_size=65536, world_size=len(sharing.ranks)).flats
         pieces = [(piece, rank) for place, rank in enumerate(sharing.ranks) for piece in flat.pieces(place)]
@@ -156,5 +162,5 @@ def test_every_element_has_exactly_one_owner_in_the_world(holders: ModelSharding
 
 @given(holders=tables())
 def test_ranks_that_are_alike_hold_the_same_units(holders: ModelSharding) -> None:
-    for group in holders.mesh.groups(holders.alike):
-        assert len({holders.elsewhere(rank) for rank in group}) == 1
+    for group in holders.mesh.groups(holders.sharding_axes):
+        assert len({holders.remote_units(rank) for rank in group}) == 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_ptm.planning.placement_data import Budget, arithmetic_tier
-from lightning_ptm.planning.tier_paths import crossed, way
+from lightning_ptm.planning.tier_paths import links_between, path_to_compute
 from lightning_ptm.terms import TIERS, Link, Tier
 
 from .models import BESIDE
@@ -18,10 +18,10 @@ ALL = (*TIERS, BESIDE)
 
 
 def test_a_way_passes_what_is_there() -> None:
-    assert way(DISK, TIERS) == [DISK, HOST, DEVICE]
-    assert way(DISK, [DEVICE, DISK]) == [DISK, DEVICE]
-    assert way(BESIDE, ALL) == [BESIDE, HOST, DEVICE]
-    assert way(DEVICE, []) == [DEVICE]
+    assert path_to_compute(DISK, TIERS) == [DISK, HOST, DEVICE]
+    assert path_to_compute(DISK, [DEVICE, DISK]) == [DISK, DEVICE]
+    assert path_to_compute(BESIDE, ALL) == [BESIDE, HOST, DEVICE]
+    assert path_to_compute(DEVICE, []) == [DEVICE]
 
 
 @pytest.mark.parametrize(
@@ -40,17 +40,17 @@ def test_a_way_passes_what_is_there() -> None:
 def test_a_copy_takes_the_links_of_both_ways_as_far_as_they_differ(
     source: Tier, target: Tier, links: list[Link]
 ) -> None:
-    assert crossed(source, target, ALL) == links
+    assert links_between(source, target, ALL) == links
 
 
 def test_without_a_host_the_disk_is_read_to_where_compute_is() -> None:
-    assert crossed(DISK, DEVICE, [DEVICE, DISK]) == [Link.DISK_READ]
-    assert crossed(DEVICE, DISK, [DEVICE, DISK]) == [Link.DISK_WRITE]
+    assert links_between(DISK, DEVICE, [DEVICE, DISK]) == [Link.DISK_READ]
+    assert links_between(DEVICE, DISK, [DEVICE, DISK]) == [Link.DISK_WRITE]
 
 
 def test_a_way_back_takes_as_many_links() -> None:
     for source, target in itertools.permutations(ALL, 2):
-        assert len(crossed(source, target, ALL)) == len(crossed(target, source, ALL)) > 0
+        assert len(links_between(source, target, ALL)) == len(links_between(target, source, ALL)) > 0
 
 
 def test_a_budget_lists_its_tiers_from_compute_on_and_has_nothing_of_others() -> None:

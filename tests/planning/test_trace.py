@@ -35,7 +35,7 @@ def test_ticks_that_cannot_be_are_refused(unit: int, live: tuple[int, ...], non_
 
 
 def test_a_unit_that_the_model_does_not_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match="uses unit 1, the model has 1"):
+    with pytest.raises(ConfigError, match="uses unit 1, but the model has 1 units"):
         uses_of(Trace((Tick(1, Phase.FORWARD, (1,)),)), 1)
 
 

@@ -48,9 +48,9 @@ def test_two_jobs_are_in_hand_whatever_their_size_and_more_as_far_as_there_is_ro
 
 def test_what_is_of_other_parameters_waits_apart() -> None:
     waiting, (flat,) = waiting_of()
-    assert waiting.offer(flat, 0, "all").doing is GradientEvent.WAITS
-    assert waiting.offer(flat, 1, "all").doing is GradientEvent.ADDED
-    assert waiting.offer(flat, 2, "some").doing is GradientEvent.WAITS
+    assert waiting.offer(flat, 0, "all").event is GradientEvent.WAITS
+    assert waiting.offer(flat, 1, "all").event is GradientEvent.ADDED
+    assert waiting.offer(flat, 2, "some").event is GradientEvent.WAITS
     assert begun(waiting.next_jobs()) == [(0, 2)]
     assert not waiting.next_jobs() and flat.pending == 3
     waiting.finish(flat, learned=False)
@@ -60,7 +60,7 @@ def test_what_is_of_other_parameters_waits_apart() -> None:
 
 @pytest.mark.parametrize("steps", range(1, REACH + 3))
 def test_what_is_too_much_for_a_forecast_is_applied_at_once_and_learns_none(steps: int) -> None:
-    waiting, (flat,) = waiting_of(foreseeable=True)
+    waiting, (flat,) = waiting_of(can_forecast=True)
     for step in range(steps):
         waiting.offer(flat, step)
     (job,) = waiting.next_jobs()
@@ -68,7 +68,7 @@ def test_what_is_too_much_for_a_forecast_is_applied_at_once_and_learns_none(step
 
 
 def test_what_is_of_steps_before_the_first_forecast_learns_none() -> None:
-    flats = [Flat("a kind", foreseeable=True) for _ in range(2)]
+    flats = [Flat("a kind", can_forecast=True) for _ in range(2)]
     waiting = VersionPolicy(flats, ["a kind"] * 4, room=2, learns=False)
     waiting.offer(flats[0], 6)
     waiting.learn(7)
@@ -77,14 +77,14 @@ def test_what_is_of_steps_before_the_first_forecast_learns_none() -> None:
 
 
 def test_a_forecast_is_for_as_many_as_came_meanwhile() -> None:
-    waiting, (flat,) = waiting_of(foreseeable=True)
+    waiting, (flat,) = waiting_of(can_forecast=True)
     for late in (1, REACH, REACH + 1):
         waiting.offer(flat, 0)
         waiting.next_jobs()
         for step in range(late):
             waiting.offer(flat, step)
         ended = waiting.finish(flat, learned=True)
-        assert ended.foreseen == (late <= REACH) and flat.exact == (late == 0)
+        assert ended.is_forecast == (late <= REACH) and flat.exact == (late == 0)
         waiting.give_back("a kind")
         flat.sums[0].steps = 1
         (job,) = waiting.next_jobs()
@@ -94,7 +94,7 @@ def test_a_forecast_is_for_as_many_as_came_meanwhile() -> None:
 
 
 def test_exact_parameters_are_wanted_where_the_newest_version_forecasts() -> None:
-    waiting, (flat,) = waiting_of(foreseeable=True)
+    waiting, (flat,) = waiting_of(can_forecast=True)
     waiting.offer(flat, 0)
     waiting.next_jobs()
     waiting.finish(flat, learned=True)
@@ -102,7 +102,7 @@ def test_exact_parameters_are_wanted_where_the_newest_version_forecasts() -> Non
     waiting.give_back("a kind")
     (job,) = waiting.next_jobs()
     assert (job.steps, job.ahead, flat.pending) == (0, 0, 0)
-    assert not waiting.finish(flat, learned=False).foreseen
+    assert not waiting.finish(flat, learned=False).is_forecast
     assert waiting.idle and waiting.want_exact() == []
     waiting.offer(flat, 1, unseen=1)  # published, and seen by nobody: it is brought to where this one takes it
     assert not flat.exact
@@ -125,10 +125,10 @@ def test_what_may_be_read() -> None:
 
 def test_what_compute_forecasts_itself() -> None:
     have = Reading(received=1, adopted=1, seen=1, learned=True)
-    assert have.foresees(16, published=False)
-    assert not have.foresees(0, published=False)
-    assert not have.foresees(16, published=True)
+    assert have.should_forecast(16, published=False)
+    assert not have.should_forecast(0, published=False)
+    assert not have.should_forecast(16, published=True)
     have.received += REACH
-    assert not have.foresees(16, published=False)
+    assert not have.should_forecast(16, published=False)
     have.seen = have.received
-    assert not have.foresees(16, published=False)
+    assert not have.should_forecast(16, published=False)

@@ -66,7 +66,7 @@ class World:
         taken = tuple(flat.taken and flat.taken.steps for flat in self.flats)
         counts = tuple((flat.received, flat.applied, flat.urgent) for flat in self.flats)
         since = tuple(tuple(each.since for each in flat.sums) for flat in self.flats)
-        hand = tuple(flat.place for flat in self.waiting._in_hand)
+        hand = tuple(flat.place for flat in self.waiting._running)
         return (
             sums,
             since,
@@ -150,9 +150,9 @@ class World:
     def check(self) -> None:
         free = sum(self.waiting._free.values())
         assert min(self.waiting._free.values()) >= 0
-        used = len(self.waiting._in_hand) + sum(applied is not None for applied in self.published)
+        used = len(self.waiting._running) + sum(applied is not None for applied in self.published)
         assert free + used == self.total, "pages were lost, or are used twice"
-        assert len(set(map(id, self.waiting._in_hand))) == len(self.waiting._in_hand), "two jobs of a flat at a time"
+        assert len(set(map(id, self.waiting._running))) == len(self.waiting._running), "two jobs of a flat at a time"
         for flat in self.flats:
             assert flat.received == flat.applied + flat.pending == self.received[flat.place]
 
@@ -166,14 +166,14 @@ def explore(setup: Setup, change: Callable[[World], None] = lambda world: None) 
     while left:
         world = left.pop()
         following: list[World] = []
-        for flat in world.waiting._in_hand:
+        for flat in world.waiting._running:
             after = copy.deepcopy(world)
             after.end(after.flats[flat.place])
             following.append(after)
         for choice in () if world.over else world.choices():
             after = copy.deepcopy(world)
             went_on = after.compute(*choice)
-            assert went_on or after.waiting._in_hand, f"compute waits at {world.program[world.at]}, nothing is in hand"
+            assert went_on or after.waiting._running, f"compute waits at {world.program[world.at]}, nothing is in hand"
             following.append(after)
         for after in following:
             after.check()

@@ -294,7 +294,7 @@ def tell_of_a_gather() -> list[tuple[str, str, int]]:
     flat = flat_of(SIZES["tail_only"], torch.float32, communicator.world_size)
     shard, full = torch.zeros(flat.shard_numel), torch.zeros(flat.padded_numel)
     communicator.all_gather(shard, full, flat).wait()  # nobody listens
-    with events.heard_by(heard.append):
+    with events.subscribed(heard.append):
         work = communicator.all_gather(shard, full, flat)
         assert not heard
         work.wait()

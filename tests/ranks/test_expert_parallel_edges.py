@@ -95,7 +95,7 @@ class Fill(L.Callback):
         shared = next(unit.index for unit in blueprint.units if unit.name == "dense")
         store = engine.stores[shared]
         executor.release_all()
-        experts = [unit for unit in blueprint.by_need if unit not in blueprint.layout.elsewhere]
+        experts = [unit for unit in blueprint.by_need if unit not in blueprint.layout.remote_flats]
         if trainer.global_rank == 1:
             for unit in experts:
                 executor.require(unit)

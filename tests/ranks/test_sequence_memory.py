@@ -76,7 +76,7 @@ def kept_by_a_rank() -> dict[tuple[str, float, str], int]:
                     plan_of(model, "auto"),
                     group,
                     strict=False,
-                    tensor_parallel={"sequence_parallel": sequence},
+                    sequence_parallel=sequence,
                     proven=False,
                 )
             for name, compute in PARTS.items():

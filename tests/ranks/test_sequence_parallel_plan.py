@@ -61,7 +61,7 @@ def cut(model: LanguageModel, group: Any, *, sequence: bool) -> LanguageModel:
         plan_of(model, "auto"),
         group,
         strict=False,
-        tensor_parallel={"sequence_parallel": sequence},
+        sequence_parallel=sequence,
         proven=False,
     )
     return model

@@ -102,9 +102,7 @@ class Tokens(nn.LayerNorm):
 
 
 def cut(model: nn.Module, plan: dict[str, Rule]) -> CutModule:
-    return CutModule(
-        model, plan, CountedTensorGroup(2), strict=True, sequence_parallel=True, proven=False
-    )
+    return CutModule(model, plan, CountedTensorGroup(2), strict=True, sequence_parallel=True, proven=False)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], list[str]]] = {

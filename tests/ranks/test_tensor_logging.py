@@ -53,7 +53,7 @@ def logged(ranks: int, tensor: int, folder: Path) -> dict[str, Any]:
     keeps = ModelCheckpoint(
         folder / f"{ranks}x{tensor}", monitor="val_sum", filename="{epoch}-{val_sum:.4f}", mode="max"
     )
-    stops = EarlyStopping("total", deadlock_detector=0, mode="max", min_delta=1.0)
+    stops = EarlyStopping("total", patience=0, mode="max", min_delta=1.0)
     trainer = trainer_of(ranks, tensor, max_epochs=3, callbacks=[keeps, stops], enable_checkpointing=True)
     trainer.fit(module, loader(8), loader(12))
     assert is_whole(module)

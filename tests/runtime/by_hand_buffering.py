@@ -92,7 +92,7 @@ class Unit:
     def evict(self) -> None: ...
 
 
-def clocks(*flats: Any) -> list[FlatCounters]:
+def counters(*flats: Any) -> list[FlatCounters]:
     return [FlatCounters(flat=flat) for flat in flats]
 
 

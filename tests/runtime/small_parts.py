@@ -161,7 +161,7 @@ class Parts:
         )
         self.views = PageViews(self.allocator.holds)
         self.communicator: Any = SoloCommunicator() if world_size == 1 else Twin()
-        self.sharing = shared_by_all(Mesh({Axis.DATA: world_size})).everybody.whole
+        self.sharing = shared_by_all(Mesh({Axis.DATA: world_size})).common.whole
         self.log: list[str] = []
         self.values: dict[int, Tensor] = {}
         """By flat, this rank's shard."""

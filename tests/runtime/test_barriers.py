@@ -92,7 +92,8 @@ MEETINGS = {
     "the same in another way": (
         Together.BY_HAND,
         Together.BY_HAND,
-        "rank 0 reads, edits or saves weights in another way than another rank; save_checkpoint and gathered need",
+        "rank 0 reads, edits or saves weights in another way than another rank, so their collectives would "
+        "not match; save_checkpoint and gathered need",
     ),
 }
 
@@ -133,7 +134,7 @@ def test_a_rank_waits_at_a_point_for_one_that_is_before_it_and_takes_part_in_wha
 def test_ranks_meet_before_they_tell_each_other_whether_all_has_gone_well() -> None:
     """Others may still gather what they need of this one for it."""
     it = Rank()
-    with it.barriers.together():
+    with it.barriers.errors_on_all_ranks():
         assert it.other.rounds == []
     assert it.other.rounds_before == [1]
 
@@ -165,7 +166,7 @@ def test_collectives_that_are_not_ours_meet_or_stop_all() -> None:
     it.barriers.gather_for(Gathering(1, 2))
     it.other.brings = [Gathering(2, 2, Together.COLLECTIVE).row()]
     with pytest.raises(
-        RankError, match=r"rank 0 is in a collective .* and another rank in another one, or of other ranks, so"
+        RankError, match=r"rank 0 is in a collective .* and another rank is in another one, or in one with other"
     ):
         it.barriers.gather_for(Gathering(1, 2))
     with pytest.raises(RankError, match="this run has failed, so other ranks may never come to a collective"):

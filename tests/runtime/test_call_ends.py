@@ -44,7 +44,7 @@ class Driven:
         output = self.model.part(sum(inputs))
         if hidden is not None:
             output = output * hidden
-        self.ends.watch_ways_out(1, number, [output])
+        self.ends.watch_graph_exits(1, number, [output])
         return number, output
 
 

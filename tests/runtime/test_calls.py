@@ -57,13 +57,13 @@ def test_progress(state: State, event: CallEvent, complete: bool, open_calls: bo
 def test_one_gradient_of_many_is_counted_where_nothing_follows(state: State) -> None:
     for due in (0, 1, 2, 3):
         calls = Calls(2, lambda unit: 0, lambda call: True)
-        calls._units[1].state, calls._units[1].due = state, due
-        counted = calls.one_of_many(1)
+        calls._units[1].state, calls._units[1].missing = state, due
+        counted = calls.count_if_idle(1)
         assert counted == (due > 1 and state in (C, F, K))
-        assert (calls.state(1), calls._units[1].due) == (state, due - counted)
+        assert (calls.state(1), calls._units[1].missing) == (state, due - counted)
         if counted:  # then this would have done the same
-            calls._units[1].due = due
-            assert calls.gradient(1) == () and (calls.state(1), calls._units[1].due) == (state, due - 1)
+            calls._units[1].missing = due
+            assert calls.gradient(1) == () and (calls.state(1), calls._units[1].missing) == (state, due - 1)
 
 
 class Table:
@@ -174,11 +174,11 @@ def test_a_reentrant_checkpoint_is_computed_again_call_by_call() -> None:
     table.calls.called_blind(1)
     table.begin()
     assert table.calls.recompute(1) == (Action.HOLD,)
-    table.calls.called_again(1)
+    table.calls.blind_call_recomputed(1)
     call = table.calls.called(1)
     assert table.backward(1, call) == [Action.ENTER]
     table.calls.recompute(1)
-    table.calls.called_again(1)
+    table.calls.blind_call_recomputed(1)
     call = table.calls.called(1)
     assert table.backward(1, call) == [Action.END]
 

@@ -97,7 +97,7 @@ def run(
         made.take_over()
         it = Run(made, optimizers, communicator or SoloCommunicator())
         for row in made.blueprint.inventory.rows:
-            if row.what.value == "staging of updates":
+            if row.what.value == "staging buffers":
                 it.updater.take_staging(row.tier, getattr(torch, row.dtype), row.count)
         tier = {"in .grad": Tier.DEVICE, "in pages": Tier.HOST, "on disk": Tier.DISK}[place]
         for flat in it.flats:

@@ -24,15 +24,15 @@ class Driven:
 
 def test_a_tick_is_told_once_when_it_is_over_with_the_most_bytes_at_its_ends() -> None:
     its = Driven()
-    with its.events.heard_by(its.told.append):
+    with its.events.subscribed(its.told.append):
         its.bytes = (5, 1)
-        its.it.tick("block", F, 3, Mode.TRAIN)
+        its.it.begin_tick("block", F, 3, Mode.TRAIN)
         assert its.told == []
         its.bytes = (2, 4)
-        its.it.rest()
-        its.it.rest()
-        its.it.tick("", B, 4, Mode.FORWARD)
-        its.it.rest()
+        its.it.end_tick()
+        its.it.end_tick()
+        its.it.begin_tick("", B, 4, Mode.FORWARD)
+        its.it.end_tick()
     told = [(each.kind, each.track, each.name, each.index, each.tier_bytes) for each in its.told]
     assert told == [
         (EventKind.TICK, "train", "block forward", 3, (5, 4)),
@@ -43,26 +43,26 @@ def test_a_tick_is_told_once_when_it_is_over_with_the_most_bytes_at_its_ends() -
 
 def test_outside_of_an_iteration_and_where_nobody_listens_nothing_is_measured() -> None:
     its = Driven()
-    its.it.tick("block", F, 0, Mode.TRAIN)
-    its.it.rest()
-    with its.events.heard_by(its.told.append):
-        its.it.tick("block", F, 0, None)
-        its.it.rest()
+    its.it.begin_tick("block", F, 0, Mode.TRAIN)
+    its.it.end_tick()
+    with its.events.subscribed(its.told.append):
+        its.it.begin_tick("block", F, 0, None)
+        its.it.end_tick()
     assert its.told == [] and its.asked == 0
 
 
 def test_a_tick_that_failed_is_not_told() -> None:
     its = Driven()
-    with its.events.heard_by(its.told.append):
-        its.it.tick("block", F, 0, Mode.TRAIN)
-        its.it.forget()
-        its.it.rest()
+    with its.events.subscribed(its.told.append):
+        its.it.begin_tick("block", F, 0, Mode.TRAIN)
+        its.it.drop_tick()
+        its.it.end_tick()
     assert its.told == []
 
 
 def test_lost_seconds_are_added_up_by_cause_and_told_where_they_are_a_stall() -> None:
     its = Driven()
-    with its.events.heard_by(its.told.append):
+    with its.events.subscribed(its.told.append):
         its.it.stalled("fetch", "block", 1.0, 3.0)
         its.it.stalled("update", "", 3.0, 3.5)
         its.it.stalled("fetch", "block", 4.0, 4.000001)

@@ -72,7 +72,7 @@ def test_experts_are_units_by_themselves_and_the_rest_is_everybodys() -> None:
     assert {names[unit]: member for unit, member in found.members.items()} == {
         f"blocks.{block}.experts.{expert}": int(expert >= 3) for block in range(2) for expert in range(5)
     }
-    elsewhere = found.holders.elsewhere
+    elsewhere = found.holders.remote_units
     assert sorted(elsewhere(0) | elsewhere(1)) == sorted(found.members)
     assert elsewhere(2) == elsewhere(0)
     unit = found.units[1][4][0]

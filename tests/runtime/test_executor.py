@@ -140,7 +140,7 @@ def test_a_plan_is_followed_tick_by_tick() -> None:
             assert moved == [["fetch 1"], ["fetch 2"], ["release 1", "fetch 3"], ["release 2"]]
             it.executor.end()
             assert it.parts.logged() == ["release 3"] and it.parts.live == []
-        uses = it.executor.fetching.uses
+        uses = it.executor.fetching.lookups
         assert (uses.kept, uses.ahead, uses.late, it.executor.fetching.misses) == (0, 6, 0, 0)
 
 
@@ -162,7 +162,7 @@ def test_another_order_is_slower_and_never_wrong() -> None:
         it.executor.begin(TRAIN, trace=False)
         assert it.forward(0, 2, 1, 3, 1)[1:] == [["fetch 2"], [], ["release 2", "fetch 3"], []]
         it.executor.end()
-        assert it.executor.fetching.uses.late == 2 and it.executor.fetching.misses == 2
+        assert it.executor.fetching.lookups.late == 2 and it.executor.fetching.misses == 2
         it.executor.begin(TRAIN, trace=False)  # the next one may follow it again
         it.parts.logged()
         it.executor.release_all()
@@ -207,7 +207,7 @@ def test_a_forward_plan_begins_again_behind_the_root() -> None:
         assert it.forward(1, 2, 1, 2, 1, 2) == [["fetch 2"], ["release 1"], *one_pass, *one_pass]
         assert not it.executor.wants_trace(FORWARD)
         it.executor.end()
-        assert it.executor.fetching.uses.late == 0
+        assert it.executor.fetching.lookups.late == 0
 
 
 def test_a_training_plan_does_not_begin_again() -> None:
@@ -230,7 +230,7 @@ def test_units_are_fetched_on_use_and_given_up_farthest_use_first() -> None:
         assert it.forward(0, 1, 2, 3) == [[], ["fetch 1"], ["fetch 2"], ["release 1", "fetch 3"]]
         assert it.call(3, B) == [] == it.call(2, B)
         assert it.call(1, B) == ["release 3", "fetch 1"]
-        uses = it.executor.fetching.uses
+        uses = it.executor.fetching.lookups
         assert (uses.kept, uses.ahead, uses.late) == (2, 0, 4)
 
 
@@ -261,7 +261,7 @@ LEASES: dict[str, tuple[Callable[[Executor], None], Callable[[Executor], None]]]
     "a backward": (lambda it: it.enter(1, B), lambda it: it.leave_backward(1)),
     "the end of a backward": (lambda it: it.enter(1, B), lambda it: it.end_backward(1)),
     "one who reads": (lambda it: reads(it, 1), lambda it: it.leave(1)),
-    "one who holds": (lambda it: it.hold(1), lambda it: it.stay(1, held=False)),
+    "one who holds": (lambda it: it.hold(1), lambda it: it.keep_held(1, held=False)),
     "the end of a held backward": (lambda it: it.hold(1), lambda it: it.end_backward(1)),
     "the iteration": (lambda it: it.hold(1), lambda it: it.end()),
     "one that failed": (lambda it: it.enter(1, B), lambda it: it.abandon()),
@@ -398,10 +398,10 @@ def test_an_iteration_is_traced_again_once_the_order_has_changed(second: tuple[i
 
 def test_a_rank_alone_plans_when_all_are_together() -> None:
     with run(2) as it:
-        it.executor.begin(TRAIN, trace=True, together=False)
+        it.executor.begin(TRAIN, trace=True, all_ranks=False)
         it.forward(0, 1)
-        it.executor.begin(TRAIN, trace=False, together=False)
-        it.executor.end(together=False)
+        it.executor.begin(TRAIN, trace=False, all_ranks=False)
+        it.executor.end(all_ranks=False)
         assert it.traced == []
         it.executor.begin(FORWARD, trace=False)
         assert [(mode, [tick.unit for tick in each.ticks]) for mode, each in it.traced] == [(TRAIN, [0, 1])]
@@ -443,7 +443,7 @@ def test_expected_units_come_one_ahead_and_make_no_ticks() -> None:
         it.executor.fetching.expect([2, 4, 3])
         assert it.parts.logged() == ["fetch 2"]
         assert it.forward(2, 4, 3) == [["fetch 4"], ["fetch 3"], []]
-        assert it.executor.fetching.uses.ahead == 4 and it.executor.fetching.uses.late == 0
+        assert it.executor.fetching.lookups.ahead == 4 and it.executor.fetching.lookups.late == 0
         it.forward(1)
         assert not it.executor.wants_trace(TRAIN)  # the plan was followed all along
         it.executor.end()
@@ -573,13 +573,13 @@ def test_ticks_are_told_when_they_are_over() -> None:
         told: list[Event] = []
         it.executor.begin(TRAIN, trace=False)
         it.forward(0)
-        with it.events.heard_by(told.append):
+        with it.events.subscribed(told.append):
             it.executor.enter(1, F)
             it.executor.leave(1)
             assert [event for event in told if event.kind is EventKind.TICK] == []
             it.executor.enter(2, B)
-            it.executor.compute_timing.rest()
-            it.executor.compute_timing.rest()
+            it.executor.compute_timing.end_tick()
+            it.executor.compute_timing.end_tick()
         assert [(e.track, e.name, e.index) for e in told if e.kind is EventKind.TICK] == [
             ("train", "parts.0 forward", 1),
             ("train", "parts.1 backward", 2),

@@ -199,7 +199,7 @@ def test_what_gradients_are_over(size: int, divisor: int) -> None:
 def test_who_tells_of_a_unit() -> None:
     model = nn.ModuleList([Layer()])
     found = divide(model, discover(model, ["Expert"]), ExpertSplit(4, 2))
-    assert 0 not in found.holders.apart
+    assert 0 not in found.holders.by_unit
     assert [found.holders.of(unit).whole.ranks[0] for expert in found.units[0] for unit in expert] == [0, 0, 1]
     assert found.teams.groups == ((0, 1), (2, 3))
     assert 0 not in found.teams.holders

@@ -300,10 +300,10 @@ def test_ranks_reduce_to_their_shard_of_the_mean(disk: Path, place: str) -> None
         for mine, other in ((2.0, 4.0), (1.0, 1.0)):
             it.parts.communicator.theirs = torch.full((2 * NUMEL,), other)
             it.backward(mine, mine)
-            assert it.gradient.shard.on_its_way and it.weight.grad is None  # under way; nobody has waited
+            assert it.gradient.shard.in_flight and it.weight.grad is None  # under way; nobody has waited
         assert it.gradient.shard.on_device().eq(4.0).all()  # (2 + 4) / 2 + (1 + 1) / 2
         it.gradient.shard.settle()
-        assert not it.gradient.shard.on_its_way
+        assert not it.gradient.shard.in_flight
         assert it.taken == (it.gradient.route.own_pages is Tier.DEVICE)
         assert it.parts.communicator.issued == ["reduce 0", "reduce 0"]
 
@@ -342,7 +342,7 @@ def test_device_pages_of_what_has_left_are_given_back(disk: Path) -> None:
     with one("kept on disk", disk) as it:
         it.backward(1.0, 1.0)
         assert it.free - it.parts.device_pages_free == 1
-        assert it.gradient.shard.give_back(wait=True) and not it.gradient.shard.on_its_way
+        assert it.gradient.shard.give_back(wait=True) and not it.gradient.shard.in_flight
         assert it.parts.device_pages_free == it.free
         assert not it.gradient.shard.give_back(wait=True)
 
@@ -353,7 +353,7 @@ def test_a_reduction_under_way_is_shown_and_zeroed_as_one_that_has_ended(disk: P
         it.gradient.grad_attribute.show()
         assert isinstance(it.weight.grad, GradPlaceholder)
         it.gradient.shard.settle()  # its way to RAM, for which nobody has waited
-        assert not it.gradient.shard.on_its_way
+        assert not it.gradient.shard.in_flight
         it.backward(1.0, 1.0)
         it.gradient.zero()
         assert it.gradient.shard.on_device().eq(0).all() and it.gradient.any
@@ -385,7 +385,7 @@ def test_a_part_of_a_gradient_is_not_shown(disk: Path, look: str) -> None:
                 it.weight.grad + 1
             else:
                 it.weight.grad = torch.ones(it.weight.shape)
-                it.gradient.follow()
+                it.gradient.apply_user_changes()
 
 
 def test_sums_of_passes_wait_beside_grad_until_they_are_reduced(disk: Path) -> None:
@@ -398,11 +398,13 @@ def test_sums_of_passes_wait_beside_grad_until_they_are_reduced(disk: Path) -> N
             weight.grad = torch.full(weight.shape, value, dtype=torch.bfloat16)
             gradient.grad_attribute.postpone()
             assert (
-                weight.grad is None and gradient.grad_attribute.here() == [True, False] and gradient.shard.pages is None
+                weight.grad is None
+                and gradient.grad_attribute.uncollected() == [True, False]
+                and gradient.shard.pages is None
             )
         gradient.collect()
         assert flat.binding.arrangement.view(gradient.shard.on_device(), 0).unique().tolist() == [258.0]
-        assert gradient.grad_attribute.here() == [False, False]
+        assert gradient.grad_attribute.uncollected() == [False, False]
         gradient.clear()
         weight.grad = torch.ones_like(weight)
         gradient.grad_attribute.postpone()

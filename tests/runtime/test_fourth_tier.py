@@ -150,7 +150,7 @@ def test_the_plan_prints_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": "HOST"}, "called HOST, as another one is"),
+        ({"name": "HOST"}, "has the name HOST, which another tier has"),
         ({"computes": True}, "further tier SLOW computes"),
         ({"toward": None}, "SLOW leads to no tier that computes"),
     ],

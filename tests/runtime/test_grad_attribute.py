@@ -26,7 +26,7 @@ def shown(request: pytest.FixtureRequest, disk: Path) -> Iterator[One]:
 def test_grad_shows_what_is_in_pages(shown: One) -> None:
     assert isinstance(shown.weight.grad, GradPlaceholder)
     assert grad(shown.weight).eq(1).all() and grad(shown.bias).sum() == 2 * 64
-    assert shown.gradient.grad_attribute.here() == [False, False]
+    assert shown.gradient.grad_attribute.uncollected() == [False, False]
     shown.backward(1.0, None)
     shown.gradient.grad_attribute.show()
     assert grad(shown.weight).eq(2).all()
@@ -35,7 +35,7 @@ def test_grad_shows_what_is_in_pages(shown: One) -> None:
 def test_a_gradient_that_was_edited_is_edited_in_pages(shown: One) -> None:
     grad(shown.weight).mul_(3)
     grad(shown.bias).view(-1)[:] = 7
-    shown.gradient.follow()
+    shown.gradient.apply_user_changes()
     assert shown.values() == [3.0, 7.0]
 
 
@@ -47,17 +47,17 @@ def test_an_edit_counts_before_the_next_pass_adds_to_it(shown: One) -> None:
 
 def test_a_gradient_that_was_assigned_takes_its_place(shown: One) -> None:
     shown.weight.grad = torch.full(shown.weight.shape, 9.0)
-    shown.gradient.follow()
+    shown.gradient.apply_user_changes()
     assert shown.values() == [9.0, 2.0]
     assert isinstance(shown.weight.grad, GradPlaceholder) and grad(shown.weight).eq(9).all()
 
 
 def test_a_gradient_that_was_set_to_none_is_forgotten(shown: One) -> None:
     shown.weight.grad = None
-    shown.gradient.follow()
+    shown.gradient.apply_user_changes()
     assert list(shown.gradient.grad_attribute.present()) == [False, True] and shown.values() == [0.0, 2.0]
     shown.bias.grad = None
-    shown.gradient.follow()
+    shown.gradient.apply_user_changes()
     assert not shown.gradient.any
 
 
@@ -72,13 +72,13 @@ def test_what_another_parameter_shows_is_a_tensor_of_its_own() -> None:
         made.module.bias.grad = GradPlaceholder(it.bias, lambda: torch.full((64,), 8.0))
         it.gradient.grad_attribute.resolve()
         assert type(made.module.bias.grad) is Tensor and made.module.bias.grad is not other
-        it.gradient.follow()
+        it.gradient.apply_user_changes()
         assert it.values() == [1.0, 8.0]
 
 
 def test_what_is_clipped_by_the_update_is_not_shown_before(shown: One) -> None:
     shown.gradient.grad_attribute.clip_later()
-    with pytest.raises(UsageError, match="gradient of weight was read when it was to be clipped already"):
+    with pytest.raises(UsageError, match="gradient of weight was read when it was clipped already"):
         grad(shown.weight).sum()
     shown.gradient.clear()
     assert not shown.gradient.grad_attribute.clipped_later
@@ -88,7 +88,7 @@ def test_a_used_gradient_is_not_read_and_not_gone_on_from(shown: One) -> None:
     shown.gradient.grad_attribute.retire(clipped=False)
     with pytest.raises(UsageError, match="gradient of weight was read after the step that has used it"):
         grad(shown.weight).sum()
-    for act in (shown.gradient.grad_attribute.used.check_forgotten, shown.gradient.follow):
+    for act in (shown.gradient.grad_attribute.used.check_forgotten, shown.gradient.apply_user_changes):
         with pytest.raises(UsageError, match="gradient of weight was used by a step and not forgotten"):
             act()
     shown.weight.grad = None
@@ -114,7 +114,7 @@ def test_grad_itself_stays_readable_behind_a_step(disk: Path) -> None:
 
 def test_behind_the_run_grad_is_what_somebody_has_looked_at(shown: One) -> None:
     assert grad(shown.weight).sum() > 0
-    shown.gradient.grad_attribute.let_go()
+    shown.gradient.grad_attribute.make_plain()
     assert type(shown.weight.grad) is Tensor and shown.weight.grad.eq(1).all()
     assert shown.bias.grad is None
 
@@ -140,8 +140,8 @@ def test_hooks_on_sums_that_are_elsewhere_are_refused(shown: One) -> None:
 def test_an_edit_of_what_is_to_be_clipped_already_is_refused(shown: One) -> None:
     grad(shown.weight).mul_(3)
     shown.gradient.grad_attribute.clipped_later = True
-    with pytest.raises(UsageError, match="gradient of weight was changed when it was to be clipped already"):
-        shown.gradient.follow()
+    with pytest.raises(UsageError, match="gradient of weight was changed when it was clipped already"):
+        shown.gradient.apply_user_changes()
 
 
 def test_of_a_shared_flat_all_gradients_are_forgotten_or_none(disk: Path) -> None:
@@ -150,9 +150,9 @@ def test_of_a_shared_flat_all_gradients_are_forgotten_or_none(disk: Path) -> Non
         it.gradient.grad_attribute.show()
         it.weight.grad = None
         with pytest.raises(UsageError, match="set to None, in a flat that several ranks share"):
-            it.gradient.follow()
+            it.gradient.apply_user_changes()
         it.bias.grad = None
-        it.gradient.follow()
+        it.gradient.apply_user_changes()
         assert not it.gradient.any
 
 
@@ -160,5 +160,5 @@ def test_a_gradient_that_was_put_there_before_any_was_shown_takes_its_place(disk
     with one("kept in RAM", disk) as it:
         it.backward(1.0, 2.0)
         it.weight.grad = torch.full(it.weight.shape, 9.0)
-        it.gradient.follow()
+        it.gradient.apply_user_changes()
         assert it.values() == [9.0, 2.0]

@@ -33,14 +33,14 @@ def made(value: float = 2.0) -> tuple[Pages, GradPlaceholder, Tensor]:
 def test_who_asks_about_the_tensor_fetches_nothing() -> None:
     pages, shown, parameter = made()
     assert (shown.shape, shown.dtype, shown.device) == (parameter.shape, parameter.dtype, parameter.device)
-    assert shown.numel() == 3 and parameter.grad is shown and shown.held is None and pages.reads == 0
+    assert shown.numel() == 3 and parameter.grad is shown and shown.fetched_values is None and pages.reads == 0
 
 
 def test_values_are_fetched_once_and_edited_there() -> None:
     pages, shown, _ = made()
     assert (shown * 2).tolist() == [4.0] * 3 and float(shown.norm()) == pytest.approx(12**0.5)
     assert shown.mul_(3) is shown and shown.tolist() == [6.0] * 3
-    assert shown.held is not None and shown.held.tolist() == [6.0] * 3 and pages.reads == 1
+    assert shown.fetched_values is not None and shown.fetched_values.tolist() == [6.0] * 3 and pages.reads == 1
 
 
 def test_copies_are_ordinary_tensors() -> None:

@@ -12,16 +12,16 @@ def facts(it: GradientContent) -> tuple[bool, list[bool], tuple[bool, ...]]:
 def full() -> GradientContent:
     """Of three parameters, the first two."""
     it = GradientContent(3)
-    it.comes_to_have([True, False, False])
-    it.comes_to_have([False, True, False])
-    it.has_come()
+    it.add_present([True, False, False])
+    it.add_present([False, True, False])
+    it.mark_filled()
     return it
 
 
 def test_what_comes_is_beside_what_is_there() -> None:
     it = GradientContent(3)
     assert facts(it) == (False, [False] * 3, ())
-    it.comes_to_have([True, False, False])
+    it.add_present([True, False, False])
     assert facts(it) == (False, [True, False, False], ())  # on its way
     assert facts(full()) == (True, [True, True, False], ())
 
@@ -44,6 +44,6 @@ def test_what_is_used_up_is_known_until_all_is_forgotten() -> None:
 
 def test_gradients_in_no_pages_are_used_up_where_there_are_any() -> None:
     it = GradientContent(2)
-    it.spend_others([False, True])
-    it.spend_others([False, False])  # asked again, when they are gone
+    it.spend_uncollected([False, True])
+    it.spend_uncollected([False, False])  # asked again, when they are gone
     assert facts(it) == (False, [False] * 2, (False, True))

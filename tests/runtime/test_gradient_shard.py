@@ -66,10 +66,10 @@ def test_what_comes_is_added_to_what_is_there(disk: Path, tier: Tier) -> None:
         assert its.it.reserve() is pages is its.it.pages and its.taken == its.own
         for value in (1.0, 2.0):
             its.it.settle()
-            its.it.add(its.part(value), its.it.take_so_far())
+            its.it.add(its.part(value), its.it.take_sum_buffers())
         assert its.values() == [3.0] and its.it.content.filled and its.taken == its.own
         its.it.content.forget()
-        its.it.add(its.part(5.0), its.it.take_so_far())
+        its.it.add(its.part(5.0), its.it.take_sum_buffers())
         assert its.values() == [5.0]
 
 
@@ -79,20 +79,20 @@ def test_a_reduction_is_waited_for_once_and_its_buffers_come_back(disk: Path, ti
         its.it.reserve()
         waited: list[int] = []
         full = its.it.take("full", NUMEL)
-        its.it.arrives(Work(finish=lambda: waited.append(1)), full, its.part(4.0))
-        assert its.it.on_its_way and waited == [] and not its.it.give_back(wait=False)
+        its.it.reduction_started(Work(finish=lambda: waited.append(1)), full, its.part(4.0))
+        assert its.it.in_flight and waited == [] and not its.it.give_back(wait=False)
         assert its.it.give_back(wait=True) and waited == [1] and its.taken == its.own
-        its.it.land()
+        its.it.finish_reduction()
         its.it.settle()
-        assert waited == [1] and its.values() == [4.0] and not its.it.on_its_way and its.it.leaving() == []
+        assert waited == [1] and its.values() == [4.0] and not its.it.in_flight and its.it.transfers() == []
 
 
 def test_what_leaves_for_the_disk_is_told_until_it_has(disk: Path) -> None:
     with driven(Tier.DISK, disk) as its:
         its.it.reserve()
         its.it.add(its.part(1.0), ())
-        (transfer,) = its.it.leaving()
-        assert its.it.on_its_way and its.taken == 1
+        (transfer,) = its.it.transfers()
+        assert its.it.in_flight and its.taken == 1
         its.it.settle()
         assert transfer.done() and its.taken == 0
 
@@ -101,7 +101,7 @@ def test_what_leaves_for_the_disk_is_told_until_it_has(disk: Path) -> None:
 def test_a_change_comes_behind_who_still_reads_and_is_in_the_pages_then(disk: Path, tier: Tier) -> None:
     with driven(tier, disk) as its:
         its.it.reserve()
-        its.it.add(its.part(1.0), its.it.take_so_far())
+        its.it.add(its.part(1.0), its.it.take_sum_buffers())
         seen: list[list[float]] = []
         its.it.before_change = lambda: seen.append(its.values())
         with its.it.changing() as values:
@@ -127,9 +127,9 @@ def test_what_is_taken_of_each_parameter_is_added_where_it_is(disk: Path) -> Non
     with driven(Tier.DEVICE, disk) as its:
         weight, bias = its.parts.module.weight, its.parts.module.bias
         gradients = [torch.full(weight.shape, 1.0), None]
-        its.it.add_where_they_are(gradients.__getitem__)
+        its.it.add_on_device(gradients.__getitem__)
         gradients = [torch.full(weight.shape, 2.0), torch.full(bias.shape, 4.0)]
-        its.it.add_where_they_are(gradients.__getitem__)
+        its.it.add_on_device(gradients.__getitem__)
         assert its.it.value(0, weight).eq(3).all() and its.it.value(1, bias).eq(4).all()
         assert its.it.content.present == [True, True]
 
@@ -137,9 +137,9 @@ def test_what_is_taken_of_each_parameter_is_added_where_it_is(disk: Path) -> Non
 @pytest.mark.parametrize("tier", TIERS)
 def test_pages_that_are_given_away_leave_nothing(disk: Path, tier: Tier) -> None:
     with driven(tier, disk) as its:
-        its.it.content.comes_to_have([True, False])
+        its.it.content.add_present([True, False])
         its.it.reserve()
-        its.it.add(its.part(1.0), its.it.take_so_far())
+        its.it.add(its.part(1.0), its.it.take_sum_buffers())
         its.it.settle()
         copy, transfer = its.it.copy()
         transfer.wait(host=True)
@@ -147,7 +147,7 @@ def test_pages_that_are_given_away_leave_nothing(disk: Path, tier: Tier) -> None
         assert its.it.pages is None and not its.it.content.filled and its.it.content.spent == (True, False)
         assert its.parts.read(given).eq(1).all() and its.parts.read(copy).eq(1).all()
         for each in (given, copy):
-            its.it.supply_back(each)
+            its.it.return_pages(each)
         assert its.taken == 0
         its.it.use_up()  # there is nothing
         its.it.reserve()
@@ -159,10 +159,10 @@ def test_buffers_of_a_sum_on_disk_come_all_or_none(disk: Path) -> None:
     with parts(OnePage(double=True), (), disk=disk, device_pages=3) as made:  # two pages on one rank
         its = Driven(made, Tier.DISK)
         its.it.reserve()
-        assert its.it.take_so_far() == []  # nothing to add to
-        its.it.content.has_come()
-        so_far = its.it.take_so_far()
+        assert its.it.take_sum_buffers() == []  # nothing to add to
+        its.it.content.mark_filled()
+        so_far = its.it.take_sum_buffers()
         assert [each.numel for each in so_far] == [NUMEL, NUMEL]
         with pytest.raises(CapacityError):
-            its.it.take_so_far()
+            its.it.take_sum_buffers()
         assert its.taken == 2

@@ -156,7 +156,7 @@ MIB = 1 << 20
 def test_a_ceiling_is_where_ram_would_end(library: Library) -> None:
     """Of what is free: less what pages will take, by how many ranks share it, and what is not counted."""
     library.free_bytes, pages = GIB, [0]
-    watched = Heap(Freed.LEAVES, ranks_here=2, pages_take=lambda: pages[0])
+    watched = Heap(Freed.LEAVES, ranks_here=2, pending_page_bytes=lambda: pages[0])
     assert library.ceiling.left == 512 * MIB - 24 * MIB
     pages[0], library.now_s = 128 * MIB, 1.0
     watched.between_steps()
@@ -173,7 +173,7 @@ def test_a_ceiling_is_where_ram_would_end(library: Library) -> None:
 
 def test_at_the_end_pages_take_no_more_and_what_is_free_is_what_the_ceiling_leaves(library: Library) -> None:
     library.free_bytes = GIB
-    watched = Heap(Freed.LEAVES, ranks_here=2, pages_take=lambda: 400 * MIB)
+    watched = Heap(Freed.LEAVES, ranks_here=2, pending_page_bytes=lambda: 400 * MIB)
     assert library.ceiling.left == (512 - 400 - 24) * MIB
     assert watched.free_bytes() == 2 * 88 * MIB
     watched.steps_end()
@@ -236,7 +236,7 @@ def test_what_a_ceiling_refuses_is_said(
     try:
         with (
             pytest.raises(CapacityError if short and words else type(error)) as caught,
-            watched.refusals_in_words("the backward pass"),
+            watched.explain_failures("the backward pass"),
         ):
             raise error
         if short and words:
@@ -252,7 +252,7 @@ def test_a_mapping_that_was_refused_is_said_as_what_it_was_for(monkeypatch: pyte
     monkeypatch.setattr(heap, "free_host_bytes", lambda: GIB)
     watched = Heap(Freed.STAYS)
     try:
-        with pytest.raises(CapacityError, match="setting up the run asked for"), watched.refusals_in_words(SETTING_UP):
+        with pytest.raises(CapacityError, match="setting up the run asked for"), watched.explain_failures(SETTING_UP):
             try:
                 raise OSError(12, "Cannot allocate memory")
             except OSError as error:

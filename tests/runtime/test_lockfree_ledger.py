@@ -269,7 +269,7 @@ def test_a_count_that_does_not_add_up_ends_the_run(strategy_at, drain) -> None:
         assert isinstance(strategy, AngelPTMStrategy)
         if batch == 3:
             updates: Any = strategy.engine.updates
-            updates._clocks[1].received += 1
+            updates._counters[1].received += 1
             if drain == "gathered":
                 with strategy.gathered(write=False):
                     pass

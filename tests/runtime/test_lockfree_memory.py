@@ -393,7 +393,7 @@ def test_gradients_that_cannot_be_added_never_take_all_pages(
     strategy_at, monkeypatch, bound, settings, options
 ) -> None:
     """The gradients of each step are of other parameters than those that wait, in all blocks."""
-    monkeypatch.setattr(gradient_pages, "_PATIENCE_S", 5.0)
+    monkeypatch.setattr(gradient_pages, "_TIMEOUT_S", 5.0)
     strategy = strategy_at(
         "lock_free_three_tiers",
         lock_free={"max_staleness": bound},

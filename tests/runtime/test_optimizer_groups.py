@@ -58,7 +58,7 @@ def test_who_is_new_outgrows_the_pages_and_is_refused_in_a_step() -> None:
     with groups_of(lambda p: [SGD(p, lr=0.1)]) as (groups, (sgd,), _):
         sgd.param_groups[0]["params"].append(nn.Parameter(torch.zeros(3)))
         assert groups.outgrown(0)
-        with pytest.raises(UsageError, match=r"shape \(3,\) was put into a group of SGD during the run.*between two"):
+        with pytest.raises(UsageError, match=r"shape \(3,\) was put into a group of SGD during a batch.*between two"):
             groups.follow(0, lambda: None)
         sgd.param_groups[0]["params"].pop()
         assert not groups.outgrown(0)

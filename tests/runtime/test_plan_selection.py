@@ -27,8 +27,8 @@ class Planner:
 
 def test_a_trace_is_planned_once_when_ranks_are_together() -> None:
     it = Planner()
-    it.plans.has_come(TRAIN, trace(0, 1))
-    it.plans.has_come(TRAIN, trace(0, 2))
+    it.plans.add_trace(TRAIN, trace(0, 1))
+    it.plans.add_trace(TRAIN, trace(0, 2))
     assert it.asked == [] and it.plans.planned(TRAIN) is None and it.plans.trace(TRAIN) == trace(0, 2)
     it.plans.make()
     it.plans.make()
@@ -40,7 +40,7 @@ def test_what_fits_in_no_plan_leaves_the_old_one() -> None:
     it = Planner()
     it.plans.adopt(TRAIN, Plan((), 1), trace(0))
     it.fits = False
-    it.plans.has_come(TRAIN, trace(0, 1))
+    it.plans.add_trace(TRAIN, trace(0, 1))
     it.plans.make()
     assert it.plans.planned(TRAIN) == (Plan((), 1), trace(0)) and it.plans.remade == 0
 
@@ -48,7 +48,7 @@ def test_what_fits_in_no_plan_leaves_the_old_one() -> None:
 def test_of_equal_forward_passes_one_is_planned() -> None:
     it = Planner()
     for mode in (TRAIN, FORWARD):
-        it.plans.has_come(mode, trace(0, 1, 2, 1, 2))
+        it.plans.add_trace(mode, trace(0, 1, 2, 1, 2))
     assert it.plans.trace(TRAIN) == trace(0, 1, 2, 1, 2) and it.plans.trace(FORWARD) == trace(0, 1, 2)
     it.plans.make()
     assert it.asked[1] == (FORWARD, trace(0, 1, 2))
@@ -56,7 +56,7 @@ def test_of_equal_forward_passes_one_is_planned() -> None:
 
 def test_a_changed_order_forgets_the_trace_and_keeps_the_plan() -> None:
     it = Planner()
-    it.plans.has_come(TRAIN, trace(0, 1))
+    it.plans.add_trace(TRAIN, trace(0, 1))
     it.plans.make()
     it.plans.order_changed(TRAIN)
     it.plans.order_changed(TRAIN)

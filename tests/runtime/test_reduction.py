@@ -106,7 +106,7 @@ def test_alone_what_waits_in_grad_stays() -> None:
     with alone(Tier.DEVICE) as it:
         it.backward(1, 2.0)
         it.reduction.collect(1)
-        assert it.in_grad(1) and not it.flats[1][0].gradient.shard.on_its_way
+        assert it.in_grad(1) and not it.flats[1][0].gradient.shard.in_flight
 
 
 def test_alone_nothing_is_postponed() -> None:

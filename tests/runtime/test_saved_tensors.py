@@ -38,14 +38,14 @@ class Log:
         self.asked.append(f"require {unit}")
         fetch(self.parts, unit)
 
-    def leased(self, unit: int) -> bool:
+    def referenced(self, unit: int) -> bool:
         return unit in self.in_use
 
     def hold(self, unit: int) -> None:
         self.asked.append(f"hold {unit}")
         self.in_use.add(unit)
 
-    def saved_is_read(self, unit: int) -> None:
+    def note_saved_read(self, unit: int) -> None:
         self.read.append(unit)
 
     def begin(self, name: str) -> None:
@@ -283,7 +283,7 @@ def test_sparse_tensors_are_kept_but_over_a_weight_refused(layout: str) -> None:
                 over = torch.sparse_coo_tensor(torch.stack((places, places)), values, (3, 3))
             else:
                 over = torch.sparse_csr_tensor(torch.arange(4), places, values, (3, 3))
-            with pytest.raises(UsageError, match=r"that is a view of .* or that is a part of another tensor"):
+            with pytest.raises(UsageError, match=r"that is a view of .* or is a part of another tensor"):
                 over @ x
         output.backward()
         assert x.grad is not None and torch.equal(x.grad, torch.ones(3, 2))
@@ -304,12 +304,12 @@ def test_values_that_have_changed_since_are_an_error_of_the_backward() -> None:
 
 
 def test_resident_units_have_nothing_to_name() -> None:
-    for home, any_to_name in ((Tier.DEVICE, False), (Tier.HOST, True)):
+    for home, releases_parameters in ((Tier.DEVICE, False), (Tier.HOST, True)):
         with calls(home=home) as it:
-            assert it.saved.any_to_name is any_to_name
-            assert [it.saved.hooks_in(unit) for unit in (ROOT, FIRST)] == [any_to_name] * 2
+            assert it.saved.releases_parameters is releases_parameters
+            assert [it.saved.needs_hooks(unit) for unit in (ROOT, FIRST)] == [releases_parameters] * 2
     with calls(home=Tier.DEVICE, offloads=True) as it:
-        assert it.saved.hooks_in(FIRST)
+        assert it.saved.needs_hooks(FIRST)
 
 
 # -- hooks of others --------------------------------------------------------------------------------------------------

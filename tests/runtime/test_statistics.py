@@ -45,7 +45,7 @@ def engine(**parts: Any) -> Any:
         ),
         "executor": SimpleNamespace(
             compute_timing=SimpleNamespace(stall_s={"fetch": 1.0, "update": 2.0}),
-            fetching=SimpleNamespace(uses=Lookups()),
+            fetching=SimpleNamespace(lookups=Lookups()),
         ),
         "updater": SimpleNamespace(in_thread=True, stats=SimpleNamespace(save_stall_s=8.0, arithmetic_s=16.0)),
         "updates": object(),
@@ -79,7 +79,7 @@ def test_links_of_activations_are_told_where_they_were_used() -> None:
 def test_numbers_of_one_moment() -> None:
     updates, tokens = Counted(), TokenStats(exchanges=1)
     made = engine(updates=updates, expert_groups=SimpleNamespace(stats=tokens))
-    uses = made.executor.fetching.uses
+    uses = made.executor.fetching.lookups
     found = collect(made)
     names = list(Lookups.__dataclass_fields__)
     for name in names:

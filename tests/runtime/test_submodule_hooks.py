@@ -68,16 +68,16 @@ class Heard:
 def test_the_first_unit_of_an_owner_is_told_apart() -> None:
     it, owner = Heard(), nn.Linear(1, 1)
     assert [
-        it.submodule_hooks.own(owner, 1),
-        it.submodule_hooks.own(owner, 2),
-        it.submodule_hooks.own(nn.Linear(1, 1), 1),
+        it.submodule_hooks.add_owner(owner, 1),
+        it.submodule_hooks.add_owner(owner, 2),
+        it.submodule_hooks.add_owner(nn.Linear(1, 1), 1),
     ] == [True, False, True]
 
 
 def test_a_call_from_outside_is_one_of_each_unit_and_ends_with_it() -> None:
     it, owner, inner = Heard(), nn.Linear(1, 1), nn.Linear(1, 1)
     for module, unit in ((owner, 1), (owner, 2), (inner, 1)):
-        it.submodule_hooks.own(module, unit)
+        it.submodule_hooks.add_owner(module, unit)
     it.submodule_hooks.call_begins(owner, "x")
     assert it.heard() == ["begin 1 x {}", "begin 2 x {}"]
     it.in_use = {1}
@@ -93,7 +93,7 @@ def test_a_call_from_outside_is_one_of_each_unit_and_ends_with_it() -> None:
 def test_whatever_stream_calls_it_is_told_on_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     it, owner, stream = Heard(), nn.Linear(1, 1), OtherStream()
     it.submodule_hooks.stream = stream
-    it.submodule_hooks.own(owner, 0)
+    it.submodule_hooks.add_owner(owner, 0)
     stream.watch(monkeypatch, it, "used", "held", "hold")
     it.submodule_hooks.call_begins(owner, "x")
     assert stream.noted == [("used", True), ("held", True), ("hold", True)]
@@ -101,7 +101,7 @@ def test_whatever_stream_calls_it_is_told_on_the_runs(monkeypatch: pytest.Monkey
 
 def test_a_held_unit_is_read() -> None:
     it, owner = Heard(), nn.Linear(1, 1)
-    it.submodule_hooks.own(owner, 1)
+    it.submodule_hooks.add_owner(owner, 1)
     it.held_units = {1}
     it.submodule_hooks.call_begins(owner, ())
     it.submodule_hooks.call_ends(owner, ())
@@ -114,7 +114,7 @@ def test_a_held_unit_is_read() -> None:
 def test_the_root_stays_and_is_in_use_outside_of_a_step(computing: bool, heard: list[str]) -> None:
     it, owner = Heard(), nn.Linear(1, 1)
     it.computing = computing
-    it.submodule_hooks.own(owner, 0)
+    it.submodule_hooks.add_owner(owner, 0)
     it.submodule_hooks.call_begins(owner, ())
     it.submodule_hooks.call_ends(owner, ())
     assert it.heard() == heard
@@ -122,7 +122,7 @@ def test_the_root_stays_and_is_in_use_outside_of_a_step(computing: bool, heard: 
 
 def test_in_a_backward_pass_a_call_ends_with_its_unit() -> None:
     it, owner = Heard(), nn.Linear(1, 1)
-    it.submodule_hooks.own(owner, 1)
+    it.submodule_hooks.add_owner(owner, 1)
 
     def again(_: Any) -> None:
         it.submodule_hooks.call_begins(owner, "x")
@@ -136,7 +136,7 @@ def test_in_a_backward_pass_a_call_ends_with_its_unit() -> None:
 
 def test_calls_that_ended_in_an_error_are_left_or_forgotten() -> None:
     it, owner = Heard(), nn.Linear(1, 1)
-    it.submodule_hooks.own(owner, 1)
+    it.submodule_hooks.add_owner(owner, 1)
     it.submodule_hooks.call_begins(owner, "x")
     it.submodule_hooks.give_up()
     assert it.heard() == ["begin 1 x {}", "leave 1"]
@@ -148,7 +148,7 @@ def test_calls_that_ended_in_an_error_are_left_or_forgotten() -> None:
 
 def test_inside_of_a_derivative_the_unit_is_named() -> None:
     it, owner = Heard(), nn.Linear(1, 1)
-    it.submodule_hooks.own(owner, 2)
+    it.submodule_hooks.add_owner(owner, 2)
 
     def called(x: torch.Tensor) -> torch.Tensor:
         it.submodule_hooks.call_begins(owner, (x,))

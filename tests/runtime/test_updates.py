@@ -78,7 +78,7 @@ def run(
         made.take_over()
         it = Run(made, optimizers, room)
         for row in made.blueprint.inventory.rows:
-            if row.what.value == "staging of updates":
+            if row.what.value == "staging buffers":
                 it.updater.take_staging(row.tier, getattr(torch, row.dtype), row.count)
         try:
             yield it
@@ -164,7 +164,7 @@ def test_a_parameter_is_updated_with_the_group_that_it_is_in(in_backward: bool, 
         first["params"].append(torch.nn.Parameter(torch.zeros(3)))
         assert it.updates.groups.outgrown(0)
         with pytest.raises(
-            UsageError, match=r"shape \(3,\) was put into a group of SGD during the run.* between two batches"
+            UsageError, match=r"shape \(3,\) was put into a group of SGD during a batch.* between two batches"
         ):
             it.step()
         first["params"].pop()
@@ -228,7 +228,7 @@ def test_a_unit_is_read_when_its_update_is_done(disk: Path, idle: None) -> None:
         it.backward(2)
         assert it.updates.pending(2) and not it.updates.pending(1)
         (pending,) = it.updates._pending[2]
-        it.updates.finish(2)  # I4
+        it.updates.finish(2)  # I5
         assert pending.handle.done() and not it.updates.pending(2)
 
 
@@ -237,5 +237,5 @@ def test_gradients_that_wait_are_bounded(disk: Path, idle: None) -> None:
         with run(disk, of_all(Adam), room=room, **EARLY) as it:
             it.updates.arm(it.optimizers[0])
             it.backward(1, 2)
-            assert set(it.updates._pending) == waiting  # I5: those of one unit
+            assert set(it.updates._pending) == waiting  # I6: those of one unit
             it.updates.finish_all()

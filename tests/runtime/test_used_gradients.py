@@ -23,7 +23,9 @@ def made(disk: Path) -> Iterator[tuple[UsedGradients, One]]:
 
 
 def test_a_refusal_names_what_was_done_and_when_it_can_be() -> None:
-    with pytest.raises(UsageError, match="the gradient of w was changed too late; do that between backward and step"):
+    with pytest.raises(
+        UsageError, match=r"the gradient of w was changed too late, so .*; do that between backward and step"
+    ):
         refuse_gradient("w", "too late", "changed")
 
 
@@ -95,17 +97,17 @@ def test_what_such_a_pass_adds_cannot_be_read(made: tuple[UsedGradients, One]) -
     used.pass_begins()
     it.weight.grad = torch.ones(it.weight.shape)
     used.pass_ended({})
-    assert used.of_both(0) and used.of_both(1) and it.bias.grad is left
+    assert used.is_mixed_sum(0) and used.is_mixed_sum(1) and it.bias.grad is left
     with pytest.raises(
         UsageError, match="gradient of weight was read after a backward pass which a plain loop would have"
     ):
         it.weight.grad.sum()
     it.weight.grad = None
-    used.follow_forgetting()
-    assert not used.of_both(0) and used.of_both(1), "one of them was forgotten"
+    used.drop_removed()
+    assert not used.is_mixed_sum(0) and used.is_mixed_sum(1), "one of them was forgotten"
     it.bias.grad = torch.ones(it.bias.shape)
     used.check_forgotten()
-    assert not used.any and not used.of_both(1)
+    assert not used.any and not used.is_mixed_sum(1)
 
 
 def test_what_pages_show_of_such_a_pass_cannot_be_read_either(made: tuple[UsedGradients, One]) -> None:

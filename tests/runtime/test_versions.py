@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from by_hand_buffering import Buffered, Flat, Unit, clocks
+from by_hand_buffering import Buffered, Flat, Unit, counters
 
 from lightning_ptm.runtime.updates.versions import Versions
 
@@ -17,12 +17,12 @@ class Driven:
         self.buffering: Any = Buffered(3)
         self.flats: Any = [Flat(), Flat(), Flat(1)]
         self.units: Any = [Unit(), Unit(), Unit()]
-        self.clocks = clocks(*self.flats)
-        self.it = Versions(self.units, self.clocks, [[], [0, 1], [2]], self.buffering, bound=bound)
+        self.counters = counters(*self.flats)
+        self.it = Versions(self.units, self.counters, [[], [0, 1], [2]], self.buffering, bound=bound)
 
     def produced(self, *received: int) -> None:
-        for clock, count in zip(self.clocks, received, strict=True):
-            clock.received = count
+        for counter, count in zip(self.counters, received, strict=True):
+            counter.received = count
 
 
 def test_the_first_reading_takes_the_newest_version_and_keeps_it() -> None:
@@ -55,7 +55,7 @@ def test_a_unit_that_lacks_too_much_is_waited_for() -> None:
     driven.buffering.while_waiting = come
     driven.it.finish(1)
     # The version with one of three would do no more than the one before.
-    assert driven.flats[0].pages == "0 with 2" and driven.clocks[0].adopted == 2
+    assert driven.flats[0].pages == "0 with 2" and driven.counters[0].adopted == 2
     assert driven.it.staleness(0) == 1
 
 
@@ -64,7 +64,7 @@ def test_a_bound_may_change() -> None:
     driven.produced(2, 2, 2)
     driven.it.begin_iteration(training=True)
     assert driven.it.pending(1)
-    driven.it.bound_is(2)
+    driven.it.set_bound(2)
     assert not driven.it.pending(1) and driven.it.bound == 2
 
 
@@ -90,7 +90,7 @@ def test_a_step_ends_the_reading_of_its_optimizers_flats_alone() -> None:
         driven.buffering.publish(place, 1)
     driven.it.adopt_all()
     assert [flat.pages for flat in driven.flats] == ["0 with 1", "1 with 1", "first"]
-    driven.it.no_graph_needs({2})
+    driven.it.release_reads({2})
     driven.it.adopt_all()
     assert driven.flats[2].pages == "2 with 1"
 
@@ -101,10 +101,10 @@ def test_what_was_read_before_newer_values_came_is_told() -> None:
     driven.it.finish(1)
     assert driven.it.newer_than_read() == []
     driven.produced(0, 1, 1)
-    assert driven.it.newer_than_read() == [driven.clocks[1]]  # the third was not read
-    driven.clocks[0].exact = False
-    assert driven.it.newer_than_read() == driven.clocks[:2]
-    driven.it.all_over()
+    assert driven.it.newer_than_read() == [driven.counters[1]]  # the third was not read
+    driven.counters[0].exact = False
+    assert driven.it.newer_than_read() == driven.counters[:2]
+    driven.it.release_all_reads()
     assert driven.it.newer_than_read() == []
 
 
@@ -119,14 +119,14 @@ def test_what_has_piled_up_must_be_applied_where_nobody_reads_it(read: bool) -> 
     driven.buffering.piles = [2, 1, 1]
     driven.it.make_room()
     assert driven.buffering.told() == ([] if read else ["hurry 0 1"])
-    assert driven.clocks[0].needed == (0 if read else 1)
+    assert driven.counters[0].needed == (0 if read else 1)
 
 
 def test_what_waits_unseen_is_waited_for() -> None:
     """A contribution that cannot be added to others is on its way: whether it waits beside them is not known."""
     driven = Driven(bound=9)
     driven.produced(1, 0, 0)
-    driven.clocks[0].changed = 1
+    driven.counters[0].changed = 1
     driven.it.begin_iteration(training=True)
     assert driven.it.pending(1)
     driven.buffering.come_to[0] = 1

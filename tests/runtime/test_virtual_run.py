@@ -78,7 +78,7 @@ def test_pages_at_ticks(options: dict[str, Any], follows: bool, pages: list[int]
     ticks, plan, done = replayed(found, follows=follows)
     assert ticks == pages
     if follows:  # every unit is in it
-        assert done == plan.beside(gradient_tasks(found.layout, found.placement, found.trace))
+        assert done == plan.with_tasks(gradient_tasks(found.layout, found.placement, found.trace))
 
 
 @pytest.mark.slow_unless("1-False-True", "1-True-False", "2-False-False", "2-True-True")
@@ -140,7 +140,7 @@ class Sparse(nn.Module):
 def test_experts_are_fetched_ahead_of_each_other_and_stay_until_their_update(rank: int) -> None:
     found = decided(Sparse(), machine=CLUSTER, ranks=2, rank=rank, expert_parallel_size=2, **ON_HOST)
     ticks, plan, done = replayed(found)
-    ours = sorted(set(found.by_need) - set(found.layout.elsewhere))
+    ours = sorted(set(found.by_need) - set(found.layout.remote_flats))
     assert [(tick.unit, tick.phase) for tick in found.trace.ticks] == [
         *((unit, Phase.FORWARD) for unit in (0, *ours)),
         *((unit, Phase.BACKWARD) for unit in (*reversed(ours), 0)),

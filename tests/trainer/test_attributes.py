@@ -49,7 +49,7 @@ OF_LIGHTNING = {
 NOT_YET = {
     "before_change": "gradients are made before the updates that they wait for (runtime/engine/engine.py)",
     "while_waiting": "as before_change",
-    "give_units_up": "gradients are made before the executor",
+    "release_idle_units": "gradients are made before the executor",
 }
 EXCEPTIONS = OF_PYTHON | OF_TORCH | OF_LIGHTNING | NOT_YET
 

@@ -147,7 +147,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "early stopping": lambda: {
-        "callbacks": [cb.EarlyStopping("val_loss", deadlock_detector=1, min_delta=0.3)],
+        "callbacks": [cb.EarlyStopping("val_loss", patience=1, min_delta=0.3)],
         "max_epochs": 8,
     },
     "accumulation that changes": lambda: {"callbacks": [cb.GradientAccumulationScheduler({0: 1, 1: 4})]},

@@ -1,9 +1,11 @@
-"""What follows from the events of a backward pass: a unit's gradients are reduced, and its update begins when its turn comes.
+"""Engine-side reactions to backward events: reduces a unit's gradients when its backward ends, then starts its update.
 
-Owns which units wait for that. Hooks tell the events.
+Owns the queue of units whose update has not been started yet. Knows no hooks: it implements `BackwardListener`
+(backward_pass.py), and the hooks call it.
 
-I1: a unit is updated one unit behind its backward, so that its reduction overlaps the next one's, and all of them by the end
-of the pass. I2: a pass of the user's own updates nothing.
+I1: the update of a unit starts one unit after the unit's backward, so that the reduction overlaps the next unit's
+    backward. At the end of the pass every queued update has been started.
+I2: a backward pass that the user runs (for example `torch.autograd.grad` inside a step) starts no update.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from lightning_ptm.runtime.updates.updates import FlatUpdate, UpdateScheduler
 
 
 class BackwardActions:
-    """The listener of the hooks (backward_pass.py: BackwardListener).
+    """The engine's `BackwardListener`: reduces gradients and starts updates.
 
     Args:
-        flats: of each unit.
-        alone: there is one rank.
+        units: all units, the root first.
+        stores: the page store of each unit.
+        flats: the trainable flats of each unit.
+        alone: whether there is a single rank.
     """
 
     def __init__(
@@ -51,15 +55,16 @@ class BackwardActions:
         self._barriers = barriers
         self._alone = alone
 
-        self._number = 0
-        """Of passes of this iteration."""
-        self._behind: list[int] = []
+        self._passes = 0
+        """Number of backward passes in this iteration so far."""
+        self._not_updated: list[int] = []
         self._of_the_loss = False
         self.in_step = False
-        """The user's step is in progress, and may use the root after the pass. Others read it."""
+        """Whether the user's training step is running; it may use the root's parameters after the backward pass. Read
+        by others."""
 
     def iteration_begins(self) -> None:
-        self._number = 0
+        self._passes = 0
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -71,25 +76,31 @@ class BackwardActions:
 
     @contextmanager
     def of_the_loss(self) -> Iterator[None]:
-        """A pass that the strategy runs."""
+        """Marks the passes inside the block as backward passes of the loss, which the strategy runs."""
         self.backward_begins()
         self._of_the_loss = True
         yield
         self._of_the_loss = False
 
     def abandon(self) -> None:
-        """See `Engine.abandon`."""
-        self._behind = []
+        """Forgets the pass in progress; see `Engine.abandon`."""
+        self._not_updated = []
         self._of_the_loss = False
 
-    # -- what hooks tell ----------------------------------------------------------------------------------------------
+    # -- called by the hooks -------------------------------------------------------------------------------------------
 
     def another_gradient(self, unit: int, parameter: Tensor) -> None:
-        """Several gradients of a parameter come in one pass, each in a backward of its own (a reentrant checkpoint's)."""
+        """Moves a parameter's `.grad` into its pages before a further gradient of the same pass is added to it.
+
+        A parameter gets several gradients in one pass if a reentrant checkpoint runs a backward of its own for each.
+        """
         self._reduction.add_up(unit, parameter)
 
     def unit_backward_ended(self, unit: int) -> None:
-        """Gradients of a unit are complete: reduce or offload them, and update the unit before if its turn has come."""
+        """Reduces or offloads a unit's complete gradients, and starts the update of the unit before it.
+
+        That update is left out if no step is armed, if the pass is not of the loss, or if further gradients may come.
+        """
         if not self._flats[unit]:
             return
         if not self._stores[unit].resident and not self._executor.called(unit):
@@ -99,36 +110,39 @@ class BackwardActions:
                 f"they were not fetched; call the module, move that code into its forward, or choose other units=[...]"
             )
         self._reduction.collect(unit)
-        # One unit behind: its reduction overlaps this unit's backward.
-        self._behind.append(unit)
-        if self._alone or len(self._behind) > 1:
-            self._update_ready(self._behind.pop(0))
+        # One unit late: the reduction overlaps the backward of the next unit (I1).
+        self._not_updated.append(unit)
+        if self._alone or len(self._not_updated) > 1:
+            self._update_ready(self._not_updated.pop(0))
 
     def backward_begins(self) -> None:
-        """Gradients are about to be added up in `.grad`."""
+        """Prepares every `.grad` for accumulation.
+
+        Placeholders are removed, and gradients that the user has removed are forgotten.
+        """
         for flat in self._all_flats():
             flat.gradient.grad_attribute.resolve()
         for flat in self._all_flats():
-            flat.gradient.grad_attribute.used.follow_forgetting()
+            flat.gradient.grad_attribute.used.drop_removed()
             flat.gradient.grad_attribute.hide()
 
     def backward_ended(self) -> None:
-        self._executor.compute_timing.rest()
-        self._number += 1
+        self._executor.compute_timing.end_tick()
+        self._passes += 1
         self._updates.graph_ended()
-        self._barriers.reach(self._number)
-        while self._behind:
-            self._update_ready(self._behind.pop(0))
+        self._barriers.reach(self._passes)
+        while self._not_updated:
+            self._update_ready(self._not_updated.pop(0))
         if not self._updates.armed:
             for flat in self._all_flats():
                 flat.gradient.grad_attribute.show()
-        self._executor.stay(0, held=self.in_step)
+        self._executor.keep_held(0, held=self.in_step)
 
     def progress(self) -> None:
         self._updates.progress()
 
     def _update_ready(self, unit: int) -> None:
-        # A pass of the user's own, such as autograd.grad in the step, is none that the optimizer's step was armed for.
+        # I2: a pass that the user runs, such as autograd.grad in the step, is not the one that was armed for an update.
         if self._updates.armed and self._reduction.complete(unit) and self._of_the_loss:
             self._updates.unit_ready(unit)
 

@@ -1,11 +1,11 @@
-"""The backward pass in progress: when it begins and ends, and what is done upon the table's actions (calls.py).
+"""The backward pass in progress: its beginning and end, and the execution of the actions that calls.py decides on.
 
-Owns whether a pass is in progress, and whether it is announced. One is, of the whole loss, which ends when whoever announced
-it says so; one of the user's own, also inside of a `LightningModule.backward`, begins with the first that is heard of it, and
-ends when autograd is through.
+Owns whether a pass is in progress, and whether the strategy announced it. A pass of the whole loss is announced by the
+strategy and ends when the strategy says so. A pass that the user runs, also inside `LightningModule.backward`, begins
+with its first autograd event and ends with autograd's final callback.
 
-I1: executor and listener hear of a pass's end once, behind the end of each of its units; or, of a pass that is given up,
-    the executor alone.
+I1: the executor and the listener get the end of a pass once, after the end of each of its units. For a pass that is
+    given up, only the executor is informed.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from lightning_ptm.torch_internals import at_end_of_backward
 
 
 class BackwardListener(Protocol):
-    """Who is told of the backward pass."""
+    """Receiver of the events of a backward pass."""
 
     def backward_begins(self) -> None:
-        """A backward pass has begun, which nobody has announced."""
+        """A backward pass has begun that the strategy did not announce."""
 
     def another_gradient(self, unit: int, parameter: Tensor) -> None:
-        """A further gradient is about to be added to a parameter's `.grad`, in this pass."""
+        """A further gradient is about to be added to the parameter's `.grad` in this pass."""
 
     def unit_backward_ended(self, unit: int) -> None:
-        """All gradients of `unit` that this backward pass computes are in its parameters' `.grad`."""
+        """All gradients of `unit` that this backward pass computes are in `.grad` of its parameters."""
 
     def backward_ended(self) -> None:
-        """The backward pass is over; every unit has been ended."""
+        """The backward pass is over, and so is the backward of every unit."""
 
     def progress(self) -> None:
-        """A good moment for work in the background to be moved on."""
+        """A convenient moment to advance background work."""
 
 
 class BackwardPass:
-    """One after the other.
+    """State of the backward pass in progress; passes follow each other.
 
     Args:
-        names: of units.
-        calls: how far each unit is.
+        names: names of the units.
+        calls: table of how far each unit is.
     """
 
     def __init__(
@@ -66,16 +66,17 @@ class BackwardPass:
         self._listener = listener
         self._calls = calls
         self.begun = False
-        """Whether a pass is in progress. Others read it."""
+        """Whether a pass is in progress. Read by others."""
         self.announced = False
-        """Whether it is of the whole loss, and ends when it is said to. Others read it."""
+        """Whether the pass is of the whole loss and ends when the strategy says so. Read by others."""
 
     @contextmanager
     def of_the_loss(self, checked: AbstractContextManager[None], *, by_user: bool = False) -> Iterator[None]:
-        """Inside, and inside of `checked`, the announced pass runs; what it has left open is ended after it.
+        """Runs the announced pass in the block, inside `checked`, and ends what the pass left open.
 
         Args:
-            by_user: the user's code runs one pass, several or none, and may look at gradients behind them: none is announced.
+            by_user: the user's code runs one pass, several or none, and may read gradients after each: no pass is
+                announced.
         """
         if not by_user:
             self.announced = True
@@ -83,7 +84,7 @@ class BackwardPass:
         try:
             with checked:
                 yield
-        except BaseException:  # which the step may survive, and go on with another pass
+        except BaseException:  # the step may catch it and run another pass
             if self.begun:
                 self.give_up()
             raise
@@ -92,7 +93,7 @@ class BackwardPass:
             self._finish()
 
     def start(self) -> None:
-        """Something is heard of a pass."""
+        """Begins a pass if none is in progress; called at every autograd event."""
         if not self.begun:
             self._begin()
 
@@ -107,7 +108,7 @@ class BackwardPass:
         self.act(0, self._calls.output(0))
 
     def act(self, index: int, actions: Sequence[Action]) -> None:
-        """Does to a unit what the table has told."""
+        """Carries out the actions that the table returned for a unit."""
         for action in actions:
             match action:
                 case Action.ENTER:
@@ -138,12 +139,12 @@ class BackwardPass:
         self._listener.backward_ended()
 
     def give_up(self) -> None:
-        """A pass, if one is in progress, is over in its middle."""
+        """Ends a pass in its middle: the executor's leases are returned, gradients are left as they are."""
         for index in range(len(self._names)):
             self._executor.leave_backward(index)
         self.forget()
         self._executor.guard_policy.computation_ends(Phase.BACKWARD)
 
     def forget(self) -> None:
-        """The executor has forgotten the pass."""
+        """Resets the state of the pass, after the executor has forgotten it."""
         self.begun = self.announced = False

@@ -1,17 +1,18 @@
-"""How far each unit is in the backward pass in progress, as a table: events in, actions out. Imports no torch.
+"""The state table of units in the backward pass in progress: events in, actions out. Imports no torch.
 
-Owns the calls whose backward is still to come, by unit and micro-batch, and the state of each unit in the pass. Who turns
-autograd's hooks into these events is hooks.py; who acts is the executor, for leases, and the engine, for gradients.
+Owns the calls whose backward is still to come, by unit and micro-batch, and the state of each unit in the pass.
+hooks.py turns autograd's hooks into these events. The executor carries out the actions on leases, the engine those on
+gradients.
 
-How the end of a unit's backward is known: all its parameters that are trained have got their gradients, and the gradients
-of the inputs of all its calls in the same micro-batch have been computed (a frozen weight may be needed for an input's
-gradient after the last parameter's). What never completes (an unused parameter) is ended with the whole pass. Under a
-reentrant checkpoint a unit's forward runs without gradients first: its backward has not ended before each such call has
-been recomputed, and which micro-batch a call is of cannot be told, so all of them are waited for.
+When the backward of a unit has ended: all its trained parameters have their gradients, and the gradients of the inputs
+of all its calls in the same micro-batch have been computed. (A frozen weight may be needed for an input's gradient
+after the last parameter's.) A unit that never completes, because of an unused parameter, ends with the whole pass.
+Under a reentrant checkpoint the forward of a unit runs without gradients first: its backward has not ended before each
+such call has been recomputed. The micro-batch of such a call is unknown, so all of them are waited for.
 
-I1: a unit is ended at most once in a pass, and what follows changes nothing but the leases of a recomputed forward.
+I1: a unit ends at most once in a pass; later events change only the leases of a recomputed forward.
 I2: calls of other micro-batches, whose backward comes in another pass, are never waited for.
-I3: the root computes before and after all others: it ends with the pass.
+I3: the root computes before and after all other units, so it ends with the pass.
 """
 
 from __future__ import annotations
@@ -22,25 +23,26 @@ from dataclasses import dataclass, field
 
 
 class State(enum.Enum):
-    """Of a unit, in the pass in progress."""
+    """State of a unit in the pass in progress."""
 
     __hash__ = object.__hash__  # Enum's own is a call of Python's
 
     RESTING = "resting"
-    """Nothing of it has been computed."""
+    """Nothing of the unit has been computed."""
     HELD = "held"
-    """Its forward was recomputed, and its backward has not begun."""
+    """The unit's forward was recomputed, and its backward has not begun."""
     COMPUTING = "computing"
-    """Its backward has begun, and leases it."""
+    """The unit's backward has begun and leases the unit."""
     FREED = "freed"
-    """Its backward has begun, and leases it no longer, or not yet: who reads it fetches it."""
+    """The unit's backward has begun and has no lease (returned, or not taken yet): a reader fetches the unit again."""
     KEPT = "kept"
-    """Its backward has begun, and it stays to the end of it: what a recomputed forward saves is not named but kept."""
+    """The unit's backward has begun, and the unit stays gathered until it ends: tensors saved by a recomputed forward
+    are not packed by name but refer to the pages."""
     ENDED = "ended"
 
 
 class CallEvent(enum.Enum):
-    """What autograd tells of a unit."""
+    """Events of a unit that autograd reports."""
 
     __hash__ = object.__hash__
 
@@ -52,13 +54,13 @@ class CallEvent(enum.Enum):
 
 
 class Action(enum.Enum):
-    """What has to be done, in this order."""
+    """Consequences of an event, carried out in the order given."""
 
     ENTER = "a tick: the backward leases it"
     HOLD = "it is held until it ends"
-    LEAVE = "the backward gives its lease back"
-    END = "its gradients are complete: all leases of the pass are given back"
-    REFUSE = "a gradient has arrived behind its end"
+    LEAVE = "the backward returns its lease"
+    END = "its gradients are complete: all leases of the pass are returned"
+    REFUSE = "a gradient has arrived after its end"
 
 
 _NEXT: dict[tuple[State, CallEvent], tuple[State, tuple[Action, ...]]] = {
@@ -93,7 +95,7 @@ _NEXT: dict[tuple[State, CallEvent], tuple[State, tuple[Action, ...]]] = {
     (State.ENDED, CallEvent.INPUTS): (State.ENDED, ()),
     (State.ENDED, CallEvent.PASS_ENDS): (State.ENDED, ()),
 }
-"""Before it is asked whether the unit's backward has ended (`step`)."""
+"""Transitions without the check whether the unit's backward has ended; `step` adds it."""
 
 _PROGRESS = (CallEvent.GRADIENT, CallEvent.INPUTS)
 _BEGUN = (State.COMPUTING, State.FREED, State.KEPT)
@@ -102,20 +104,20 @@ _BEGUN = (State.COMPUTING, State.FREED, State.KEPT)
 def step(
     state: State, event: CallEvent, *, complete: bool = False, open_calls: bool = False, blind_calls: bool = False
 ) -> tuple[State, tuple[Action, ...]]:
-    """The state behind an event, and what to do.
+    """Returns the state after an event, and the actions.
 
     Args:
-        complete: all trained parameters have got their gradients, this event's included.
-        open_calls: of some call of this micro-batch, the gradients of the inputs are still to come.
-        blind_calls: a reentrant checkpoint may still compute a call again.
+        complete: all trained parameters have their gradients, including the one of this event.
+        open_calls: for some call of this micro-batch, the gradients of the inputs are still to come.
+        blind_calls: a reentrant checkpoint may still recompute a call.
     """
     following, actions = _NEXT[state, event]
     if event not in _PROGRESS or following not in _BEGUN:
         return following, actions
     if complete and not open_calls and not blind_calls:
         return State.ENDED, (*actions, Action.END)
-    # An input that other units use too (an encoder's output) has its whole gradient only when they are done, and a parameter
-    # may get no gradient at all: the pages are not held for these. A late reader fetches again.
+    # An input that other units use too (an encoder's output) has its whole gradient only when these units are done, and
+    # a parameter may get no gradient at all: pages are not kept for such cases. A late reader fetches again.
     if following is State.COMPUTING and (complete or (event is CallEvent.INPUTS and not open_calls)):
         return State.FREED, (*actions, Action.LEAVE)
     return following, actions
@@ -123,29 +125,29 @@ def step(
 
 @dataclass(slots=True)
 class _Unit:
-    """One unit: its state and counts in the pass in progress, and its calls of all micro-batches."""
+    """State and counts of one unit in the pass in progress, and its calls of all micro-batches."""
 
     state: State = State.RESTING
-    due: int = 0
-    """Trained parameters whose gradient is still to come in this pass."""
+    missing: int = 0
+    """Number of trained parameters whose gradient is still to come in this pass."""
     calls: dict[int, bool] = field(default_factory=dict)
-    """Forward calls by number, of all micro-batches: whether the gradients of the inputs have come in this pass."""
-    passed: set[int] = field(default_factory=set)
-    """Of these, those that have been seen to be of this pass."""
+    """Forward calls of all micro-batches by number: whether the gradients of the inputs have come in this pass."""
+    in_pass: set[int] = field(default_factory=set)
+    """Numbers of the calls that are known to belong to this pass."""
     blind_calls: int = 0
-    """Forward calls without gradients, which a reentrant checkpoint may recompute, in each pass anew."""
-    again: int = 0
-    """Of these, those that were recomputed in this pass."""
+    """Number of forward calls without gradients, which a reentrant checkpoint may recompute in each pass."""
+    recomputed: int = 0
+    """Number of blind calls that were recomputed in this pass."""
 
 
 class Calls:
-    """The table of one engine.
+    """Table of the calls and states of all units of one engine.
 
     Args:
-        count: of units; unit 0 is the root.
-        trained: how many parameters of a unit are trained, now: some may be frozen and unfrozen in a run.
-        takes_part: whether the backward of a call, by its number, belongs to the pass in progress. Of one inside of another
-            (a reentrant checkpoint's), that one may be all that is known of: what was said before counts on.
+        count: number of units; unit 0 is the root.
+        trained: returns how many parameters of a unit are trained now; parameters may be frozen and unfrozen in a run.
+        takes_part: returns whether the backward of a call, by its number, belongs to the pass in progress. In a nested
+            pass (a reentrant checkpoint's) the answer concerns the nested pass only, so earlier answers are remembered.
     """
 
     def __init__(self, count: int, trained: Callable[[int], int], takes_part: Callable[[int], bool]) -> None:
@@ -155,67 +157,76 @@ class Calls:
         self._number = 0
 
     def state(self, unit: int) -> State:
-        """How far `unit` is."""
+        """Returns the state of `unit`."""
         return self._units[unit].state
 
-    # -- forward ------------------------------------------------------------------------------------------------------
+    # -- forward -------------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Calls whose backward has not come will have none."""
+        """Forgets all calls: those whose backward has not come will have none."""
         self._units = [_Unit() for _ in self._units]
 
     def called(self, unit: int) -> int:
-        """A forward whose inputs want gradients; returns the call's number."""
+        """Adds a forward call whose inputs require gradients; returns the call's number."""
         self._number += 1
         self._units[unit].calls[self._number] = False
         return self._number
 
     def called_blind(self, unit: int) -> None:
-        """A forward without gradients."""
+        """Counts a forward call without gradients."""
         self._units[unit].blind_calls += 1
 
-    def called_again(self, unit: int) -> None:
-        """A reentrant checkpoint computes a blind call again. Each has a backward of its own, with gradients for all."""
-        entry = self._units[unit]
-        if entry.again:
-            entry.due += self._trained(unit)
-        entry.again += 1
+    def blind_call_recomputed(self, unit: int) -> None:
+        """Counts a blind call that a reentrant checkpoint recomputes.
 
-    # -- backward -----------------------------------------------------------------------------------------------------
+        Each such call has a backward of its own, with gradients for all trained parameters.
+        """
+        entry = self._units[unit]
+        if entry.recomputed:
+            entry.missing += self._trained(unit)
+        entry.recomputed += 1
+
+    # -- backward ------------------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """A backward pass begins: no unit has come to it."""
+        """Begins a backward pass: every unit is at rest."""
         for unit, entry in enumerate(self._units):
-            entry.state, entry.due, entry.again = State.RESTING, self._trained(unit), 0
+            entry.state, entry.missing, entry.recomputed = State.RESTING, self._trained(unit), 0
             entry.calls = dict.fromkeys(entry.calls, False)
-            entry.passed.clear()
+            entry.in_pass.clear()
 
     def output(self, unit: int) -> tuple[Action, ...]:
-        """A gradient of an output of a call has arrived."""
+        """Handles the arrival of a gradient of a call's output."""
         entry = self._units[unit]
-        entry.passed |= {call for call in entry.calls if call not in entry.passed and self._takes_part(call)}
+        entry.in_pass |= {call for call in entry.calls if call not in entry.in_pass and self._takes_part(call)}
         return self._step(unit, CallEvent.OUTPUT)
 
     def recompute(self, unit: int) -> tuple[Action, ...]:
-        """The unit's forward is about to be computed again."""
+        """Handles the start of a recomputed forward of the unit."""
         return self._step(unit, CallEvent.RECOMPUTE)
 
-    def one_of_many(self, unit: int) -> bool:
-        """Whether a trained parameter has got its gradient where others are still to come and the unit's backward has begun:
-        nothing follows then, and it is counted. Else nothing has changed, and `gradient` is to be called."""
+    def count_if_idle(self, unit: int) -> bool:
+        """Counts a parameter's gradient if nothing follows from it, and returns whether it did.
+
+        That is so if gradients of other parameters are still to come and the unit's backward has begun. Otherwise
+        nothing has changed, and `gradient` must be called.
+        """
         entry = self._units[unit]
-        if entry.due <= 1 or entry.state not in _BEGUN:
+        if entry.missing <= 1 or entry.state not in _BEGUN:
             return False
-        entry.due -= 1
+        entry.missing -= 1
         return True
 
     def gradient(self, unit: int) -> tuple[Action, ...]:
-        """A trained parameter has got its gradient."""
-        self._units[unit].due -= 1
+        """Handles the arrival of a trained parameter's gradient."""
+        self._units[unit].missing -= 1
         return self._step(unit, CallEvent.GRADIENT)
 
     def inputs(self, unit: int, call: int) -> tuple[Action, ...]:
-        """The gradients of a call's inputs have been computed; of those that other micro-batches have, too, in part."""
+        """Handles that the gradients of a call's inputs have been computed.
+
+        An input shared with other micro-batches may have only a part of its gradient.
+        """
         entry = self._units[unit]
         if call not in entry.calls or not self._in_this_pass(entry, call):
             return ()
@@ -223,14 +234,17 @@ class Calls:
         return self._step(unit, CallEvent.INPUTS)
 
     def ends_with(self, unit: int, call: int) -> bool:
-        """Whether the unit's backward has ended when the gradients of a call's inputs come. Changes nothing."""
+        """Whether the unit's backward ends with the gradients of this call's inputs. Changes nothing."""
         entry = self._units[unit]
         if unit == 0 or call not in entry.calls or not self._in_this_pass(entry, call):
             return False
         return Action.END in self._next(entry, CallEvent.INPUTS, besides=call)[1]
 
     def end_pass(self) -> Iterable[tuple[int, tuple[Action, ...]]]:
-        """The pass is over: what each unit, the last one first, still has to do. To be acted on one by one."""
+        """Yields the remaining actions of each unit, the last unit first.
+
+        The actions of each unit must be carried out before the next unit is taken.
+        """
         for unit in reversed(range(len(self._units))):
             yield unit, self._step(unit, CallEvent.PASS_ENDS)
 
@@ -243,15 +257,15 @@ class Calls:
         return actions
 
     def _next(self, entry: _Unit, event: CallEvent, *, besides: int | None = None) -> tuple[State, tuple[Action, ...]]:
-        """As `step`; a call `besides` the open ones is taken for done."""
+        """As `step`, treating the call `besides` as done."""
         still_open = (call for call, done in entry.calls.items() if not done and call != besides)
         return step(
             entry.state,
             event,
-            complete=entry.due == 0,
+            complete=entry.missing == 0,
             open_calls=any(self._in_this_pass(entry, call) for call in still_open),
-            blind_calls=entry.blind_calls > entry.again,
+            blind_calls=entry.blind_calls > entry.recomputed,
         )
 
     def _in_this_pass(self, entry: _Unit, call: int) -> bool:
-        return entry.again > 0 or call in entry.passed or self._takes_part(call)
+        return entry.recomputed > 0 or call in entry.in_pass or self._takes_part(call)

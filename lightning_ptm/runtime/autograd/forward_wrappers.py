@@ -1,4 +1,4 @@
-"""Forwards that are around those of modules, and how another one comes into the place of a module's own."""
+"""Wrappers around the forward of modules, and replacement of a module's own forward inside such a wrapper."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Forward = Callable[..., Any]
 
 
 class _Wrapped:
-    """A forward around another one.
+    """A forward wrapped around another forward.
 
     Args:
-        make: what is around, given what is inside.
-        inside: what is.
+        make: makes the outer forward from the inner one.
+        inside: the inner forward.
     """
 
     def __init__(self, make: Callable[[Forward], Forward], inside: Forward) -> None:
@@ -31,19 +31,22 @@ class _Wrapped:
         return self._forward(*args, **kwargs)
 
     def with_inside(self, inside: Forward) -> Self:
-        """The same around another one."""
+        """Returns the same wrapper around another inner forward."""
         return type(self)(self._make, inside)
 
 
 class ForwardWrapper(_Wrapped):
-    """Around a module's own forward, for which another may stand in."""
+    """Wrapper around a module's own forward, which `stand_in` may replace."""
 
 
 class RecomputedForwardWrapper(_Wrapped):
-    """Around what is recomputed, where a unit is: what the inside is given is kept for that, and not what this is given."""
+    """Wrapper around the recomputed part of a unit's forward.
+
+    The checkpoint stores the arguments of the inner forward, not those of the wrapper.
+    """
 
 
 def stand_in(module: nn.Module, forward: Forward) -> Callable[[], None]:
-    """Puts a forward in the place of a module's own, inside of what is around that; returns what takes it back."""
+    """Replaces a module's own forward inside its wrapper, if it has one. Returns a function that undoes it."""
     around = vars(module).get("forward")
     return replace(module, forward=around.with_inside(forward) if isinstance(around, ForwardWrapper) else forward)

@@ -1,13 +1,13 @@
-"""Which saved activations go to RAM, and when they come back (`activations="host"`).
+"""Offload of saved activations to RAM: which ones leave, and when they return (`offload_activations="host"`).
 
-Decides; memory/activation_buffers.py moves. Told of calls of units in the order of the forward, asked for tensors in
-the order of
-the backward. What one call saves leaves behind the call and is gone from the device when the next call has ended; what the
-last call saves is therefore still there when the backward begins. The first tensor that backward reads of a call starts the
-way back of all that this call saved, last saved first, and of all that the call before it did.
+Owns the decisions; memory/activation_buffers.py moves the bytes. Calls of units come in forward order, reads of saved
+tensors in backward order. The tensors that one call saves start to leave during the call and are gone from the device
+when the next call has ended, so those of the last call are still on the device when the backward begins. The first read
+of a tensor of a call starts the prefetch of all tensors that this call saved, last saved first, and of all that the
+call before it saved.
 
-I1: a tensor comes back with the offset, shape and strides that it had, so kernels do what they would have done.
-I2: parameters, what lies in pages, buffers of modules, and what is too small to be worth a copy, stay.
+I1: a tensor returns with its offset, shape and strides, so kernels do what they would have done.
+I2: parameters, tensors in pages, buffers of modules, and storages below `least_bytes` stay on the device.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lightning_ptm.memory.streams import ComputeStream
 from lightning_ptm.torch_internals import buffers_in
 
 LEAST_BYTES = 256 << 10
-"""Smaller storages stay: together they are little, and each copy costs ten microseconds to start."""
+"""Smaller storages stay on the device: their sum is small, and each copy takes ten microseconds to start."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavedView:
-    """A saved tensor: what it is of a storage that is away."""
+    """A saved tensor as a view of a storage that was offloaded."""
 
     away: OffloadedStorage
     call: _Call
@@ -43,7 +43,7 @@ class SavedView:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Call:
-    """What one call of a unit saved, in order; held by those who may read it."""
+    """The storages that one call of a unit saved, in order. Kept alive by the saved tensors that may read them."""
 
     before: _Call | None
     name: str
@@ -52,14 +52,14 @@ class _Call:
 
 
 class Offload:
-    """The activations of one engine.
+    """Offload of the activations of one engine.
 
     Args:
-        mover: carries storages.
-        stream: of the run, which all moves keep the order of.
-        modules: whose buffers stay.
-        in_pages: whether a tensor lies in pages.
-        least_bytes: smaller storages stay.
+        mover: copies storages.
+        stream: the run's compute stream, which orders all copies.
+        modules: modules whose buffers stay on the device.
+        in_pages: returns whether a tensor is stored in pages.
+        least_bytes: smaller storages stay on the device.
     """
 
     def __init__(
@@ -81,11 +81,12 @@ class Offload:
         self._least_bytes = least_bytes
         # State.
         self._calls: list[_Call] = []
-        """Those in progress, the innermost last."""
+        """Calls in progress, the innermost last."""
         self._last: _Call | None = None
         """The newest call of this iteration."""
         self._leaving: dict[int, tuple[_Call, weakref.ref[OffloadedStorage]]] = {}
-        """By address of the storage, which nobody else can have while it is on its way; who saved it first."""
+        """By address of the storage, the call that saved it first. No other storage can have the address while the copy
+        runs."""
         self._buffers: frozenset[int] = frozenset()
 
     @property
@@ -94,11 +95,11 @@ class Offload:
         return self._mover.sent_bytes
 
     def links(self) -> dict[str, LinkStats]:
-        """What has gone to RAM and come back: "activations_to_host", "activations_to_device"."""
+        """Statistics of the copies to RAM and back: "activations_to_host", "activations_to_device"."""
         return self._mover.links()
 
     def begin_iteration(self) -> None:
-        """Calls before this one are history: what they saved comes back when it is asked for."""
+        """Forgets the calls so far: tensors that they saved return only when they are read."""
         self._settle(but=())
         self._calls = []
         self._last = None
@@ -110,17 +111,17 @@ class Offload:
         )
 
     def begin(self, name: str) -> None:
-        """A call of the unit `name` starts; `end` must follow in the reverse order."""
+        """Begins a call of the unit `name`; `end` must follow in the reverse order."""
         self._last = _Call(self._last, f"{name}/activations")
         self._calls.append(self._last)
 
     def end(self) -> None:
-        """It is over. What ended calls before it saved leaves the device now."""
+        """Ends the innermost call, and frees the device memory of tensors that earlier, ended calls saved."""
         ended = self._calls.pop()
         self._settle(but=(ended, *self._calls))
 
     def pack(self, tensor: Tensor) -> Tensor | SavedView:
-        """What autograd keeps for `tensor`, which the innermost call saves."""
+        """Returns what autograd stores for `tensor`, which the innermost call saves."""
         if not self._calls or not self._leaves(tensor):
             return tensor
         with self._stream.entered():
@@ -131,7 +132,7 @@ class Offload:
         address = tensor.untyped_storage().data_ptr()
         known = self._leaving.get(address)
         away = None if known is None else known[1]()
-        # One that was changed since it was saved is refused to whoever reads it, so nobody waits for its copy.
+        # A storage that was changed since it was saved is refused when it is read, so its copy need not be waited for.
         if away is None or not away.still_holds(tensor):
             away = self._mover.send(tensor, call.name)
             self._leaving[address] = call, weakref.ref(away)
@@ -141,10 +142,10 @@ class Offload:
         )
 
     def unpack(self, sent: SavedView) -> Tensor:
-        """The tensor that was saved.
+        """Returns the tensor that was saved.
 
         Raises:
-            UsageError: it was changed in place since.
+            UsageError: the tensor was changed in place after it was saved.
         """
         with self._stream.entered():
             for call in (sent.call, sent.call.before):
@@ -158,7 +159,7 @@ class Offload:
         return found
 
     def close(self) -> None:
-        """Waits for copies and gives memory up."""
+        """Waits for copies and frees the memory."""
         self._settle(but=())
         self._calls, self._last = [], None
         self._mover.close()

@@ -1,8 +1,8 @@
-"""torch's parametrizations that are put on and taken off within a forward, as PEFT does for LoRA on packed experts
-(`target_parameters`).
+"""Support for torch parametrizations that are registered and removed within a forward.
 
-Owns nothing. Putting one on gives the parameter the data that it has (`parameter.set_(parameter)`), which changes nothing and
-which torch counts as a write; what is written to a parameter in pages is lost, so writes are refused (binding.py).
+PEFT does so for LoRA on packed experts (`target_parameters`). Owns nothing. Registering a parametrization sets the
+parameter's data to itself (`parameter.set_(parameter)`), which changes nothing but which torch counts as a write.
+Writes to parameters in pages are refused, since they would be lost (binding.py).
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
-"""Units whose activations are recomputed in the backward pass: what is put in place of their forward.
+"""Recomputation of a unit's activations in the backward pass: the replacement of the unit's forward.
 
-Owns torch's checkpoints around units. Knows nothing of pages; who is told that a recomputed forward starts gathers them.
+Owns torch's checkpoints around units. Knows nothing of pages; a callback reports the start of a recomputed forward, and
+the unit is gathered there.
 
-I1: what a checkpoint of the user's recomputes already is recomputed once, not twice.
-I2: a forward that does not repeat itself is refused with the name of its unit: what it saves for the backward is compared
-with what the first has saved, by fingerprints (on a CPU; on other devices by number, shapes and dtypes alone).
-I3: what a module holds, through modules and containers (parameters and whether they are trained, buffers, other attributes,
-submodules, hooks, its class), and the containers and modules among its arguments are for the recomputed forward what they
-were for the first, and what a forward changes of them is changed once.
-I4: what ranks have exchanged in a forward (`once`) is kept, and not exchanged again. I5: weights that have changed since, and
-tensors among the arguments that were written to, are refused; so is a forward that gives a parameter another value each time.
+I1: a forward that a checkpoint of the user recomputes already is recomputed once, not twice.
+I2: a forward that does not repeat itself is refused with the name of its unit. The tensors that it saves for the
+    backward are compared with those of the first forward by fingerprints (on a CPU; on other devices by number, shapes
+    and dtypes alone).
+I3: the recomputed forward finds the state of the first one: all that a module holds, through modules and containers
+    (parameters and whether they are trained, buffers, other attributes, submodules, hooks, its class), and the
+    containers and modules among its arguments. A change that a forward makes to these is made once.
+I4: results of exchanges between ranks in a forward (`once`) are stored, and not exchanged again.
+I5: weights that have changed since the first forward, and arguments that were written to, are refused; so is a forward
+    that gives a parameter another value each time.
 """
 
 from __future__ import annotations
@@ -52,11 +55,14 @@ from lightning_ptm.torch_internals import (
 Call = Callable[..., Any]
 
 _SMALL_NUMEL = 1 << 14
-"""Buffers of no more elements are kept for a recomputed forward whether it is known that they change or not."""
+"""Buffers with at most this many elements are copied before a forward whether or not they are known to change."""
 
 _SELF_CHECKPOINTING = "GradientCheckpointingLayer"
-"""Base class of transformers' layers. They can checkpoint themselves (`gradient_checkpointing`), and where the models
-around them are told of it, these fill no cache of keys and values, which a recomputed forward would fill twice."""
+"""Base class of transformers' layers.
+
+These can checkpoint themselves (`gradient_checkpointing`). If the models around them have this switched on, the layers
+fill no cache of keys and values, which a recomputed forward would fill twice.
+"""
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:
@@ -64,12 +70,12 @@ def _checkpoints_itself(module: nn.Module) -> bool:
 
 
 class _StateWithoutOurs:
-    """`__getstate__` of a module to which `replace` has given attributes: copies and pickles have what was there before."""
+    """`__getstate__` for a module with attributes set by `replace`: copies and pickles get the module's own attributes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._theirs = module.__getstate__
         self.replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """Attributes of ours, and what the module itself had there, the oldest first."""
+        """Pairs of our attributes and the module's own ones under these names, the oldest first."""
 
     def __call__(self) -> Any:
         state = self._theirs()  # may be the module's own dictionary
@@ -88,7 +94,7 @@ class _StateWithoutOurs:
 
 
 def replace(module: nn.Module, **attributes: Any) -> Callable[[], None]:
-    """Gives one module attributes of its own, which its copies do not have; returns what takes them back."""
+    """Sets attributes on one module that its copies do not get; returns a function that undoes it."""
     before = {name: module.__dict__[name] for name in attributes if name in module.__dict__}
     state = module.__dict__.get("__getstate__")
     if not isinstance(state, _StateWithoutOurs):
@@ -113,10 +119,10 @@ def replace(module: nn.Module, **attributes: Any) -> Callable[[], None]:
 
 
 def compiled_around(root: nn.Module, units: Iterable[Unit]) -> list[str]:
-    """Names of the modules that torch.compile compiles as a whole and that have one of `units` inside of them.
+    """Names of the modules that torch.compile compiles as a whole and that contain one of `units`.
 
-    torch's checkpoint turns compilation off for what it calls, so such a unit is computed as it is; one that is compiled by
-    itself is not.
+    torch's checkpoint turns compilation off for what it calls, so such a unit runs uncompiled. A unit that is compiled
+    by itself stays compiled.
     """
     inner = {id(unit.module) for unit in units}
     found = []
@@ -130,18 +136,20 @@ _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _LISTS = (list, deque)
 _CONTAINERS = (*_DICTS, *_LISTS, set)
 _STATISTICS = ("running_mean", "running_var")
-"""Buffers that torch's batch_norm writes to without counting it as a change."""
+"""Buffers that torch's batch_norm writes to without increasing their version."""
 
 _nothing = object()
 
 
-class _Contents:
-    """Which objects modules hold: attributes and what is registered, what is in containers among these, and so on through
-    modules and containers, but not through objects of other classes.
+class _ModuleContents:
+    """References to all objects that modules hold, and what is needed to restore them.
+
+    These are attributes, registered members and the contents of containers among them, recursively through modules and
+    containers but not through objects of other classes.
 
     Args:
         roots: modules.
-        around: ids of modules that are left out: those that `roots` are parts of.
+        around: ids of modules to skip: those that contain `roots`.
     """
 
     def __init__(self, roots: Iterable[nn.Module], around: Iterable[int]) -> None:
@@ -175,7 +183,7 @@ class _Contents:
                 todo += [each for each in inside if isinstance(each, _LEADS_ON)]
                 self.parameters += [each for each in inside if type(each) is nn.Parameter]
                 self._add(value, any(map(_is_state, inside)))
-        self._put_in_place()
+        self._detach_graphs()
         self._sets = [each for each in self.containers if type(each[0]) is set]
         self._dicts = [each for each, _ in self.containers if type(each) in _DICTS]
         self._lists = [each for each, _ in self.containers if type(each) in _LISTS]
@@ -190,9 +198,12 @@ class _Contents:
         items = list(copy.items() if type(copy) in _DICTS else enumerate(copy))
         self.with_tensors.append((container, copy, [name for name, each in items if _is_state(each)]))
 
-    def _put_in_place(self) -> None:
-        """Puts what has no graph in place of what has: the graph of an earlier call would hold what that call has kept, which
-        would hold the graph of the one before."""
+    def _detach_graphs(self) -> None:
+        """Replaces tensors with a graph by detached ones in the stored copies.
+
+        The graph of an earlier call would keep what that call has stored, which would keep the graph of the call before
+        it.
+        """
         others: dict[int, Any] = {}
         for at, (container, copy, names) in enumerate(self.with_tensors):
             graphs = [name for name in names if copy[name].grad_fn is not None]
@@ -211,8 +222,8 @@ class _Contents:
                 ):
                     copy[name] = _replaced(value, others)
 
-    def remains(self) -> bool:
-        """Whether all of it is what it was, but for what is in `with_tensors`."""
+    def unchanged(self) -> bool:
+        """Whether all contents are unchanged, except those in `with_tensors`."""
         of_dicts, of_lists = _items(self._dicts), _items(self._lists)
         return (
             not any(self._empty)
@@ -224,21 +235,21 @@ class _Contents:
             and all(type(module) is kind for module, kind in self.kinds)
         )
 
-    def remains_all(self) -> bool:
-        """Whether all of it is what it was."""
-        return self.remains() and all(_same(container, copy) for container, copy, _ in self.with_tensors)
+    def all_unchanged(self) -> bool:
+        """Whether all contents are unchanged."""
+        return self.unchanged() and all(_same(container, copy) for container, copy, _ in self.with_tensors)
 
-    def put(self) -> Callable[[], None]:
-        """Makes all of it what it was, but for what is in `with_tensors`; returns what takes that back."""
-        if self.remains():
-            return lambda: None if self.remains() else self._put(self.kinds, self.containers, ())
+    def restore(self) -> Callable[[], None]:
+        """Restores all contents, except those in `with_tensors`; returns a function that undoes it."""
+        if self.unchanged():
+            return lambda: None if self.unchanged() else self._restore_contents(self.kinds, self.containers, ())
         kinds = [(module, type(module)) for module, _ in self.kinds]
         now = [(container, container.copy()) for container, _ in self.containers]
         filled = [(container, container.copy()) for container in self._empty if container]
-        self._put(self.kinds, self.containers, ())
-        return partial(self._put, kinds, now, filled)
+        self._restore_contents(self.kinds, self.containers, ())
+        return partial(self._restore_contents, kinds, now, filled)
 
-    def _put(
+    def _restore_contents(
         self,
         kinds: Iterable[tuple[nn.Module, type]],
         contents: Iterable[tuple[Any, Any]],
@@ -250,19 +261,19 @@ class _Contents:
         for module, kind in kinds:
             if type(module) is not kind:
                 module.__class__ = kind
-        _put(contents)
-        _put(filled)
+        _restore_containers(contents)
+        _restore_containers(filled)
 
 
 def _items(containers: Iterable[Any]) -> list[Any]:
-    """The number of what is in each, and all that is in them."""
+    """The lengths of the containers, followed by all their items."""
     found = list(containers)
     inside = (dict.values(each) if isinstance(each, dict) else each for each in found)
     return [*map(len, found), *chain.from_iterable(inside)]
 
 
 def _replaced(value: Any, others: dict[int, Any]) -> Any:
-    """What is in place of `value`; in tuples, of tensors with a graph."""
+    """The replacement of `value`; within tuples, tensors with a graph are detached."""
     if type(value) is tuple:
         items = [
             each.detach().requires_grad_()
@@ -280,12 +291,12 @@ _LEADS_ON = (nn.Module, SimpleNamespace, tuple, dict, list, deque, set)
 
 
 def _is_state(value: Any) -> bool:
-    """Whether it is a tensor whose bytes a forward may change. Parameters are not, whose values I5 is about."""
+    """Whether `value` is a tensor whose bytes a forward may change. Parameters are excluded: I5 covers them."""
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
 
 
 def _same(container: Any, copy: Any) -> bool:
-    """Whether a container holds the objects that its copy does, in their order."""
+    """Whether a container holds the same objects as its copy, in the same order."""
     if len(container) != len(copy) or type(container) is set:
         return bool(container == copy)
     if type(container) in _DICTS:
@@ -293,8 +304,8 @@ def _same(container: Any, copy: Any) -> bool:
     return all(map(operator.is_, container, copy))
 
 
-def _put(containers: Iterable[tuple[Any, Any]]) -> None:
-    """Gives containers their contents."""
+def _restore_containers(containers: Iterable[tuple[Any, Any]]) -> None:
+    """Restores the contents of containers."""
     for container, contents in containers:
         if not _same(container, contents):
             container.clear()
@@ -306,14 +317,14 @@ def _put(containers: Iterable[tuple[Any, Any]]) -> None:
                 container.update(contents)
 
 
-class _Held:
-    """What modules hold before a call: which objects, and tensors that a forward may write to as copies.
+class _StateBefore:
+    """State of modules before a call: references to their objects, and copies of tensors that a forward may write to.
 
     Args:
-        contents: as they are now.
+        contents: the contents as they are now.
     """
 
-    def __init__(self, contents: _Contents) -> None:
+    def __init__(self, contents: _ModuleContents) -> None:
         self._contents = contents
         self._tensors = {
             id(copy[name]): (name, copy[name], version_of(copy[name]))
@@ -326,51 +337,51 @@ class _Held:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Of the modules."""
+        """Parameters of the modules."""
         return self._contents.parameters
 
     @property
     def ids(self) -> Collection[int]:
-        """Of the tensors."""
+        """Ids of the tensors."""
         return self._tensors.keys()
 
-    def keep_changed(self) -> None:
-        """Lets go of copies of large tensors that the call has not changed."""
+    def drop_unchanged(self) -> None:
+        """Drops the copies of large tensors that the call has not changed."""
         for key, (name, value, version) in self._tensors.items():
             before = self._before[key]
             if value.numel() <= _SMALL_NUMEL or version_of(value) != version:
                 continue
             on_cpu = in_ram(value) and type(value) is Tensor and value.layout is torch.strided
-            # Writes to `.data` are no change that is counted, either.
+            # Versions do not count writes to `.data`, so bytes are compared where that is cheap.
             if _equal(value, before) if on_cpu else name not in _STATISTICS:
                 del self._before[key]
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Inside, all of it is as it was, tensors and containers as copies; what happens to these is forgotten."""
+        """Restores the state inside the block; tensors and containers are copies, so changes made inside are discarded."""
         for key, (_, value, version) in self._tensors.items():
             if key not in self._before and version_of(value) != version:
                 refuse_changed(value, version)
         trained = list(map(_is_trained, self._contents.parameters))
         self._train(trained, self._trained)
-        back = self._contents.put()
+        back = self._contents.restore()
         now = [(container, container.copy()) for container, *_ in self._contents.with_tensors]
         fresh = dict(zip(self._before, _copies(list(self._before.values())), strict=True))
         try:
             for container, contents, names in self._contents.with_tensors:
-                _put([(container, contents)])
+                _restore_containers([(container, contents)])
                 for name in names:
                     value = fresh.get(id(contents[name]), contents[name])
-                    # In place of what was computed, so that it may be written to.
+                    # A clone of the leaf, since a computed tensor may be written to and a leaf may not.
                     container[name] = value.requires_grad_().clone() if contents[name].requires_grad else value
             yield
         finally:
             back()
-            _put(now)
+            _restore_containers(now)
             self._train(self._trained, trained)
 
     def _train(self, now: list[bool], then: list[bool]) -> None:
-        """Makes parameters want gradients as they did: autograd saves nothing for others."""
+        """Sets `requires_grad` of parameters from `now` to `then`: autograd saves nothing for frozen parameters."""
         if now != then:
             for parameter, wanted in zip(self._contents.parameters, then, strict=True):
                 parameter.requires_grad_(wanted)
@@ -378,15 +389,15 @@ class _Held:
 
 @torch.no_grad()
 def _equal(one: Tensor, other: Tensor) -> bool:
-    try:  # by 8 bytes, which is ten times as fast for bytes
+    try:  # as 8-byte integers, ten times as fast as single bytes
         return torch.equal(one.view(torch.int64), other.view(torch.int64))
-    except RuntimeError:  # of odd size, or in another order
+    except RuntimeError:  # the size is no multiple of 8, or the memory order differs
         return torch.equal(one, other)
 
 
 @torch.no_grad()
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies, of which those share memory that are of tensors which do."""
+    """Copies of tensors. Copies of tensors that share memory share memory, too."""
     if len(tensors) == 1:
         return [tensors[0].detach().clone()]
     places = [storage_id(each.untyped_storage()) if has_storage(each) else id(each) for each in tensors]
@@ -407,8 +418,10 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Arguments:
-    """Arguments of a call as they are before it: containers among them as copies, and versions of tensors inside of these
-    or given by name. Those that are given in order are torch's to keep, and to compare."""
+    """Arguments of a call before it runs: copies of containers, and versions of the tensors in containers or keywords.
+
+    Tensors that are positional arguments are stored and compared by torch.
+    """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._args = {at: _copied(value) for at, value in enumerate(args) if type(value) in _NESTED}
@@ -417,11 +430,11 @@ class _Arguments:
         self._versions = [(each, version_of(each)) for each in tensors_in(inside) if not each.is_inference()]
 
     def changed(self) -> Tensor | None:
-        """A tensor that was written to since."""
+        """A tensor that was written to since the call, if any."""
         return next((tensor for tensor, version in self._versions if version_of(tensor) != version), None)
 
     def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The same arguments, containers as they were before the call."""
+        """Returns the same arguments, with containers as they were before the call."""
         again = [_copied(self._args[at]) if at in self._args else value for at, value in enumerate(args)]
         return again, kwargs | {name: _copied(value) for name, value in self._kwargs.items()}
 
@@ -430,7 +443,7 @@ _NESTED = (list, tuple, dict)
 
 
 def _copied(value: Any) -> Any:
-    """Lists, tuples and dicts, and those inside of them, as new ones with the same contents."""
+    """Copies lists, tuples and dicts recursively; other values are the same objects."""
     if type(value) in (list, tuple):
         return type(value)(map(_copied, value))
     if type(value) is dict:
@@ -438,8 +451,8 @@ def _copied(value: Any) -> Any:
     return value
 
 
-class _Kept:
-    """What a call has exchanged with other ranks, for when it is computed again."""
+class _ExchangeResults:
+    """Results of a call's exchanges with other ranks, stored for the recomputed call."""
 
     def __init__(self) -> None:
         self._results: list[tuple[Tensor, int]] = []
@@ -447,14 +460,14 @@ class _Kept:
 
     @contextmanager
     def inside(self, *, again: bool) -> Iterator[None]:
-        """Inside, `once` keeps results in this, or takes them from it."""
-        before = getattr(_of_thread, "kept", None)
+        """Inside, `once` stores results here, or (`again`) returns the stored ones."""
+        before = getattr(_of_thread, "exchanges", None)
         self._given = iter(self._results) if again else None
-        _of_thread.kept = self
+        _of_thread.exchanges = self
         try:
             yield
         finally:
-            _of_thread.kept = before
+            _of_thread.exchanges = before
 
     def result(self, compute: Callable[[], Tensor]) -> Tensor:
         if self._given is None:
@@ -462,24 +475,25 @@ class _Kept:
             self._results.append((result, version_of(result)))
             return result.detach()
         found = next(self._given, None)
-        # What was written to since, in place, is not what was exchanged; it was so on all ranks, which do the same.
+        # A result that was written to in place is not what was exchanged. That is so on all ranks, since they compute
+        # the same: all of them exchange again.
         return compute() if found is None or version_of(found[0]) != found[1] else found[0].detach()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _FirstCall:
-    """One call of a unit, for when it is computed again."""
+    """The record of a unit's first call, for the recomputed one."""
 
     forward: Call
-    held: _Held
-    kept: _Kept
-    saves: _Saves
+    before: _StateBefore
+    exchanges: _ExchangeResults
+    sampler: _SaveSampler
     arguments: _Arguments
     changes: dict[str, int]
     written: list[nn.Parameter]
 
     def check(self, changes: dict[str, int]) -> None:
-        """Raises UsageError (I5).
+        """Raises UsageError if weights or arguments have changed since the call (I5).
 
         Args:
             changes: how often each parameter has changed by now.
@@ -493,45 +507,49 @@ class _FirstCall:
 
 
 _SAMPLES_ONE_IN = 8
-"""Of what a call saves, one tensor in so many is sampled: by turns, so that each has been after as many calls of its unit."""
+"""One in this many saved tensors is sampled. The turn goes on from call to call, so each tensor is sampled once in as
+many calls of its unit."""
 
 
-class _Saves:
-    """Samples of what a call saves for the backward: of what it saves last, which depends on nearly all that it computes, and
-    by turns of the rest. More would take over a hundredth of a step.
+class _SaveSampler:
+    """Fingerprints of the tensors that a call saves for the backward.
+
+    The last saved tensor is always sampled, since it depends on nearly all that the call computes, and the others by
+    turns. Sampling more would take over a hundredth of a step.
 
     Args:
-        turn: how many calls of the unit there were before.
-        state: ids of tensors that the module holds: they are what they were, and may be written to behind being saved.
+        turn: number of earlier calls of the unit.
+        state: ids of tensors that the module holds. These are skipped: I3 restores them, and they may be written to
+            after they were saved.
     """
 
     def __init__(self, turn: int, state: Collection[int]) -> None:
         self._turn = turn
         self._state = state
-        self._last: tuple[_Looks, Tensor, int] | None = None
+        self._last: tuple[_SavedFingerprint, Tensor, int] | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, the call computes."""
-        before = getattr(_of_thread, "saves", None)
-        _of_thread.saves = self
+        """Samples the tensors that the call in the block saves."""
+        before = getattr(_of_thread, "sampler", None)
+        _of_thread.sampler = self
         try:
             yield
         finally:
-            _of_thread.saves = before
+            _of_thread.sampler = before
             last, self._last = self._last, None
         if last is not None:
             looks, tensor, version = last
-            # What was written to since it was saved is refused by torch, if it is read.
+            # torch refuses a saved tensor that was written to, if it is read.
             looks.sample = sampled(tensor) if version_of(tensor) == version and _has_bytes(tensor) else None
 
-    def come(self, looks: _Looks, tensor: Tensor) -> None:
-        """A tensor is saved."""
+    def add(self, looks: _SavedFingerprint, tensor: Tensor) -> None:
+        """Handles a saved tensor."""
         base = base_of(tensor)
         base = tensor if base is None else base
         if base.is_leaf and base.requires_grad:
-            return  # a weight, which is compared by its changes (I5)
-        # Integers are no gradients' business, and what kernels save as bytes has some that nobody has written.
+            return  # a weight, which is compared by its change counts (I5)
+        # Integers get no gradients, and the byte buffers that kernels save have uninitialized parts.
         if (
             id(tensor) in self._state
             or id(base) in self._state
@@ -544,9 +562,8 @@ class _Saves:
         self._last = looks, tensor, version_of(tensor)
 
 
-class _Looks:
-    """What a checkpoint compares of a tensor that a forward saves: shape, dtype, and a sample if `_SaveQueue` has
-    taken one."""
+class _SavedFingerprint:
+    """What the checkpoint compares of a saved tensor: shape, dtype, device, and a sample if `_SaveSampler` took one."""
 
     __slots__ = ("_known", "_tensor", "sample")
 
@@ -554,12 +571,12 @@ class _Looks:
         self._known = tensor.shape, tensor.dtype, tensor.device
         self.sample: int | None = None
         self._tensor = tensor if in_backward() else None
-        saves: _Saves | None = getattr(_of_thread, "saves", None)
-        if self._tensor is None and saves is not None:
-            saves.come(self, tensor)
+        sampler: _SaveSampler | None = getattr(_of_thread, "sampler", None)
+        if self._tensor is None and sampler is not None:
+            sampler.add(self, tensor)
 
     def __eq__(self, recomputed: object) -> bool:
-        if not isinstance(recomputed, _Looks) or self._known != recomputed._known:
+        if not isinstance(recomputed, _SavedFingerprint) or self._known != recomputed._known:
             return False
         tensor = recomputed._tensor
         return tensor is None or self.sample is None or self.sample == sampled(tensor)
@@ -571,50 +588,52 @@ class _Looks:
 
 
 def _has_bytes(tensor: Tensor) -> bool:
-    """Whether it is a plain strided tensor in RAM."""
+    """Whether `tensor` is a plain strided tensor in RAM."""
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and in_ram(tensor)
     return plain and not (tensor.is_nested or tensor.is_quantized or is_fake(tensor) or in_transform())
 
 
 _SAME_BYTES = "same bytes"
-comparisons_of_recomputed[_SAME_BYTES] = _Looks
+comparisons_of_recomputed[_SAME_BYTES] = _SavedFingerprint
 
 _of_thread = threading.local()
 
 
 def once(compute: Callable[[], Tensor]) -> Tensor:
-    """What an exchange with other ranks results in; inside of a unit that is recomputed, that of its first forward (I4).
+    """Returns the result of an exchange with other ranks; in a recomputed unit, the result of its first forward (I4).
 
     Source: Oases ("Automated Tensor Model Parallelism with Overlapped Communication for Efficient Foundation Model
-    Training"), section 3.2, which has each recomputation begin behind an exchange and so keeps what was exchanged. Here a
-    unit is recomputed from its input, and what was exchanged within is put in its place.
+    Training"), section 3.2, where each recomputation begins after an exchange, whose result is stored. Here a unit is
+    recomputed from its input, and the stored results replace the exchanges within it.
 
     Args:
-        compute: exchanges; the result is without a graph.
+        compute: runs the exchange; its result has no graph.
     """
-    kept: _Kept | None = getattr(_of_thread, "kept", None)
-    return compute() if kept is None else kept.result(compute)
+    stored: _ExchangeResults | None = getattr(_of_thread, "exchanges", None)
+    return compute() if stored is None else stored.result(compute)
 
 
-def _contents_of(module: nn.Module, around: Collection[int]) -> Callable[[Sequence[Any], dict[str, Any]], _Contents]:
-    """What tells the contents of a module, and of modules that it is given, before a call with some arguments."""
-    last: _Contents | None = None
+def _contents_of(
+    module: nn.Module, around: Collection[int]
+) -> Callable[[Sequence[Any], dict[str, Any]], _ModuleContents]:
+    """Returns a function that gives the contents of a module, and of modules among the arguments, before a call."""
+    last: _ModuleContents | None = None
 
-    def contents(args: Sequence[Any], kwargs: dict[str, Any]) -> _Contents:
+    def contents(args: Sequence[Any], kwargs: dict[str, Any]) -> _ModuleContents:
         nonlocal last
         given = [each for each in _flat((*args, *kwargs.values())) if isinstance(each, nn.Module)]
         if given:
-            return _Contents([module, *given], around)
-        if last is None or not last.remains_all():
-            last = None  # not two at a time
-            last = _Contents([module], around)
+            return _ModuleContents([module, *given], around)
+        if last is None or not last.all_unchanged():
+            last = None  # frees it first: two would take twice the memory
+            last = _ModuleContents([module], around)
         return last
 
     return contents
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    """What is in lists, tuples and dicts."""
+    """The items of nested lists, tuples and dicts."""
     for value in values:
         if type(value) in _NESTED:
             yield from _flat(value.values() if type(value) is dict else value)
@@ -623,22 +642,22 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 
 
 @contextmanager
-def none_kept() -> Iterator[None]:
-    """Inside, `once` exchanges for something else than the unit's forward, which does not come again with it."""
-    before, _of_thread.kept = getattr(_of_thread, "kept", None), None
+def ignoring_stored_exchanges() -> Iterator[None]:
+    """Inside, `once` exchanges without storing, for work that is not recomputed with the unit's forward."""
+    before, _of_thread.exchanges = getattr(_of_thread, "exchanges", None), None
     try:
         yield
     finally:
-        _of_thread.kept = before
+        _of_thread.exchanges = before
 
 
 class Recompute:
-    """Makes calls that are computed again in the backward pass.
+    """Builds calls of units that are recomputed in the backward pass.
 
     Args:
-        root: the module that all units are in.
-        starts: is told the index of the unit whose forward is about to be computed again.
-        changes: how often each parameter of a module has changed, by name.
+        root: the module that contains all units.
+        starts: called with the index of the unit whose forward is about to be recomputed.
+        changes: returns a function that gives, by name, how often each parameter of a module has changed.
     """
 
     def __init__(
@@ -654,15 +673,16 @@ class Recompute:
         self._restore: list[Callable[[], None]] = []
 
     def close(self) -> None:
-        """Takes back what was changed of the modules around units."""
+        """Undoes the changes to the modules around units."""
         while self._restore:
             self._restore.pop()()
 
     def of(self, unit: Unit, original: Call | None = None) -> Call:
-        """A call of the unit's module that is recomputed in the backward pass.
+        """Returns a call of the unit's module that is recomputed in the backward pass.
 
         Args:
-            original: what is called and recomputed; by default the forward of the class that the module has then.
+            original: the function to call and recompute; by default the forward of the module's class at the time of
+                the call.
         """
         module = unit.module
         by_itself = _checkpoints_itself(module)
@@ -672,59 +692,60 @@ class Recompute:
         changes = self._changes(module)
         turns = itertools.count()
         compiled = any(compiled_call_of(each) is not None for each in module.modules())
-        # A compiled forward may be computed again by other code than the first, which rounds otherwise.
+        # The recomputed forward may run other compiled code than the first, which rounds differently.
         check = "default" if compiled else _SAME_BYTES
 
-        def again(first: _FirstCall, *args: Any, **kwargs: Any) -> Any:
+        def run(first: _FirstCall, *args: Any, **kwargs: Any) -> Any:
             if not in_backward():
-                versions = [version_of(each) for each in first.held.parameters]
-                with first.kept.inside(again=False), first.saves.watched():
+                versions = [version_of(each) for each in first.before.parameters]
+                with first.exchanges.inside(again=False), first.sampler.watched():
                     output = first.forward(*args, **kwargs)
-                first.held.keep_changed()
+                first.before.drop_unchanged()
                 first.written.extend(
                     each
-                    for each, version in zip(first.held.parameters, versions, strict=True)
+                    for each, version in zip(first.before.parameters, versions, strict=True)
                     if version_of(each) != version
                 )
-                first.changes.update(changes())  # behind it: lock-free units get newer values when they are first read
+                # after the forward: lock-free units get newer values at their first read
+                first.changes.update(changes())
                 return output
             self._last = unit
             self._starts(unit.index)
             first.check(changes())
             args_again, kwargs_again = first.arguments.of(args, kwargs)
-            with first.held.as_before(), first.kept.inside(again=True), self._unwritten(unit, first):
+            with first.before.as_before(), first.exchanges.inside(again=True), self._unwritten(unit, first):
                 try:
                     return first.forward(*args_again, **kwargs_again)
-                except StopIteration as error:  # loops, Lightning's too, would take it for their end
+                except StopIteration as error:  # for loops, Lightning's too, would take it for their own end
                     raise _differs(unit) from error
                 except AssertionError as error:
                     if "target_frame.early_stop" not in str(error):
                         raise
-                    # It goes on behind its end, for it has caught what torch ends it with.
+                    # The forward caught the exception with which torch stops it early, and went on.
                     raise _differs(unit) from error
 
         def call(*args: Any, **kwargs: Any) -> Any:
             forward = partial(type(module).forward, module) if original is None else original
-            # Inside a user's checkpoint, which recomputes this unit already, it must do the same both times. What a
-            # transform computes cannot be computed again outside of it.
+            # A user's checkpoint recomputes this unit already, and the unit must do the same both times. Computations
+            # inside a torch.func transform cannot be recomputed outside it.
             if not torch.is_grad_enabled() or in_backward() or inside_checkpoint() or in_transform():
                 return forward(*args, **kwargs)
             if by_itself and module.gradient_checkpointing and module.training:
-                return forward(*args, **kwargs)  # the user has switched it on
-            held = _Held(contents(args, kwargs))
-            saves = _Saves(next(turns), held.ids)
-            known = _FirstCall(forward, held, _Kept(), saves, _Arguments(args, kwargs), {}, [])
-            return checkpoint(again, known, *args, use_reentrant=False, determinism_check=check, **kwargs)
+                return forward(*args, **kwargs)  # the user has switched on the layer's own checkpointing
+            before = _StateBefore(contents(args, kwargs))
+            sampler = _SaveSampler(next(turns), before.ids)
+            first = _FirstCall(forward, before, _ExchangeResults(), sampler, _Arguments(args, kwargs), {}, [])
+            return checkpoint(run, first, *args, use_reentrant=False, determinism_check=check, **kwargs)
 
-        # Not to be traced as a part of what is compiled around it; what it calls may be.
+        # torch.compile must not trace this as a part of a compiled module around it; it may compile what this calls.
         return cast(Call, torch.compiler.disable(call, recursive=False))
 
     @contextmanager
     def _unwritten(self, unit: Unit, first: _FirstCall) -> Iterator[None]:
-        """Inside, a parameter that the first call has written to gets no other value by being written to again.
+        """Checks that the recomputed call in the block leaves the values of parameters that the first call wrote to.
 
         Raises:
-            UsageError: it did.
+            UsageError: a parameter got another value.
         """
         before = [each.detach().clone() for each in first.written]
         try:
@@ -736,13 +757,14 @@ class Recompute:
                         (name for name, each in self._root.named_parameters() if each is parameter), "a parameter"
                     )
                     raise UsageError(
-                        f"{unit.name} ({type(unit.module).__name__}) writes to {name} in its forward, and did so a second "
-                        f"time when it was recomputed in the backward pass; keep what a forward writes to in a buffer "
-                        f"(register_buffer), or set recompute='none'"
+                        f"{unit.name} ({type(unit.module).__name__}) writes to {name} in its forward, and wrote to it "
+                        "a second time when it was recomputed in the backward pass, so the parameter has another "
+                        "value than in the forward; keep values that a forward writes in a buffer (register_buffer), "
+                        "or set recompute='none'"
                     )
 
     def _around(self, unit: Unit) -> set[int]:
-        """Ids of the modules that the unit is a part of."""
+        """Ids of the modules that contain the unit."""
         names = unit.name.split(".")
         around = {id(self._root.get_submodule(".".join(names[:depth]))) for depth in range(len(names))}
         return around - {id(unit.module)}
@@ -755,7 +777,7 @@ class Recompute:
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """Inside, a backward pass runs.
+        """Turns errors of the checkpoints in the block, a backward pass, into errors with the unit's name.
 
         Raises:
             UsageError: a unit's recomputed forward differs from the first.
@@ -764,7 +786,7 @@ class Recompute:
             yield
         except CheckpointError as error:
             if self._last is None:
-                raise  # of a checkpoint of the user's
+                raise  # raised by a checkpoint of the user
             raise _differs(self._last) from error
         finally:
             self._last = None
@@ -772,23 +794,23 @@ class Recompute:
 
 def _differs(unit: Unit) -> UsageError:
     return UsageError(
-        f"{unit.name} ({type(unit.module).__name__}) did something else when it was recomputed in the backward pass than in "
-        f"its forward, so its activations are not those of the loss; a forward must not depend on what it left behind, such "
-        f"as a cache of keys and values (transformers: config.use_cache=False), an iterator or a counter; mend that, or set "
-        f"recompute='none'"
+        f"{unit.name} ({type(unit.module).__name__}) did something else when it was recomputed in the backward pass "
+        "than in its forward, so its gradients would not be those of the loss; a forward must not depend on state "
+        "that it changed itself, such as a cache of keys and values (transformers: config.use_cache=False), an "
+        "iterator or a counter; remove that dependence, or set recompute='none'"
     )
 
 
 def recomputed_units(count: int, every: int) -> frozenset[int]:
-    """Of `count` units, those whose activations are recomputed: every so-many-th behind the root; 0: none."""
+    """Indices of the recomputed units among `count` units: every `every`-th after the root; none if `every` is 0."""
     return frozenset(index for index in range(1, count) if every and (index - 1) % every == 0)
 
 
 def recomputed_around(units: Sequence[Unit], recomputed: Collection[int]) -> dict[int, int]:
-    """Of units that are parts of recomputed units, the outermost of these, with which they are recomputed.
+    """By index of a unit inside a recomputed unit, the outermost recomputed unit around it.
 
     Args:
-        units: all of a model, in their order: a unit before those inside of it.
+        units: all units of a model, in their order: a unit comes before those inside it.
     """
     found: dict[int, int] = {}
     outer: Unit | None = None

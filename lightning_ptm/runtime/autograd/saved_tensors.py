@@ -1,17 +1,22 @@
-"""What autograd saves of page memory is named instead of kept, so that pages may be released (design section 4).
+"""Saved-tensor hooks that put names in place of page memory into the autograd graph, so that pages may be released.
 
-Owns the hooks on saved tensors that are in force during steps and calls of units. Decides nothing about when pages move.
+Owns the saved-tensor hooks in force during steps and calls of units (section 4 of the design). Does not decide when
+pages move.
 
-I1: a saved tensor whose storage lies in pages is packed by name (parameter, offset, shape, strides, dtype) and read from
-    wherever the parameter is when the backward wants it, whichever unit computes and whoever saves it; one that lies in pages
-    and is no parameter's is refused. Where the parameter stays in one place, torch's own check of versions is left to it.
-I2: others' hooks on saved tensors keep their effect on all else, whether they were entered around ours or inside.
-I3: with `activations="host"`, what else a call of a unit saves is handed to runtime/autograd/offload.py, unless hooks
-of others are
-    in force. The root's own calls keep theirs: the loss and its logits are read first in the backward.
-I4: nothing is named inside a non-reentrant checkpoint: it keeps nothing of its forward, and counts what is saved, so the
-    recomputed forward must save the same. What the recomputed forward saves of pages stays where it is until its pass ends.
-I5: what is saved is used as it was, or refused: a named parameter, too, has the values that it had (`Packed.change`).
+I1: a saved tensor whose storage is in pages is packed by name (parameter, offset, shape, strides, dtype). When the
+    backward reads it, it is taken from wherever the parameter is then, whichever unit computes and whichever saves it.
+    A saved tensor that is in pages and is not part of a parameter is refused. For parameters that never move, torch's
+    own version check applies.
+I2: saved-tensor hooks of others keep their effect on all other tensors, whether they were entered around ours or
+    inside.
+I3: with `offload_activations="host"`, the other tensors that a call of a unit saves go to runtime/autograd/offload.py,
+    unless hooks of others are in force. Tensors saved by the root's own calls stay: the backward reads the loss and its
+    logits first.
+I4: nothing is packed by name inside a non-reentrant checkpoint: it stores nothing of its forward, and counts the saved
+    tensors, so the recomputed forward must save the same. Pages that the recomputed forward saves stay in place until
+    its pass ends.
+I5: a saved tensor is used unchanged, or refused; a parameter packed by name, too, must have the values that it had
+    (`Packed.change`).
 """
 
 from __future__ import annotations
@@ -61,28 +66,28 @@ def inside_checkpoint() -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _HandedOn:
-    """What somebody else's hook has packed, with the hook that unpacks it."""
+class _PackedByOthers:
+    """A tensor packed by another party's hook, and that party's hook that unpacks it."""
 
     packed: Any
     unpack: Callable[[Any], Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Kept:
-    """What stays where it is, and how often it had been written to when it was saved."""
+class _LeftInPlace:
+    """A saved tensor that stays in place, and its version when it was saved."""
 
     tensor: Tensor
     version: int
 
 
 class _OwnHooks(saved_tensors_hooks):
-    """Hooks of one call. A class of their own, so that they are known from others'."""
+    """The hooks of one call; a subclass, to distinguish them from other parties' hooks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Scope:
-    """Our hooks of one call; `outer` is the next pair of others."""
+    """Our hooks of one call; `outer` is the next pair of hooks that is not ours."""
 
     unit: int
     context: _OwnHooks
@@ -92,14 +97,14 @@ class _Scope:
 
 
 class SavedTensors:
-    """The hooks of one engine on saved tensors.
+    """The saved-tensor hooks of one engine.
 
     Args:
         stores: by unit.
-        executor: makes a unit live when backward reads it.
-        stream: of the run.
-        views: knows whose storage lies where in pages.
-        offload: takes activations to RAM; None: they stay.
+        executor: gathers a unit when the backward reads it.
+        stream: the run's compute stream.
+        views: finds which storages are views of pages.
+        offload: moves activations to RAM; None: activations stay on the device.
     """
 
     def __init__(
@@ -115,23 +120,23 @@ class SavedTensors:
         self._executor = executor
         self._views = views
         self._offload = offload
-        self._any_to_name = any(not flat.resident for store in stores for flat in store.flats)
+        self._releases_parameters = any(not flat.resident for store in stores for flat in store.flats)
         self._staying = {id(flat.binding) for store in stores for flat in store.flats if flat.resident}
         # state
         self._scopes: list[_Scope] = []
-        self._lightning_hooks = 0
+        self._watching_depth = 0
 
     @property
-    def any_to_name(self) -> bool:
+    def releases_parameters(self) -> bool:
         """Whether any parameter is ever released."""
-        return self._any_to_name
+        return self._releases_parameters
 
-    def hooks_in(self, unit: int) -> bool:
-        """Whether there is anything to do for calls of a unit."""
-        return self._offload is not None or self._any_to_name
+    def needs_hooks(self, unit: int) -> bool:
+        """Whether calls of a unit need saved-tensor hooks."""
+        return self._offload is not None or self._releases_parameters
 
     def begin(self, unit: int) -> None:
-        """A call that uses a unit's parameters starts; `end` must follow in the reverse order."""
+        """Begins a call that uses a unit's parameters; `end` must follow in the reverse order."""
         outer = _hooks_in_force()
         around = self._scopes[-1] if self._scopes else None
         if around is not None and outer is not None and outer[0] is around.pack:
@@ -145,7 +150,7 @@ class SavedTensors:
         self._scopes.append(scope)
 
     def end(self, unit: int) -> None:
-        """The call is over; nothing happens if it was not begun."""
+        """Ends the call; does nothing if it was not begun."""
         if self._scopes and self._scopes[-1].unit == unit:
             scope = self._scopes.pop()
             scope.context.__exit__(None, None, None)
@@ -153,7 +158,7 @@ class SavedTensors:
                 self._offload.end()
 
     def abandon(self) -> None:
-        """Ends all calls; an iteration is over, or cut short."""
+        """Ends all calls, at the end of an iteration or when it is cut short."""
         while self._scopes:
             self._scopes.pop().context.__exit__(None, None, None)
         if self._offload is not None:
@@ -161,8 +166,11 @@ class SavedTensors:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, hooks that others enter get no page memory to keep (I1, I2): autograd calls the innermost hooks alone."""
-        if not self._any_to_name or self._lightning_hooks:
+        """Keeps page memory away from hooks that others enter inside the block (I1, I2).
+
+        Such hooks would get it, since autograd calls only the innermost hooks.
+        """
+        if not self._releases_parameters or self._watching_depth:
             yield
             return
         enter = saved_tensors_hooks.__enter__
@@ -172,42 +180,43 @@ class SavedTensors:
                 hooks.pack_hook = self._recomputed(hooks.pack_hook)
             elif not isinstance(hooks, _OwnHooks) and type(hooks).__module__ != _CHECKPOINT:
                 outer = hooks.pack_hook, hooks.unpack_hook
-                # The object may be entered again, and is its owner's.
+                # A new object, since the owner may enter the old one again.
                 hooks = saved_tensors_hooks(partial(self._pack, None, outer, None), self._unpack)
             enter(hooks)
 
-        self._lightning_hooks += 1
+        self._watching_depth += 1
         saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
         try:
             yield
         finally:
             saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
-            self._lightning_hooks -= 1
+            self._watching_depth -= 1
 
     def _recomputed(self, keep: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Makes the hook for what a checkpoint keeps of a recomputed forward; units stay until the iteration ends (I4)."""
+        """Makes the hook for tensors that a checkpoint stores of a recomputed forward; their units stay gathered (I4)."""
 
         def pack(tensor: Tensor) -> Any:
-            found = self._name(None, tensor)
+            found = self._pack_by_name(None, tensor)
             if found is None:
                 return keep(tensor)
             unit = found.binding.layout.unit
-            if not self._executor.leased(unit):
+            if not self._executor.referenced(unit):
                 self._executor.hold(unit)
-            # Of what no gradient asks for, the checkpoint keeps this for as long as the graph.
+            # If no gradient needs the tensor, the checkpoint stores it for as long as the graph, so it is neither
+            # copied nor counted as a use.
             return keep(found.binding.unpack(found, copied=False, counted=False))
 
-        pack.__module__ = _CHECKPOINT  # as `inside_checkpoint` asks
+        pack.__module__ = _CHECKPOINT  # how `inside_checkpoint` recognizes it
         return pack
 
-    def _name(self, unit: int | None, tensor: Tensor) -> Packed | None:
-        """The name of what may be released; None: nothing of it may.
+    def _pack_by_name(self, unit: int | None, tensor: Tensor) -> Packed | None:
+        """The name under which a tensor is packed; None if none of its memory can be released.
 
         Args:
-            unit: whose call saves it, if that is known.
+            unit: the unit whose call saves the tensor, if known.
 
         Raises:
-            UsageError: it lies in pages, and cannot be named.
+            UsageError: the tensor is in pages and cannot be packed by name.
         """
         for part in _with_storage(tensor):
             if not self._views.holds(part):
@@ -224,43 +233,43 @@ class SavedTensors:
 
     def _refuse(self, unit: int | None, tensor: Tensor, found: tuple[Any, int] | None) -> NoReturn:
         if found is None and in_backward() and not inside_checkpoint():
-            raise double_backward()  # whose graph saves what this one has unpacked
+            raise double_backward()  # the graph of the second backward saves what this one has unpacked
         where = "" if unit is None else f" in a call of {self._stores[unit].unit.name or 'the root module'}"
         what = "bytes in pages" if found is None else found[0].layout.slots[found[1]].spec.name
         raise UsageError(
-            f"autograd saves a tensor of shape {tuple(tensor.shape)} ({type(tensor).__name__}, {tensor.layout}){where} "
-            f"that is a view of {what} and would hold other bytes when the backward reads it: a view of a weight that was "
-            f"taken in an earlier call, or that is a part of another tensor; take the view where it is used, or compute with "
-            f"a copy (`weight.clone()`)"
+            f"autograd saves a tensor of shape {tuple(tensor.shape)} ({type(tensor).__name__}, "
+            f"{tensor.layout}){where} that is a view of {what}, so it would hold other bytes when the backward reads "
+            "it: the view was taken in an earlier call, or is a part of another tensor; take the view where it is "
+            "used, or compute with a copy (`weight.clone()`)"
         )
 
     def _pack(
         self, unit: int | None, outer: tuple[Any, Any] | None, offload: Offload | None, tensor: Tensor
-    ) -> Packed | SavedView | _HandedOn | _Kept:
-        packed = self._name(unit, tensor) if self._any_to_name else None
+    ) -> Packed | SavedView | _PackedByOthers | _LeftInPlace:
+        packed = self._pack_by_name(unit, tensor) if self._releases_parameters else None
         if packed is not None:
             return packed
         if outer is not None:
-            return _HandedOn(outer[0](tensor), outer[1])
-        # Not `tensor` itself: an output that its own node keeps, with the node behind it, would never be freed where no
-        # backward comes (a step that fails, or that is left out).
+            return _PackedByOthers(outer[0](tensor), outer[1])
+        # Detached: a saved output would keep its own node, and the graph up to it, alive in a cycle where no backward
+        # comes (a step that fails or is skipped).
         kept = tensor if offload is None else offload.pack(tensor)
-        return kept if isinstance(kept, SavedView) else _Kept(tensor.detach(), version_of(tensor))
+        return kept if isinstance(kept, SavedView) else _LeftInPlace(tensor.detach(), version_of(tensor))
 
-    def _unpack(self, saved: Packed | SavedView | _HandedOn | _Kept) -> Tensor:
-        if isinstance(saved, _Kept):
+    def _unpack(self, saved: Packed | SavedView | _PackedByOthers | _LeftInPlace) -> Tensor:
+        if isinstance(saved, _LeftInPlace):
             if version_of(saved.tensor) != saved.version:
                 refuse_changed(saved.tensor, saved.version)
             return saved.tensor
         if isinstance(saved, SavedView):
-            assert self._offload is not None  # it has packed this
+            assert self._offload is not None  # only `offload` makes a SavedView
             return self._offload.unpack(saved)
-        if isinstance(saved, _HandedOn):
+        if isinstance(saved, _PackedByOthers):
             return saved.unpack(saved.packed)
         unit = saved.binding.layout.unit
-        self._executor.saved_is_read(unit)
-        # Without a lease the unit may be given up by the next fetch, before autograd has computed with what it gets here.
-        passing = not self._executor.leased(unit)
+        self._executor.note_saved_read(unit)
+        # Without a reference the next fetch may release the unit before autograd has computed with this tensor.
+        passing = not self._executor.referenced(unit)
         if not self._stores[unit].live:
             with self._stream.entered():
                 self._executor.require(unit)
@@ -268,7 +277,7 @@ class SavedTensors:
 
 
 def _with_storage(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor, or what it is made of: those of its parts that have memory of their own."""
+    """The tensor, or those of its components that have memory of their own."""
     whole: Any = tensor
     if is_wrapper(whole):
         names, _ = whole.__tensor_flatten__()
@@ -291,11 +300,11 @@ def refuse_changed(tensor: Tensor, version: int | None = None) -> NoReturn:
     """Raises UsageError: a tensor was written to after a forward had used it.
 
     Args:
-        version: that it had then, if that is to be told.
+        version: the tensor's version in the forward, to be named in the message.
     """
-    told = "" if version is None else f" (version {version_of(tensor)}, not {version})"
+    versions = "" if version is None else f" (version {version_of(tensor)}, not {version})"
     raise UsageError(
         f"a tensor of shape {tuple(tensor.shape)} that the backward pass needs was changed in place after the "
-        f"forward{told}, so gradients would be wrong; change a clone of it, "
+        f"forward{versions}, so gradients would be wrong; change a clone of it, "
         f"or, if it goes into a unit whose forward is recomputed, set recompute='none'"
     )

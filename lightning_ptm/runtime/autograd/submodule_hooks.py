@@ -1,10 +1,10 @@
-"""Submodules that are called from outside their unit's forward: each such call is one of the unit by itself.
+"""Calls of submodules from outside their unit's forward: each counts as a call of the unit.
 
-Owns which submodules own parameters of which units, and the calls of this kind that are in progress, innermost last. What a
-call of a unit is, `begins` and `ends` know (hooks.py).
+Owns which submodules own parameters of which units, and such calls in progress, the innermost last. The work at the
+beginning and end of a unit's call is done by the callbacks `begins` and `ends` (hooks.py).
 
-I1: a unit that is in use already, or held, is not entered again.
-I2: a call inside of a backward pass is a recomputed one, and ends with the unit's backward.
+I1: a unit that is in use or held already is not entered again.
+I2: a call inside a backward pass is a recomputed one, and ends with the unit's backward.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, in_deriva
 
 
 class SubmoduleHooks:
-    """Of all units.
+    """Calls of parameter-owning submodules, for all units.
 
     Args:
-        names: of units.
-        begins: a call of a unit, with these arguments; returns its number, if its inputs want gradients.
-        ends: a call of that number, with this output.
-        root_begins, root_ends: a call of a part of the root, between two steps.
+        names: names of the units.
+        begins: begins a call of a unit with these arguments; returns its number if some inputs require gradients.
+        ends: ends the call of that number, with this output.
+        root_begins, root_ends: begin and end a call of a part of the root between two steps.
     """
 
     def __init__(
@@ -50,15 +50,15 @@ class SubmoduleHooks:
         # state
         self._open: list[tuple[int, nn.Module, int | None]] = []
 
-    def own(self, owner: nn.Module, index: int) -> bool:
-        """`owner` has parameters of a unit; whether it is the first that is told of it."""
+    def add_owner(self, owner: nn.Module, index: int) -> bool:
+        """Records that `owner` has parameters of a unit; returns whether this is the first unit recorded for it."""
         known = self._units_of.setdefault(id(owner), [])
         known.append(index)
         return len(known) == 1
 
     @on_compute_stream
     def call_begins(self, module: nn.Module, args: Any) -> None:
-        """An owner is called."""
+        """Begins a call of an owner of parameters."""
         for index in self._units_of[id(module)]:
             if in_derivative():
                 refuse_derivative(self._names[index])
@@ -77,7 +77,7 @@ class SubmoduleHooks:
                 self._open.append((0, module, None))
 
     def call_ends(self, module: nn.Module, output: Any) -> None:
-        """The call of an owner is over."""
+        """Ends a call of an owner of parameters."""
         while self._open and self._open[-1][1] is module and not in_backward():
             index, _, call = self._open.pop()
             if index == 0:
@@ -86,11 +86,11 @@ class SubmoduleHooks:
                 self._ends(index, call, output)
 
     def give_up(self) -> None:
-        """Calls that ended in an error, which the user caught, are over."""
+        """Ends calls that ended in an error which the user caught."""
         for index, *_ in self._open:
             self._executor.leave(index)
         self._open = []
 
     def forget(self) -> None:
-        """The executor has forgotten these calls."""
+        """Forgets the open calls, after the executor has forgotten them."""
         self._open = []

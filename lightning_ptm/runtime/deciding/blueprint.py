@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import InternalError
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.planning.device_demand import pages_beside_full_gradients
-from lightning_ptm.planning.inventory import NOTHING, Inventory, Row
+from lightning_ptm.planning.device_demand import extra_gradient_pages
+from lightning_ptm.planning.inventory import EMPTY, Inventory, Row
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.placement_data import Budget, Homes, Placement
 from lightning_ptm.planning.sharding import ModelSharding
@@ -134,7 +134,7 @@ class Blueprint:
     outside: bool
     may_be_outside: bool
     changes_default_dtype: bool = False
-    inventory: Inventory = NOTHING
+    inventory: Inventory = EMPTY
     freed_memory: Freed = Freed.STAYS
     gradient_room_bytes: int = 0
 
@@ -169,7 +169,7 @@ class Blueprint:
             for unit, in_place in at_home.items()
         )
         gradients = (
-            layout.full_gradient_pages(unit) + pages_beside_full_gradients(layout, unit, self.placement.gradients(unit))
+            layout.full_gradient_pages(unit) + extra_gradient_pages(layout, unit, self.placement.gradients(unit))
             for unit in self.by_need
         )
         return (max(pages, default=0) + max(gradients, default=0)) * layout.page_size

@@ -23,7 +23,7 @@ from lightning_ptm.planning.layout import FlatLayout, ModelLayout, build_layout
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.placement_data import Budget, Placement, PlacementWishes, arithmetic_tier
 from lightning_ptm.planning.sharding import ModelSharding, shared_by_all
-from lightning_ptm.planning.tier_paths import check_further
+from lightning_ptm.planning.tier_paths import check_added_tiers
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
 from lightning_ptm.runtime.deciding.blueprint import (
     Blueprint,
@@ -250,7 +250,7 @@ def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outs
     if outside:
         units = tuple(dataclasses.replace(unit, parameters=(), own=()) for unit in units)
         unpaged = dict.fromkeys(range(len(request.optimizers)))
-    elif unified and holders.everybody.whole.alone and not request.mixed and may_be_unpaged(settings, wishes):
+    elif unified and holders.common.whole.needs_no_reduction and not request.mixed and may_be_unpaged(settings, wishes):
         dtype_of = partial(compute_dtype, compute=request.compute, mixed=False, keeps_fp32=False)
         unpaged |= reasons(request.optimizers, dtype_of, request.backend.device, known)
     return _Asked(units, experts, holders, unified, lock_free, wishes, unpaged, known)
@@ -307,7 +307,7 @@ def _keep_the_same(one: GroupTraits, other: GroupTraits) -> bool:
 
 def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Model:
     device = _updates_on(request, asked)
-    elsewhere = asked.holders.elsewhere(rank)
+    elsewhere = asked.holders.remote_units(rank)
     specs = unit_specs(asked.units, request, asked.unpaged)
     scaled = request.mixed and request.compute is torch.float16
     check_shared(specs, lock_free=asked.lock_free, scaled=scaled)
@@ -317,7 +317,7 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
         page_size=request.settings.page_bytes,
         world_size=world_size,
         shared_by=asked.holders.shared_by(),
-        elsewhere=elsewhere,
+        remote_units=elsewhere,
         rank=rank,
     )
     dtypes: tuple[torch.dtype, ...] = tuple(getattr(torch, flat.dtype) for flat in layout.flats)
@@ -350,7 +350,7 @@ def _whole_budget(request: Request, machine: Machine, asked: _Asked, agree: Call
         raise ConfigError(
             "offload_parameters or offload_optimizer is 'disk' and there is no disk_path; set disk_path='/a/folder'"
         )
-    check_further(request.further)
+    check_added_tiers(request.further)
     return agree(Budget({**pages_budget(settings, machine, asked.unified), **request.further}))
 
 
@@ -403,7 +403,11 @@ def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, roo
     )
     keep = request.keep_gradients or asked.lock_free
     placement = None
-    if asked.unified and not keep and any(flat.trainable and model.layout.alone(flat) for flat in model.layout.flats):
+    if (
+        asked.unified
+        and not keep
+        and any(flat.trainable and model.layout.needs_no_reduction(flat) for flat in model.layout.flats)
+    ):
         placement = all_in_ram(place_with)
     if placement is None:
         placement = place_with(keep_gradients=keep)
@@ -464,7 +468,7 @@ def _routes(
             of_flat = route(
                 gradient_home(placement.homes[flat.unit], unified=asked.unified),
                 gradient,
-                one_rank=model.layout.alone(flat) and (in_ram or not model.layout.shared),
+                one_rank=model.layout.needs_no_reduction(flat) and (in_ram or not model.layout.shared),
                 sums=flat.sums_gradients,
                 widens=master not in (None, dtype),
                 lock_free=asked.lock_free,
@@ -495,4 +499,4 @@ def _units(request: Request, split: ExpertSplit) -> tuple[tuple[Unit, ...], Divi
     units = discover(request.module, wanted, experts, parts)
     scaled_to_overflow = request.mixed and request.compute is torch.float16
     experts_of_ranks = divide(request.module, units, split, scaled_to_overflow=scaled_to_overflow)
-    return with_vectors_at_root(units, parts, experts_of_ranks.holders.apart), experts_of_ranks
+    return with_vectors_at_root(units, parts, experts_of_ranks.holders.by_unit), experts_of_ranks

@@ -263,7 +263,7 @@ def with_whole_updates(
             return parameter
         if len(every) > 1:
             raise in_two(parameter.shape, traits)
-        if holders.apart or holders.in_parts:
+        if holders.by_unit or holders.in_parts:
             how = "cut parameters" if holders.in_parts else "divide experts"
             setting = "tensor_parallel_size" if holders.in_parts else "expert_parallel_size"
             raise ConfigError(

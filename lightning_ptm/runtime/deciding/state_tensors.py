@@ -139,7 +139,7 @@ def chunk_count(layout: ModelLayout) -> int:
     ranks."""
     numel = chunk_numel(layout.page_size)
     found = 0
-    for flat in layout.everywhere():
+    for flat in layout.all_flats():
         if flat.trainable:
             ranks = flat.owning_ranks if flat.updated_whole else (None,)
             most = max(len(chunk_bounds_of(flat if rank is None else flat.of(rank), numel).starts) for rank in ranks)

@@ -94,7 +94,7 @@ class VirtualGradients:
                 continue
             route = blueprint.route(flat)
             # Such a gradient goes from `.grad` into its pages, or stays there.
-            if not (layout.alone(flat) and route.tier.computes):
+            if not (layout.needs_no_reduction(flat) and route.tier.computes):
                 full += -(-flat.padded_bytes // layout.page_size)
             reduced += flat.shard_pages if shared else 0
             passing += flat.shard_pages if route.waits is Waits.PASSING else 0

@@ -72,7 +72,7 @@ class VirtualRun:
         """
         self._ticks = trace.ticks
         self._done.tasks.clear()
-        self.fetching.begin((plan, self._blueprint.planned(planned or trace)), None, begins_again=False)
+        self.fetching.begin((plan, self._blueprint.planned(planned or trace)), None, may_repeat=False)
         last = {unit: at for at, tick in enumerate(trace.ticks) if self._is_backward(at) for unit in tick.live}
         complete: dict[int, list[int]] = {}
         # The root is the last. Who waits for the same gradient hears of it in the order of the forward.
@@ -85,12 +85,12 @@ class VirtualRun:
                 self._enter(place)
             self._done.at(at + 1)
             for unit in complete.get(at, ()):
-                self.fetching.refcounts.let_go(unit)
+                self.fetching.refcounts.unhold(unit)
                 if not self._blueprint.reduced_at_step:
                     self._gradients.end_backward(unit)
             for unit, ended in last.items():
                 if ended == at:  # others' gradients may be late, and hold nothing of them here
-                    self.fetching.refcounts.let_go(unit)
+                    self.fetching.refcounts.unhold(unit)
             found.append(self._pool.worst)
         self._begin(len(trace.ticks))
         self.fetching.end()
@@ -137,7 +137,7 @@ class VirtualRun:
         else:
             self._around = tick.live
         for unit in self._held:
-            self.fetching.refcounts.let_go(unit)
+            self.fetching.refcounts.unhold(unit)
         self._held = (*self._around, *tick.live)
         for unit in self._held:
             self.fetching.refcounts.hold(unit)
@@ -165,7 +165,7 @@ class VirtualRun:
             for unit in called[::-1]:
                 self.fetching.refcounts.hold(unit)
                 self.fetching.bring(unit)
-                self.fetching.has_come(unit)
+                self.fetching.mark_used(unit)
 
     def _same_layer(self, first: int, second: int) -> bool:
         before, after = self._ticks[first], self._ticks[second]
@@ -179,7 +179,7 @@ class VirtualRun:
         none, to the end."""
         places = [at for at, tick in enumerate(self._ticks) if tick.unit not in self._by_need]
         planned = self._blueprint.planned(Trace(self._ticks))
-        whole = plan.beside(gradient_tasks(self._layout, self._blueprint.placement, planned))
+        whole = plan.with_tasks(gradient_tasks(self._layout, self._blueprint.placement, planned))
         if not self._by_need:
             return whole
         for unit in sorted(self._by_need):
@@ -190,4 +190,4 @@ class VirtualRun:
         for task in whole.tasks:
             at = places[task.trigger] if task.operation is Operation.COMPUTE else triggers[task.trigger]
             moved.append(dataclasses.replace(task, trigger=at))
-        return Plan(tuple(moved), len(self._ticks)).beside(self._done.tasks)
+        return Plan(tuple(moved), len(self._ticks)).with_tasks(self._done.tasks)

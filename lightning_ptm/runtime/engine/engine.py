@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.comm import Communicator, Communicators, RankTeams
 from lightning_ptm.comm.agreement import Decision
-from lightning_ptm.errors import UsageError, in_a_line
+from lightning_ptm.errors import UsageError, one_line
 from lightning_ptm.events import Events
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import Backend, in_ram
@@ -166,7 +166,7 @@ class Engine:
             self.heap = Heap(
                 blueprint.freed_memory,
                 ranks_here=ranks_here,
-                pages_take=lambda: self.allocator.uncommitted_bytes() if self._taken_over else 0,
+                pending_page_bytes=lambda: self.allocator.uncommitted_bytes() if self._taken_over else 0,
                 follows=handed is not None,
             )
             self._undo.callback(self.heap.close)
@@ -359,7 +359,7 @@ class Engine:
     def _prepare_steps(self, recompute: int) -> None:
         """Who follows plans, and who hears of the module's computation."""
         blueprint = self.blueprint
-        planner = Planner(blueprint, self.communicators.along(blueprint.holders.alike), self.communicator.rank)
+        planner = Planner(blueprint, self.communicators.along(blueprint.holders.sharding_axes), self.communicator.rank)
         # The pools' bytes are added up over all rows, and are asked for at each tick.
         beside = partial(self.backend.bytes_outside_region, blueprint.pool_bytes[Tier.DEVICE])
         self.tracer = Tracer(blueprint.units, beside, self.backend)
@@ -389,8 +389,8 @@ class Engine:
             self.offload = activations_offload(self.module, self.backend, self.stream, self.allocator, self.events)
             self._undo.callback(self.offload.close)
         for flat in self._all_flats():
-            flat.gradient.shard.give_units_up = self.executor.release_all
-            self._undo.callback(flat.gradient.grad_attribute.let_go)
+            flat.gradient.shard.release_idle_units = self.executor.release_all
+            self._undo.callback(flat.gradient.grad_attribute.make_plain)
             self._undo.callback(flat.gradient.shard.end_additions)
         self.backwards: BackwardActions = BackwardActions(
             blueprint.units,
@@ -448,7 +448,7 @@ class Engine:
         if self._module_buffers is not None and self._module_buffers.changed():
             flags |= _CHANGED_BUFFERS
         if mode is Mode.TRAIN:
-            deed = "" if self.communicator.alone else self.barriers.hyper_parameters_are(self._hyper_parameters())
+            deed = "" if self.communicator.alone else self.barriers.record_hyper_parameters(self._hyper_parameters())
             seen, together = self.barriers.come_together(Together.TRAINING_STEP, deed, flags), True
         else:
             seen = self.barriers.reach(0, flags)
@@ -462,7 +462,7 @@ class Engine:
             self._module_buffers.iteration_begins(compare_next=reduced)
             self._manual = manual
         # All ranks that are here end the iteration before, and plan anew, together (executor I3).
-        self.executor.begin(mode, trace=together and bool(seen & _TRACES), together=together)
+        self.executor.begin(mode, trace=together and bool(seen & _TRACES), all_ranks=together)
         self.hooks.begin_iteration()
         self.executor.guard_policy.computation_begins(Phase.FORWARD)
         self._forward_root()
@@ -477,7 +477,7 @@ class Engine:
         if mode is Mode.FORWARD:
             seen = self.barriers.reach(STEP_ENDS)
             # A rank that waits for others elsewhere, in what this one has not come to, would not hear of a new plan.
-            self.executor.end(together=not seen & ANY_TOGETHER)
+            self.executor.end(all_ranks=not seen & ANY_TOGETHER)
 
     def _hyper_parameters(self) -> dict[str, str]:
         """What optimizers update with, by what each is of; what a device would have to be waited for is left out."""
@@ -524,8 +524,8 @@ class Engine:
             yield
 
     def memory_in_words(self, doing: str) -> AbstractContextManager[None]:
-        """See Heap.refusals_in_words."""
-        return nullcontext() if self.heap is None else self.heap.refusals_in_words(doing)
+        """See Heap.explain_failures."""
+        return nullcontext() if self.heap is None else self.heap.explain_failures(doing)
 
     def loss_is(self, loss: Tensor) -> None:
         """Of the backward pass that begins: ranks of a tensor group compare theirs where they next wait for each other. On a
@@ -534,7 +534,7 @@ class Engine:
             before, self._loss = self._loss, loss.detach()
             told = before if self.backend.apart else self._loss
             if told is not None:
-                self.barriers.loss_is(float(told))
+                self.barriers.record_loss(float(told))
 
     def _all_flats(self) -> Iterator[FlatUpdate]:
         return (flat for flats in self.flats for flat in flats)
@@ -548,7 +548,7 @@ class Engine:
 
     def fail(self, error: BaseException) -> None:
         """The run has failed on this rank: the others, if any, are told, and nothing collective happens here any more."""
-        self.barriers.fail(in_a_line(error)[:_REASON_CHARACTERS])
+        self.barriers.fail(one_line(error)[:_REASON_CHARACTERS])
         self.abandon()
 
     # -- between iterations -------------------------------------------------------------------------------------------
@@ -603,7 +603,7 @@ class Engine:
         Args:
             with_other_parts: of parameters of which this rank has parts, the whole ones.
         """
-        return sum(_precise_bytes(flat, with_other_parts) for flat in self.blueprint.layout.everywhere())
+        return sum(_precise_bytes(flat, with_other_parts) for flat in self.blueprint.layout.all_flats())
 
     def precise_bytes_of(self, bindings: Iterable[FlatBinding], *, with_other_parts: bool = False) -> int:
         """The same of some flats."""

@@ -67,7 +67,7 @@ class TierRoom:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PageUse:
-    """Bytes of the pages that a tier of this rank has for one purpose (`optimizer states`, `staging of updates`)."""
+    """Bytes of the pages that a tier of this rank has for one purpose (`optimizer states`, `staging buffers`)."""
 
     tier: str
     purpose: str

@@ -105,7 +105,7 @@ class RunPages:
                 self._device,
                 held=False,
             )
-            for layout in blueprint.layout.elsewhere.get(unit, ())
+            for layout in blueprint.layout.remote_flats.get(unit, ())
         )
         return UnitStore(blueprint.units[unit], tuple(flats), elsewhere, late)
 

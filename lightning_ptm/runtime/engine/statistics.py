@@ -59,7 +59,7 @@ def collect(engine: Engine) -> Statistics:
         links=links,
         stall_s={**engine.executor.compute_timing.stall_s, "save": save_s},
         busy_s=engine.allocator.busy_s(),
-        uses=dataclasses.replace(engine.executor.fetching.uses),
+        uses=dataclasses.replace(engine.executor.fetching.lookups),
         update_arithmetic_s=engine.updater.stats.arithmetic_s,
         staleness=dataclasses.replace(updates.versions.stats) if updates is not None else None,
         updates_per_step=updates.updates_per_step if updates is not None else 1.0,

@@ -211,11 +211,11 @@ class StepGradients:
         for flat in (each for flats in self._flats for each in flats):
             flat.gradient.grad_attribute.resolve()
         for _, flat in self._updates.groups.flats_of(optimizer):
-            flat.gradient.follow()
+            flat.gradient.apply_user_changes()
 
     def _collect_postponed(self, position: int) -> None:
         """Reduces all gradients that are still in `.grad`, on all ranks, which meet at `position`."""
         self._barriers.reach_step(position)
         self._reduction.collect_postponed()
-        if self._blueprint.holders.apart:
+        if self._blueprint.holders.by_unit:
             self._barriers.reach(position)  # others may have more units to reduce: what follows may be collective

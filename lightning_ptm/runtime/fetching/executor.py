@@ -1,17 +1,18 @@
-"""Drives the policy of fetching (planning/fetch_policy.py) with stores of pages, waits for the unit that computes,
-and keeps the
-trace.
+"""Executor of the fetch policy in a run: fetches units before they compute, and records the trace.
 
-Owns the iteration in progress: its mode, whether it is traced, and which units were called in it. What is fetched and what is
-given up is the policy's; which plan is followed next, when parameters are open, and what is told of ticks and stalls have
-owners of their own (plan_selection.py, guard_policy.py, compute_timing.py).
+Drives planning/fetch_policy.py with stores of pages, and waits for the unit that computes. Owns the iteration in
+progress: its mode, whether it is traced, and which units were called in it. The policy decides what is fetched and
+evicted. Other files own the choice of the next plan (plan_selection.py), the opening of parameter guards
+(guard_policy.py), and the timing of ticks and stalls (compute_timing.py).
 
 I1: a unit is live while one of its calls is in progress.
-I2: with several ranks every all-gather has been agreed on.
-I3: all ranks trace, and so plan anew, in the same iterations: whoever calls `begin` has made them agree on `trace`, and
-    tells whether they are `raise_on_all_ranks`; a rank that goes on alone for some batches plans when they are.
-I4: this rank asks others for an all-gather of its own accord on occasions only, and comes to these at the same points of a
-    module's calls, forward and backward, whatever it has fetched; code between calls of units runs behind one (`occasions`).
+I2: with several ranks, all ranks agree on every all-gather before it starts.
+I3: all ranks trace, and so make new plans, in the same iterations: the callers of `begin` and `end` have agreed on
+    `trace` with all ranks, and say whether all ranks take part (`all_ranks`). A rank that continues alone for some
+    batches makes its plans when all ranks take part again.
+I4: this rank requests an all-gather of its own accord at occasions only. It reaches these at the same points of a
+    module's calls, forward and backward, whatever it has fetched. User code between calls of units runs after one
+    (`occasions`).
 """
 
 from __future__ import annotations
@@ -41,23 +42,24 @@ if TYPE_CHECKING:
 
 
 class Executor:
-    """The event loop of one rank, driven by hooks.
+    """The fetch executor of one rank, called by hooks.
 
     Args:
         stores: by unit.
-        tracer: records what happens.
+        tracer: records the trace.
         agreement: ranks agree on all-gathers through it.
-        update_pending: whether a unit's update has not reached its compute parameters yet (after some progress).
-        finish_update: blocks until it has, as far as a step needs it.
-        finish_between_steps: blocks until it has all, for who reads the unit between two steps.
-        replan: makes a plan from a trace, and tells what trace the plan is for.
-        read: brings a paged tensor to memory of its own.
-        reclaim: gives back device pages of gradients that have left (or, with True, once they have); whether any came free.
-        events: told of ticks and stalls.
-        used_bytes: bytes of pages in use, by tier.
+        update_pending: whether an update has not reached a unit's compute parameters yet; makes some progress with it.
+        finish_update: blocks until it has, as far as a step requires it.
+        finish_between_steps: blocks until all updates have, for readers of the unit between two steps.
+        replan: makes a plan from a trace, and returns it with the trace that it is for.
+        read: copies a paged tensor to memory of its own.
+        reclaim: frees device pages of gradients that have left (with True, once they have); returns whether any were
+            freed.
+        events: receives ticks and stalls.
+        used_bytes: returns the bytes of pages in use, by tier.
         by_need: units that a plan cannot foresee.
-        one_way: as the policy's.
-        at_tick: called at each.
+        one_way: see FetchPolicy.
+        at_tick: called at each tick.
     """
 
     def __init__(
@@ -96,61 +98,75 @@ class Executor:
         self._tracing = False
         self._called: set[int] = set()
         self.occasions = 0
-        """How often this rank has come to a point from which on it may ask others for all-gathers (I4)."""
+        """How often this rank has reached a point after which it may request all-gathers (I4)."""
 
     @property
     def mode(self) -> Mode | None:
         return self._mode
 
     def wants_trace(self, mode: Mode) -> bool:
-        """Whether the next iteration, one of `mode`, should be traced: until one has confirmed the plan that is followed,
-        and after one that neither followed it nor was like the last one traced here (the plan is for the first rank's)."""
+        """Returns whether the next iteration, of `mode`, should be traced.
+
+        It should until an iteration has confirmed the plan, and after an iteration that neither followed the plan nor
+        repeated this rank's newest trace (the plan is made for the first rank's trace).
+        """
         if mode is self._mode:
             return (
                 not self._tracing and not self.fetching.plan_cursor.followed and not self.fetching.plan_cursor.repeated
             )
         return self.plans.trace(mode) is None
 
-    def begin(self, mode: Mode, *, trace: bool, together: bool = True) -> None:
-        """An iteration starts. The one before, if open, ends here."""
-        if together:
+    def begin(self, mode: Mode, *, trace: bool, all_ranks: bool = True) -> None:
+        """Starts an iteration, and ends the one before if it is open.
+
+        Args:
+            trace: whether to trace it; all ranks have agreed on that (I3).
+            all_ranks: whether all ranks take part, so that collectives are allowed.
+        """
+        if all_ranks:
             self.plans.make()
-        self.end(together=together)
+        self.end(all_ranks=all_ranks)
         self._mode = mode
         self.guard_policy.begin_iteration()
-        self.fetching.begin(self.plans.planned(mode), self.plans.trace(mode), begins_again=mode is Mode.FORWARD)
+        self.fetching.begin(self.plans.planned(mode), self.plans.trace(mode), may_repeat=mode is Mode.FORWARD)
         self._tracing = trace
         self._called.clear()
         if self._tracing:
             self._tracer.start()
 
-    def end(self, *, together: bool = True) -> None:
-        """The iteration is over: run the plan's last tasks and learn from the trace."""
+    def end(self, *, all_ranks: bool = True) -> None:
+        """Ends the iteration: performs the plan's last tasks and makes a plan from the trace.
+
+        Args:
+            all_ranks: as in `begin`.
+        """
         if self._mode is None:
             return
-        self.compute_timing.rest()
+        self.compute_timing.end_tick()
         self.occasions += 1
         known = self.fetching.plan_cursor.followed or self.fetching.plan_cursor.repeated
         mode, self._mode = self._mode, None
         self.fetching.end()
         if self._tracing and self.fetching.plan_cursor.tick:
-            self.plans.has_come(mode, self._tracer.finish())
-            if together:
+            self.plans.add_trace(mode, self._tracer.finish())
+            if all_ranks:
                 self.plans.make()
         elif not known:
             self.plans.order_changed(mode)
 
     def abandon(self) -> None:
-        """The iteration failed: forget it, and let go of what its calls held."""
-        self.compute_timing.forget()
+        """Drops a failed iteration, and the references of its calls."""
+        self.compute_timing.drop_tick()
         self._mode = None
         self.fetching.abandon()
         self.guard_policy.abandon()
 
     def enter(self, unit: int, phase: Phase) -> None:
-        """Tick: `unit` starts to compute. Returns when its parameters are bound; `leave` must follow, or in a backward
-        `leave_backward`."""
-        self.compute_timing.rest()
+        """Begins a tick: `unit` starts to compute. Returns when its parameters are bound.
+
+        `leave` must follow, in a backward `leave_backward`.
+        """
+        self.compute_timing.end_tick()
         self.occasions += 1
         index = self.fetching.enter(unit, phase)
         store = self._stores[unit]
@@ -160,93 +176,98 @@ class Executor:
         self.require(unit)
         self.fetching.computes(unit)
         if self._tracing and unit not in self._by_need:
-            live = (index for index in range(len(self._stores)) if self._refcounts.leased(index))
+            live = (index for index in range(len(self._stores)) if self._refcounts.referenced(index))
             self._tracer.tick(
                 unit, phase, tuple(index for index in live if index not in self._by_need), self.guard_policy.passes
             )
-        self.compute_timing.tick(store.unit.name, phase, index, self._mode)
+        self.compute_timing.begin_tick(store.unit.name, phase, index, self._mode)
         self._at_tick()
 
     def use(self, unit: int) -> None:
-        """Somebody reads `unit`, without a tick of its own; `leave` must follow."""
+        """Takes a reference on `unit` for a reader outside of ticks; `leave` must follow."""
         self._refcounts.take(unit)
         self._stores[unit].open()
         self._called.add(unit)
 
     def leave(self, unit: int) -> None:
-        """The call that `enter` or `use` announced is over."""
+        """Ends the call that `enter` or `use` began."""
         self.occasions += 1
         self._refcounts.give_back(unit)
-        self._left(unit)
+        self._close_unused(unit)
 
     def leave_backward(self, unit: int) -> None:
-        """The backward that `enter` announced has ended, or waits for others; nothing happens where it has left."""
+        """Ends the backward that `enter` began, or suspends it; does nothing where it has ended already."""
         if self._refcounts.in_backward(unit):
             self._refcounts.give_back_backward(unit)
-            self._left(unit)
+            self._close_unused(unit)
 
     def end_backward(self, unit: int) -> None:
-        """As `leave_backward`, and nobody holds the unit any more."""
+        """Ends the backward as `leave_backward`, and the hold of the unit."""
         self.leave_backward(unit)
-        self._refcounts.let_go(unit)
+        self._refcounts.unhold(unit)
 
-    def _left(self, unit: int) -> None:
+    def _close_unused(self, unit: int) -> None:
         if not self.guard_policy.computing and not self.used(unit):
             self._stores[unit].close()
         if self._tracing:
             self._tracer.observe()
 
     def used(self, unit: int) -> bool:
-        """Whether a call of `unit`, or its backward, is in progress."""
+        """Returns whether a call of `unit`, or its backward, is in progress."""
         return self._refcounts.used(unit)
 
-    def leased(self, unit: int) -> bool:
-        """Whether `unit` is used or held, and so stays where it is."""
-        return self._refcounts.leased(unit)
+    def referenced(self, unit: int) -> bool:
+        """Returns whether `unit` is used or held, and so is not evicted."""
+        return self._refcounts.referenced(unit)
 
     def held(self, unit: int) -> bool:
-        """Whether somebody holds `unit`."""
+        """Returns whether `unit` is held."""
         return self._refcounts.held(unit)
 
     def called(self, unit: int) -> bool:
-        """Whether `unit` has had a forward in this iteration."""
+        """Returns whether `unit` has had a forward in this iteration."""
         return unit in self._called
 
     def hold(self, unit: int) -> None:
         """Keeps `unit` gathered until the iteration ends (it is used outside its own forward)."""
         self._refcounts.hold(unit)
         self.require(unit)
-        self.fetching.has_come(unit)
+        self.fetching.mark_used(unit)
 
-    def stay(self, unit: int, *, held: bool) -> None:
-        """Whether somebody goes on to hold `unit`; it comes back where it was given up since its backward ended."""
+    def keep_held(self, unit: int, *, held: bool) -> None:
+        """Continues or ends the hold of `unit`; fetches it again where it was evicted since its backward ended."""
         if held:
             self.hold(unit)
         else:
-            self._refcounts.let_go(unit)
+            self._refcounts.unhold(unit)
 
     def expect(self, units: Sequence[int]) -> None:
-        """As the policy's."""
+        """Announces the units that are called next; see FetchPolicy."""
         self.occasions += 1
         self.fetching.expect(units)
 
-    def saved_is_read(self, unit: int) -> None:
-        """Of `unit`, a tensor that autograd has saved; `require` follows where it is not live. That differs between ranks
-        only where it is not leased (I4, I1)."""
-        self.occasions += not self._refcounts.leased(unit)
+    def note_saved_read(self, unit: int) -> None:
+        """Counts an occasion when a saved tensor of `unit` is read in a backward.
+
+        `require` follows where the unit is not live. Ranks differ in that only where the unit has no reference (I4,
+        I1).
+        """
+        self.occasions += not self._refcounts.referenced(unit)
 
     def read_held(self, unit: int) -> None:
-        """Somebody reads `unit`, which is held, so that it is there: its update is waited for, in a step once behind each of
-        the optimizer's."""
+        """Makes a unit readable that is held and so is on the device: waits for its update.
+
+        Within a step, the wait happens once after each optimizer step.
+        """
         if not self.guard_policy.computing or unit not in self.guard_policy.waited_for:
             self.require(unit)
 
     def require(self, unit: int) -> None:
-        """Makes `unit` live: waits for its update, fetches it if nobody has, waits for the bytes."""
+        """Makes `unit` live: waits for its update, fetches it if that has not begun, waits for the bytes."""
         self.occasions += 1
         store = self._stores[unit]
         if store.lent:
-            return  # whole already, and the user's until the block ends
+            return  # gathered for the user until the block of full parameters ends
         started = perf_counter()
         if self.guard_policy.computing:
             self._finish_update(unit)
@@ -271,17 +292,20 @@ class Executor:
         except CapacityError as error:
             name = store.unit.name or "the root unit"
             raise CapacityError(
-                f"{name} needs {store.full_bytes} bytes gathered on the device, and no other unit there can be given up "
+                f"{name} needs {store.full_bytes} bytes gathered on the device, and no other unit there can be evicted "
                 f"({error}); raise device_memory (host_memory on a CPU-only machine) or use smaller units"
             ) from error
 
     def release_all(self) -> None:
-        """Drops every full flat that is not in use (before evaluation by hand, at the end of a run)."""
+        """Releases all full flats that are not in use.
+
+        Called before an evaluation outside of the trainer's loops, and at the end of a run.
+        """
         self.fetching.release_all()
 
     def take_part(self, unit: int) -> None:
-        """Takes part in an all-gather that other ranks asked for: keeps the result if there is room for it."""
+        """Takes part in an all-gather that other ranks requested: keeps the result if there is room for it."""
         self._finish_update(unit)
-        if not self.fetching.take_part(unit):
+        if not self.fetching.join_gather(unit):
             for flat in self._stores[unit].flats:
                 flat.contribute(self._read)

@@ -1,10 +1,11 @@
-"""When parameters that are not the precise ones are open: may be read by code that no call of their unit announces.
+"""Parameter guards: when parameters may be read by code outside of their unit's calls.
 
-Owns whether a step or a backward pass is in progress, how many backward passes of the iteration are over, and whose updates
-somebody has waited for. Opens and closes stores; whether one is in use, the executor says.
+This concerns compute parameters that are not the master weights themselves. Owns whether a step or a backward pass is
+in progress, how many backward passes of the iteration are over, and which units' updates have been waited for. Opens
+and closes stores; the executor knows which stores are in use.
 
-I1: they are open while a step or a backward pass is in progress, or a call of their unit; those of a unit whose updates no
-    step waits for (`late`) once somebody has waited for it there.
+I1: parameters are open while a step, a backward pass or a call of their unit is in progress. A unit whose updates no
+    step waits for (`late`) is opened by a step only once its update has been waited for.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from lightning_ptm.terms import Phase
 
 
 class GuardPolicy:
-    """Of the stores of one rank.
+    """The parameter guards of one rank's stores.
 
     Args:
-        used: whether a call of a unit, or its backward, is in progress.
+        used: returns whether a call of a unit, or its backward, is in progress.
     """
 
     def __init__(self, stores: Sequence[UnitStore], used: Callable[[int], bool]) -> None:
@@ -32,31 +33,31 @@ class GuardPolicy:
         self.computing = False
         """Whether a step or a backward pass is in progress. Others read it."""
         self.passes = 0
-        """Backward passes of the iteration in progress that are over. Others read it."""
+        """Number of backward passes of the iteration in progress that are over. Others read it."""
         self.waited_for: set[int] = set()
-        """Units whose updates somebody has waited for in this iteration, since its last optimizer step. Others read it."""
+        """Units whose updates have been waited for in this iteration, since its last optimizer step. Others read it."""
 
     def begin_iteration(self) -> None:
-        """Nobody has waited for anything in this one."""
+        """Resets the counts of the iteration."""
         self.passes = 0
         self.waited_for.clear()
 
     def computation_begins(self, phase: Phase) -> None:
-        """Of a step, or of a backward pass: its code may read parameters that are there."""
-        self._now(phase, begun=True)
+        """Opens parameters for a step, or a backward pass, whose code may read them."""
+        self._note(phase, begun=True)
         for store in self._closing:
             if not store.late or store.unit.index in self.waited_for:
                 store.open()
 
     def computation_ends(self, phase: Phase) -> None:
-        """Of a step, or of a backward pass; one that never began has no end."""
+        """Closes parameters after a step, or a backward pass; counts only a backward pass that had begun."""
         self.passes += phase is Phase.BACKWARD and self._in_backward
-        self._now(phase, begun=False)
+        self._note(phase, begun=False)
         for store in self._closing if not self.computing else ():
             if not self._used(store.unit.index):
                 store.close()
 
-    def _now(self, phase: Phase, *, begun: bool) -> None:
+    def _note(self, phase: Phase, *, begun: bool) -> None:
         if phase is Phase.BACKWARD:
             self._in_backward = begun
         else:
@@ -64,20 +65,23 @@ class GuardPolicy:
         self.computing = self._in_step or self._in_backward
 
     def updates_begin(self) -> None:
-        """Of units, which an optimizer's step does not wait for: these have to be called, or held, to be read again."""
+        """Closes `late` units, for whose updates an optimizer step does not wait.
+
+        They have to be called, or held, before they can be read again.
+        """
         self.waited_for.clear()
         for store in self._closing:
             if store.late and not self._used(store.unit.index):
                 store.close()
 
     def waited(self, store: UnitStore) -> None:
-        """Somebody has waited for a unit's update."""
+        """Records that a unit's update has been waited for."""
         self.waited_for.add(store.unit.index)
         if self.computing:
             store.open()
 
     def abandon(self) -> None:
-        """The iteration failed: everything is closed."""
+        """Closes everything after a failed iteration."""
         self._in_step = self._in_backward = self.computing = False
         self.waited_for.clear()
         for store in self._stores:

@@ -1,8 +1,9 @@
-"""The stores of a run as what the policy of fetching drives (planning/fetch_policy.py: Units).
+"""Adapter of the stores of a run to the fetch policy's interface (planning/fetch_policy.py: Units).
 
-Owns nothing: each question and each order is one to the store of the unit. Knows which fetches ranks have to agree on.
+Owns nothing: each call goes to the store of the unit. Knows which fetches the ranks have to agree on.
 
-I1: a fetch that other ranks have a part in is asked for before it begins, unless they have agreed on it already.
+I1: a fetch in which other ranks take part is requested from them before it begins, unless they have agreed on it
+    already.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from lightning_ptm.terms import Operation
 
 
 class PolicyUnits:
-    """The stores of a run as the policy's units.
+    """The stores of a run, as the units of the policy.
 
     Args:
         stores: by unit.
         agreement: ranks agree on all-gathers through it.
-        update_pending: whether a unit's update has not reached its compute parameters yet (after some progress).
-        reclaim: as the policy's.
+        update_pending: whether an update has not reached a unit's compute parameters yet; makes some progress with it.
+        reclaim: see `Units.reclaim`.
     """
 
     def __init__(

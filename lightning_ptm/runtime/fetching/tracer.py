@@ -1,7 +1,9 @@
-"""Watches one iteration: which unit computed at each tick, for how long, beside how many bytes (the paper's Tracer).
+"""Tracer of an iteration: which unit computed at each tick, for how long, with how many bytes outside the page pools.
 
-Owns the record of the iteration in progress. I1: a tick is closed by the next one or by `finish`. I2: `non_model_bytes`
-counts what lives outside the page pools, so the planner may subtract it from a budget.
+This is the paper's Tracer. Owns the record of the iteration in progress.
+
+I1: a tick is closed by the next one or by `finish`.
+I2: `non_model_bytes` counts bytes outside the page pools, so the planner may subtract it from a budget.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class Tracer:
 
     Args:
         units: the units, for the table of tensors.
-        non_model_bytes: how many bytes live outside the page pools now.
-        backend: the compute device; where it computes beside the host, seconds are by its own clock.
+        non_model_bytes: returns the bytes that are outside the page pools now.
+        backend: the compute device; if it is asynchronous to the host, seconds are measured by its own clock.
     """
 
     def __init__(self, units: tuple[Unit, ...], non_model_bytes: Callable[[], int], backend: Backend) -> None:
@@ -45,14 +47,16 @@ class Tracer:
         self._end: Mark | None = None
 
     def start(self) -> None:
-        """Forgets what was recorded."""
+        """Clears the record."""
         self._ticks = []
         self._end = None
 
     def tick(self, unit: int, phase: Phase, live: tuple[int, ...], passes: int = 0) -> None:
-        """A new tick begins, behind so many backward passes; the one before ends."""
+        """Begins a tick, after `passes` complete backward passes, and ends the one before."""
         now = perf_counter()
-        beside = self._non_model_bytes()  # once for both: the allocator looks through all its holes
+        beside = (
+            self._non_model_bytes()
+        )  # one reading for both ticks: it is slow, since it walks the allocator's free list
         if self._ticks:
             self._close(self._ticks[-1], now, beside)
         opened = _OpenTick(unit, phase, live, beside, now, passes)
@@ -61,12 +65,12 @@ class Tracer:
         self._ticks.append(opened)
 
     def observe(self) -> None:
-        """Takes another reading of the bytes outside the pools for the tick in progress; the larger one counts."""
+        """Reads the bytes outside the pools once more for the tick in progress; the larger reading counts."""
         if self._ticks:
             self._ticks[-1].non_model_bytes = max(self._ticks[-1].non_model_bytes, self._non_model_bytes())
 
     def finish(self) -> Trace:
-        """The trace of the iteration that ends here."""
+        """Returns the trace of the iteration, which ends here."""
         if self._ticks:
             self._close(self._ticks[-1], perf_counter(), self._non_model_bytes())
             if self._backend.apart:

@@ -107,7 +107,7 @@ class AllShardedStates:
             optimizers: with those of the optimizers.
         """
         here = list(self._kinds_here(optimizers=optimizers))
-        if not self._gathered_flats.holders.apart:
+        if not self._gathered_flats.holders.by_unit:
             return here
         by_unit: dict[str, list[ShardedStates]] = {}
         for kind in here:

@@ -76,7 +76,7 @@ class SummonFullParams:
         self._settle(f"gathered {sorted(wanted)} {write}")
         needed, left_out = self._needed(wanted), list[FlatBinding]()
         refusal = ""
-        if not self._barriers.all_say(needed <= free_host_bytes()):
+        if not self._barriers.all_agree(needed <= free_host_bytes()):
             names = ", ".join(type(module).__name__ for module in modules)
             refusal = (
                 f"the weights of {names} take {format_bytes(needed)} of RAM where they are whole (state_dict(), gathered), "
@@ -85,7 +85,7 @@ class SummonFullParams:
                 f"checkpoints=Checkpoints(state_dict_type='sharded'), which gathers nothing"
             )
             left_out = [] if untrained else self._lent_parameters.untrained()
-            if not left_out or not self._barriers.all_say(self._needed(wanted, left_out) <= free_host_bytes()):
+            if not left_out or not self._barriers.all_agree(self._needed(wanted, left_out) <= free_host_bytes()):
                 raise CapacityError(refusal)
         ending = self._until_all_have(f"edited {sorted(wanted)}") if write else nullcontext()
         with (

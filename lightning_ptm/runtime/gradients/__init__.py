@@ -1,1 +1,1 @@
-"""Gradients of flats: in `.grad`, in pages, and added up in RAM."""
+"""Gradients of flats: in `.grad`, in pages, and accumulated in RAM."""

@@ -1,11 +1,10 @@
-"""`.grad` of a flat's parameters: what autograd leaves there, what the user sees there, and what he does to it.
+"""The `.grad` attribute of a flat's parameters: what autograd puts there, what users see there and what they change.
 
-Owns what `.grad` shows while the gradient is in pages (grad_placeholder.py), and the sums that wait beside it. What
-is in the pages is
-gradient_shard.py's, what a step leaves used_gradients.py's.
+Owns what `.grad` shows while the gradient is in pages (grad_placeholder.py), and sums that are kept in addition to
+`.grad`. The pages belong to gradient_shard.py, and the tensors that a step leaves in `.grad` to used_gradients.py.
 
-I1: from the end of a backward pass to the next, `.grad` of a parameter whose gradient is in pages shows it. What the user
-does to it (edits, assigns, sets to None) is carried out in the pages before they are used (`follow_edits`).
+I1: from the end of a backward pass to the next, `.grad` of a parameter whose gradient is in pages shows it. Changes by
+    the user (edits, assignments, None) are applied to the pages before these are used (`apply_edits`).
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ if TYPE_CHECKING:
     from lightning_ptm.planning.sharding import ShardGroup
 
 _EARLIER = "when it was of an earlier step"
-_CLIPPED = "when it was to be clipped already, which the update does"
+_CLIPPED = "when it was clipped already, and the update does the clipping"
 _BEFORE_CLIPPING = ", before clip_gradients is called (in configure_gradient_clipping: before super())"
 
 
 class GradAttribute:
-    """Of one flat.
+    """`.grad` of the parameters of one flat.
 
     Args:
         store: the flat's compute parameters.
-        shard: the pages, where the gradient waits in any.
-        sharing: with which ranks.
-        stream: of the run; None: whatever is current.
+        shard: the gradient pages, if the gradient waits in pages.
+        sharing: the ranks that share the gradient.
+        stream: the run's compute stream; None: the current one.
     """
 
     def __init__(
@@ -67,99 +66,104 @@ class GradAttribute:
         self._names = [slot.spec.name for slot in store.layout.slots]
         self.used = UsedGradients(store.binding, self._names, shard)
         # state
-        self.beside: list[Tensor | None] = [None] * len(store.layout.slots)
-        """Sums of passes that the ranks have not reduced, shaped as the parameters (`postpone`). Others read it."""
+        self.partial_sums: list[Tensor | None] = [None] * len(store.layout.slots)
+        """By slot, the sums of passes that the ranks have not reduced, shaped as the parameters (`postpone`). Read by
+        others."""
         self._shown: dict[int, GradPlaceholder] = {}
-        """By slot, what `.grad` is as long as the user leaves it alone."""
+        """By slot, the placeholder in `.grad`, while the user leaves it alone."""
         self.clipped_later = False
-        """Whether the update will clip what is here. Others read it."""
+        """Whether the update will clip this gradient. Read by others."""
         self._to_clip: list[tuple[int, int] | None] = []
-        """By slot, object and version of what was in `.grad` then, where it stays there."""
+        """By slot, object and version of `.grad` when clipping was decided, where `.grad` stays in place."""
 
-    # -- what is there ------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
-    def here(self) -> list[bool]:
-        """For each parameter of the flat, whether it has a gradient that was not collected."""
+    def uncollected(self) -> list[bool]:
+        """For each parameter of the flat, whether it has a gradient that is not collected yet."""
         return [
             (grad is not None and not isinstance(grad, GradPlaceholder)) or sum_ is not None
-            for grad, sum_ in zip(self._binding.gradients(), self.beside, strict=True)
+            for grad, sum_ in zip(self._binding.gradients(), self.partial_sums, strict=True)
         ]
 
     def present(self) -> Sequence[bool]:
-        """For each parameter of the flat, whether it has a gradient, in whatever place."""
+        """For each parameter of the flat, whether it has a gradient, collected or not."""
         if self._in_place or not self._content.filled:
-            here = self.here()
+            here = self.uncollected()
             return here if self._in_place else [a or b for a, b in zip(here, self._content.present, strict=True)]
         return tuple(self._content.present)
 
     @property
     def is_forgotten(self) -> bool:
-        """Whether the user has set all of it to None, of which the pages do not know yet (`module.zero_grad()`)."""
+        """Whether the user has set every shown `.grad` to None (`module.zero_grad()`) while the pages hold gradients."""
         gradients = self._binding.gradients()
-        return bool(self._shown) and not any(self.here()) and all(gradients[slot] is None for slot in self._shown)
+        return (
+            bool(self._shown) and not any(self.uncollected()) and all(gradients[slot] is None for slot in self._shown)
+        )
 
     def check_dense(self) -> None:
-        """Raises UsageError: a gradient is sparse."""
+        """Raises UsageError if a gradient is sparse."""
         for slot, grad in enumerate(self._binding.gradients()):
             if grad is not None and not isinstance(grad, GradPlaceholder):
                 self._binding.arrangement.check_dense(slot, grad)
 
     def postpone(self) -> None:
-        """The unit's backward has ended, and its gradients are to be reduced with those of a later one: they stay in `.grad`,
-        where autograd adds to them, or where sums have a wider dtype, beside it."""
-        if not self._shard.sums:
+        """Leaves the gradients of a unit whose backward has ended to a later reduction.
+
+        They stay in `.grad`, where autograd adds to them, or, if sums have a wider dtype, are added to a separate sum.
+        """
+        if not self._shard.widens:
             return
         self.check_dense()
-        for slot, sum_ in enumerate(self.beside):
-            grad = self.take(slot)  # one by one: what has been added up is freed
+        for slot, sum_ in enumerate(self.partial_sums):
+            grad = self.take(slot)  # one by one, so that each `.grad` is freed once it is added
             if grad is not None:
-                self.beside[slot] = grad.to(self._route.dtype) if sum_ is None else sum_.add_(grad)
+                self.partial_sums[slot] = grad.to(self._route.dtype) if sum_ is None else sum_.add_(grad)
 
     def take(self, slot: int) -> Tensor | None:
-        """What was in `.grad` is the current stream's, which reads it last; autograd may have made it on another one."""
+        """Removes and returns `.grad`. The current stream reads it last; autograd may have made it on another one."""
         grad = self._binding.take_gradient(slot)
         if grad is not None and not isinstance(grad, GradPlaceholder):
             self._backend.record_use(grad)
         return grad
 
     def drop(self) -> None:
-        """Gradients that were not collected are forgotten, or are elsewhere now."""
-        for slot in range(len(self.beside)):
+        """Removes gradients that are not collected, and the placeholders."""
+        for slot in range(len(self.partial_sums)):
             self.take(slot)
             if slot in self._shown:
                 self._shown.pop(slot).retire(partial(refuse_gradient, self._names[slot], _EARLIER))
-        self.beside = [None] * len(self.beside)
+        self.partial_sums = [None] * len(self.partial_sums)
 
     def forget(self) -> None:
-        """All that is or was there is forgotten."""
+        """Forgets all gradients, wherever they are."""
         self.drop()
         self.used.forget()
         self.clipped_later = False
         self._content.forget()
 
-    # -- what is shown ------------------------------------------------------------------------------------------------
+    # -- showing gradients in pages ------------------------------------------------------------------------------------
 
     def show(self) -> None:
-        """A backward pass has ended: `.grad` shows what is in the pages (I1)."""
+        """Shows the gradients in the pages in `.grad` after a backward pass (I1)."""
         if not self._in_place:
-            self._shard.land()  # what is being reduced is in no pages yet
+            self._shard.finish_reduction()  # a reduction in flight is not in the pages yet
             for slot, parameter in enumerate(self._binding.parameters):
                 if self._content.filled and self._content.present[slot] and parameter.grad is None:
                     shown = GradPlaceholder(parameter, partial(self._read, slot), self._backend)
                     parameter.grad = self._shown[slot] = shown
         self.used.pass_ended(self._shown)
 
-    def show_anew(self) -> None:
-        """The pages have other values now."""
+    def refresh(self) -> None:
+        """Replaces the placeholders after the values in the pages have changed."""
         if self._shown:
             self.drop()
             self.show()
 
     def clip_later(self) -> None:
-        """The update will clip what is here on its way, so `.grad` shows no values until then."""
+        """Marks the gradient as clipped by the update; until then `.grad` shows no values."""
         self.clipped_later = True
         self._to_clip = [_version(grad) for grad in self._binding.gradients()] if self._in_place else []
-        self.show_anew()
+        self.refresh()
 
     def check_not_edited(self) -> None:
         """Before the update clips what is here: a plain step would take as it is what was written behind the clipping.
@@ -174,8 +178,10 @@ class GradAttribute:
                 refuse_gradient(self._names[slot], _CLIPPED, "changed", _BEFORE_CLIPPING)
 
     def resolve(self) -> None:
-        """The user may have assigned what another parameter's `.grad` shows: it is a tensor of its own from now on. To be
-        called of all flats before any of them changes."""
+        """Replaces a placeholder that the user assigned to another parameter's `.grad` by a tensor of its own.
+
+        Must be called for all flats before any of them changes.
+        """
         for slot, grad in enumerate(self._binding.gradients()):
             if (
                 isinstance(grad, GradPlaceholder)
@@ -185,35 +191,36 @@ class GradAttribute:
                 self._binding.parameters[slot].grad = grad.clone()
 
     def hide(self) -> None:
-        """A backward pass begins, which adds to `.grad`."""
+        """Removes placeholders from `.grad` before a backward pass, which adds to `.grad`."""
         self.used.pass_begins()
         self._refuse_hooks_on_sums()
         if self._shown:
-            self.follow_edits(stay=False)
-        if self.clipped_later and not any(self.present()):  # forgotten one by one
+            self.apply_edits(stay=False)
+        if self.clipped_later and not any(self.present()):  # the user has set all of them to None one by one
             self.clipped_later = False
 
     def _refuse_hooks_on_sums(self) -> None:
-        """A hook behind the accumulation of a gradient finds in `.grad` what is added to a sum that is elsewhere."""
-        if not self._shown and not self.used.any and all(each is None for each in self.beside):
+        """Refuses post-accumulate hooks where `.grad` would hold only this pass's part of a sum that is in pages."""
+        if not self._shown and not self.used.any and all(each is None for each in self.partial_sums):
             return
         for slot, parameter in enumerate(self._binding.parameters):
-            elsewhere = self.beside[slot] is not None or parameter.grad is self._shown.get(slot, self)
-            elsewhere |= self.used.of_both(slot)
-            if elsewhere and len(accumulation_hooks_of(parameter) or ()) > 1:  # one is the run's own
+            is_partial = self.partial_sums[slot] is not None or parameter.grad is self._shown.get(slot, self)
+            is_partial |= self.used.is_mixed_sum(slot)
+            # the engine itself has registered one
+            if is_partial and len(accumulation_hooks_of(parameter) or ()) > 1:
                 raise UsageError(
-                    f"{self._names[slot]} has a hook of register_post_accumulate_grad_hook, which "
-                    f"would find the gradient of this backward pass alone in .grad: what earlier ones have added up is in "
-                    f"pages; use register_hook, which gets each pass's gradient, or read .grad in on_after_backward"
+                    f"{self._names[slot]} has a hook of register_post_accumulate_grad_hook, which would find only "
+                    "this backward pass's gradient in .grad, since the sum of earlier passes is in pages; use "
+                    "register_hook, which gets each pass's gradient, or read .grad in on_after_backward"
                 )
 
-    # -- what the user does -------------------------------------------------------------------------------------------
+    # -- changes by the user -------------------------------------------------------------------------------------------
 
     def assigned(self) -> list[int]:
-        """Slots of parameters to whose `.grad` the user has assigned a gradient, or has added one by hand.
+        """Slots of parameters to whose `.grad` the user has assigned a gradient or added one.
 
         Raises:
-            UsageError: several ranks hold the gradient.
+            UsageError: several ranks share the gradient.
         """
         gradients = enumerate(self._binding.gradients())
         given = [slot for slot, grad in gradients if grad is not None and grad is not self._shown.get(slot)]
@@ -221,37 +228,40 @@ class GradAttribute:
             self._check_alone(given[0], "was assigned")
         return given
 
-    def lay_aside(self, given: Sequence[int]) -> dict[int, GradPlaceholder]:
-        """Nothing is shown until `show_again`, and what was assigned takes the place of what is in the pages."""
+    def set_aside(self, given: Sequence[int]) -> dict[int, GradPlaceholder]:
+        """Removes the placeholders until `show_set_aside`.
+
+        The pages of parameters to which the user assigned a gradient are set to zero.
+        """
         shown, self._shown = self._shown, {}
         for slot in shown:
             self._binding.parameters[slot].grad = None
-        for slot in given:  # a sum is not what was meant
+        for slot in given:  # the assigned gradient replaces the one in the pages
             if self._content.present[slot]:
                 self._shard.write(slot, None)
         return shown
 
-    def show_again(self, shown: dict[int, GradPlaceholder]) -> None:
-        """What was laid aside is shown by the same tensors as before."""
+    def show_set_aside(self, shown: dict[int, GradPlaceholder]) -> None:
+        """Puts the placeholders of `set_aside` back into `.grad`."""
         for slot, each in shown.items():
             self._binding.parameters[slot].grad = self._shown[slot] = each
         self.show()
 
-    def follow_edits(self, *, stay: bool) -> None:
-        """What the user has done to what is shown is done to the pages.
+    def apply_edits(self, *, stay: bool) -> None:
+        """Applies the user's changes of the placeholders to the pages.
 
         Args:
-            stay: what is shown stays; else it goes, and gets no values any more.
+            stay: the placeholders stay; otherwise they are removed, and fetch no values any more.
 
         Raises:
-            UsageError: several ranks hold the gradient, or it is to be clipped already.
+            UsageError: several ranks share the gradient, or the update will clip it.
         """
         for slot, shown in tuple(self._shown.items()):
             parameter = self._binding.parameters[slot]
             grad = parameter.grad
             if grad is shown:
-                values = shown.held
-                # What is written in place by way of a view leaves no other trace.
+                values = shown.fetched_values
+                # Values are compared, since a write through a view leaves no other trace.
                 if values is not None and not torch.equal(values, self._shard.value(slot, parameter)):
                     if self.clipped_later:
                         refuse_gradient(self._names[slot], _CLIPPED, "changed", _BEFORE_CLIPPING)
@@ -267,7 +277,7 @@ class GradAttribute:
                 shown.retire(partial(refuse_gradient, self._names[slot], _EARLIER))
 
     def _forget(self, slot: int) -> None:
-        """The user has let go of a parameter's gradient."""
+        """Forgets the gradient of a parameter whose `.grad` the user set to None or replaced."""
         self._content.forget_slot(slot)
         if not any(self._content.present):
             return
@@ -275,32 +285,33 @@ class GradAttribute:
             others = [self._binding.parameters[each] for each in self._shown if each != slot]
             if any(parameter.grad is not None for parameter in others):
                 raise UsageError(
-                    f"the gradient of {self._names[slot]} was set to None, in a flat that several ranks share and that holds "
-                    f"others, too; use zero_grad of the optimizer, or make the module that holds it a unit of its own with "
-                    f"units=[...]"
+                    f"the gradient of {self._names[slot]} was set to None, in a flat that several ranks share and "
+                    "that holds gradients of other parameters, so they cannot be forgotten separately; use zero_grad "
+                    "of the optimizer, or make the module that holds it a unit of its own with units=[...]"
                 )
-            return  # all of them were
+            return  # the user has set all gradients of the flat to None
         self._shard.write(slot, None)
 
     def _read(self, slot: int) -> Tensor:
         self._check_alone(slot, "was read")
         if self.clipped_later:
             refuse_gradient(self._names[slot], _CLIPPED, then=_BEFORE_CLIPPING)
-        # Whoever looks may do so on a stream that the run's never waits for: pages keep the order of the run's.
         with nullcontext() if self._stream is None else self._stream.entered():
             value = self._shard.value(slot, self._binding.parameters[slot])
         self._backend.record_use(value)
         return value
 
-    # -- behind a step ------------------------------------------------------------------------------------------------
+    # -- after a step --------------------------------------------------------------------------------------------------
 
     def retire(self, *, clipped: bool, scratch: bool = False) -> None:
-        """A step has used the gradient, which Lightning forgets next. What is left of it is no plain loop's: it is gone, or
-        was clipped on its way to the update.
+        """Leaves unreadable placeholders in `.grad` after a step has used the gradients.
+
+        In a plain loop, gradients would still be there. Here they are gone or were clipped on their way to the update.
+        Lightning forgets gradients next.
 
         Args:
-            clipped: the update has done something to it.
-            scratch: so has the optimizer's class, to a copy.
+            clipped: the update has changed its copy of the gradient.
+            scratch: the optimizer's class has changed a copy of the gradient.
         """
         untouched = self._in_place and not scratch and (self._route.clips_in_place or not clipped)
         used = self._content.spent or (() if untouched else self.present())
@@ -310,25 +321,29 @@ class GradAttribute:
             elif used and used[slot]:
                 self.used.leave(slot, None)
 
-    def let_go(self) -> None:
-        """The run is over: `.grad` is an ordinary tensor where somebody has looked at it, with its parameter's device and
-        dtype, and None where it was in pages. What was in `.grad` itself goes where its parameter has gone, as with
-        `module.cpu()`."""
+    def make_plain(self) -> None:
+        """Makes `.grad` ordinary at the end of a run: a tensor on its parameter's device and of its dtype, or None.
+
+        A gradient in pages becomes a tensor if it was read, else None. A gradient in `.grad` moves to where its
+        parameter has moved, as with `module.cpu()`.
+        """
         for parameter in self._binding.parameters:
             left = parameter.grad
             if isinstance(left, GradPlaceholder):
-                left = parameter.grad = None if left.held is None else left.held.to(parameter.device, parameter.dtype)
+                left = parameter.grad = (
+                    None if left.fetched_values is None else left.fetched_values.to(parameter.device, parameter.dtype)
+                )
             if left is not None and left.device != parameter.device:
                 parameter.grad = left.to(parameter.device, parameter.dtype)
 
-    # -- refusals -----------------------------------------------------------------------------------------------------
+    # -- refusals ------------------------------------------------------------------------------------------------------
 
     def _check_alone(self, slot: int, what: str) -> None:
-        if not self._sharing.alone:
+        if not self._sharing.needs_no_reduction:
             raise UsageError(
-                f".grad of {self._names[slot]} {what}, and each of several ranks has a part of that "
-                f"gradient alone; clip with gradient_clip_val or self.clip_gradients, and take the norm from "
-                f"trainer.strategy.gradient_norm(optimizer)"
+                f".grad of {self._names[slot]} {what}, and each of several ranks has a part of that gradient alone, "
+                "so no rank has its values; clip with gradient_clip_val or self.clip_gradients, and take the norm "
+                "from trainer.strategy.gradient_norm(optimizer)"
             )
 
 

@@ -1,7 +1,6 @@
-"""What `.grad` of a parameter shows while its gradient is in pages: a tensor without bytes, whose values are fetched when
-somebody asks for them.
+"""Placeholder in `.grad` for a gradient in pages: a tensor without memory whose values are fetched at the first use.
 
-Owns the values that were fetched. Whose pages they come from, and what becomes of changes, is its maker's business.
+Owns the fetched values. Its maker decides where values come from and what happens to changes.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ if TYPE_CHECKING:
 
 
 class GradPlaceholder(Tensor):
-    """A gradient in pages. Any operation on it is done on its values, which stay here from then on.
+    """A gradient in pages. Operations run on its values, which are fetched once and stored here.
 
     Args:
-        parameter: whose gradient it is.
-        read: fetches the values, shaped as the parameter, of its dtype, and nobody else's. Raises where they cannot be had.
-        backend: of the device whose current stream they are fetched for; None: there are none to be had.
+        parameter: the parameter whose gradient it is.
+        read: fetches the values as a new tensor with the parameter's shape and dtype; raises if they are not available.
+        backend: the device whose current stream fetches the values; None: no values are available.
     """
 
     @staticmethod
     def __new__(
         cls: Any, parameter: Tensor, read: Callable[[], Tensor], backend: Backend | None = None
     ) -> GradPlaceholder:
-        with torch.DisableTorchFunctionSubclass():  # a closed one would be asked by Python each time
+        # otherwise Python would call __torch_function__ of a parameter guard each time
+        with torch.DisableTorchFunctionSubclass():
             made: GradPlaceholder = make_wrapper_subclass(
                 cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
             )
@@ -40,7 +40,7 @@ class GradPlaceholder(Tensor):
     def __init__(self, parameter: Tensor, read: Callable[[], Tensor], backend: Backend | None = None) -> None:
         self._read = read
         self._backend = backend
-        self._held: Tensor | None = None
+        self._fetched_values: Tensor | None = None
         self._fetch: Mark | None = None
 
     __torch_function__ = no_torch_function
@@ -64,24 +64,24 @@ class GradPlaceholder(Tensor):
         return self._fetched().data_ptr()
 
     def retire(self, read: Callable[[], Tensor]) -> None:
-        """Whoever holds it keeps the values that were fetched; others can be had by `read` alone."""
+        """Replaces the fetch function: values that were fetched stay, others come from `read`."""
         self._read = read
 
     @property
-    def held(self) -> Tensor | None:
-        """Those that were fetched, and may have been changed."""
-        return self._held
+    def fetched_values(self) -> Tensor | None:
+        """The fetched values, which the user may have changed; None: not fetched."""
+        return self._fetched_values
 
     def _fetched(self) -> Tensor:
-        if self._held is None:
+        if self._fetched_values is None:
             with torch.no_grad():
-                self._held = self._read()
+                self._fetched_values = self._read()
             self._fetch = self._backend.mark() if self._backend is not None else None
         elif self._fetch is not None and self._backend is not None:
-            # To its user the gradient was there before the fetch: another stream may be behind no more than that.
+            # For the user the gradient existed before the fetch, so the user's stream may not have waited for it.
             self._fetch.order()
-            self._backend.record_use(self._held)  # and may be at it yet when it is let go of
-        return self._held
+            self._backend.record_use(self._fetched_values)  # this stream may still read it when it is freed
+        return self._fetched_values
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -90,5 +90,5 @@ class GradPlaceholder(Tensor):
         fetched = tree_map_only(GradPlaceholder, GradPlaceholder._fetched, (tuple(args), dict(kwargs or {})))
         result = func(*fetched[0], **fetched[1])
         if args and isinstance(args[0], GradPlaceholder) and result is fetched[0][0]:
-            return args[0]  # in place
+            return args[0]  # in-place operations return the placeholder
         return result

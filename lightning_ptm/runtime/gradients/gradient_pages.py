@@ -1,8 +1,9 @@
-"""Where gradients have pages from: what one flat is told of it, and sets of pages for gradients that come and go while
-updates run beside compute (lock-free mode).
+"""Supply of gradient pages: the interface that one flat uses, and a pool of page sets for lock-free runs.
 
-These are taken once, each in a row, and used again and again: what is allocated and released all the time would scatter.
-I1: a set has one user: the flat whose gradient arrives, then whoever was given the gradient, who gives the set back.
+In lock-free mode gradients come and go while updates run concurrently with compute. Sets are allocated once, each
+contiguous, and reused: allocating and releasing them all the time would fragment memory.
+
+I1: a set has one user: the flat whose gradient is collected, then the receiver of the gradient, who returns the set.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ if TYPE_CHECKING:
     from lightning_ptm.memory.paged_tensor import PagedTensor
 
 _LOOK_S = 0.01
-_PATIENCE_S = 60.0
-"""There are sets enough for what can be on its way, so they come back within one update of each flat in hand."""
+_TIMEOUT_S = 60.0
+"""The pool has enough sets for all gradients in flight, so a set returns within one update of each flat in progress."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PageSupply:
-    """Of one flat's gradient.
+    """Source of pages for one flat's gradient.
 
     Attributes:
-        take: pages for this rank's shard of it, with undefined contents. Raises CapacityError: there are none.
-        give_back: the gradient in these pages is used.
+        take: returns pages for this rank's shard of the gradient, with undefined contents. Raises CapacityError if
+            there are none.
+        give_back: returns pages whose gradient was used.
     """
 
     take: Callable[[], PagedTensor]
@@ -40,10 +42,10 @@ class PageSupply:
 
 
 class GradientPages:
-    """Sets of pages by number of elements and dtype. Taken by compute, given back by any thread.
+    """Pool of page sets by number of elements and dtype. Compute takes sets, any thread returns them.
 
     Args:
-        sets: all there are.
+        sets: all sets of the pool.
     """
 
     def __init__(self, sets: Iterable[PagedTensor]) -> None:
@@ -52,16 +54,16 @@ class GradientPages:
         for tensor in sets:
             self.give_back(tensor)
         self.while_waiting: Callable[[], None] = lambda: None
-        """Called while compute waits for a set: moves updates on, and raises their errors."""
+        """Called while compute waits for a set: advances updates, and raises their errors."""
 
     def take(self, numel: int, dtype: torch.dtype) -> PagedTensor:
-        """A set with undefined contents; waits for one.
+        """Returns a set with undefined contents; waits for one.
 
         Raises:
-            CapacityError: none came back for a long time.
+            CapacityError: no set was returned for a long time.
         """
         free = self._free.setdefault((numel, dtype), [])
-        deadline = monotonic() + _PATIENCE_S
+        deadline = monotonic() + _TIMEOUT_S
         while True:
             with self._changed:
                 if free:
@@ -70,16 +72,16 @@ class GradientPages:
             self.while_waiting()
             if monotonic() > deadline:
                 raise CapacityError(
-                    f"no pages for a gradient of {numel} elements have come free for {_PATIENCE_S:.0f} s: updates do not "
-                    f"keep up; use a faster disk_path, a smaller max_staleness, or lock_free=False"
+                    f"no pages for a gradient of {numel} elements were freed for {_TIMEOUT_S:.0f} s, so updates are "
+                    f"slower than backward passes; use a faster disk_path, a smaller max_staleness, or lock_free=False"
                 )
 
     def supply(self, numel: int, dtype: torch.dtype) -> PageSupply:
-        """Of a flat whose gradient has so many elements."""
+        """The supply for a flat whose gradient has this size and dtype."""
         return PageSupply(partial(self.take, numel, dtype), self.give_back)
 
     def give_back(self, tensor: PagedTensor) -> None:
-        """The gradient in these pages is used."""
+        """Returns a set whose gradient was used."""
         with self._changed:
             self._free.setdefault((tensor.numel, tensor.dtype), []).append(tensor)
             self._changed.notify_all()

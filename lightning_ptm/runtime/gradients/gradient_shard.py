@@ -1,14 +1,14 @@
-"""The pages of one flat's gradient: this rank's shard of it, what is on its way there, and whose gradients it holds.
+"""The gradient pages of one flat: this rank's shard, transfers into it, and which parameters' gradients it holds.
 
-Owns the pages, reductions and copies in flight with their device buffers, and, as their content, whose gradients the pages
-hold and whose a step has used up. Of `.grad` nothing is known here (grad_attribute.py).
+Owns the pages, reductions and copies in flight with their device buffers, and the content: which parameters' gradients
+the pages hold, and which a step has used. Knows nothing of `.grad` (grad_attribute.py).
 
-I1: the pages hold the sum over micro-batches since they were last forgotten, rounded to the gradient dtype after each, as
-autograd does in place. Under mixed precision that dtype is fp32 where there may be several: in 16 bits, what is added to a
-sum hundreds of times as large would be lost.
-I2: the pages are read only after what was started on them has arrived (`settle`).
-I3: what runs out of pages (CapacityError) has changed nothing and may be tried again.
-I4: pages that are not filled hold nothing of use, and nothing that comes is added to what is there.
+I1: the pages hold the sum over micro-batches since they were last forgotten, rounded to the gradient dtype after each,
+    as autograd does in place. Under mixed precision that dtype is fp32 if there may be several micro-batches: in 16
+    bits, a gradient that is added to a sum hundreds of times as large would be lost.
+I2: the pages are read only after all transfers into them have ended (`settle`).
+I3: an operation that runs out of pages (CapacityError) has changed nothing and may be retried.
+I4: pages that are not filled have undefined contents; new gradients overwrite them.
 """
 
 from __future__ import annotations
@@ -39,42 +39,46 @@ if TYPE_CHECKING:
 
 
 class GradientContent:
-    """Whose gradients are in the pages of a flat of `count` parameters, and whose a step has used up."""
+    """Which parameters' gradients the pages of a flat hold, and which a step has used.
+
+    Args:
+        count: number of parameters.
+    """
 
     def __init__(self, count: int) -> None:
         self.filled = False
-        """Whether the pages hold a gradient. Others read it."""
+        """Whether the pages hold a gradient. Read by others."""
         self.present = [False] * count
-        """For each parameter, whether its gradient is in the pages, or on its way there. Others read it."""
+        """For each parameter, whether its gradient is in the pages, or on its way there. Read by others."""
         self.spent: Sequence[bool] = ()
-        """For each parameter, whether a step has used its gradient up; empty: none has. Others read it."""
+        """For each parameter, whether a step has used its gradient; empty: for none. Read by others."""
 
-    def comes_to_have(self, present: Sequence[bool]) -> None:
-        """What is on its way to the pages has gradients of these parameters, too."""
+    def add_present(self, present: Sequence[bool]) -> None:
+        """Adds parameters whose gradients are on their way to the pages."""
         self.present = [a or b for a, b in zip(self.present, present, strict=True)]
 
-    def has_come(self) -> None:
-        """It has been added."""
+    def mark_filled(self) -> None:
+        """Records that the gradients on their way were added."""
         self.filled = True
 
     def forget_slot(self, slot: int) -> None:
-        """Of a parameter, nothing is there any more."""
+        """Forgets the gradient of one parameter."""
         self.present[slot] = False
         if not any(self.present):
             self.filled = False
 
     def forget(self) -> None:
-        """Nothing is there, and nothing was used up."""
+        """Forgets all gradients, and that any were used."""
         self.spent = ()
         self._empty()
 
     def spend(self) -> None:
-        """All that was there is used up."""
+        """Marks all gradients as used."""
         self.spent = tuple(self.present)
         self._empty()
 
-    def spend_others(self, here: Sequence[bool]) -> None:
-        """Gradients of these parameters, which were in no pages, are used up; without any, those before stay so."""
+    def spend_uncollected(self, here: Sequence[bool]) -> None:
+        """Marks gradients that were not in pages as used; without any, the earlier mark stays."""
         self.spent = here if any(here) else self.spent
 
     def _empty(self) -> None:
@@ -84,7 +88,7 @@ class GradientContent:
 
 @dataclasses.dataclass(slots=True)
 class _Arriving:
-    """A reduction in flight: `full` (None once it is given back) is read by it, `part` receives this rank's share."""
+    """A reduction in flight: it reads `full` (None once that is released) and writes this rank's share to `part`."""
 
     work: Work
     full: PagedTensor | None
@@ -92,13 +96,13 @@ class _Arriving:
 
 
 class GradientShard:
-    """Of one flat, where its gradient waits in pages; else it has none, and nothing is ever on its way.
+    """The gradient shard of one flat; without pages if the gradient waits in `.grad`.
 
     Args:
         store: the flat's compute parameters.
         route: where the gradient waits.
-        supply: where its pages come from; never asked where it waits in `.grad`.
-        in_ram: adds what a device has to sums there; None: there is no device apart.
+        supply: source of the pages; not used if the gradient waits in `.grad`.
+        in_ram: adds gradients of a device to sums in RAM; None: the device has no memory of its own.
     """
 
     def __init__(
@@ -116,16 +120,16 @@ class GradientShard:
         self._allocator = allocator
         self._supply = supply
         self._in_ram = in_ram
-        self.sums = route.dtype != store.binding.dtype
-        """Whether what is added up has a wider dtype than what comes."""
+        self.widens = route.dtype != store.binding.dtype
+        """Whether the sum has a wider dtype than the gradients that are added."""
         self.before_change: Callable[[], None] = _nothing
-        """Called before gradients are written to otherwise than by a backward pass: an update may still read them."""
-        self.give_units_up: Callable[[], None] = _nothing
-        """Has units that nobody uses give their device pages up."""
+        """Called before gradients are written other than by a backward pass, since an update may still read them."""
+        self.release_idle_units: Callable[[], None] = _nothing
+        """Makes units that are not in use release their device pages."""
         # state
         self._pages: PagedTensor | None = None
         self._arriving: _Arriving | None = None
-        self._leaving: list[tuple[Transfer | Addition, PagedTensor]] = []
+        self._transfers: list[tuple[Transfer | Addition, PagedTensor]] = []
         self.content = GradientContent(len(self._layout.slots))
 
     @property
@@ -134,91 +138,94 @@ class GradientShard:
         return self._pages
 
     def reserve(self) -> PagedTensor:
-        """Takes the pages, where there are none."""
+        """Takes the pages, if there are none yet."""
         if self._pages is None:
             self._pages = self._supply.take()
         return self._pages
 
-    # -- what is there ------------------------------------------------------------------------------------------------
+    # -- pages ---------------------------------------------------------------------------------------------------------
 
     def use_up(self) -> None:
-        """An update has read the pages, which are given back: of the device, so nothing is on its way there any more."""
+        """Returns the pages to their supply after an update has read them.
+
+        They are device pages, so no transfer into them is in flight.
+        """
         if self._pages is not None:
             self._supply.give_back(self.give_away())
 
     def give_away(self) -> PagedTensor:
-        """The pages are somebody else's now, who gives them back with `PageSupply.give_back`; what was in them is used up."""
+        """Hands the pages to the caller, who returns them with `PageSupply.give_back`; their contents count as used."""
         pages, self._pages = self._pages, None
         assert pages is not None
         self.content.spend()
         return pages
 
     def copy(self) -> tuple[PagedTensor, Transfer]:
-        """What is there, in further pages; they are given back as those that are given away."""
+        """Copies the gradient to further pages, which the caller returns as those of `give_away`."""
         assert self._pages is not None
         copy = self._supply.take()
         return copy, self._allocator.copy(self._pages, copy)
 
-    def supply_back(self, pages: PagedTensor) -> None:
-        """Gives back what was given away, or copied."""
+    def return_pages(self, pages: PagedTensor) -> None:
+        """Returns pages of `give_away` or `copy`."""
         self._supply.give_back(pages)
 
-    # -- what is on its way -------------------------------------------------------------------------------------------
+    # -- transfers in flight -------------------------------------------------------------------------------------------
 
-    def leaving(self) -> Sequence[Transfer | Addition]:
-        """What is still on its way into the pages; whoever reads them waits for it."""
-        return [transfer for transfer, _ in self._leaving]
+    def transfers(self) -> Sequence[Transfer | Addition]:
+        """Transfers into the pages that are in flight; readers of the pages wait for them."""
+        return [transfer for transfer, _ in self._transfers]
 
     @property
-    def is_added(self) -> bool:
-        """Whether something is on its way to a sum in RAM, or was when somebody looked last."""
-        return any(isinstance(transfer, Addition) for transfer, _ in self._leaving)
+    def adds_in_ram(self) -> bool:
+        """Whether an addition to a sum in RAM is in flight, as far as is known."""
+        return any(isinstance(transfer, Addition) for transfer, _ in self._transfers)
 
     def end_additions(self) -> None:
-        """The run is over: nobody else knows of these."""
-        for transfer, _ in self._leaving:
+        """Waits for additions to sums in RAM, at the end of the run."""
+        for transfer, _ in self._transfers:
             if isinstance(transfer, Addition):
                 transfer.wait()
 
     @property
-    def on_its_way(self) -> bool:
-        """Whether device pages are to be given back when a reduction or a copy ends."""
-        return self._arriving is not None or bool(self._leaving)
+    def in_flight(self) -> bool:
+        """Whether the end of a reduction or copy will free device pages."""
+        return self._arriving is not None or bool(self._transfers)
 
-    def arrives(self, work: Work, full: PagedTensor, part: PagedTensor) -> None:
-        """A reduction has begun."""
+    def reduction_started(self, work: Work, full: PagedTensor, part: PagedTensor) -> None:
+        """Records a reduction in flight."""
         self._arriving = _Arriving(work, full, part)
 
     def settle(self) -> None:
-        """Waits until the gradient pages may be read, or a reader of `on_device` has done so."""
-        self.land()
-        leaving, self._leaving = self._leaving, []
-        for transfer, buffer in leaving:
+        """Waits until the gradient pages may be read, and frees the buffers of finished transfers and of `on_device`."""
+        self.finish_reduction()
+        transfers, self._transfers = self._transfers, []
+        for transfer, buffer in transfers:
             if not transfer.done():
                 transfer.wait()
             self._allocator.release(buffer)
 
     def give_back(self, *, wait: bool) -> bool:
-        """Gives back the device pages of gradients that have left for their home.
+        """Releases device pages of gradients that have reached their home.
 
         Args:
-            wait: for those that are on their way, or are being reduced, too.
+            wait: also waits for gradients in flight or being reduced.
 
         Returns:
-            Whether any page came free.
+            Whether any page was freed.
         """
-        gone = [pair for pair in self._leaving if wait or pair[0].done()]
+        gone = [pair for pair in self._transfers if wait or pair[0].done()]
         for pair in gone:
             pair[0].wait(host=True)
             self._allocator.release(pair[1])
-            self._leaving.remove(pair)
+            self._transfers.remove(pair)
         if wait and self._arriving is not None:
             self.settle()
             return True
         return bool(gone)
 
-    def land(self) -> None:
-        """Ends the reduction in flight."""
+    def finish_reduction(self) -> None:
+        """Finishes the reduction in flight."""
         arriving = self._arriving
         if arriving is None:
             return
@@ -226,14 +233,14 @@ class GradientShard:
         if arriving.full is not None:
             self._allocator.release(arriving.full)
             arriving.full = None
-        so_far = self.take_so_far()
+        so_far = self.take_sum_buffers()
         self._arriving = None
         self.add(arriving.part, so_far)
 
-    # -- reading and writing ------------------------------------------------------------------------------------------
+    # -- reading and writing -------------------------------------------------------------------------------------------
 
     def on_device(self) -> Tensor:
-        """The shard's gradient, (shard_numel,), for a reader that holds it briefly; `settle` must follow."""
+        """The shard's gradient, (shard_numel,), for a short read; `settle` must follow."""
         self.settle()
         if self._pages is None:
             raise InternalError(f"flat {self._layout.index} has no gradient pages")
@@ -242,7 +249,7 @@ class GradientShard:
         buffer = self._take_copy()
         transfer = self._allocator.copy(self._pages, buffer)
         transfer.wait(host=True)
-        self._leaving.append((transfer, buffer))
+        self._transfers.append((transfer, buffer))
         return buffer.tensor()
 
     def _take_copy(self) -> PagedTensor:
@@ -250,30 +257,33 @@ class GradientShard:
         try:
             return self.take(what, numel, self._dtype)
         except CapacityError:
-            self.give_units_up()  # no plan counts what users do to `.grad`
+            self.release_idle_units()  # no plan counts users' access to `.grad`
             return self.take(what, numel, self._dtype)
 
     @contextmanager
     def changing(self) -> Iterator[Tensor]:
-        """Inside, the shard's gradient, (shard_numel,), may be changed."""
+        """Gives the shard's gradient, (shard_numel,), for changes inside the block."""
         self.before_change()
         values = self.on_device()
         yield values
         if self._pages is not None and not self._pages.tier.addressable:
-            buffer = self._leaving[-1][1]
-            self._leaving.append((self._allocator.copy(buffer, self._pages), buffer))
-            del self._leaving[-2]
+            buffer = self._transfers[-1][1]
+            self._transfers.append((self._allocator.copy(buffer, self._pages), buffer))
+            del self._transfers[-2]
         self.settle()
 
     def value(self, slot: int, parameter: Tensor) -> Tensor:
-        """A parameter's gradient, with its device and dtype; of a flat that is whole here."""
+        """A copy of one parameter's gradient, with the parameter's device and dtype.
+
+        The flat must be whole on this rank.
+        """
         values = self._arrangement.view(self.on_device(), slot)
         copy = values.to(device=parameter.device, dtype=parameter.dtype, copy=True)
         self.settle()
         return copy
 
     def write(self, slot: int, value: Tensor | None) -> None:
-        """Puts a gradient into the pages; None: nothing to which others may be added."""
+        """Writes one parameter's gradient to the pages; None writes zeros, to which others may be added."""
         with self.changing() as values:
             view = self._arrangement.view(values, slot)
             if value is None:
@@ -282,7 +292,7 @@ class GradientShard:
                 view.copy_(value)
 
     def add_to_slot(self, slot: int, gradient: Tensor) -> None:
-        """Adds one parameter's to what is there, on a flat that is whole here."""
+        """Adds one parameter's gradient to the pages. The flat must be whole on this rank."""
         content = self.content
         self.reserve()
         with self.changing() as values:
@@ -293,15 +303,15 @@ class GradientShard:
                 view.add_(gradient)
             else:
                 view.copy_(gradient)
-        content.has_come()
+        content.mark_filled()
         content.present[slot] = True
 
-    def add_where_they_are(self, take: Callable[[int], Tensor | None]) -> None:
-        """The pages are where gradients are, and whole: what is taken of each parameter, by slot, is added to them."""
+    def add_on_device(self, take: Callable[[int], Tensor | None]) -> None:
+        """Adds gradients, taken by slot, to pages on the same device. The flat must be whole on this rank."""
         pages = self.reserve().tensor()
         content = self.content
         filled = content.filled
-        content.has_come()
+        content.mark_filled()
         if not filled:
             pages.zero_()
         for slot in range(len(content.present)):
@@ -314,10 +324,10 @@ class GradientShard:
                     view.copy_(gradient)
                 content.present[slot] = True
 
-    # -- buffers ------------------------------------------------------------------------------------------------------
+    # -- buffers -------------------------------------------------------------------------------------------------------
 
     def take(self, what: str, numel: int, dtype: torch.dtype | None = None) -> PagedTensor:
-        """Device pages in a row, for a buffer; by default of the parameters' dtype.
+        """Contiguous device pages for a buffer; by default of the parameters' dtype.
 
         Raises:
             CapacityError: there are none; nothing is taken.
@@ -325,15 +335,17 @@ class GradientShard:
         name = f"flat {self._layout.index} {what}"
         return contiguous_device_pages(self._allocator, name, numel, dtype or self._parameter_dtype)
 
-    def take_so_far(self) -> Sequence[PagedTensor]:
-        """Buffers of a page each, wherever one is free, for all of a shard that is in pages without addresses, or shall be,
-        and has to be added to or widened; else none.
+    def take_sum_buffers(self) -> Sequence[PagedTensor]:
+        """Takes device buffers of one page each for adding to a sum in pages without addresses, or for widening to its
+        dtype.
+
+        Returns an empty list if neither is needed. The buffers need not be contiguous.
 
         Raises:
             CapacityError: there are too few; nothing is taken.
         """
         taken: list[PagedTensor] = []
-        if (self.content.filled or self.sums) and self._pages is not None and not self._pages.tier.addressable:
+        if (self.content.filled or self.widens) and self._pages is not None and not self._pages.tier.addressable:
             most, left = self._allocator.page_size // self._dtype.itemsize, self._layout.shard_numel
             name = f"flat {self._layout.index} gradient so far"
             try:
@@ -347,13 +359,18 @@ class GradientShard:
         return taken
 
     def add(self, part: PagedTensor, so_far: Sequence[PagedTensor]) -> None:
-        """Adds `part` (shard_numel,) to the pages, which may be read (I2), and gives it back; by way of `so_far`, if any."""
+        """Adds `part` to the pages and releases it.
+
+        Args:
+            part: (shard_numel,), on the device.
+            so_far: buffers of `take_sum_buffers`, if any; the pages must be ready to be read (I2).
+        """
         pages = self._pages
         assert pages is not None
-        if pages.tier.addressable and (pages.tier.computes or self.content.filled or self.sums):
+        if pages.tier.addressable and (pages.tier.computes or self.content.filled or self.widens):
             if self._in_ram is not None and not pages.tier.computes:
                 addition = self._in_ram.start(part.tensor(), pages.tensor(), adds=self.content.filled)
-                self._leaving.append((addition, part))
+                self._transfers.append((addition, part))
             else:
                 if self.content.filled:
                     pages.tensor().add_(part.tensor())
@@ -364,8 +381,8 @@ class GradientShard:
             self._add_through(so_far, part.tensor(), pages)
             self._allocator.release(part)
         else:
-            self._leaving.append((self._allocator.copy(part, pages), part))
-        self.content.has_come()
+            self._transfers.append((self._allocator.copy(part, pages), part))
+        self.content.mark_filled()
 
     def _add_through(self, so_far: Sequence[PagedTensor], values: Tensor, pages: PagedTensor) -> None:
         """Adds values (shard_numel,) to pages without addresses."""
@@ -381,8 +398,8 @@ class GradientShard:
                 each.tensor().add_(more)
             else:
                 each.tensor().copy_(more)
-            self._leaving.append((self._allocator.copy(each, pages, target_start=start), each))
+            self._transfers.append((self._allocator.copy(each, pages, target_start=start), each))
 
 
 def _nothing() -> None:
-    """Nobody reads."""
+    """Default callback; does nothing."""

@@ -1,8 +1,9 @@
-"""Sums of gradients in RAM: what a device adds to them comes on a stream of its own, and the device goes on meanwhile.
+"""Accumulation of gradients in RAM: the device copies gradients on a separate stream, and the CPU adds them to sums.
 
-Owns that stream. Whose sums they are, and what may be read when, is gradient_shard.py's.
-I1: what has come is added once, by whoever looks first, in whatever thread.
-I2: the memory that it comes from stays until then.
+Owns that stream. The owner of the sums, and the rules for reading them, are in gradient_shard.py.
+
+I1: an arrived gradient is added once, by the first caller of `done` or `wait`, in whatever thread.
+I2: the source memory of the copy stays unchanged until then.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from lightning_ptm.memory.streams import Copies, Pair
 from lightning_ptm.memory.transfer import Completion
 
 UNITS_AHEAD = 2
-"""So many units' gradients are on their way at most: one that is copied while the backward of the next computes, and one for
-a host that is ahead of both. Each takes page-locked memory of its own."""
+"""Maximum number of units whose gradients are in flight: one that is copied while the backward of the next unit
+computes, and one for a host that runs ahead of both. Each takes page-locked memory of its own."""
 
 
 class Addition:
-    """Something on its way to a sum; looks and waits as a transfer does.
+    """A gradient on its way to a sum, with the interface of a transfer.
 
     Args:
-        value: where it arrives.
-        sum_: it is added to this, or put there.
+        value: the buffer in RAM that the gradient is copied to.
+        sum_: the sum that `value` is added to, or written to.
     """
 
     def __init__(self, arriving: Completion, value: Tensor, sum_: Tensor, *, adds: bool) -> None:
@@ -37,13 +38,13 @@ class Addition:
         self._lock = threading.Lock()
 
     def done(self) -> bool:
-        """Whether the sum has it. Never blocks for the device."""
+        """Whether the sum includes the gradient. Never blocks for the device."""
         if self._value is not None and self._arriving.done():
             self.wait()
         return self._value is None
 
     def wait(self, host: bool = True) -> None:
-        """Returns when the sum has it: the CPU adds."""
+        """Blocks until the sum includes the gradient; the CPU adds it."""
         with self._lock:
             if self._value is None:
                 return
@@ -57,14 +58,14 @@ class Addition:
 
 
 class HostAccumulator:
-    """The stream, of a device with memory of its own."""
+    """The stream for gradients of a device with memory of its own."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        # Of their own: additions would wait for copies of pages, which are of the next units.
+        # Not the stream of page copies: additions would wait for pages of the next units.
         self._to_host = Copies(backend, backend.stream())
 
     def start(self, part: Tensor, sum_: Tensor, *, adds: bool) -> Addition:
-        """Begins to bring `part`, which what is queued so far has written. It must stay as it is until that is added."""
+        """Starts to copy `part`, written by the work queued so far. `part` must stay unchanged until it is added."""
         value = self._backend.empty_in_host(part)
         return Addition(self._to_host.launch([Pair(value, part)]), value, sum_, adds=adds)

@@ -1,11 +1,12 @@
-"""What a step leaves in `.grad` of a flat's parameters where it has used their gradients up: tensors that nobody may read.
+"""Unreadable placeholders in `.grad` of parameters whose gradients a step has used.
 
-Owns these, and whether any of them is still there. They are let go of by any means, as Lightning does behind a step, and by
-none of them gone on from.
+Owns these placeholders, and whether any is still in place. The user or Lightning may remove them in any way after a
+step, but may not continue from them.
 
-I1: nothing is added to a gradient that a step has used: what is left of it is gone before the next backward pass of the loss,
-    or step, or that is refused. I2: what a pass of the user's own has added to such a gradient cannot be read: elsewhere it
-    would be the sum of both.
+I1: nothing is added to a gradient that a step has used: its placeholder must be gone before the next backward pass of
+    the loss, or step, or these are refused.
+I2: a gradient that a pass run by the user has added to a used one cannot be read: in a plain loop it would be the sum
+    of both.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ _CONVERTED = (
 
 
 def refuse_gradient(name: str, when: str, what: str = "read", then: str = "") -> NoReturn:
-    """Raises UsageError: a gradient was asked for, or changed, when it cannot be.
+    """Raises UsageError: a gradient was read or changed when it cannot be.
 
     Args:
-        then: what else helps.
+        then: a further remedy, appended to the message.
     """
     raise UsageError(
-        f"the gradient of {name} was {what} {when}; do that between backward and step, in on_after_backward or "
-        f"on_before_optimizer_step{then}"
+        f"the gradient of {name} was {what} {when}, so its values are not available; do that between backward and "
+        f"step, in on_after_backward or on_before_optimizer_step{then}"
     )
 
 
 class UsedGradients:
-    """Of one flat; by slot.
+    """Used gradients of one flat, by slot.
 
     Args:
-        names: of the parameters.
-        shard: what was in its pages is forgotten when nothing is left here.
+        names: names of the parameters.
+        shard: the gradient pages; their content is forgotten when no placeholder is left.
     """
 
     def __init__(self, binding: FlatBinding, names: Sequence[str], shard: GradientShard) -> None:
@@ -53,118 +54,122 @@ class UsedGradients:
         self._names = names
         self._shard = shard
         # state
-        self._left: dict[int, GradPlaceholder] = {}
-        """What `.grad` is behind the newest step that has used it up."""
+        self._placeholders: dict[int, GradPlaceholder] = {}
+        """The placeholders that the latest step has left in `.grad`."""
         self.any = False
-        """Whether a step has left something that was not seen to be let go of. Others read it."""
+        """Whether a step has left placeholders that have not all been seen to be removed. Read by others."""
         self._added_to: list[int] = []
-        """Slots of that, to which a backward pass has added since."""
-        self._sums: dict[int, GradPlaceholder] = {}
-        """By slot, what is in `.grad` behind such a pass, and cannot be read."""
-        self._shown: set[int] = set()
-        """Of these, those that show what is in pages."""
+        """Slots of placeholders to which a backward pass has added since."""
+        self._unreadable_sums: dict[int, GradPlaceholder] = {}
+        """By slot, the unreadable placeholder in `.grad` after such a pass."""
+        self._shown_sums: set[int] = set()
+        """Slots of those that stand for a gradient in pages."""
 
     def of(self, slot: int) -> GradPlaceholder | None:
-        """What a step has left of a parameter's."""
-        return self._left.get(slot)
+        """The placeholder that a step has left for a parameter."""
+        return self._placeholders.get(slot)
 
     def leave(self, slot: int, shown: GradPlaceholder | None) -> None:
-        """A step has used a parameter's gradient, which `.grad` may show."""
+        """Leaves a placeholder in `.grad` after a step has used the gradient.
+
+        Args:
+            shown: the placeholder that is in `.grad` already, if any; it is reused.
+        """
         if shown is not None:
-            self._left[slot] = shown
+            self._placeholders[slot] = shown
             shown.retire(partial(refuse_gradient, self._names[slot], _USED, then=_CONVERTED))
         else:
-            parameter, left = self._binding.parameters[slot], self._left.get(slot)
-            if left is None or left.held is not None:  # those were an earlier step's
+            parameter, left = self._binding.parameters[slot], self._placeholders.get(slot)
+            if left is None or left.fetched_values is not None:  # its fetched values are of an earlier step
                 left = GradPlaceholder(parameter, partial(refuse_gradient, self._names[slot], _USED, then=_CONVERTED))
-                self._left[slot] = left
-            with torch.DisableTorchFunctionSubclass():  # closed ones, too
+                self._placeholders[slot] = left
+            with torch.DisableTorchFunctionSubclass():
                 parameter.grad = left
         self.any = True
 
-    def follow_forgetting(self) -> None:
-        """Before a backward pass, or a step: what the user has let go of is neither a step's nor a sum with that."""
-        if self._added_to and self._sums:
+    def drop_removed(self) -> None:
+        """Before a backward pass or step: drops slots whose placeholder the user has removed."""
+        if self._added_to and self._unreadable_sums:
             gradients = self._binding.gradients()
-            self._added_to = [slot for slot, each in self._sums.items() if gradients[slot] is each]
+            self._added_to = [slot for slot, each in self._unreadable_sums.items() if gradients[slot] is each]
             if not self._added_to:
-                self._let_go()
+                self._forget_all()
 
     def pass_begins(self) -> None:
-        """A backward pass begins, which adds to `.grad`."""
+        """Removes placeholders from `.grad` before a backward pass, which adds to `.grad`."""
         if self.any and not self._added_to:
-            # Of the user's own, in whose step Lightning has still to forget gradients.
+            # A pass run by the user, in a step after which Lightning has still to forget gradients.
             self._added_to = self._still_there()
-            self._withdraw({slot: self._left[slot] for slot in self._added_to})
+            self._withdraw({slot: self._placeholders[slot] for slot in self._added_to})
             if not self._added_to:
-                self._let_go()
-        self._withdraw({slot: each for slot, each in self._sums.items() if slot not in self._shown})
-        self._sums = {}
+                self._forget_all()
+        self._withdraw({slot: each for slot, each in self._unreadable_sums.items() if slot not in self._shown_sums})
+        self._unreadable_sums = {}
 
     def _withdraw(self, gradients: Mapping[int, GradPlaceholder]) -> None:
-        """Takes these out of `.grad`, where autograd could not add to them."""
+        """Removes these placeholders from `.grad`, since autograd cannot add to them."""
         for slot, gradient in gradients.items():
             if self._binding.parameters[slot].grad is gradient:
                 self._binding.parameters[slot].grad = None
 
     def pass_ended(self, shown: Mapping[int, GradPlaceholder]) -> None:
-        """A backward pass has ended (I2).
+        """Puts unreadable placeholders for sums into `.grad` after a backward pass (I2).
 
         Args:
-            shown: what `.grad` shows of pages, by slot.
+            shown: the placeholders for gradients in pages, by slot.
         """
-        self._shown = set(shown)
+        self._shown_sums = set(shown)
         for slot in self._added_to:
             parameter, refuse = self._binding.parameters[slot], partial(self._refuse_sum, slot)
-            with torch.DisableTorchFunctionSubclass():  # closed ones, too
+            with torch.DisableTorchFunctionSubclass():  # parameter guards must not intercept this
                 if slot in shown:
                     shown[slot].retire(refuse)
-                elif parameter.grad is None:  # this pass has not come to it
-                    parameter.grad = self._left[slot]
+                elif parameter.grad is None:  # this pass computed no gradient for it
+                    parameter.grad = self._placeholders[slot]
                 elif not isinstance(parameter.grad, GradPlaceholder):
                     parameter.grad = GradPlaceholder(parameter, refuse)
-                self._sums[slot] = parameter.grad  # type: ignore[assignment]
+                self._unreadable_sums[slot] = parameter.grad  # type: ignore[assignment]
 
-    def of_both(self, slot: int) -> bool:
-        """Whether `.grad` of a plain loop would be the sum of what a step has used and what came since."""
+    def is_mixed_sum(self, slot: int) -> bool:
+        """Whether `.grad` of a plain loop would be the sum of a used gradient and later ones."""
         return slot in self._added_to
 
     def _refuse_sum(self, slot: int) -> NoReturn:
         raise UsageError(
-            f"the gradient of {self._names[slot]} was read after a backward pass which a plain loop would have added to the "
-            f"gradient that the step before has used, and that is kept no longer; forget gradients before that pass "
-            f"(optimizer.zero_grad()), or override optimizer_zero_grad, with which they are kept"
+            f"the gradient of {self._names[slot]} was read after a backward pass which a plain loop would have added "
+            "to the gradient that the step before has used, and that gradient is no longer stored; forget gradients "
+            "before that pass (optimizer.zero_grad()), or override optimizer_zero_grad, with which they are kept"
         )
 
     def check_forgotten(self) -> None:
-        """What a step has left in `.grad` may be let go of by any means, and by none of them used again.
+        """Checks that all placeholders of a step were removed, in whatever way.
 
         Raises:
-            UsageError: it was not, before a backward pass of the loss, or a step.
+            UsageError: some were not, before a backward pass of the loss or a step.
         """
         if not self.any:
             return
-        self.follow_forgetting()
+        self.drop_removed()
         slots = self._added_to or self._still_there()
         if slots:
             raise UsageError(
-                f"the gradient of {self._names[slots[0]]} was used by a step and not forgotten before the next backward pass "
-                f"or step, which would go on from it, and it is kept no longer; call zero_grad of the optimizer, set "
-                f"accumulate_grad_batches at the start of an epoch, or override optimizer_zero_grad, with which gradients "
-                f"are kept until then"
+                f"the gradient of {self._names[slots[0]]} was used by a step and not forgotten before the next "
+                "backward pass or step, which would add to it, but it is no longer stored; call zero_grad of the "
+                "optimizer, set accumulate_grad_batches at the start of an epoch, or override optimizer_zero_grad, "
+                "with which gradients are kept until then"
             )
-        self._let_go()
+        self._forget_all()
 
     def forget(self) -> None:
-        """Gradients are forgotten."""
+        """Forgets all placeholders."""
         self.any = False
         self._added_to = []
-        self._sums = {}
+        self._unreadable_sums = {}
 
     def _still_there(self) -> list[int]:
         gradients: Sequence[Tensor | None] = self._binding.gradients()
-        return [at for at, grad in enumerate(gradients) if grad is not None and grad is self._left.get(at)]
+        return [at for at, grad in enumerate(gradients) if grad is not None and grad is self._placeholders.get(at)]
 
-    def _let_go(self) -> None:
+    def _forget_all(self) -> None:
         self._shard.content.forget()
         self.forget()

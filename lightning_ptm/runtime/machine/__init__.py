@@ -1,1 +1,1 @@
-"""What the machine and its control groups have free, and the process's heap."""
+"""Free resources of the machine and its control groups, and the heap of the process."""

@@ -1,5 +1,6 @@
-"""What the control groups of this process leave it, as a container or a cluster's scheduler sets them: RAM and cores. Linux,
-versions 1 and 2. Reads only.
+"""RAM and cores that control groups leave to this process, as a container or a cluster's scheduler sets them.
+
+Linux, versions 1 and 2. Reads only.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ _FOLDERS = "/sys/fs/cgroup"
 
 
 def free_bytes() -> int:
-    """Bytes until the nearest limit of this process's memory group and those around it; page cache is free.
+    """Returns the bytes until the nearest limit of this process's memory group and its ancestors.
 
-    `memory.high` counts as a limit: behind it the system slows a group down and takes memory from it.
+    Page cache counts as free. `memory.high` counts as a limit: above it the system throttles a group and reclaims its
+    memory.
     """
     free = NO_LIMIT
     for folder, version in _groups("memory"):
@@ -30,12 +32,12 @@ def free_bytes() -> int:
 
 
 def free_swap_bytes() -> int:
-    """Bytes that this process's memory groups let the system swap out of them."""
+    """Returns the bytes that this process's memory groups let the system swap out."""
     free = NO_LIMIT
     for folder, version in _groups("memory"):
         if version == 2:
             limit, used = _number(folder / "memory.swap.max"), _number(folder / "memory.swap.current")
-        else:  # which count RAM and swap together
+        else:  # version 1 counts RAM and swap together
             limit, used = (
                 _number(folder / "memory.memsw.limit_in_bytes"),
                 _number(folder / "memory.memsw.usage_in_bytes"),
@@ -49,7 +51,10 @@ def free_swap_bytes() -> int:
 
 
 def cores() -> int:
-    """So many whole cores have this process's groups and those around them: by quota and by name. At least one."""
+    """Returns the whole cores that this process's groups and their ancestors allow; at least 1.
+
+    Both quotas and cpusets count.
+    """
     count = NO_LIMIT
     for folder, version in _groups("cpu"):
         if version == 1:
@@ -65,7 +70,7 @@ def cores() -> int:
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, int]]:
-    """Folders of the groups that bound this process in what `controller` shares out, and the version of their files."""
+    """Yields the folders of the groups that bound this process for `controller`, and the version of their files."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -78,7 +83,8 @@ def _groups(controller: str) -> Iterator[tuple[Path, int]]:
             mount, version = Path(_FOLDERS), 2
         else:
             continue
-        # A job's limit stands for the tasks inside of it. A container may see its own group as the mount, and no such path.
+        # Ancestors, because a job's limit bounds the tasks inside of it. In a container the mount may be the own group, and
+        # the path may not exist.
         own = mount / group.lstrip("/")
         for folder in (own, *own.parents):
             yield folder, version
@@ -88,7 +94,7 @@ def _groups(controller: str) -> Iterator[tuple[Path, int]]:
 
 def _group_free_bytes(folder: Path, limit_name: str, used_name: str) -> int:
     limit = _number(folder / limit_name)
-    if limit is None or limit >= NO_LIMIT:  # as most groups: what they use is not read, which costs the system more
+    if limit is None or limit >= NO_LIMIT:  # most groups; their usage is not read, because that is slow
         return NO_LIMIT
     used = _number(folder / used_name)
     if used is None:
@@ -112,7 +118,7 @@ def _text(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """None where there is no file, or no number in it ("max")."""
+    """Returns the number in a file; None where there is no file, or no number in it ("max")."""
     try:
         return int(_text(path))
     except ValueError:
@@ -129,7 +135,7 @@ def _pair(path: Path) -> tuple[int | None, int | None]:
 
 
 def _named(path: Path) -> int:
-    """How many cores a list names; 0 where there is none."""
+    """Returns how many cores a cpuset file lists; 0 where there is none."""
     try:
         return len(cores_listed(_text(path)))
     except ValueError:

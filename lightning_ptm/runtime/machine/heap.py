@@ -1,8 +1,9 @@
-"""The process's heap during a run on a CPU: what becomes of memory that a step has freed, and how far it may grow.
+"""The process's heap during a run on a CPU: whether freed memory is kept, and a ceiling for its growth.
 
-Freed memory is kept for the next step, or given back to the system (memory/malloc.py). Where RAM is short, a ceiling
-(memory/memory_limit.py) has an allocation fail that would have the kernel kill the process, and the run ends with a sentence.
-Knows no pages: this is about activations and gradients, which PyTorch takes from the C library.
+Freed memory is kept for the next step, or returned to the system (memory/malloc.py). Where RAM is short, a ceiling
+(memory/memory_limit.py) makes an allocation fail for which the kernel would otherwise kill the process, and the run
+ends with a CapacityError. Knows no pages: this concerns activations and gradients, which PyTorch allocates from the C
+library.
 """
 
 from __future__ import annotations
@@ -20,21 +21,23 @@ from lightning_ptm.memory.memory_limit import MemoryLimit, wanted_bytes
 from lightning_ptm.runtime.machine.machine import free_host_bytes, free_swap_bytes
 
 _RESERVE_BYTES = 1 << 30
-"""With less RAM than this free, a run that has kept freed memory gives it back from then on."""
+"""When less RAM than this is free, a run that has kept freed memory returns it from then on."""
 
 _LOOK_S = 0.5
-"""Free RAM is looked for in a dozen of the system's files, which takes 2 ms."""
+"""Least time between two readings of free RAM, which read a dozen system files and take 2 ms."""
 _LOOK_WITHIN_S = 0.1
 """The same within a step, where there is a ceiling."""
 
 
 _WATCHED_BYTES = 8 << 30
-"""With less RAM left to a rank than this there is a ceiling: elsewhere a library that maps much and uses little of it would
-meet one."""
+"""There is a ceiling only if a rank has less RAM left than this.
+
+With more RAM, the ceiling would hit libraries that map much memory and use little of it.
+"""
 _BESIDE_HEAP_BYTES = 24 << 20
-"""That a ceiling leaves to what it does not count: page tables, sockets, memory that processes share, holes of the heap."""
+"""Bytes below the ceiling for memory that it does not count: page tables, sockets, shared memory, fragmentation."""
 _BESIDE_HEAP_SHARE = 1 / 64
-"""The same, as a share of what is left."""
+"""The same, as a share of the free bytes."""
 
 
 SETTING_UP = "setting up the run"
@@ -50,7 +53,7 @@ _IN_A_STEP = (
 
 
 class Freed(enum.Enum):
-    """What becomes of it."""
+    """What happens to freed memory."""
 
     STAYS = "stays for the next step"
     SMALL_STAYS = "stays for the next step, but for large blocks, into whose holes nothing as large may fit"
@@ -58,20 +61,28 @@ class Freed(enum.Enum):
 
 
 class Heap:
-    """The process's heap during one run on a CPU. The settings are the process's: the newest run decides, until it ends.
+    """The process's heap during one run on a CPU.
+
+    The settings are global to the process: those of the newest run apply until it ends.
 
     Args:
-        ranks_here: that share the machine's RAM.
-        pages_take: bytes of RAM that the run's pages will take and have not taken yet.
-        follows: there are pages of a run before, whose RAM comes back as new ones are laid: no ceiling meanwhile.
+        ranks_here: number of ranks that share the machine's RAM.
+        pending_page_bytes: returns the bytes of RAM that the run's pages will take and have not taken yet.
+        follows: pages of a previous run still exist, and their RAM is freed while new ones are allocated: no ceiling
+            during that.
     """
 
     def __init__(
-        self, freed: Freed, *, ranks_here: int = 1, pages_take: Callable[[], int] = lambda: 0, follows: bool = False
+        self,
+        freed: Freed,
+        *,
+        ranks_here: int = 1,
+        pending_page_bytes: Callable[[], int] = lambda: 0,
+        follows: bool = False,
     ) -> None:
         self._keep = freed is not Freed.LEAVES
         self._ranks_here = ranks_here
-        self._pages_take = pages_take
+        self._pending_page_bytes = pending_page_bytes
         self._ceiling = MemoryLimit()
         self._watched = False
         self._looked_s = -math.inf
@@ -83,7 +94,7 @@ class Heap:
             self._put_ceiling(free_host_bytes())
 
     def between_steps(self) -> None:
-        """Freed activations of the last step leave the process, unless they may stay."""
+        """Returns freed activations of the last step to the system, unless they are kept, and updates the ceiling."""
         looks = monotonic() - self._looked_s >= _LOOK_S
         free = 0
         if looks:
@@ -98,41 +109,47 @@ class Heap:
             self._put_ceiling(free)
 
     def within_step(self) -> None:
-        """What threads and libraries have mapped meanwhile and do not use counts no longer. Cheap."""
+        """Updates the ceiling within a step; cheap.
+
+        Memory that threads and libraries have mapped since the last update and do not use must not count.
+        """
         if self._watched and monotonic() - self._looked_s >= _LOOK_WITHIN_S:
             self._looked_s = monotonic()
             self._put_ceiling(free_host_bytes())
 
     def steps_end(self) -> None:
-        """No step follows: nothing comes back for what they have freed, and pages take no more than they have."""
+        """Returns freed memory to the system: no step follows that would use it again, and pages take no more than
+        they have."""
         trim()
-        self._pages_take = lambda: 0
+        self._pending_page_bytes = lambda: 0
         if self._watched:
             self._put_ceiling(free_host_bytes())
 
     def weights_are_written(self) -> None:
-        """What was trained goes to disk now: no ceiling may keep it from there. The writer's threads map stacks of 8 MiB and
-        touch a few KiB of them."""
+        """Lifts the ceiling, which must not prevent the trained weights from being written to disk.
+
+        The writer's threads map stacks of 8 MiB and use a few KiB of them.
+        """
         self._ceiling.lift()
         self._watched = False
 
     def free_bytes(self) -> int:
-        """RAM that the ranks of this machine may still take: what is free, as far as the ceiling lets them."""
+        """Returns the RAM that the ranks of this machine may still take: free RAM, as far as the ceiling allows."""
         free, left = free_host_bytes(), self._ceiling.left_bytes()
         return free if left is None else min(free, left * self._ranks_here)
 
     def close(self) -> None:
-        """The run has ended: its settings would be those of whatever the process does next."""
+        """Ends the run's settings, which would otherwise apply to everything that the process does next."""
         self._ceiling.lift()
         end_settings()
         trim()
 
     @contextmanager
-    def refusals_in_words(self, doing: str) -> Iterator[None]:
-        """Inside, what the ceiling refuses is a CapacityError that says what was lacking for what.
+    def explain_failures(self, doing: str) -> Iterator[None]:
+        """Context that turns an allocation failure caused by the ceiling into a CapacityError.
 
         Args:
-            doing: such as "the backward pass".
+            doing: the activity that the error names, such as "the backward pass".
         """
         try:
             yield
@@ -145,7 +162,7 @@ class Heap:
             raise CapacityError(self._lacking(doing, first)) from error
 
     def _put_ceiling(self, free: int) -> None:
-        left = (free + free_swap_bytes()) // self._ranks_here - self._pages_take()
+        left = (free + free_swap_bytes()) // self._ranks_here - self._pending_page_bytes()
         left -= max(_BESIDE_HEAP_BYTES, int(left * _BESIDE_HEAP_SHARE))
         self._watched = left < _WATCHED_BYTES
         if self._watched:
@@ -154,12 +171,12 @@ class Heap:
             self._ceiling.lift()
 
     def _lacking(self, doing: str, error: BaseException) -> str:
-        wanted, pages = wanted_bytes(error), self._pages_take()
+        wanted, pages = wanted_bytes(error), self._pending_page_bytes()
         what = "more memory" if wanted is None else f"{format_bytes(wanted)} at once"
         kept = f", of which pages of this run will take {format_bytes(pages)}" if pages else ""
         remedy = _IN_SET_UP if doing == SETTING_UP else _IN_A_STEP
         free = format_bytes(free_host_bytes())
         return (
-            f"{doing} asked for {what}, and RAM has {free} free within the limits of this process's control groups{kept}; it "
-            f"was refused, since the system would have killed the process; {remedy}"
+            f"{doing} asked for {what}, and RAM has {free} free within the limits of this process's control groups{kept}; "
+            f"the allocation was refused, since the system would have killed the process; {remedy}"
         )

@@ -1,6 +1,7 @@
-"""What a machine has free: RAM and cores within its control groups, device memory, disk space. Reads only.
+"""Free resources of a machine: RAM and cores within its control groups, device memory, disk space. Reads only.
 
-`Machine` is all that decisions may know of one (blueprint.py), so that they can be made for a machine that is not here.
+`Machine` is all that decisions may know of a machine (blueprint.py), so that they can be made for another machine than
+this.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from lightning_ptm.memory.backend import Backend
 from lightning_ptm.runtime.machine import cgroup
 
 SHORT_RAM_BYTES = 4 << 30
-"""With less RAM for a rank than this, a step's activations may be what does not fit: pages take no more than they need."""
+"""If a rank has less RAM than this, a step's activations may not fit, so pages take no more than they need."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """What one node offers to the ranks on it.
+    """Resources that one node offers to the ranks on it.
 
     Attributes:
-        device_apart: ranks compute on devices with memory of their own; else device memory is RAM.
-        free_device_bytes: of one rank's device; 0 where that is RAM.
-        free_host_bytes: RAM of the node.
-        free_disk_bytes: of the node.
-        cores: CPU cores of the node, within what its control groups allow.
-        ranks: that share all but the devices.
+        device_apart: ranks compute on devices with their own memory; otherwise device memory is RAM.
+        free_device_bytes: free bytes of one rank's device; 0 where device memory is RAM.
+        free_host_bytes: free RAM of the node.
+        free_disk_bytes: free disk space of the node.
+        cores: CPU cores of the node, within the limits of its control groups.
+        ranks: number of ranks that share everything but the devices.
     """
 
     device_apart: bool
@@ -39,7 +40,7 @@ class Machine:
     ranks: int
 
     def with_more(self, in_memory: int, on_disk: int) -> Machine:
-        """So many bytes more of RAM and disk for each rank."""
+        """Returns the machine with so many bytes more of RAM and disk for each rank."""
         return dataclasses.replace(
             self,
             free_host_bytes=self.free_host_bytes + in_memory * self.ranks,
@@ -48,7 +49,7 @@ class Machine:
 
 
 def this_machine(backend: Backend, disk_paths: Sequence[Path], ranks: int) -> Machine:
-    """The machine that this process runs on."""
+    """Returns the resources of the machine that this process runs on."""
     return Machine(
         device_apart=backend.apart,
         free_device_bytes=backend.free_bytes(),
@@ -60,16 +61,17 @@ def this_machine(backend: Backend, disk_paths: Sequence[Path], ranks: int) -> Ma
 
 
 def node_cores(ranks: int) -> int:
-    """Cores of the node that its ranks may use.
+    """Returns the cores of the node that its ranks may use.
 
-    A rank that is bound to a part of them (`taskset`, `numactl`, a scheduler's tasks) takes the others to be bound alike.
+    A rank that is bound to some of the cores (`taskset`, `numactl`, a scheduler's tasks) assumes that the others are
+    bound in the same way.
     """
     cores = min(os.cpu_count() or 1, cgroup.cores())
     return min(cores, len(os.sched_getaffinity(0)) * ranks)
 
 
 def free_host_bytes() -> int:
-    """RAM that this process may still take."""
+    """Returns the RAM that this process may still take."""
     try:
         available = _memory_info("MemAvailable:", default=cgroup.NO_LIMIT)
     except (OSError, ValueError):
@@ -78,7 +80,10 @@ def free_host_bytes() -> int:
 
 
 def free_swap_bytes() -> int:
-    """Bytes that the system, within this process's control groups, may swap out before it kills."""
+    """Returns the bytes that the system may swap out before it kills a process.
+
+    The limits of this process's control groups count.
+    """
     try:
         return min(_memory_info("SwapFree:", default=0), cgroup.free_swap_bytes())
     except (OSError, ValueError):
@@ -93,7 +98,9 @@ def _memory_info(name: str, *, default: int) -> int:
 
 
 def free_disk_bytes(paths: Sequence[Path]) -> int:
-    """Disk space for pages striped over `paths`: the fullest file system bounds each stripe. Missing paths count as
-    none; the disk tier itself raises for them."""
+    """Returns the disk space for pages striped over `paths`: the fullest file system bounds each stripe.
+
+    Missing paths count as 0; the disk tier itself raises for them.
+    """
     spaces = [shutil.disk_usage(path).free for path in paths if path.is_dir()]
     return min(spaces) * len(spaces) if spaces else 0

@@ -1,1 +1,1 @@
-"""Where the ranks of a run wait for each other, and what they exchange beside pages."""
+"""Coordination between ranks during a run: barriers, exchanges of activations and tokens, module buffers."""

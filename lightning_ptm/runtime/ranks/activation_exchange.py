@@ -1,22 +1,23 @@
-"""What a tensor group exchanges in a forward or backward, activations, issued so that nobody hangs.
+"""Collectives of a tensor-parallel group on activations, ordered so that they cannot deadlock with gathers of pages.
 
-Owns whether the ranks of this rank's group may exchange without asking. A rank that waits in an exchange cannot come to a
-round (comm/agreement.py), so no other may need it there. Ranks of a group run the same module on the same batch: calls of
-units come in the same order on all of them, and so do reductions, boundaries and exchanges of tokens, which none of them
-passes before the others. What differs is which units each has fetched, and so when it asks all ranks for a gather. It may do
-so on *occasions* only (`Executor.occasions`), which are the same for all of the group. So one round, a gathering of the group
-behind the last occasion, tells each of its ranks that the others have asked what they wanted; from there to the next occasion
-they exchange without a word. Ranks of other groups need no part in that: they wait in their next round until these come to
-theirs.
+Owns whether the ranks of this rank's group may exchange without agreeing first. A rank that waits in an exchange cannot
+take part in a round of agreement (comm/agreement.py), so no other rank may need it there. Ranks of a group run the same
+module on the same batch: calls of units, reductions, boundaries and exchanges of tokens come in the same order on all
+of them, and none of them passes one before the others. The ranks differ only in which units each has fetched, and so in
+when each asks all ranks for an all-gather. A rank may ask only on *occasions* (`Executor.occasions`), which are the
+same for all ranks of a group. So one round, a gathering of the group after the last occasion, shows each rank of the
+group that the others have asked for all they need. Until the next occasion they exchange without a round. Ranks of
+other groups take no part: they wait in their next round until these ranks reach theirs.
 
-I1: between an occasion and the next exchange lies a gathering of the group, which finds ranks that come to different ones, or
-have exchanged something else since the one before: each tells a digest of all that it has exchanged, of whose layers, and of
-which batches (`computes`), which so costs nothing more. Ranks of one machine tell the digest with each exchange, too, and
-compare before they read (comm/shm_collectives.py I1). What is exchanged behind the last gathering of a pass is
-compared where the
-pass ends (runtime/ranks/barriers.py I3), before the step; an update that begins in the backward may have used it by then.
-I2: what the user's code may ask for on one rank alone lies behind an occasion and before another, or counts as that
-(`meet_again`). I3: so exchanges and all other collectives are issued in the same order on all ranks that have a part in both.
+I1: between an occasion and the next exchange there is a gathering of the group. It detects ranks that come to different
+    exchanges, or that have exchanged something else since the gathering before: each rank sends a digest of all its
+    exchanges, with their layers and batches (`computes`), at no extra cost. Ranks of one machine also send the digest
+    with each exchange, and compare it before they read (comm/shm_collectives.py I1). Exchanges after the last gathering
+    of a pass are compared at the end of the pass (runtime/ranks/barriers.py I3), before the step; an update that begins
+    during the backward may have used them by then.
+I2: anything that the user's code may request on one rank alone comes after an occasion and before another, or counts as
+    one (`meet_again`).
+I3: by I1 and I2, exchanges and all other collectives are issued in the same order on all ranks that take part in both.
 """
 
 from __future__ import annotations
@@ -34,21 +35,22 @@ from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
 
 
 class CountsExchanges(Protocol):
-    """Who knows from which points on this rank may ask others for all-gathers (executor I4)."""
+    """The counter of points from which this rank may ask others for all-gathers (executor I4)."""
 
     @property
     def occasions(self) -> int:
-        """How many there were."""
+        """Number of occasions so far."""
 
 
 class ActivationExchange:
-    """Of one rank, in one run.
+    """Exchanges of activations of one rank, in one run.
 
     Args:
-        communicator: of the group, for its exchanges alone: on the stream of gathers of pages they would be behind these.
-        group: its number among the groups.
-        rendezvous: where all ranks meet.
-        executor: tells occasions.
+        communicator: of the group, for these exchanges only: on the stream of page gathers they would queue after
+            those.
+        group: index of the group.
+        barriers: agreement between ranks.
+        executor: counts occasions.
     """
 
     def __init__(
@@ -61,56 +63,61 @@ class ActivationExchange:
         # state
         self._issued = 0
         self._digest = 0
-        """Of all exchanges and batches so far."""
+        """Digest of all exchanges and batches so far."""
         self._met: int | None = None
-        """The occasions behind which the group has met."""
+        """Number of occasions at the last gathering of the group."""
         self._since: list[str] = []
-        """The exchanges since then, in words; the last one may be one that the group is to meet for."""
+        """Descriptions of the exchanges since then; the last may be one that the group is about to gather for."""
         communicator.deadlock_detector.ask(self.since_met)
 
     def meet_again(self) -> None:
-        """The group meets before its next exchange: a rank may ask for that, or for another one, alone. Called at the same
-        points of a module's calls on all of the group, or where it meets for the next exchange anyway."""
+        """Makes the group gather before its next exchange, since a rank may request an exchange alone.
+
+        Must be called at the same points of a module's calls on all ranks of the group, or where the group gathers for
+        the next exchange anyway.
+        """
         self._met = None
 
     def computes(self, batch: str) -> None:
-        """What the group computes next, in words: those of all its ranks are compared when it meets for the next exchange,
-        and if they differ, all raise there."""
+        """Records what the group computes next, as text.
+
+        The next gathering compares this on all ranks of the group, and all raise if it differs.
+        """
         self.meet_again()
         what = OF_A_BATCH + batch
         self._digest = crc32(what.encode(), self._digest)
         if self._since and self._since[-1].startswith(OF_A_BATCH):
-            del self._since[-1]  # nothing is exchanged in any batch, maybe; the digest has them all
+            del self._since[-1]  # batches may come without exchanges; the digest includes all of them
         self._since.append(what)
 
     def done(self) -> int:
-        """A word of 32 bits for all that this rank has exchanged."""
+        """A 32-bit digest of all that this rank has exchanged."""
         return self._digest
 
     def since_met(self) -> Exchanged:
-        """The group's number, and what this rank has exchanged since the group has met, and wants to exchange."""
+        """The group's index, and this rank's exchanges since the group last gathered, including the pending one."""
         return self._group, self._since
 
     def issue(
         self, layer: str, name: str, collective: Exchange, value: Tensor, near: NearExchange | None = None
     ) -> Tensor:
-        """What a collective of the group results in, behind what the current stream has queued, before what it queues next.
+        """Runs a collective of the group on the current stream, and returns its result.
 
         Args:
-            layer: whose it is; "": none's.
-            name: of the collective.
+            layer: name of the layer; "": none.
+            name: name of the collective.
             collective, near: as the communicator's.
-            value: what it sends; of one shape and dtype on all of the group.
+            value: what this rank sends; of one shape and dtype on all ranks of the group.
 
         Raises:
-            RankError: not all of the group come to it, or another rank has failed.
+            RankError: some ranks of the group do not come to it, or another rank has failed.
         """
         phase = "backward" if in_backward() else "forward"
         what = f"the {name} of {layer or 'no layer'} ({phase}, {tuple(value.shape)}, {value.dtype})"
         self._since.append(what)
         if self._met != self._executor.occasions:
-            told = f"{self._issued} {self._digest} {what}"
-            self._barriers.meet_group(self._group, self._communicator.world_size, told)
+            description = f"{self._issued} {self._digest} {what}"
+            self._barriers.meet_group(self._group, self._communicator.world_size, description)
             self._met = self._executor.occasions
             self._since = [what]
         self._issued += 1

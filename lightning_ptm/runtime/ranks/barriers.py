@@ -1,11 +1,12 @@
-"""Where the ranks of a run wait for each other, and what all of them are told where they cannot meet.
+"""Barriers between the ranks of a run, with errors on all ranks if they arrive for different things.
 
-Owns at which point of its iterations this rank is, and whether the run has failed. In which order collectives go is
-comm/agreement.py's; what is computed at these points, the engine's.
+Owns this rank's position in its iterations, and whether the run has failed. The order of collectives is decided in
+comm/agreement.py; the engine decides what is computed at the barriers.
 
-I1: ranks that come together for different things all raise, with what each did and where it is in the user's code. I2: of a
-run that has failed, nothing waits for other ranks any more. I3: ranks of a tensor group that have exchanged different things
-raise where they next wait for each other: behind each backward pass, before a step, at the end of a batch of an evaluation.
+I1: ranks that arrive for different things all raise; the error says what each did and where it is in the user's code.
+I2: once the run has failed, nothing waits for other ranks any more.
+I3: ranks of a tensor group that have exchanged different things raise at their next barrier: after each backward pass,
+    before a step, at the end of a batch of an evaluation.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ STEP_ENDS = 1 << 20
 
 
 class Together(enum.IntEnum):
-    """What ranks do all at once; a flag of the boundary at which they wait for each other."""
+    """Reasons for which all ranks wait for each other, as flags of a boundary."""
 
     COLLECTIVE = 2
     TRAINING_STEP = 4
@@ -72,7 +73,7 @@ _DOING = {
     Together.REARRANGED: "has other parameters than those that its pages were laid out for",
 }
 ANY_TOGETHER = sum(Together)
-"""All flags of these."""
+"""All of these flags."""
 
 _AS_MANY_BATCHES = (
     "give all of them as many training batches (a DistributedSampler(drop_last=True), or limit_train_batches of the "
@@ -89,38 +90,41 @@ _ON_ALL_RANKS = (
 
 
 class Barriers:
-    """The meeting points of one rank.
+    """The barriers of one rank.
 
     Args:
         communicator: of all ranks.
         participate: takes part in a collective that other ranks need and this one does not.
-        teams: which ranks have a part in what, where not all have.
+        teams: which ranks take part in what, if not all do.
     """
 
     def __init__(self, communicator: Communicator, participate: Callable[[Decision], None], teams: RankTeams) -> None:
         self._communicator = communicator
         self.agreement = Agreement(communicator.exchange, participate, communicator.rank, teams, self._explained)
         self.failed = False
-        """Nothing collective happens here any more; set by `fail`."""
+        """Whether the run has failed: this rank starts no collective any more. Set by `fail`."""
         self._differences = ""
-        """What this rank lays its pages out anew for; others are told of it where they do not."""
-        self._told: dict[str, str] = {}
-        """What ranks have to have alike, in words: by what it is of."""
-        self._since = 0
-        """Iterations since all ranks were last together: evaluation may have more batches on one rank than on another."""
+        """Why this rank is about to lay out its pages again; part of the error on the other ranks if these are not."""
+        self._must_match: dict[str, str] = {}
+        """Values that must be equal on all ranks, as text, by description."""
+        self._iterations_since = 0
+        """Iterations since the last barrier of all ranks: evaluation may have more batches on one rank than on another.
+        """
 
     def iteration_begins(self) -> None:
-        """One of this rank's."""
-        self._since += 1
+        """Counts an iteration of this rank."""
+        self._iterations_since += 1
 
     def fail(self, reason: str) -> None:
-        """The run has failed here: the others are told."""
+        """Marks the run as failed, and informs the other ranks."""
         self.failed = True
         self._communicator.fail(reason)
 
     def meet(self, what: Together, deed: str = "") -> None:
-        """Before what all ranks do together: others may still gather units, in this iteration (ranks with different experts
-        have different plans), in batches that this rank has not, or for a forward of one rank alone.
+        """Waits for all ranks before a collective operation, unless the run has failed.
+
+        While waiting, this rank takes part in gathers of units by others: in this iteration (ranks with different
+        experts have different plans), in batches that this rank does not have, or for a forward of one rank alone.
 
         Args:
             deed: what exactly follows; the same on all ranks.
@@ -129,77 +133,85 @@ class Barriers:
             self.come_together(what, deed)
 
     def gather_for(self, gathering: Gathering) -> None:
-        """Before a collective that is none of ours, on its ranks: as `meet`, but they may be some of all, and the others
-        anywhere.
+        """Waits before a collective of the user for the ranks that take part in it; the other ranks may be anywhere.
 
         Raises:
-            RankError: not all of them can come any more.
+            RankError: some of these ranks cannot come any more.
         """
         self._gather(gathering, Together.COLLECTIVE)
         if gathering.size == self._communicator.world_size:
-            self._since = 0
+            self._iterations_since = 0
 
     def meet_group(self, group: int, size: int, exchange: str) -> None:
-        """Before a tensor group exchanges activations, on its ranks; the others may be anywhere.
+        """Waits for the ranks of a tensor group before they exchange activations; the other ranks may be anywhere.
 
         Args:
-            group: its number among the groups.
-            exchange: which one it is; the same on all of the group.
+            group: index of the group.
+            exchange: description of the exchange; the same on all ranks of the group.
 
         Raises:
-            RankError: not all of them can come any more.
+            RankError: some of these ranks cannot come any more.
         """
         number = int.from_bytes(blake2b(exchange.encode(), digest_size=3).digest(), "big")
         self._gather(Gathering(group << 24 | number, size), Together.EXCHANGE)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """What the block raises on one rank raises on all of them. Collective, at the end of the block."""
+    def errors_on_all_ranks(self) -> Iterator[None]:
+        """Raises an exception of the block on all ranks, if any rank raised one. Collective, at the end of the block."""
         with raise_on_all_ranks(self._communicator, partial(self.meet, Together.BY_HAND, "results")):
             yield
 
-    def told(self, value: Any, source: int = 0) -> Any:
-        """A value of one rank, on all of them. Collective."""
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Broadcasts a value of one rank to all. Collective."""
         self.meet(Together.BY_HAND, f"value of rank {source}")
         return self._communicator.broadcast_object(value, source)
 
-    def all_say(self, yes: bool) -> bool:
-        """Whether all ranks say yes. Collective."""
+    def all_agree(self, yes: bool) -> bool:
+        """Whether `yes` is true on all ranks. Collective."""
         self.meet(Together.BY_HAND, "question")
         refused = torch.tensor([0 if yes else 1], dtype=torch.int64)
         return not self._communicator.all_reduce(refused, maximum=True).item()
 
     def _gather(self, gathering: Gathering, what: Together) -> None:
         if self.failed:
-            raise RankError("this run has failed, so other ranks may never come to a collective; issue none afterwards")
+            raise RankError(
+                "this run has failed, so other ranks may never come to a collective; issue none after the error"
+            )
         seen = self.agreement.gather(dataclasses.replace(gathering, flag=what))
         if seen is not None:
-            self._check_nobody_else(seen, what, str(what))
+            self._check_same_reason(seen, what, str(what))
             self.agreement.give_up(
-                f"rank {self._communicator.rank} {what} and another rank in another one, or of other ranks, "
-                f"so they would wait for each other for ever; issue the same ones in the same order on all ranks"
+                f"rank {self._communicator.rank} {what} and another rank is in another one, or in one with other "
+                "ranks, so they would wait for each other for ever; issue the same collectives in the same order on "
+                "all ranks"
             )
 
-    def rearranged(self, differences: str) -> None:
-        """Before pages are laid out anew, for parameters that differ from those of the start by these.
+    def check_relayout(self, differences: str) -> None:
+        """Waits for all ranks before pages are laid out again because parameters have changed.
+
+        Args:
+            differences: how parameters differ from those at the start.
 
         Raises:
-            RankError: those of another rank do not, or by others; it says by which.
+            RankError: the parameters of another rank have not changed, or have changed differently; the error says how.
         """
         self._differences = differences
         self.meet(Together.REARRANGED, differences)
         self._differences = ""
 
     def come_together(self, what: Together, deed: str = "", flags: int = 0) -> int:
-        """Waits until all ranks have come, taking part in what they do before; returns the flags that any came with.
+        """Waits until all ranks have come, and takes part in their collectives until then.
+
+        Returns:
+            The union of the flags that ranks came with.
 
         Raises:
             RankError: other ranks have come for something else.
         """
         number = int.from_bytes(blake2b(deed.encode(), digest_size=5).digest(), "big")
         seen = self.agreement.reach(Boundary(TOGETHER + number, what | flags))
-        self._since = 0
-        self._check_nobody_else(seen, what, str(what))
+        self._iterations_since = 0
+        self._check_same_reason(seen, what, str(what))
         self._check_alike(seen)
         if seen & DIFFERENT and what is Together.TRAINING_STEP:
             self.agreement.give_up(
@@ -209,88 +221,94 @@ class Barriers:
             )
         if seen & DIFFERENT:
             remedy = _ALIKE if what is Together.REARRANGED else _ON_ALL_RANKS
-            self.agreement.give_up(f"rank {self._communicator.rank} {what} in another way than another rank; {remedy}")
+            self.agreement.give_up(
+                f"rank {self._communicator.rank} {what} in another way than another rank, so their collectives would "
+                f"not match; {remedy}"
+            )
         return seen
 
-    def _check_nobody_else(self, seen: int, mine: int, doing: str) -> None:
+    def _check_same_reason(self, seen: int, mine: int, doing: str) -> None:
         others = [each for each in Together if seen & each & ~mine]
         if not others:
             return
-        told = f"rank {self._communicator.rank} {doing} and another rank {others[0]}"
+        situation = f"rank {self._communicator.rank} {doing} and another rank {others[0]}"
         if seen & Together.END_OF_EPOCH and seen & (Together.TRAINING_BATCH | Together.TRAINING_STEP):
-            reason = f"{told}: they got different numbers of training batches; {_AS_MANY_BATCHES}"
+            reason = f"{situation}: they got different numbers of training batches; {_AS_MANY_BATCHES}"
         elif seen & Together.REARRANGED:
-            reason = f"{told}, so they would wait for each other for ever; {_ALIKE}"
+            reason = f"{situation}, so they would wait for each other for ever; {_ALIKE}"
         elif seen & Together.BY_HAND:
-            reason = f"{told}, so they would wait for each other for ever; {_ON_ALL_RANKS}"
+            reason = f"{situation}, so they would wait for each other for ever; {_ON_ALL_RANKS}"
         else:
             reason = (
-                f"{told}, so they would wait for each other for ever; call collectives and step optimizers on all ranks, "
-                f"as often, and {_AS_MANY_BATCHES}"
+                f"{situation}, so they would wait for each other for ever; call collectives and step optimizers on all "
+                f"ranks, equally often, and {_AS_MANY_BATCHES}"
             )
         self.agreement.give_up(reason)
 
     def compare(self, ranks: Sequence[Sequence[int]], done: Callable[[], int]) -> None:
-        """From here on, wherever these ranks wait for each other they compare what they have done.
+        """Makes these ranks compare what they have done at each barrier from now on.
 
         Args:
-            ranks: those of each tensor group.
-            done: a word of 32 bits for what this rank has exchanged.
+            ranks: the ranks of each tensor group.
+            done: returns a 32-bit digest of what this rank has exchanged.
         """
         self.agreement.compare(ranks, done)
 
-    def loss_is(self, loss: float) -> None:
-        """Of this rank. Where its tensor group waits next, its ranks compare theirs."""
+    def record_loss(self, loss: float) -> None:
+        """Records this rank's loss; the ranks of its tensor group compare theirs at their next barrier."""
         self.agreement.compare_number(loss)
         rank = self._communicator.rank
         group = next(number for number, ranks in enumerate(self.agreement.compared) if rank in ranks)
-        self._told[f"the loss in tensor group {group}"] = f"{loss:.6g}"
+        self._must_match[f"the loss in tensor group {group}"] = f"{loss:.6g}"
 
-    def hyper_parameters_are(self, numbers: Mapping[str, str]) -> str:
-        """What optimizers update with, by what each is of.
+    def record_hyper_parameters(self, numbers: Mapping[str, str]) -> str:
+        """Records the hyper-parameters that optimizers update with, by description.
 
         Returns:
             The deed of a training step that begins with them, as `come_together` compares it.
         """
-        self._told.update(numbers)
+        self._must_match.update(numbers)
         return repr(sorted(numbers.items()))
 
     def _check_alike(self, seen: int) -> None:
         if seen & OTHER_NUMBER:
             self.agreement.give_up(
-                "ranks of a tensor group compute one loss, and theirs differ, so their gradients would be of different "
-                "losses; compute it alike on all ranks of a group (from what trainer.strategy.distributed_sampler_kwargs "
-                "gives them, and from no number of the rank)"
+                "ranks of a tensor group compute one loss, and theirs differ, so their gradients would be of "
+                "different losses; compute it alike on all ranks of a group (from the samples that "
+                "trainer.strategy.distributed_sampler_kwargs selects, and from no number of the rank)"
             )
         if seen & UNLIKE:
             self.agreement.give_up(
-                "ranks of a tensor group have not exchanged the same, and would go on with what they mixed up"
+                "ranks of a tensor group have not exchanged the same activations, so what they compute next would be "
+                "wrong; run the same layers on the same batches on all ranks of a group"
             )
 
     def _explained(self, reason: str) -> str:
-        """Collective: why this rank gives up, or the first that does, and where all of them are. Nothing else that is
-        collective follows."""
+        """Collects reason and position of all ranks into one error text. Collective.
+
+        The reason is this rank's, or that of the first rank that gives one. No collective may follow in the run.
+        """
         ranks = range(self._communicator.world_size)
         place = f"{self._differences} ({whereabouts()})" if self._differences else whereabouts()
-        ours = (reason, place, self._communicator.exchanged(), self._told)
-        told = [
+        ours = (reason, place, self._communicator.exchanged(), self._must_match)
+        states = [
             self._communicator.broadcast_object(ours if rank == self._communicator.rank else None, rank)
             for rank in ranks
         ]
-        reason = reason or next((each for each, *_ in told if each), "a rank has given up")
-        places = ", ".join(f"rank {rank} {place}" for rank, (_, place, *_) in enumerate(told))
-        exchanged = {rank: each for rank, (_, _, each, _) in enumerate(told)}
-        text = f"{explained(reason, exchanged)}{_differences([each for *_, each in told])} [{places}]"
+        reason = reason or next((each for each, *_ in states if each), "a rank has given up")
+        places = ", ".join(f"rank {rank} {place}" for rank, (_, place, *_) in enumerate(states))
+        exchanged = {rank: each for rank, (_, _, each, _) in enumerate(states)}
+        text = f"{explained(reason, exchanged)}{_differences([each for *_, each in states])} [{places}]"
         self.fail(text)
         return text
 
     def reach(self, position: int, flags: int = 0) -> int:
-        """Waits for the other ranks at a point of this iteration; returns the flags that any came with.
+        """Waits for the other ranks at a point of this iteration; returns the union of all flags.
 
         Raises:
-            RankError: ranks of a tensor group have exchanged something else.
+            RankError: ranks of a tensor group have exchanged different things.
         """
-        seen = self.agreement.reach(Boundary(self._since * 2 * STEP_ENDS + position, flags))
+        seen = self.agreement.reach(Boundary(self._iterations_since * 2 * STEP_ENDS + position, flags))
         self._check_alike(seen)
         return seen
 
@@ -298,22 +316,22 @@ class Barriers:
         """As `reach`, in an optimizer step.
 
         Raises:
-            RankError: other ranks have come together for something else.
+            RankError: other ranks are at a barrier for something else.
         """
-        self._check_nobody_else(self.reach(position), 0, "is in an optimizer step")
+        self._check_same_reason(self.reach(position), 0, "is in an optimizer step")
 
 
-def _differences(told: Sequence[Mapping[str, str]]) -> str:
-    """What ranks have otherwise of what they have to have alike, in words.
+def _differences(values: Sequence[Mapping[str, str]]) -> str:
+    """Text of the values that differ between ranks but must be equal.
 
     Args:
-        told: by rank.
+        values: by rank.
     """
     found = []
-    for name in dict.fromkeys(name for each in told for name in each):
-        values = {rank: each[name] for rank, each in enumerate(told) if name in each}
-        if len(set(values.values())) > 1:
-            found.append(f"{name} is " + ", ".join(f"{value} on rank {rank}" for rank, value in values.items()))
+    for name in dict.fromkeys(name for each in values for name in each):
+        found_by_rank = {rank: each[name] for rank, each in enumerate(values) if name in each}
+        if len(set(found_by_rank.values())) > 1:
+            found.append(f"{name} is " + ", ".join(f"{value} on rank {rank}" for rank, value in found_by_rank.items()))
     return f" ({'; '.join(found[:3])})" if found else ""
 
 
@@ -325,13 +343,13 @@ _LIBRARIES = frozenset(
         "lightning_utilities",
         "torch",
         "torchmetrics",
-        "typing_extensions",  # around functions that torch has deprecated
+        "typing_extensions",  # wraps functions that torch has deprecated
     }
 )
 
 
 def whereabouts() -> str:
-    """The innermost line of the calling thread that is none of the libraries'."""
+    """The innermost line of the calling thread that is not in a library."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -1,13 +1,14 @@
-"""How tokens travel to experts that ranks divide among them, and back; which these are: divided_experts.py.
+"""Expert parallelism: exchange of tokens with the ranks that hold the experts.
 
-Owns what is put into the model's layers with experts, and the counts of tokens. A layer is any module whose class has an
-attribute `expert_group` (None where nobody divides) and whose `experts` is a ModuleList; it calls `expert_group.compute`
-where it would have called its experts itself (models/moe.py is one).
+Owns the groups set on the model's layers with experts, and the counts of tokens. divided_experts.py decides which
+experts are divided. A layer is any module whose class has an attribute `expert_group` (None if experts are not divided)
+and whose `experts` is a ModuleList; it calls `expert_group.compute` in place of its experts (models/moe.py is one).
 
-I1: every exchange of a group is agreed on first, like a collective of pages: no rank waits for one that does something else.
-I2: forward and backward exchange whether there are tokens or not, so all ranks of a group go through the same exchanges.
-I3: a row's result does not depend on where it was computed but for the rounding of matrix products: rows come to an expert
-    by rank, in each rank's own order, and return to their places.
+I1: a group agrees on every exchange first, as on a collective of pages, so no rank waits for one that does something
+    else.
+I2: forward and backward exchange whether there are tokens or not, so all ranks of a group run the same exchanges.
+I3: a row's result does not depend on where it was computed, except for the rounding of matrix products: an expert gets
+    rows ordered by rank and then in each rank's own order, and they return to their places.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
 from lightning_ptm.runtime.units.divided_experts import ATTRIBUTE, DividedExperts
 
 _EXCHANGES = 4
-"""Of a layer: rows to experts, results back, and the gradients of both."""
+"""Exchanges of a layer: rows to experts, results back, and the gradients of both."""
 
 Call = Callable[[Tensor, list[int]], Tensor]
-"""Rows sorted by expert, and how many are each expert's -> their results, in the same order."""
+"""Computes rows sorted by expert, given the number of each expert's rows; returns results in the same order."""
 
 
 @dataclasses.dataclass(slots=True)
 class TokenStats:
-    """Rows (a token counts once for each expert that it was given to) of this rank's forward passes, recomputed ones not
-    counted.
+    """Counts of rows in this rank's forward passes, without recomputed ones.
+
+    A token counts once for each expert that it is routed to.
 
     Attributes:
         exchanges: calls of layers.
         sent: rows of this rank's tokens that experts computed.
-        sent_away: of these, on other ranks.
+        sent_away: those of `sent` that were computed on other ranks.
         received: rows that this rank's experts computed. The sums of `sent` and `received` over a group are equal.
         experts_called: experts of this rank that had rows, summed over the calls.
     """
@@ -54,7 +56,7 @@ class TokenStats:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to other ranks. `anchor` requires a gradient, so that the backward pass comes here whatever was computed (I2)."""
+    """All-to-all of rows. `anchor` requires a gradient, so that the backward always reaches this node (I2)."""
 
     @staticmethod
     def forward(
@@ -77,7 +79,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Reorder(torch.autograd.Function):
-    """Rows in another order. Its backward puts gradients back, without atomics."""
+    """Permutation of rows. Its backward permutes gradients back, without atomics."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -92,7 +94,7 @@ class _Reorder(torch.autograd.Function):
 
 
 class _GradientTimes(torch.autograd.Function):
-    """The same rows. Their gradients are multiplied by `factor`."""
+    """Identity on rows. Its backward multiplies gradients by `factor`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, factor: float) -> Tensor:
@@ -106,16 +108,16 @@ class _GradientTimes(torch.autograd.Function):
 
 
 class DividedExpertGroup:
-    """What a layer finds in `expert_group`: its experts, wherever in the group they are.
+    """The `expert_group` of a layer: its experts, on whichever ranks of the group they are.
 
     Args:
-        place: of the layer among all such layers.
-        group: of the ranks that divide its experts, by member.
+        place: index of the layer among all such layers.
+        group: communicator of the ranks that divide its experts, by member.
         counts: by member, how many of the layer's experts it holds.
         agreement: ranks agree on each exchange through it.
-        units: by expert of the layer.
-        expect: is told which units will be called next, in order.
-        gradient_divisor: experts compute gradients over this number.
+        units: units of each expert of the layer.
+        expect: called with the units that will be called next, in order.
+        gradient_divisor: experts compute gradients divided by this number.
     """
 
     def __init__(
@@ -143,17 +145,17 @@ class DividedExpertGroup:
 
     @torch.compiler.disable
     def compute(self, rows: Tensor, counts: Sequence[int], call: Call) -> Tensor:
-        """The results of rows whose experts may be on other ranks of the group. Collective for it.
+        """Computes rows with experts that may be on other ranks. Collective for the group.
 
         A loss must depend on experts by these results alone. With a gradient divisor other than 1 (16-mixed), a term
-        that reads an expert's weights or what it has computed inside, e.g. an L2 penalty that its forward leaves in an
-        attribute, has a gradient that is too large by that number, and nothing here sees it: weight decay is the
-        optimizer's, or train in bf16-mixed.
+        that reads an expert's weights or intermediate values, e.g. an L2 penalty that its forward stores in an
+        attribute, gets a gradient that is too large by that factor, and this cannot be detected here: use the
+        optimizer's weight decay, or train in bf16-mixed.
 
         Args:
             rows: (n, width), sorted by expert.
-            counts: of each of the layer's experts, how many of `rows` are its.
-            call: computes rows of experts that are here; told counts for all experts, 0 for those that are not.
+            counts: number of rows of each of the layer's experts.
+            call: computes rows of the experts on this rank; it gets counts for all experts, 0 for those on other ranks.
 
         Returns:
             (n, width), in the order of `rows`.
@@ -174,7 +176,8 @@ class DividedExpertGroup:
 
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
         came = _Exchange.apply(rows, anchor, self, 0, sent, received)
-        # Not before the rows are here: fetching may be collective, and the others of the group have gone on to exchange.
+        # Only after the rows have arrived: fetching may be collective, and other ranks of the group are in the
+        # exchange.
         called = [unit for index, count in enumerate(per_expert) if count for unit in self._units[first + index]]
         self._expect(called)
         order, places = _by_expert(table, rows.device)
@@ -183,10 +186,11 @@ class DividedExpertGroup:
         results = self._gradient_times(1 / self._gradient_divisor, call(here, [0] * first + per_expert + others))
         if results.shape != here.shape:
             raise UsageError(
-                f"experts gave results of shape {tuple(results.shape)} for rows of shape {tuple(here.shape)}, and results "
-                f"return to where the rows came from; let experts keep the width, or use expert_parallel_size=1"
+                f"experts gave results of shape {tuple(results.shape)} for rows of shape {tuple(here.shape)}, so the "
+                "results cannot return to the places of the rows; let experts keep the width, or use "
+                "expert_parallel_size=1"
             )
-        # Ranks whose experts had no rows, and so no dtype to go by, send the same.
+        # All ranks send one dtype: ranks whose experts had no rows have no result to take it from.
         results = _Reorder.apply(results.to(_result_dtype(rows)), places, order)
         out: Tensor = _Exchange.apply(results, anchor, self, 1, received, sent)
         return out
@@ -198,7 +202,7 @@ class DividedExpertGroup:
         return out
 
     def move(self, step: int, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """One exchange of the four of a layer; the first has been agreed on with its counts."""
+        """Runs one of the four exchanges of a layer; the first was agreed on together with its counts."""
         if step:
             self._meet(step)
         return self._communicator.all_to_all(rows, sent, received)
@@ -223,11 +227,10 @@ def _result_dtype(rows: Tensor) -> torch.dtype:
 
 
 def _by_expert(table: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows that lie by sender and then by expert: the order in which they lie by expert and then by sender, and the place
-    of each in it.
+    """Order of rows by expert and then sender, from rows by sender and then expert, and its inverse permutation.
 
     Args:
-        table: (senders, experts): how many rows.
+        table: (senders, experts): numbers of rows.
     """
     experts = torch.arange(table.shape[1]).repeat(table.shape[0])
     order = torch.argsort(torch.repeat_interleave(experts, table.flatten()), stable=True)
@@ -237,7 +240,7 @@ def _by_expert(table: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class ExpertGroups:
-    """The groups of all layers of one run: put into the layers now, taken out by `close`."""
+    """The groups of all layers of one run: set on the layers by the constructor, removed by `close`."""
 
     def __init__(
         self,
@@ -258,6 +261,6 @@ class ExpertGroups:
             setattr(layer, ATTRIBUTE, group)
 
     def close(self) -> None:
-        """The layers are as they were."""
+        """Removes the groups; the layers are as they were."""
         for layer in self._layers:
             layer.__dict__.pop(ATTRIBUTE, None)

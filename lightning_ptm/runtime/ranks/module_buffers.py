@@ -1,14 +1,16 @@
-"""Buffers of modules (running statistics, codebooks, random features) with several ranks: they are rank 0's, as under DDP.
+"""Synchronization of module buffers (running statistics, codebooks, random features): they follow rank 0, as under DDP.
 
-They are no model states: each rank has all of them, outside pages. What is saved is rank 0's.
+Buffers are not model states: each rank has all of them, outside pages. Checkpoints contain those of rank 0.
 
-I1: a step begins with the same buffers on all ranks, and so does the first batch of an evaluation in mid-run; but, as with
-DDP, not the step behind an evaluation: what that writes, or a micro-batch before the last one of a step, stays each rank's
-own until the next. Under manual optimization, as with Lightning's DDP, they are the same when the first iteration begins,
-which may be the sanity check's, and each rank's own from then on, but for one behind a backward pass outside of steps.
-Outside of training they are each rank's own from set-up on.
-I2: nothing is sent while no rank has changed any. A change is seen in the bytes, since not all that writes counts as one for
-torch (`.data`, numpy, batch_norm's running statistics); what is on a GPU, whose bytes are not here, is always sent.
+I1: a step begins with the same buffers on all ranks, and so does the first batch of an evaluation during training. As
+    with DDP, this does not hold for the step after an evaluation: changes made by the evaluation, or by a micro-batch
+    before the last one of a step, stay local until the next synchronization. Under manual optimization, as with
+    Lightning's DDP, buffers are the same when the first iteration begins (it may be the sanity check's), and local from
+    then on, except in an iteration after a backward pass outside of steps. Outside of training they are local from
+    set-up on.
+I2: nothing is sent while no rank has changed a buffer. Changes are detected by bytes, since torch's versions miss some
+    writes (`.data`, numpy, batch_norm's running statistics). Buffers on a GPU, whose bytes are not in RAM, are always
+    sent.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from lightning_ptm.torch_internals import buffers_in, children_in, ignored_by_dd
 
 
 class ModuleBuffers:
-    """Those of one module, on one of several ranks.
+    """The buffers of one module, on one of several ranks.
 
     Args:
         communicator: of all ranks.
-        trains: the run does.
+        trains: whether the run trains.
     """
 
     def __init__(self, module: nn.Module, communicator: Communicator, *, trains: bool) -> None:
@@ -42,30 +44,30 @@ class ModuleBuffers:
         """What buffers held when all ranks had the same."""
 
     def changed(self) -> bool:
-        """Whether this rank's may have ceased to be rank 0's, and it matters now."""
+        """Whether this rank's buffers may differ from those of rank 0, and a synchronization is due."""
         return self._due and any(self._has_changed(owner, buffers) for owner, buffers in self._owners())
 
     def iteration_begins(self, *, compare_next: bool) -> None:
-        """One of this rank's; all of them have followed rank 0 if any has changed some and they are in it together.
+        """Begins an iteration of this rank, after a synchronization if any rank needed one and all take part.
 
         Args:
-            compare_next: whether what this iteration changes is to be looked for when the next one begins.
+            compare_next: whether the next iteration checks for changes made by this one.
         """
         self._due = compare_next
 
     def backward_outside(self, *, reduced: bool) -> None:
-        """A backward pass of manual optimization begins, not inside of a step.
+        """Begins a backward pass of manual optimization outside of a step.
 
         Args:
-            reduced: its gradients are.
+            reduced: whether its gradients are reduced.
         """
         self._due = reduced
 
     def follow_rank_0(self) -> None:
-        """Gives this rank's the values of rank 0's. Collective.
+        """Copies the values of rank 0's buffers to this rank. Collective.
 
         Raises:
-            RankError: ranks have different ones. It is raised on all ranks.
+            RankError: ranks have different buffers. It is raised on all ranks.
         """
         owners = self._owners()
         self._check_alike(owners)
@@ -90,7 +92,7 @@ class ModuleBuffers:
         with torch.no_grad():
             for (owner, name, buffer), part in zip(places, parts, strict=True):
                 value = part.clone().view(buffer.dtype).view(buffer.shape)
-                if buffer.is_inference():  # which may not be written to any more
+                if buffer.is_inference():  # inference tensors must not be written to
                     buffers_in(owner)[name] = value
                 else:
                     buffer.copy_(value)
@@ -104,16 +106,16 @@ class ModuleBuffers:
         digest = int.from_bytes(blake2b("\n".join(kinds).encode(), digest_size=7).digest(), "big")
         most, least = self._communicator.all_reduce(torch.tensor([digest, -digest]), maximum=True).tolist()
         if most != -least:
-            told = self._communicator.broadcast_object(kinds)
-            other = next((kind for kind in kinds if kind not in told), "")
+            kinds_0 = self._communicator.broadcast_object(kinds)
+            other = next((kind for kind in kinds if kind not in kinds_0), "")
             raise RankError(
-                f"ranks have different buffers of modules{other and f' (here {other}, which rank 0 has not)'}; register the "
-                f"same ones on all ranks, since they are rank 0's when a step begins, or name those that are each rank's own "
-                f"in `self.{ignored_by_ddp()} = [...]` of the LightningModule"
+                f"ranks have different buffers of modules{other and f' (here {other}, which rank 0 has not)'}, so "
+                "rank 0's cannot be copied when a step begins; register the same buffers on all ranks, or name those "
+                f"that are local to each rank in `self.{ignored_by_ddp()} = [...]` of the LightningModule"
             )
 
     def _owners(self) -> _Owners:
-        """Modules with buffers that are not each rank's own, and these by name."""
+        """Modules with buffers that are not local, and these buffers by name."""
         ignored = getattr(self._module, ignored_by_ddp(), ())
         own = {id(buffer) for name, buffer in self._module.named_buffers() if name in ignored} if ignored else set()
         found = (
@@ -129,7 +131,7 @@ class ModuleBuffers:
 
 
 def _modules_in(root: nn.Module) -> list[nn.Module]:
-    """As `root.modules()`, in its order; at each step, so without a generator for each module and those inside of it."""
+    """As `root.modules()`, in its order, but without nested generators, since it runs at each step."""
     found: dict[nn.Module, None] = {}
     ahead: list[nn.Module | None] = [root]
     while ahead:
@@ -148,12 +150,12 @@ def _is_shared(buffer: Tensor | None, own: set[int]) -> TypeGuard[Tensor]:
 
 
 def _bytes(buffer: Tensor) -> Tensor:
-    """A buffer's values, end to end; a view of them where they lie so."""
+    """The values of a buffer as contiguous bytes; a view if the buffer is contiguous."""
     return buffer.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _seen(buffer: Tensor) -> Any:
-    """Equal to that of another moment if the buffer held the same; None where that cannot be told."""
+    """A fingerprint that is equal if the buffer is unchanged; None if the bytes are not in RAM."""
     if not in_ram(buffer):
         return None
     return buffer.dtype, tuple(buffer.shape), zlib.crc32(_bytes(buffer).numpy().data) if buffer.numel() else 0

@@ -53,7 +53,7 @@ class GatheredFlats:
         self.holders = holders
         self.updates = {(flat.store.layout.index, flat.optimizer): flat for unit in flats for flat in unit}
         """By flat and optimizer."""
-        self._with_same_parts = communicators.along(holders.everybody.parts.axes)
+        self._with_same_parts = communicators.along(holders.common.parts.axes)
         self._first = {flat: self.updates[flat, number] for flat, number in reversed(self.updates)}
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class GatheredFlats:
 
     def source(self, store: UnitStore) -> int | None:
         """The rank that tells all others of a unit; None for one that all ranks hold."""
-        sharing = self.holders.apart.get(store.unit.index)
+        sharing = self.holders.by_unit.get(store.unit.index)
         return None if sharing is None else sharing.whole.ranks[0]
 
     def told(self, store: UnitStore, binding: FlatBinding, whole: Tensor | None) -> Tensor:
@@ -123,7 +123,7 @@ class GatheredFlats:
             return whole
         communicator = self.tells(binding.layout)
         if binding.layout.parts > 1:
-            source = self.holders.everybody.parts.ranks.index(source)  # of the first parts, and so of any
+            source = self.holders.common.parts.ranks.index(source)  # of the first parts, and so of any
         dtype = communicator.broadcast_object(None if whole is None else whole.dtype, source)
         ours = whole is not None and communicator.rank == source
         told = whole if ours and whole is not None else torch.empty(binding.layout.padded_numel, dtype=dtype)

@@ -49,7 +49,9 @@ class DividedExperts:
     @property
     def teams(self) -> RankTeams:
         """Who has a part in what."""
-        return RankTeams(self.split.groups, {unit: sharing.whole.ranks for unit, sharing in self.holders.apart.items()})
+        return RankTeams(
+            self.split.groups, {unit: sharing.whole.ranks for unit, sharing in self.holders.by_unit.items()}
+        )
 
 
 def expert_layers(root: nn.Module) -> tuple[tuple[str, nn.Module], ...]:

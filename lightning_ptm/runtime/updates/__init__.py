@@ -1,1 +1,1 @@
-"""When gradients are reduced, clipped and applied: synchronously or lock-free."""
+"""Reduction, clipping and application of gradients, synchronously or lock-free."""

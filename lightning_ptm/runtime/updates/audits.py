@@ -1,4 +1,4 @@
-"""What became of gradients in a lock-free run, and how old parameters were, in numbers.
+"""Counts of a lock-free run: what happened to each gradient, and how stale parameters were.
 
 I1: each gradient was produced by one step, and is applied, pending or skipped, once.
 """
@@ -10,14 +10,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdateAudit:
-    """What became of the gradients of one flat: each was produced by one step.
+    """Counts of the gradients of one flat, each produced by one step.
 
     Attributes:
-        name: the flat, by its unit and its first parameter.
+        name: name of the flat: its first parameter's, followed by "...".
         produced: gradients that steps have produced.
-        applied: those that an update has applied.
-        pending: those that wait for one.
-        skipped: those of steps that were not taken: inf or NaN under a loss scale.
+        applied: gradients that an update has applied.
+        pending: gradients that wait for an update.
+        skipped: gradients of skipped steps (inf or NaN under a loss scale).
     """
 
     name: str
@@ -28,13 +28,13 @@ class UpdateAudit:
 
     @property
     def balanced(self) -> bool:
-        """Whether none was lost and none was applied twice."""
+        """Whether no gradient was lost and none was applied twice."""
         return self.produced == self.applied + self.pending + self.skipped
 
 
 @dataclasses.dataclass(slots=True)
 class StalenessStats:
-    """Staleness of the units read in training since the run began, in steps, and how many steps there were."""
+    """Staleness of the units read in training since the run began, in steps, and the number of steps."""
 
     reads: int = 0
     total: int = 0
@@ -46,11 +46,11 @@ class StalenessStats:
         return self.total / self.reads if self.reads else 0.0
 
     def add_read(self, staleness: int) -> None:
-        """Count a unit that was read."""
+        """Counts a read of a unit."""
         self.reads += 1
         self.total += staleness
         self.maximum = max(self.maximum, staleness)
 
     def add_step(self) -> None:
-        """Count a step."""
+        """Counts a step."""
         self.steps += 1

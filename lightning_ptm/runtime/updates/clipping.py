@@ -1,8 +1,9 @@
-"""Clipping and loss scaling over gradients that live in pages: what is done to them before the update.
+"""Gradient norms, clipping and loss scaling over gradients in pages, before the update.
 
-Owns, per optimizer, the transform that the next step applies (clips in their order, loss scale). Gradients themselves are not
-changed: the update applies the transform to each page's copy (the values of torch's clip functions, bit for bit on one
-rank). Where they stay behind the step, or are in `.grad` as the update takes them, they are clipped there, as torch does.
+Owns, per optimizer, the transform that the next step applies (clips in their order, loss scale). The gradients
+themselves stay unchanged: the update applies the transform to its copy of each page (with the values of torch's clip
+functions, bit for bit on one rank). Gradients that stay after the step, or that the update reads from `.grad`, are
+clipped in place, as torch does.
 """
 
 from __future__ import annotations
@@ -48,16 +49,17 @@ class Clipping:
         self._updates = updates
         self._optimizers = optimizers
         self._clips: dict[int, Transform] = {}
-        """Of flats that are clipped later; stale where none of them is, since their gradients were forgotten."""
+        """By optimizer, the clips still to be applied by the update; stale if no flat of the optimizer is marked
+        `clipped_later`."""
         self._unscale: dict[int, Tensor | None] = {}
 
     def by_norm(self, optimizer: int, max_norm: float, scale: LossScale | None) -> None:
-        """Clip at the next step by the global norm. Collective."""
+        """Clips at the next step by the global norm. Collective."""
         coefficient = clip_coefficient(self.norm(optimizer, 2.0, scale), max_norm)
         self._clip(optimizer, Transform(clip=coefficient), scale)
 
     def by_value(self, optimizer: int, clip_value: float, scale: LossScale | None) -> None:
-        """Clamp at the next step."""
+        """Clamps at the next step."""
         self._clip(optimizer, Transform(clamp=clip_value), scale)
 
     def _clip(self, optimizer: int, how: Transform, scale: LossScale | None) -> None:
@@ -72,22 +74,22 @@ class Clipping:
             self._clips[optimizer] = dataclasses.replace(before, then=(*before.then, how))
 
     def _pending(self, optimizer: int) -> Transform:
-        """The clips that an optimizer's gradients have still to get."""
+        """The clips that an optimizer's gradients still need."""
         waiting = any(
             flat.gradient.grad_attribute.clipped_later for _, flat in self._updates.groups.flats_of(optimizer)
         )
         return self._clips.get(optimizer, NO_TRANSFORM) if waiting else NO_TRANSFORM
 
     def unscale(self, optimizer: int, scale: LossScale) -> None:
-        """Take the loss scale off at the next step."""
+        """Removes the loss scale at the next step."""
         self._unscale[optimizer] = _unscale(scale)
 
     def unscales(self, optimizer: int) -> bool:
-        """Whether the next step takes a loss scale off."""
+        """Whether the next step removes a loss scale."""
         return self._unscale.get(optimizer) is not None
 
     def take(self, optimizer: int) -> Transform:
-        """The transform of the step that starts now."""
+        """Returns the transform of the step that starts now, and forgets it."""
         transform = dataclasses.replace(self._pending(optimizer), unscale=self._unscale.pop(optimizer, None))
         self._clips.pop(optimizer, None)
         return transform
@@ -138,7 +140,7 @@ class Clipping:
             else:
                 found.append(greatest([flat.gradient.shard.on_device()]))
                 flat.gradient.shard.settle()
-        finite = math.isfinite(greatest(found).item())  # the device is waited for once a step
+        finite = math.isfinite(greatest(found).item())  # the only wait for the device in this method
         bad = self._communicator.all_reduce(torch.tensor([0 if finite else 1], dtype=torch.int64), maximum=True)
         return int(bad.item()) == 0
 
@@ -157,7 +159,7 @@ class Clipping:
         _done_reading(flat)
         computed = iter(norms)
         return [
-            # Zeros, too: how many norms there are decides how their sum rounds.
+            # Empty parameters count with a zero norm: the number of norms decides how their sum rounds.
             (order[id(parameter)], next(computed) if parameter.numel() else torch.zeros((), dtype=_dtype(flat)))
             for slot, parameter in enumerate(flat.store.binding.parameters)
             if present[slot] and flat.states.groups[slot] is not None
@@ -165,7 +167,7 @@ class Clipping:
 
 
 def _reader(flat: FlatUpdate) -> GradientReader:
-    """A flat's gradient, for a reader that holds it briefly; `_done_reading` must follow."""
+    """A flat's gradient for a short read; `_done_reading` must follow."""
     if not flat.gradient.in_place:
         return TensorGradient(flat.gradient.shard.on_device())
     binding = flat.store.binding
@@ -178,7 +180,7 @@ def _done_reading(flat: FlatUpdate) -> None:
 
 
 def _so_far(flat: FlatUpdate, unscale: Tensor | None, clips: Transform) -> Transform:
-    """What the update would do to a gradient now, had no more clips been asked for."""
+    """The transform that the update would apply now, without further clips."""
     return dataclasses.replace(clips if flat.gradient.grad_attribute.clipped_later else NO_TRANSFORM, unscale=unscale)
 
 

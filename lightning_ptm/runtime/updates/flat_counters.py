@@ -1,6 +1,7 @@
-"""A flat's gradients and versions as compute counts them in a lock-free run.
+"""Counters of one flat's gradients and versions in a lock-free run, on the compute side.
 
-Compute alone writes here; the buffering thread has counts of its own (update/buffering_thread.py), and a drain compares.
+Only the compute thread writes these. The buffering thread has counters of its own (update/buffering_thread.py), and a
+drain compares both.
 """
 
 from __future__ import annotations
@@ -15,56 +16,57 @@ from lightning_ptm.update.weight_prediction import WeightPrediction
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class FlatCounters(Reading):
-    """`received` are gradients that were handed over."""
+    """Counters of one flat. `received` counts the gradients that were handed to the buffering thread."""
 
     flat: FlatUpdate
     skipped: int = 0
     forecast: WeightPrediction | None = None
     exact: bool = True
-    """Whether nothing is forecast in the version that compute reads."""
+    """Whether the version that compute reads includes no weight prediction."""
     changed: int = 0
-    """How many were handed over when the last came that could not be added to the one before."""
+    """The count of `received` when a gradient last came for other parameters than the one before, so that the two
+    cannot be added."""
     which: tuple[bool, ...] | None = None
-    """The parameters that the last was for."""
+    """The parameters that the last gradient was for."""
     needed: int = 0
-    """Contributions that the version that is read next must include, whatever the bound (versions.py, I3)."""
+    """Number of contributions that the next version to be read must include, whatever the bound (versions.py, I3)."""
     hurried: int = 0
-    """Those that the buffering thread was last asked for."""
+    """Number of contributions last requested from the buffering thread."""
 
     @property
     def produced(self) -> int:
-        """Gradients of steps, those that were not taken included."""
+        """Number of gradients of steps, including skipped steps."""
         return self.received + self.skipped
 
     def skip(self) -> None:
-        """A step was not taken that had a gradient."""
+        """Counts a skipped step that had a gradient."""
         self.skipped += 1
 
     def hurry(self, contributions: int) -> None:
-        """The buffering thread was asked for so many."""
+        """Records the number of contributions that the buffering thread was asked to apply."""
         self.hurried = contributions
 
     def need(self, contributions: int) -> None:
-        """The version that is read next must include so many of what has come."""
+        """Requires the next version to be read to include this many of the contributions received."""
         self.needed = max(self.needed, min(self.received, contributions))
 
     def hand_over(self, contribution: Contribution) -> None:
-        """One is handed over."""
+        """Counts a contribution handed to the buffering thread."""
         self.receive()
         if contribution.source.which != self.which:
             self.which, self.changed = contribution.source.which, self.received
 
     def must_include(self, bound: int) -> int:
-        """Contributions that the version that is read next must include, where it may lack so many."""
+        """Number of contributions that the next version to be read must include, if it may lack `bound`."""
         return max(self.received - bound, self.needed)
 
     def take(self, version: Version) -> None:
-        """Compute reads this one from now on."""
+        """Records the version that compute reads from now on."""
         self.adopt(version.applied, version.seen, learned=version.prediction is not None)
         self.forecast, self.exact = version.prediction, version.exact
 
     def add_forecast(self, contribution: Contribution) -> None:
-        """Brings the parameters, which nobody reads now, to where a contribution is expected to take them."""
+        """Moves the parameters, which nothing reads now, by the predicted effect of a contribution."""
         assert self.forecast is not None
         store = self.flat.store
         contribution.settle()

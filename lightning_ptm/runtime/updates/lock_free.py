@@ -1,11 +1,11 @@
-"""Lock-free updates as compute sees them: gradients go, newer parameters come, and neither waits for the disk
-(section 4.3 of the paper, mended: see ARCHITECTURE.md).
+"""Lock-free updates, compute side: compute hands gradients off, adopts newer parameters and does not wait for the disk.
 
-Owns how many steps there were, when the warm-up ends, and whether parameters in use are the masters'. Versions that come are
-versions.py's; flat_counters.py counts gradients and versions, and the buffers are the buffering thread's
+Implements section 4.3 of the paper, with changes (see ARCHITECTURE.md). Owns the number of steps, the end of the
+warm-up, and whether the parameters in use equal the master parameters. Adoption of versions is in versions.py, counters
+of gradients and versions in flat_counters.py, and the buffers belong to the buffering thread
 (update/buffering_thread.py).
 
-I1: in the warm-up, what is read lacks no gradient: the numbers are those of a synchronous run.
+I1: during the warm-up, parameters that are read lack no gradient: results equal those of a synchronous run.
 I2: at a drain, produced == applied + skipped for every flat.
 """
 
@@ -36,18 +36,20 @@ log = logging.getLogger(__name__)
 
 
 class LockFreeUpdates(UpdateScheduler):
-    """Hands gradients over and never waits for what becomes of them, but to keep staleness bounded.
+    """Hands gradients to the buffering thread, and waits for updates only to bound staleness.
 
     Args:
-        units: stores by unit; flats: all trainable flats, by unit; optimizers: the user's.
-        updater: not running yet; the buffering thread has the use of it until `close`.
-        spares: pages for versions in the making, as `VersionPolicy` counts them.
-        max_staleness: steps whose gradients a parameter in use may lack.
-        warmup: steps of the training in which it may lack none; they end with an iteration.
-        room: chunks of master states in flight.
-        cores: CPU cores that updates may use.
-        forecast: parameters in use forecast the updates that they lack (update/weight_prediction.py).
-        default_dtype: see UpdateScheduler.
+        units: stores by unit.
+        flats: all trainable flats, by unit.
+        optimizers: the user's.
+        updater: not running yet; the buffering thread uses it until `close`.
+        spares: pages for versions being built, as counted by `VersionPolicy`.
+        max_staleness: number of steps whose gradients a parameter in use may lack.
+        warmup: number of training steps in which it may lack none; the warm-up ends with an iteration.
+        room: number of chunks of master states in flight.
+        cores: number of CPU cores that updates may use.
+        forecast: whether parameters in use predict the updates that they lack (update/weight_prediction.py).
+        default_dtype, number_of_step: see UpdateScheduler.
     """
 
     def __init__(
@@ -70,27 +72,28 @@ class LockFreeUpdates(UpdateScheduler):
         self._max_staleness = max_staleness
         self._warmup = warmup
         self._batch_began = 0
-        """After how many steps the training batch in progress began."""
+        """Number of steps before the training batch in progress."""
         self._most_steps = 0
-        """That a batch has taken; 0: none has ended with a step."""
-        self._clocks = [FlatCounters(flat=flat) for of_unit in flats for flat in of_unit]
-        place = iter(range(len(self._clocks)))
+        """Largest number of steps that a batch has taken; 0: no batch has ended with a step."""
+        self._counters = [FlatCounters(flat=flat) for of_unit in flats for flat in of_unit]
+        place = iter(range(len(self._counters)))
         places = [[next(place) for _ in of_unit] for of_unit in flats]
-        self._place_of = {id(clock.flat): place for place, clock in enumerate(self._clocks)}
-        self._given: set[int] = set()
-        """Flats, by place, whose gradients of the step in progress have gone: no graph of its own needs them any more."""
+        self._place_of = {id(counter.flat): place for place, counter in enumerate(self._counters)}
+        self._handed_off: set[int] = set()
+        """Flats, by place, whose gradients of the step in progress were handed off: no graph of this step needs them
+        any more."""
         self._steps = 0
         self._drained = True
-        """Whether parameters in use are the master parameters, rounded."""
+        """Whether the parameters in use are the rounded master parameters."""
         self._graph_open = False
-        """Whether a forward of training may still have its backward before it."""
+        """Whether a training forward may still be followed by its backward."""
         self.last_audit: tuple[UpdateAudit, ...] = ()
-        """As it was at the last drain."""
+        """The audit of the last drain."""
         self._buffering = BufferingThread(
             updater,
             [
-                LockFreeFlat(_buffer(clock.flat, updater, forecast), clock.flat.states, self.shadow(clock.flat))
-                for clock in self._clocks
+                LockFreeFlat(_buffer(counter.flat, updater, forecast), counter.flat.states, self.shadow(counter.flat))
+                for counter in self._counters
             ],
             spares,
             room=room,
@@ -98,9 +101,9 @@ class LockFreeUpdates(UpdateScheduler):
             learns=not warmup,
         )
         bound = 0 if warmup else max_staleness
-        self.versions = Versions(units, self._clocks, places, self._buffering, bound=bound)
+        self.versions = Versions(units, self._counters, places, self._buffering, bound=bound)
 
-    # -- gradients go -------------------------------------------------------------------------------------------------
+    # -- handing off gradients -----------------------------------------------------------------------------------------
 
     def _update(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
         # A step's gradients stay until zero_grad where the user may use them again.
@@ -108,13 +111,13 @@ class LockFreeUpdates(UpdateScheduler):
         source, after, discard = gradient.duplicate() if gradient.route.outlives_step else gradient.detach()
         place = self._place_of[id(flat)]
         if self.versions.staleness(place) > self.versions.bound:
-            # Steps without a forward in between: with a bound of 0 each must be an update of its own.
+            # There was no forward since the last step: with a bound of 0 each step must be an update of its own.
             self.versions.catch_up([place])
         contribution = Contribution(source, (Origin(self._steps, hyper),), transform, after, discard)
         self.versions.predict_weights(unit, place, contribution)
-        self._clocks[place].hand_over(contribution)
+        self._counters[place].hand_over(contribution)
         self._drained = False
-        self._given.add(place)
+        self._handed_off.add(place)
         self._buffering.offer(place, contribution)
 
     def _handed_over(self) -> None:
@@ -124,24 +127,24 @@ class LockFreeUpdates(UpdateScheduler):
         self._steps += 1
         self._graph_open = False
         self.versions.stepped(optimizer)
-        self._given.clear()
-        self.versions.adopt_all()  # so that updates of what no graph needs any more have pages again
+        self._handed_off.clear()
+        self.versions.adopt_all()  # frees pages of old versions that no graph needs for further updates
 
     def skip(self, optimizer: int) -> None:
         for _, flat in self.groups.flats_of(optimizer):
             if flat.gradient.any:
-                self._clocks[self._place_of[id(flat)]].skip()
+                self._counters[self._place_of[id(flat)]].skip()
         self._graph_open = False
-        self._given.clear()
+        self._handed_off.clear()
         super().skip(optimizer)
 
     def abandon(self) -> None:
         super().abandon()
-        self._graph_open = False  # its backward will never come
-        self.versions.all_over()
-        self._given.clear()
+        self._graph_open = False  # the backward of the failed iteration will never come
+        self.versions.release_all_reads()
+        self._handed_off.clear()
 
-    # -- parameters come ----------------------------------------------------------------------------------------------
+    # -- adopting parameters -------------------------------------------------------------------------------------------
 
     def begin_iteration(self, *, training: bool) -> None:
         self.versions.begin_iteration(training=training)
@@ -149,7 +152,7 @@ class LockFreeUpdates(UpdateScheduler):
         if self._warmup and training:
             self._warm_up(self._number_of_step())
         if not training and not self._drained:
-            self.finish_all()  # what is evaluated is what was trained
+            self.finish_all()  # evaluation must use the trained weights
         else:
             self.versions.adopt_all()
 
@@ -157,12 +160,12 @@ class LockFreeUpdates(UpdateScheduler):
         self._most_steps = max(self._most_steps, self._steps - self._batch_began)
         self._batch_began = self._steps
         if step >= self._warmup:
-            self.versions.catch_up(range(len(self._clocks)))
+            self.versions.catch_up(range(len(self._counters)))
             self._buffering.learn(self._steps)
             self._warmup = 0
-            self.versions.bound_is(self._max_staleness)
+            self.versions.set_bound(self._max_staleness)
         elif self._most_steps and step + self._most_steps >= self._warmup:
-            # What comes of its last step's gradients is read behind the warm-up, and may forecast the next.
+            # The version with its last step's gradients is read after the warm-up, and may predict weights.
             self._buffering.learn(self._steps + self._most_steps - 1)
 
     def pending(self, unit: int) -> bool:
@@ -172,7 +175,7 @@ class LockFreeUpdates(UpdateScheduler):
         self.versions.finish(unit)
 
     def finish_between_steps(self, unit: int) -> None:
-        # Behind a forward whose backward is to come, all read what that has read.
+        # Between a forward and its backward, all readers get the version that the forward has read.
         if not self._drained and not self._graph_open:
             self.finish_all()
         self.finish(unit)
@@ -181,12 +184,12 @@ class LockFreeUpdates(UpdateScheduler):
         newer = self.versions.newer_than_read()
         if self._graph_open and newer:
             raise UsageError(
-                f"weights are gathered, a state dict is made, or a parameter has changed groups, between a forward and its "
-                f"backward, and the forward has read {newer[0].flat.store.layout.slots[0].spec.name} as it was before, or is "
-                f"expected to be after, the updates of the last steps; with lock_free=True do this before the forward or "
-                f"after the backward"
+                f"{newer[0].flat.store.layout.slots[0].spec.name} has pending updates and an unfinished graph uses "
+                "the old version (weights were gathered, a state dict was made, or a parameter changed groups, "
+                "between a forward and its backward), so reading it now would mix two versions; with lock_free=True "
+                "do this before the forward or after the backward"
             )
-        self.versions.all_over()
+        self.versions.release_all_reads()
         self._buffering.drain(self.versions.adopt_all)
         self._drained = True
         self._check_audit()
@@ -200,7 +203,7 @@ class LockFreeUpdates(UpdateScheduler):
 
     def make_room(self) -> None:
         self._buffering.check()
-        self.versions.no_graph_needs(self._given)
+        self.versions.release_reads(self._handed_off)
         self.versions.make_room()
 
     def start(self) -> None:
@@ -211,22 +214,25 @@ class LockFreeUpdates(UpdateScheduler):
 
     @property
     def updates_per_step(self) -> float:
-        """How often a flat was updated for each step that had a gradient for it, so far."""
-        possible = sum(clock.received for clock in self._clocks)
+        """Number of updates of a flat per step that had a gradient for it, so far."""
+        possible = sum(counter.received for counter in self._counters)
         return self._buffering.updates / possible if possible else 0.0
 
     def audit(self) -> tuple[UpdateAudit, ...]:
-        """What became of each flat's gradients, this rank's shards of them, up to now. Waits for the buffering thread."""
+        """The audit of each flat's gradients (this rank's shards) up to now. Waits for the buffering thread."""
         return tuple(
-            UpdateAudit(count.name, clock.produced, count.applied, count.pending, clock.skipped)
-            for clock, count in zip(self._clocks, self._buffering.counts(), strict=True)
+            UpdateAudit(count.name, counter.produced, count.applied, count.pending, counter.skipped)
+            for counter, count in zip(self._counters, self._buffering.counts(), strict=True)
         )
 
     def _check_audit(self) -> None:
         self.last_audit = audits = self.audit()
         for audit in audits:
             if not audit.balanced or audit.pending:
-                raise InternalError(f"gradients were lost or applied twice: {audit}")
+                raise InternalError(
+                    f"gradients were lost or applied twice: {audit}; weights are not those of the training, please "
+                    "report this"
+                )
         log.debug(
             "lock-free updates: %d gradients produced, %d applied, %d skipped",
             *(sum(getattr(audit, name) for audit in audits) for name in ("produced", "applied", "skipped")),
@@ -241,5 +247,5 @@ def _buffer(flat: FlatUpdate, updater: Updater, forecast: bool) -> FlatBuffer:
         flat.store.binding.dtype,
         len(layout.slots),
         size=len(chunk_bounds_of(layout, updater.chunk_numel).starts),
-        foreseeable=forecast and can_predict_weights(flat.states.traits),
+        can_forecast=forecast and can_predict_weights(flat.states.traits),
     )

@@ -1,6 +1,6 @@
-"""The parameter groups of a run's optimizers, as the user has them now and as the flats' states know them.
+"""Parameter groups of a run's optimizers: the current ones, and those that the flats' states were built with.
 
-Owns who was in which group.
+Owns the membership of parameters in groups.
 
 I1: each parameter is updated with the hyper-parameters of the group that it is in when the step is taken.
 """
@@ -23,19 +23,21 @@ if TYPE_CHECKING:
 
 
 class OptimizerGroups:
-    """Args:
-    flats: all trainable flats, by unit.
-    optimizers: the user's own.
+    """The parameter groups of all optimizers of a run.
+
+    Args:
+        flats: all trainable flats, by unit.
+        optimizers: the user's own.
     """
 
     def __init__(self, flats: Sequence[Sequence[FlatUpdate]], optimizers: Sequence[Optimizer]) -> None:
         self._flats = flats
         self.optimizers = list(optimizers)
         self._members = [_members(optimizer) for optimizer in optimizers]
-        """Of each optimizer's groups, as the flats' states know them."""
+        """Members of each optimizer's groups, as the flats' states know them."""
 
     def index_of(self, optimizer: Optimizer) -> int:
-        """Which of the run's optimizers this is (a LightningOptimizer counts as the one it wraps)."""
+        """Index of an optimizer of the run (a LightningOptimizer counts as the one it wraps)."""
         inner = getattr(optimizer, "optimizer", None)
         for index, known in enumerate(self.optimizers):
             if known is optimizer or known is inner:
@@ -46,11 +48,11 @@ class OptimizerGroups:
         )
 
     def parameters_of(self, optimizer: int) -> list[torch.nn.Parameter]:
-        """Those that an optimizer updates in pages."""
+        """The parameters in pages that an optimizer updates."""
         return [parameter for _, flat in self.flats_of(optimizer) for parameter in flat.store.binding.parameters]
 
     def flats_of(self, optimizer: int) -> list[tuple[int, FlatUpdate]]:
-        """(unit, flat) of an optimizer, last unit first: the order in which gradients come."""
+        """(unit, flat) of an optimizer, last unit first: the order in which the backward computes gradients."""
         return [
             (unit, flat)
             for unit in reversed(range(len(self._flats)))
@@ -59,13 +61,14 @@ class OptimizerGroups:
         ]
 
     def follow(self, optimizer: int, finish_all: Callable[[], None]) -> None:
-        """Parameters that were moved between groups since the last step are updated with their new one (I1).
+        """Assigns parameters that were moved between groups since the last step to their new group (I1).
 
         Args:
             finish_all: waits for all updates.
         """
         before, now = self._members[optimizer], _members(self.optimizers[optimizer])
-        if all(map(_same_objects, before, now)) or len(before) != len(now):  # another number of groups is refused later
+        # a change in the number of groups is refused later
+        if all(map(_same_objects, before, now)) or len(before) != len(now):
             return
         finish_all()
         known = {id(each) for members in before for each in members}
@@ -76,13 +79,13 @@ class OptimizerGroups:
             if parameter.requires_grad:
                 raise UsageError(
                     f"a parameter of shape {tuple(parameter.shape)} was put into a group of "
-                    f"{type(self.optimizers[optimizer]).__name__} during the run, in a batch, and has no master states of "
-                    f"that optimizer; put it there between two batches (on_train_epoch_start, on_train_batch_start)"
+                    f"{type(self.optimizers[optimizer]).__name__} during a batch, so it has no master states of that "
+                    "optimizer; put it there between two batches (on_train_epoch_start, on_train_batch_start)"
                 )
         self._members[optimizer] = now
 
     def outgrown(self, optimizer: int) -> bool:
-        """Whether an optimizer has other groups than when the run began, or parameters in them that it had not."""
+        """Whether an optimizer has more or fewer groups than when the run began, or new parameters in them."""
         before, now = self._members[optimizer], _members(self.optimizers[optimizer])
         if len(before) != len(now) or all(map(_same_objects, before, now)):
             return len(before) != len(now)
@@ -90,9 +93,9 @@ class OptimizerGroups:
         return any(id(parameter) not in known for members in now for parameter in members)
 
     def check_unchanged(self, optimizer: int, hyper: GroupValues) -> None:
-        """Raises UsageError: a group is not what it was when units were updated behind the backward, with `hyper`."""
+        """Raises UsageError if a group has changed since units were updated during the backward pass, with `hyper`."""
         groups = self.optimizers[optimizer].param_groups
-        # The snapshot has settled these, or has advanced them in the user's groups.
+        # The snapshot has fixed these, or has advanced them in the user's groups.
         settled = {"params", "fused", *self.flats_of(optimizer)[0][1].states.traits.group_slots}
         changed = {
             key
@@ -105,8 +108,9 @@ class OptimizerGroups:
         if changed:
             raise UsageError(
                 f"{', '.join(sorted(changed))} in the optimizer's param_groups changed between the backward pass and "
-                f"the step, when units had been updated behind the backward already; change it before the backward pass, or "
-                f"in on_before_optimizer_step: where the module or a callback has this hook, units are updated behind it"
+                "the step, but units were updated during the backward already, with the old values; change it before "
+                "the backward pass, or in on_before_optimizer_step: if the module or a callback has this hook, units "
+                "are updated after it"
             )
 
 

@@ -1,14 +1,15 @@
-"""Gradients leave their parameters: when a unit's backward has ended, or, where ranks accumulate by themselves, later.
+"""Collection and reduction of gradients: at the end of a unit's backward or, if ranks accumulate separately, later.
 
-Owns which units hold gradients that the ranks have not reduced yet. The pages and the arithmetic are flat_gradient.py's.
+Owns the set of units with gradients that the ranks have not reduced yet. The pages and the arithmetic are in
+flat_gradient.py.
 
-I1: every reduction is agreed on by all ranks, in the same order; a rank without gradients gives zeros, and one that does
-    not hold the unit nothing.
-I2: what was left unreduced is reduced with the unit's next gradients, or at the latest when the step needs it.
-I3: a unit whose holders have all asked for its reduction gets no more gradients in this pass; for one that some only took
-    part in, those may still come.
-I4: what ranks have added up over several passes is reduced as one sum for each, as DDP does it: while not all holders of such
-    a unit have come to its end in the last pass, its gradients stay where they are, and the step reduces them.
+I1: all ranks agree on every reduction, and run them in the same order. A rank without gradients contributes zeros; a
+    rank that does not hold the unit takes no part.
+I2: gradients left unreduced are reduced with the unit's next gradients, or at the latest when the step needs them.
+I3: a unit whose holders have all requested its reduction gets no more gradients in this pass. If some holders only took
+    part, gradients may still come.
+I4: the sum that ranks have accumulated over several passes is reduced once, as DDP does it: if not all holders of such
+    a unit finish its backward in the last pass, its gradients stay unreduced until the step reduces them.
 """
 
 from __future__ import annotations
@@ -27,46 +28,48 @@ from lightning_ptm.runtime.updates.updates import FlatUpdate
 from lightning_ptm.terms import Operation
 
 _MISSING = 1
-"""Flag of a reduction: some parameter of the unit got no gradient here."""
+"""Flag of a reduction: some parameter of the unit has no gradient on this rank."""
 
 _LAST = 2
-"""Flag of a reduction: the step needs it, and no gradients come any more."""
+"""Flag of a reduction: the step needs it, and no further gradients follow."""
 
 
 class Reduction:
-    """Collects the gradients of one rank's units.
+    """Collects and reduces the gradients of one rank's units.
 
     Args:
-        flats: trainable flats, by unit; one that several optimizers update may be there for each.
+        flats: trainable flats, by unit; one that several optimizers update may occur once for each.
         agreement: ranks agree on reductions through it.
-        give_units_up: frees device pages that hold gathered units.
+        release_idle_units: frees device pages of gathered units that are not in use.
     """
 
     def __init__(
         self,
         flats: Sequence[Sequence[FlatUpdate]],
         agreement: Agreement,
-        give_units_up: Callable[[], None],
+        release_idle_units: Callable[[], None],
     ) -> None:
         self._flats = [list({id(flat.gradient): flat for flat in of_unit}.values()) for of_unit in flats]
         self._agreement = agreement
-        self._give_units_up = give_units_up
+        self._release_idle_units = release_idle_units
 
         self._scattered: set[int] = set()
-        """Units of which some reduction of this step was not asked for by all their holders, whether it was made or left."""
+        """Units with a reduction in this step that not all holders requested, whether it was run or postponed."""
         self._may_postpone = any(flat.gradient.route.reduced_at_step for of_unit in flats for flat in of_unit)
         self._postponing = False
         self._postponed: list[int] = []
-        """Units whose gradients may wait in `.grad`, in the order in which a step reduces them. Equal on all ranks, but
-        for experts."""
-        self._settling = False
-        """The step needs what is left: inside `collect_postponed`."""
-        self._left: list[FlatUpdate] = []
-        """Flats whose gradients were collected, and may hold device pages that they no longer need."""
+        """Units whose gradients may be waiting in `.grad`, in the order in which a step reduces them.
+
+        Equal on all ranks, except for experts.
+        """
+        self._in_step = False
+        """Whether the step is reducing what is left: inside `collect_postponed`."""
+        self._collected: list[FlatUpdate] = []
+        """Flats whose gradients were collected, and which may hold device pages that they no longer need."""
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
-        """Inside, gradients that the step reduces stay in `.grad`, where autograd adds the next micro-batch's to them."""
+        """Inside, gradients that the step reduces stay in `.grad`, where autograd adds those of the next micro-batch."""
         self._postponing = self._may_postpone
         try:
             yield
@@ -76,7 +79,7 @@ class Reduction:
             self._postponing = False
 
     def collect(self, unit: int) -> None:
-        """A unit's backward has ended. With several ranks, collective."""
+        """Collects the gradients of a unit whose backward has ended. Collective if there are several ranks."""
         flats = self._flats[unit]
         if self._postponing:
             for flat in flats:
@@ -84,55 +87,55 @@ class Reduction:
             return
         if all(flat.gradient.in_place for flat in flats):
             return
-        self._let_sums_come()
+        self._limit_additions_in_flight()
         if not any(flat.store.layout.shared for flat in flats):
             self._no_longer_postponed(unit)
             for flat in flats:
                 self._with_room(flat.gradient.collect)
-            self._left += flats
+            self._collected += flats
             return
-        missing = not all(all(flat.gradient.grad_attribute.here()) for flat in flats)
-        flag = _MISSING * missing | _LAST * self._settling
+        missing = not all(all(flat.gradient.grad_attribute.uncollected()) for flat in flats)
+        flag = _MISSING * missing | _LAST * self._in_step
         decision = self._agreement.request(NeededCollective(Operation.REDUCE, unit, flag))
-        if not self._left_to_the_step(decision):
+        if not self._postponed_to_step(decision):
             self._reduce(decision)
             return
         for flat in flats:
             flat.gradient.grad_attribute.postpone()
 
     def add_up(self, unit: int, parameter: torch.Tensor) -> None:
-        """What is in a parameter's `.grad` is added to its pages now: what comes next is then added to both."""
+        """Adds a parameter's `.grad` to its pages, before autograd computes another gradient of it in the same pass."""
         for flat in self._flats[unit]:
             slot = next((at for at, each in enumerate(flat.store.binding.parameters) if each is parameter), None)
             if slot is not None and flat.gradient.adds_in_pages:
                 self._with_room(partial(flat.gradient.add_up, slot))
 
     def collect_postponed(self) -> None:
-        """Reduces what is still in `.grad`. Collective: all ranks have postponed in the same passes.
+        """Reduces the gradients that are still in `.grad`. Collective: all ranks have postponed in the same passes.
 
         Raises:
-            UsageError: inside `postponed`.
+            UsageError: called inside `postponed`.
         """
         if self._postponing:
             raise UsageError(
-                "a step, clipping or gradient_norm inside `block_backward_sync`, where gradients wait to be reduced; end the "
-                "block before it"
+                "a step, clipping or gradient_norm inside `block_backward_sync`, where gradients are not reduced "
+                "yet, so they are not those of all ranks; end the block before it"
             )
-        self._settling = True
+        self._in_step = True
         try:
             while self._postponed:
                 self.collect(self._postponed[0])
         finally:
-            self._settling = False
+            self._in_step = False
 
     def take_part(self, decision: Decision) -> None:
-        """Another rank reduces a unit whose backward has not ended here, or will not."""
-        self._let_sums_come()
-        if not self._left_to_the_step(decision):
+        """Takes part in another rank's reduction of a unit whose backward has not ended here, or never will."""
+        self._limit_additions_in_flight()
+        if not self._postponed_to_step(decision):
             self._reduce(decision)
 
-    def _left_to_the_step(self, decision: Decision) -> bool:
-        """Whether nobody reduces the unit now (I4). The same on all its holders."""
+    def _postponed_to_step(self, decision: Decision) -> bool:
+        """Whether the reduction is left to the step (I4). The same on all holders of the unit."""
         unit = decision.request.unit
         if decision.unanimous or decision.flags & _LAST or unit not in self._postponed:
             return False
@@ -140,42 +143,50 @@ class Reduction:
         return True
 
     def reclaim(self, wait: bool) -> bool:
-        """Gives back device pages of gradients that have left (with `wait`: once they have); whether any came free."""
+        """Releases device pages of gradients that have reached their home. Returns whether any page was freed.
+
+        Args:
+            wait: also waits for gradients in flight.
+        """
         if wait:
             freed = [flat.gradient.shard.give_back(wait=True) for flats in self._flats for flat in flats]
             return any(freed)
-        if not self._left:  # as at most ticks
+        if not self._collected:  # the usual case at a tick
             return False
-        freed = [flat.gradient.shard.give_back(wait=False) for flat in self._left]
-        self._left = [flat for flat in self._left if flat.gradient.shard.on_its_way]
+        freed = [flat.gradient.shard.give_back(wait=False) for flat in self._collected]
+        self._collected = [flat for flat in self._collected if flat.gradient.shard.in_flight]
         return any(freed)
 
     def begin_step(self) -> None:
-        """From here on, gradients are of the step to come."""
+        """Begins the gradients of the next step."""
         self._scattered.clear()
 
     def complete(self, unit: int) -> bool:
-        """Whether a unit whose gradients were reduced gets no more of them in this pass (I3). The same on all its holders."""
+        """Whether a unit whose gradients were reduced gets no more of them in this pass (I3).
+
+        The answer is the same on all its holders.
+        """
         return unit not in self._scattered
 
     def forget(self) -> None:
-        """The iteration failed."""
+        """Forgets postponed gradients after a failed iteration."""
         self._postponed = []
         self._scattered.clear()
 
     def _reduce(self, decision: Decision) -> None:
-        """Collective: lays this rank's gradients of the unit (zeros where it has none) into a reduction."""
+        """Reduces this rank's gradients of the unit (zeros if it has none). Collective."""
         unit = decision.request.unit
         self._no_longer_postponed(unit)
         flats = self._flats[unit]
         if not flats:
-            return  # other ranks' expert
+            return  # an expert of other ranks
         present: list[list[bool]] | None = None
         if not decision.unanimous:
             self._scattered.add(unit)
         if decision.flags & _MISSING or not decision.unanimous:
-            here = [each for flat in flats for each in flat.gradient.grad_attribute.here()]
-            most = max(flats, key=lambda flat: flat.store.layout.world_size)  # of parts, fewer ranks have each
+            here = [each for flat in flats for each in flat.gradient.grad_attribute.uncollected()]
+            # the flat that most ranks share, so that all holders take part
+            most = max(flats, key=lambda flat: flat.store.layout.world_size)
             used = most.store.communicator.all_reduce(torch.tensor(here, dtype=torch.int64), maximum=True).tolist()
             present, start = [], 0
             for flat in flats:
@@ -184,11 +195,11 @@ class Reduction:
                 start += count
         for index, flat in enumerate(flats):
             self._with_room(partial(flat.gradient.collect, None if present is None else present[index]))
-        self._left += flats
+        self._collected += flats
 
-    def _let_sums_come(self) -> None:
-        """The host may be ahead of the device by a few units whose gradients are to be added to sums in RAM."""
-        adding = [flat for flat in self._left if flat.gradient.shard.is_added]
+    def _limit_additions_in_flight(self) -> None:
+        """Waits for additions in RAM if the host is too many units ahead of the device."""
+        adding = [flat for flat in self._collected if flat.gradient.shard.adds_in_ram]
         ahead = [*dict.fromkeys(flat.store.layout.unit for flat in adding)][-UNITS_AHEAD:]
         for flat in adding:
             if flat.store.layout.unit not in ahead:
@@ -202,9 +213,9 @@ class Reduction:
         try:
             act()
         except CapacityError:
-            # Gradients of earlier units may still be on their way out, and units kept for later may give way.
+            # Gradients of earlier units may still be in flight, and gathered units can be released.
             for flats in self._flats:
                 for flat in flats:
                     flat.gradient.shard.settle()
-            self._give_units_up()
+            self._release_idle_units()
             act()

@@ -1,13 +1,15 @@
-"""When which flat is updated: behind the backward pass as units end, or at the optimizer step.
+"""Scheduling of updates: during the backward pass as units end, or at the optimizer step.
 
-`UpdateScheduler` knows steps and which gradients belong to them. What then becomes of a gradient is its subclasses':
-`SynchronousUpdates` here, whose next forward waits for it, and `LockFreeUpdates` (lock_free.py). The arithmetic and its
-I/O are the updater's (update/pipeline.py).
+`UpdateScheduler` manages steps and their gradients. Its subclasses decide what happens to a gradient:
+`SynchronousUpdates` here, where the next forward waits for the update, and `LockFreeUpdates` (lock_free.py). The
+arithmetic and its I/O are in the updater (update/pipeline.py).
 
-I1: within one step a flat is updated once. I2: hyper-parameters are those of the step that the gradient belongs to.
+I1: within one step a flat is updated once.
+I2: hyper-parameters are those of the step that the gradient belongs to.
 I3: each parameter is updated with the hyper-parameters of the group that it is in at the step (optimizer_groups.py).
-I4: what can be refused of a step beforehand is refused before its first flat is updated, so that all weights are those of the
-step before. What an optimizer raises because of the numbers that it meets is known only then.
+I4: errors of a step that can be detected beforehand are raised before the first flat is updated, so all weights are
+    those of the step before. Errors that an optimizer raises because of numeric values are detected only during the
+    update.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ from lightning_ptm.update.updater import Updater
 
 @dataclasses.dataclass(slots=True)
 class FlatUpdate:
-    """A trainable flat, as one optimizer updates it: parameters, gradients and master states. All share a master."""
+    """A trainable flat as one optimizer updates it: parameters, gradients and master states.
+
+    Optimizers that update the same flat share its master weights.
+    """
 
     store: FlatStore
     gradient: FlatGradient
@@ -62,8 +67,9 @@ class UpdateScheduler(abc.ABC):
     Args:
         flats: all trainable flats, by unit.
         optimizers: the user's own.
-        default_dtype: torch's behind a forward, where forwards have another; else None.
-        number_of_step: of the one under way, or the next, with those of earlier runs; None: without.
+        default_dtype: torch's default dtype outside forwards, if forwards have another; else None.
+        number_of_step: returns the number of the current or next step, counted over resumed runs; None: counts this
+            run's.
     """
 
     def __init__(
@@ -76,25 +82,25 @@ class UpdateScheduler(abc.ABC):
         self._flats = flats
         self._default_dtype = default_dtype
         self._updated: set[int] = set()
-        """Ids of flats that were updated before, or are."""
+        """Ids of flats whose first update was started."""
         self._first_under_way = False
         self.groups = OptimizerGroups(flats, optimizers)
         self._shadows: dict[tuple[int, torch.dtype], ShadowOptimizer] = {}
         self._trials: dict[tuple[int, torch.dtype], ShadowOptimizer] = {}
-        """As these, of the thread that steps: updates may be under way in another one."""
+        """Shadow optimizers as in `_shadows`, for the stepping thread: updates may use the others concurrently."""
         self._tried: dict[int, GroupValues] = {}
-        """By optimizer, hyper-parameters that it has been tried with."""
+        """By optimizer, the hyper-parameters that it was last tried with."""
         self._torn = False
         self._armed: _Armed | None = None
         self._in_step = False
         self.steps_taken = 0
-        """Optimizer steps whose updates are all under way or done."""
+        """Number of optimizer steps whose updates were all started."""
         self._number_of_step = number_of_step or (lambda: self.steps_taken)
 
-    # -- update in backward -------------------------------------------------------------------------------------------
+    # -- update in backward --------------------------------------------------------------------------------------------
 
     def arm(self, optimizer: Optimizer) -> None:
-        """From now until the step, units are updated as their backward ends, unless routes say that the step does it."""
+        """Updates units as their backward ends, until the step, unless routes leave the update to the step."""
         index = self.groups.index_of(optimizer)
         if not any(flat.gradient.route.outlives_backward for _, flat in self.groups.flats_of(index)):
             self._armed = _Armed(index)
@@ -104,7 +110,7 @@ class UpdateScheduler(abc.ABC):
         return self._armed is not None
 
     def unit_ready(self, unit: int) -> None:
-        """A unit's gradients are complete: update it if the step is armed."""
+        """Updates a unit whose gradients are complete, if a step is armed."""
         armed = self._armed
         chosen = () if armed is None else (flat for flat in self._flats[unit] if flat.optimizer == armed.optimizer)
         ready = [flat for flat in chosen if flat.gradient.any]
@@ -119,14 +125,14 @@ class UpdateScheduler(abc.ABC):
             flat.done_this_step = True
         self._handed_over()
 
-    # -- step ---------------------------------------------------------------------------------------------------------
+    # -- step ----------------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: int, transform: Transform) -> None:
         """Updates every flat of the optimizer that has a gradient and was not updated in the backward pass.
 
         Raises:
-            UsageError: the groups are not those any more with which units were updated in the backward pass; or a parameter
-                has been moved to where it cannot be updated.
+            UsageError: groups have changed since units were updated in the backward pass; or a parameter was moved to a
+                group where it cannot be updated.
         """
         hyper = None if self._armed is None else self._armed.hyper
         if hyper is not None:
@@ -140,16 +146,16 @@ class UpdateScheduler(abc.ABC):
             first = next((flat for _, flat in reversed(self.groups.flats_of(optimizer)) if flat.gradient.any), None)
             hyper = None if first is None else self._checked(optimizer, first)
         if any(len(flat.store.layout.optimizers) > 1 for _, flat in self.groups.flats_of(optimizer)):
-            self.finish_all()  # another optimizer's update of these may still be writing the masters
+            self.finish_all()  # another optimizer's update may still be writing the shared masters
         self._armed = None
         self._in_step = True
-        # First unit first: the next forward wants it first.
+        # First unit first: the next forward reads it first.
         for unit, flat in reversed(self.groups.flats_of(optimizer)):
             if flat.done_this_step:
                 flat.done_this_step = False
             elif flat.gradient.any:
                 assert hyper is not None
-                # What is clipped where it is needs nothing more, unless a loss scale has to be taken off.
+                # A gradient clipped in place needs no more clipping, but its loss scale may still have to be removed.
                 clips = flat.gradient.grad_attribute.clipped_later
                 self._begin(unit, flat, hyper, transform if clips else Transform(unscale=transform.unscale))
         self._stepped(optimizer)
@@ -157,10 +163,10 @@ class UpdateScheduler(abc.ABC):
         self._in_step = self._torn = False
 
     def _checked(self, optimizer: int, flat: FlatUpdate) -> GroupValues:
-        """The hyper-parameters of a step that begins, with which the class has been tried (I4).
+        """The hyper-parameters of a beginning step, after a trial of the optimizer's class with them (I4).
 
         Args:
-            flat: one of those that are updated.
+            flat: one of the flats that the step updates.
         """
         hyper = snapshot(self.groups.optimizers[optimizer], flat.states.traits, self._number_of_step())
         known = self._tried.get(optimizer)
@@ -172,7 +178,10 @@ class UpdateScheduler(abc.ABC):
         return hyper
 
     def _kinds_of(self, optimizer: int) -> Iterator[tuple[ShadowOptimizer, FlatStates, int, ScalarState | None]]:
-        """Each kind of parameter of an optimizer: what runs it, states of one such flat, its group, and its scalars."""
+        """Yields each kind of parameter of an optimizer.
+
+        A kind is a shadow optimizer, the states of one such flat, a group, and the scalar states.
+        """
         found = set[tuple[int, int, int]]()
         for _, flat in self.groups.flats_of(optimizer):
             shadow = self._shadow_in(self._trials, flat)
@@ -192,53 +201,58 @@ class UpdateScheduler(abc.ABC):
         self._update(unit, flat, hyper, transform)
 
     def settle_first(self) -> None:
-        """Before a forward: where it has another default dtype, waits for updates that may make states. Optimizers ask
-        torch for it when they do."""
+        """Waits for first updates before a forward that has another default dtype.
+
+        Optimizers create states in the default dtype during their first update.
+        """
         if self._default_dtype is not None and self._first_under_way:
             self.finish_all()
         self._first_under_way = False
 
     def _check_missing(self, optimizer: int) -> None:
-        """Flats without any gradient are not updated, which some optimizers cannot do."""
+        """Checks flats without any gradient: they are not updated, which some optimizers do not support."""
         flats = [flat for _, flat in self.groups.flats_of(optimizer)]
         missing = [flat for flat in flats if not (flat.done_this_step or flat.gradient.any)]
         if len(missing) < len(flats):
             for flat in (each for each in flats if not each.done_this_step and each.states.traits.every_gradient):
                 check_every_gradient(flat.states, flat.gradient.grad_attribute.present())
         elif flats and flats[0].states.traits.group_slots:
-            # A class counts steps that update nothing, too.
+            # The optimizer's class also counts steps that update nothing.
             snapshot(self.groups.optimizers[optimizer], flats[0].states.traits)
 
     @property
     def in_mid_step(self) -> bool:
-        """Whether some flats have had an update of a step and others have not."""
+        """Whether only some flats have had an update of the current step."""
         return self._in_step or any(flat.done_this_step for flats in self._flats for flat in flats)
 
     @property
     def torn(self) -> bool:
-        """The same, also where the step was given up since."""
+        """As `in_mid_step`, also after the step was given up."""
         return self._torn or self.in_mid_step
 
     def check_stepped(self) -> None:
-        """Between two steps. Raises UsageError: units were updated behind a backward pass for a step that was never taken."""
+        """Raises UsageError if units were updated during a backward pass for a step that was never taken.
+
+        Called between two steps.
+        """
         for flats in self._flats:
             for flat in flats:
                 if flat.done_this_step:
                     name = type(self.groups.optimizers[flat.optimizer]).__name__
                     raise UsageError(
-                        f"{flat.store.layout.slots[0].spec.name} was updated behind the backward pass, as {name}.step does "
-                        f"it, and that was never called: something stands in its place (optimizer.step = ...) that does not "
-                        f"call it; make a subclass of torch.optim.Optimizer with that step"
+                        f"{flat.store.layout.slots[0].spec.name} was updated during the backward pass, in place of "
+                        f"{name}.step, but {name}.step was never called: it was replaced (optimizer.step = ...) by a "
+                        "function that does not call it; make a subclass of torch.optim.Optimizer with that step"
                     )
 
     def skip(self, optimizer: int) -> None:
-        """The step is not taken (inf or NaN under a loss scale)."""
+        """Skips the step (inf or NaN under a loss scale)."""
         self._armed = None
         for _, flat in self.groups.flats_of(optimizer):
             flat.done_this_step = False
 
     def abandon(self) -> None:
-        """The iteration failed: no step is under way any more."""
+        """Ends the step in progress after the iteration has failed."""
         self._torn |= self.in_mid_step
         self._armed = None
         self._in_step = False
@@ -247,7 +261,7 @@ class UpdateScheduler(abc.ABC):
                 flat.done_this_step = False
 
     def shadow(self, flat: FlatUpdate) -> ShadowOptimizer:
-        """What runs a flat's optimizer."""
+        """The shadow optimizer that updates a flat."""
         return self._shadow_in(self._shadows, flat)
 
     def _shadow_in(self, shadows: dict[tuple[int, torch.dtype], ShadowOptimizer], flat: FlatUpdate) -> ShadowOptimizer:
@@ -257,92 +271,99 @@ class UpdateScheduler(abc.ABC):
             shadows[key] = ShadowOptimizer(optimizer, flat.states.traits, default_dtype=self._default_dtype)
         return shadows[key]
 
-    # -- what differs -------------------------------------------------------------------------------------------------
+    # -- for subclasses ------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _update(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
-        """A flat's gradient of this step is complete."""
+        """Starts the update of a flat whose gradient of this step is complete."""
 
     @abc.abstractmethod
     def _handed_over(self) -> None:
-        """All flats of a unit have been through `_update`, behind the backward pass."""
+        """Called during the backward pass, after `_update` of all flats of a unit."""
 
     @abc.abstractmethod
     def _stepped(self, optimizer: int) -> None:
-        """All flats of a step have been through `_update`."""
+        """Called at the end of a step, after `_update` of all its flats."""
 
     @abc.abstractmethod
     def begin_iteration(self, *, training: bool) -> None:
-        """A forward pass is about to start; nothing of the one before is used any more."""
+        """Begins a forward pass; nothing of the iteration before is used any more."""
 
     @abc.abstractmethod
     def graph_ended(self) -> None:
-        """A backward pass has ended."""
+        """Called when a backward pass has ended."""
 
     @abc.abstractmethod
     def pending(self, unit: int) -> bool:
-        """Whether a unit may not be read yet, after some progress has been made."""
+        """Whether a unit may not be read yet. Advances updates first."""
 
     @abc.abstractmethod
     def finish(self, unit: int) -> None:
         """Blocks until a unit may be read."""
 
     def finish_between_steps(self, unit: int) -> None:
-        """As `finish`, for somebody who reads a unit between two steps: it has had every update then."""
+        """As `finish`, for a reader between two steps, who must get the unit with all its updates."""
         self.finish(unit)
 
     @abc.abstractmethod
     def finish_all(self) -> None:
-        """Blocks until all updates have been made, are in the compute parameters, and written home."""
+        """Blocks until all updates have been made, are in the compute parameters, and are written to their home."""
 
     @abc.abstractmethod
     def progress(self) -> None:
-        """Moves updates on that wait for nothing, and raises what went wrong with them."""
+        """Advances updates without blocking, and raises their errors."""
 
     def make_room(self) -> None:
-        """Compute waits for memory for a gradient: as `progress`, and those that have it are used first."""
+        """Advances updates while compute waits for gradient memory; those that hold gradient memory come first."""
         self.progress()
 
     @abc.abstractmethod
     def start(self) -> None:
-        """Everything else is built: threads may start."""
+        """Starts threads, after all other parts are built."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends threads, if there are any; never raises. The updater is its owner's to close."""
+        """Ends threads, if there are any; never raises. The owner of the updater closes it."""
 
 
 def _differ(known: GroupValues, now: GroupValues) -> bool:
-    """Whether a class may do something else with these hyper-parameters: any but the learning rate, and numbers in tensors,
-    have changed, or that is no longer, or not yet, 0."""
+    """Whether an optimizer's class may behave differently with these hyper-parameters.
+
+    That is so if any has changed other than the learning rate and tensors, or if the learning rate has become or ceased
+    to be 0.
+    """
     if len(known.groups) != len(now.groups):
         return True
     return any(
-        old.keys() != new.keys() or any(_other(key, old[key], value) for key, value in new.items())
+        old.keys() != new.keys() or any(_value_differs(key, old[key], value) for key, value in new.items())
         for old, new in zip(known.groups, now.groups, strict=True)
     )
 
 
-def _other(key: str, old: Any, new: Any) -> bool:
+def _value_differs(key: str, old: Any, new: Any) -> bool:
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-        return False  # a device's would be waited for
+        return False  # comparing device tensors would wait for the device
     if key in ("lr", "initial_lr") and isinstance(old, float | int) and isinstance(new, float | int):
         return bool(old) != bool(new)
     return not (old is new or same_value(old, new))
 
 
 class SynchronousUpdates(UpdateScheduler):
-    """A unit is read again only when its update is done.
+    """Updates after which a unit is read again only once the update is done.
 
-    Owns which jobs are pending for which unit.
-    I4: a unit that has a pending job is not read before that job is done (`finish`).
-    I5: gradients that wait for the disk take at most `gradient_room_bytes`, or those of one unit: compute then waits.
+    Owns the pending jobs of each unit.
+
+    I5: a unit with a pending job is not read before that job is done (`finish`).
+    I6: gradients that wait for the disk take at most `gradient_room_bytes`, or those of one unit; beyond that, compute
+        waits.
 
     Args:
-        units: stores by unit; flats, optimizers and default_dtype: as above.
+        units: stores by unit.
+        flats, optimizers, default_dtype, number_of_step: see UpdateScheduler.
         updater: runs the jobs.
-        gradient_room_bytes: how many bytes of gradients may wait for their update behind the backward pass.
-        in_thread: the updater works in a thread of its own; in_turn: as the next forward wants units, not as gradients come.
+        gradient_room_bytes: how many bytes of gradients may wait for their update during the backward pass.
+        in_thread: the updater works in a thread of its own.
+        in_turn: jobs run in the order in which the next forward reads units, not in the order of gradients.
     """
 
     def __init__(
@@ -374,7 +395,7 @@ class SynchronousUpdates(UpdateScheduler):
             self._units[unit].release()
             self._units[unit].evict()
         store.binding.values_will_change()
-        after, turn = (*flat.gradient.shard.leaving(), *store.reads()), self._turns[unit]
+        after, turn = (*flat.gradient.shard.transfers(), *store.reads()), self._turns[unit]
         job = UpdateJob(flat.states, self.shadow(flat), source, store.home, hyper, transform, after=after, turn=turn)
         self._pending.setdefault(unit, []).append(_Pending(self._updater.submit(job), flat))
 
@@ -383,7 +404,7 @@ class SynchronousUpdates(UpdateScheduler):
         for unit in list(self._pending):
             self.pending(unit)
         while (first := first_to_wait_for(self._waiting_bytes(), self._gradient_room_bytes)) is not None:
-            self.finish(first)  # I5
+            self.finish(first)  # I6
 
     def _stepped(self, optimizer: int) -> None:
         self.progress()

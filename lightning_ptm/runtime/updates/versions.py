@@ -1,15 +1,15 @@
-"""Which versions of parameters compute reads in a lock-free run, and how much they may lack.
+"""Adoption of parameter versions by compute in a lock-free run, with bounded staleness.
 
-Owns which flats the micro-batch in progress has read, the bound, and the numbers of how old parameters were. The versions are
-made by the buffering thread (update/buffering_thread.py).
+Owns the set of flats that the micro-batch in progress has read, the bound, and the staleness statistics. The buffering
+thread (update/buffering_thread.py) makes the versions.
 
-I1: a unit that is read for the first time in a micro-batch gets the newest version there is, and keeps it until the
-    micro-batch ends: forward, recomputed forward and backward see one version.
-I2: what is read lacks the gradients of at most `bound` steps; compute waits for the rest. Where it was forecast, the version
-    forecasts all of these.
-I3: of a flat that is read, gradients of one kind wait at most: those that cannot be added to one another (of different
-    parameters) are applied before, while versions can still be adopted. So while compute waits for gradient pages,
-    there are flats that wait with more and are read no longer.
+I1: a unit that is read for the first time in a micro-batch gets the newest version, and keeps it until the micro-batch
+    ends: forward, recomputed forward and backward read one version.
+I2: parameters that are read lack the gradients of at most `bound` steps; compute waits otherwise. If weights are
+    predicted, the version predicts the effect of all lacking gradients.
+I3: of a flat that is read, gradients of at most one kind are pending: gradients that cannot be added to each other (of
+    different parameters) are applied before, while versions can still be adopted. So while compute waits for gradient
+    pages, some flats that have several kinds pending are no longer read.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from lightning_ptm.update.lock_free_buffers import Contribution
 
 
 class Versions:
-    """Of all flats.
+    """The versions of all flats that compute reads.
 
     Args:
         units: stores by unit.
-        clocks: of the flats, by place.
-        places: of each unit's flats.
+        counters: counters of the flats, by place.
+        places: places of each unit's flats.
         buffering: publishes versions.
-        bound: see `bound_is`.
+        bound: see `set_bound`.
     """
 
     def __init__(
         self,
         units: Sequence[UnitStore],
-        clocks: Sequence[FlatCounters],
+        counters: Sequence[FlatCounters],
         places: Sequence[Sequence[int]],
         buffering: BufferingThread,
         *,
         bound: int,
     ) -> None:
         self._units = units
-        self._clocks = clocks
+        self._counters = counters
         self._places = places
         self._buffering = buffering
         # state
@@ -53,49 +53,49 @@ class Versions:
         """Flats, by place, that the micro-batch in progress has read."""
         self._training = False
         self.bound = bound
-        """Steps whose gradients a parameter in use may lack now. Others read it."""
+        """Number of steps whose gradients a parameter in use may lack. Read by others."""
         self.stats = StalenessStats()
 
-    def bound_is(self, bound: int) -> None:
-        """Of so many steps may a parameter in use lack the gradients from now on."""
+    def set_bound(self, bound: int) -> None:
+        """Sets the number of steps whose gradients a parameter in use may lack from now on."""
         self.bound = bound
 
-    # -- the micro-batch ----------------------------------------------------------------------------------------------
+    # -- micro-batches -------------------------------------------------------------------------------------------------
 
     def begin_iteration(self, *, training: bool) -> None:
-        """Nothing has been read in this one."""
+        """Begins an iteration: no flat was read yet."""
         self._read.clear()
         self._training = training
 
     def stepped(self, optimizer: int) -> None:
-        """A step of an optimizer has been taken.
+        """Records a step of an optimizer.
 
-        In manual optimization the iteration goes on: what it reads of these flats from now on may be newer. Graphs over
-        those of other optimizers may still be alive.
+        In manual optimization the iteration continues, and may read newer versions of the optimizer's flats from now
+        on. Graphs that use flats of other optimizers may still be alive.
         """
         self.stats.add_step()
-        self._read -= {place for place, clock in enumerate(self._clocks) if clock.flat.optimizer == optimizer}
+        self._read -= {place for place, counter in enumerate(self._counters) if counter.flat.optimizer == optimizer}
 
-    def no_graph_needs(self, places: Iterable[int]) -> None:
-        """What was read of these flats is not needed any more."""
+    def release_reads(self, places: Iterable[int]) -> None:
+        """Marks flats as no longer needed by any graph."""
         self._read.difference_update(places)
 
-    def all_over(self) -> None:
-        """Nothing that was read is needed any more."""
+    def release_all_reads(self) -> None:
+        """Marks all flats as no longer needed by any graph."""
         self._read.clear()
 
     def newer_than_read(self) -> list[FlatCounters]:
-        """Flats that were read in this micro-batch, and which a drain would give other values."""
+        """Flats that were read in this micro-batch and whose values a drain would change."""
         return [
-            clock
-            for place, clock in enumerate(self._clocks)
-            if place in self._read and (clock.received > clock.adopted or not clock.exact)
+            counter
+            for place, counter in enumerate(self._counters)
+            if place in self._read and (counter.received > counter.adopted or not counter.exact)
         ]
 
-    # -- a unit is read -----------------------------------------------------------------------------------------------
+    # -- reads of units ------------------------------------------------------------------------------------------------
 
     def pending(self, unit: int) -> bool:
-        """Whether a unit may not be read yet; else it has its newest version."""
+        """Whether a unit may not be read yet; if it may, its newest version is adopted."""
         unread = self._unread(unit)
         late = self._too_stale(unread)
         self._hurry(late)
@@ -114,14 +114,15 @@ class Versions:
         """Waits until the newest versions of these flats are new enough (I2)."""
         while late := self._too_stale(places):
             self._hurry(late)
-            # The next versions may need the pages of what nobody uses now.
+            # The next versions may need the pages of versions that are not in use.
             self.adopt_all()
             self._buffering.wait(partial(self._has_news, late))
 
     def make_room(self) -> None:
-        """Compute waits for pages of gradients: they come back when what has piled up is applied (I3)."""
-        # Only these: pages of others come back when the buffering thread has added up what was handed over.
-        piled = [place for place in range(len(self._clocks)) if self._buffering.waiting(place) > 1]
+        """Requests the updates that free gradient pages, while compute waits for these (I3)."""
+        # Only flats with several pending contributions: pages of the others are returned once the buffering thread has
+        # added up what it received.
+        piled = [place for place in range(len(self._counters)) if self._buffering.waiting(place) > 1]
         piled = [place for place in piled if place not in self._read]
         for place in piled:
             self._need_one_more(place)
@@ -129,84 +130,85 @@ class Versions:
         self.adopt_all()
 
     def predict_weights(self, unit: int, place: int, contribution: Contribution) -> None:
-        """Brings the parameters that compute has to where this contribution, which comes now, is expected to take them."""
-        clock = self._clocks[place]
+        """Moves the parameters that compute reads by the predicted effect of a contribution that comes now."""
+        counter = self._counters[place]
         published = self._buffering.published(place)
-        if clock.forecast is None or not clock.foresees(self.bound, published=published):
+        if counter.forecast is None or not counter.should_forecast(self.bound, published=published):
             return
-        if not clock.flat.store.resident:
+        if not counter.flat.store.resident:
             self._units[unit].release()
             self._units[unit].evict()
-        clock.add_forecast(contribution)
+        counter.add_forecast(contribution)
 
     def staleness(self, place: int) -> int:
-        """Steps whose gradients the newest version lacks."""
-        return self._clocks[place].received - self._buffering.applied(place)
+        """Number of steps whose gradients the newest version lacks."""
+        return self._counters[place].received - self._buffering.applied(place)
 
     def _unread(self, unit: int) -> list[int]:
         return [place for place in self._places[unit] if place not in self._read]
 
     def _hurry(self, places: Sequence[int]) -> None:
         for place in places:
-            clock = self._clocks[place]
-            clock.hurry(clock.must_include(self.bound))
-            self._buffering.hurry(place, clock.hurried)
+            counter = self._counters[place]
+            counter.hurry(counter.must_include(self.bound))
+            self._buffering.hurry(place, counter.hurried)
 
     def _has_news(self, late: Sequence[int]) -> bool:
         if len(self._too_stale(late)) < len(late):
             return True
-        if any(self._clocks[place].must_include(self.bound) > self._clocks[place].hurried for place in late):
-            return True  # to be asked for
+        if any(self._counters[place].must_include(self.bound) > self._counters[place].hurried for place in late):
+            return True  # has to be requested
         unread = (place for unit in range(len(self._places)) for place in self._unread(unit))
-        # Only what can be collected: one that still lacks a forecast would be news again and again.
-        return any(self._buffering.peek(place, self._clocks[place].received) is not None for place in unread)
+        # Only versions that can be adopted: one that still lacks a prediction would count as news again and again.
+        return any(self._buffering.peek(place, self._counters[place].received) is not None for place in unread)
 
     def _too_stale(self, places: Sequence[int]) -> list[int]:
         return [place for place in places if not self._fits(place)]
 
     def _fits(self, place: int) -> bool:
         """Whether there is a version that may be read."""
-        clock = self._clocks[place]
-        if self._buffering.offers(place) < clock.changed:
-            return False  # it is not known what waits
+        counter = self._counters[place]
+        if self._buffering.offers(place) < counter.changed:
+            # the buffering thread has not taken the latest gradients yet, so how many kinds are pending is unknown
+            return False
         if self._buffering.waiting(place) > 1:
             self._need_one_more(place)
-        newer = self._buffering.peek(place, clock.received)
-        if (newer.applied if newer is not None else clock.adopted) < clock.needed:
+        newer = self._buffering.peek(place, counter.received)
+        if (newer.applied if newer is not None else counter.adopted) < counter.needed:
             return False
         if newer is not None:
-            return clock.received - newer.applied <= self.bound
-        return clock.may_read(self.bound)
+            return counter.received - newer.applied <= self.bound
+        return counter.may_read(self.bound)
 
     def _need_one_more(self, place: int) -> None:
-        """What waits longest of a flat has to be in the version that is read next (I3)."""
-        self._clocks[place].need(self._buffering.applied(place) + 1)
+        """Requires the oldest pending contribution of a flat in the next version to be read (I3)."""
+        self._counters[place].need(self._buffering.applied(place) + 1)
 
     def _renew(self, unit: int, places: Sequence[int]) -> None:
-        """The micro-batch reads these flats of a unit for the first time (I1)."""
+        """Adopts the newest version of a unit at its first read in the micro-batch (I1)."""
         self._adopt(unit)
         self._read.update(places)
         if self._training:
-            staleness = max(self._clocks[place].received - self._clocks[place].adopted for place in places)
+            staleness = max(self._counters[place].received - self._counters[place].adopted for place in places)
             self.stats.add_read(staleness)
 
-    # -- versions come ------------------------------------------------------------------------------------------------
+    # -- adoption ------------------------------------------------------------------------------------------------------
 
     def adopt_all(self) -> None:
-        """Puts the newest versions in the place of older ones, but for those that are being read (I1)."""
+        """Adopts the newest versions of all flats, except those being read (I1)."""
         for unit in range(len(self._places)):
             self._adopt(unit)
 
     def _adopt(self, unit: int) -> None:
         store = self._units[unit]
         for place in self._unread(unit):
-            clock = self._clocks[place]
-            version = self._buffering.collect(place, clock.received)
+            counter = self._counters[place]
+            version = self._buffering.collect(place, counter.received)
             if version is None:
                 continue
-            flat = clock.flat.store
+            flat = counter.flat.store
             if not flat.resident:
                 store.release()
                 store.evict()
             self._buffering.give_back(flat.adopt(version.pages))
-            clock.take(version)
+            counter.take(version)

@@ -134,7 +134,7 @@ def other_sizes(folder: Path) -> str:
 
 def test_other_sizes_are_refused_on_all_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(other_sizes, 2, tmp_path, limit_s=120.0)
-    assert first.startswith("ranks have different buffers of modules; register the same ones on all ranks")
+    assert first.startswith("ranks have different buffers of modules, so rank 0's cannot be copied when a step begins")
     assert "(here OtherSize.memory: torch.float32 [2], which rank 0 has not)" in second
 
 

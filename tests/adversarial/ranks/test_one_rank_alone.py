@@ -244,7 +244,7 @@ def test_weights_of_one_rank_alone_are_an_error_of_all(build: type[Alone], disk:
 
 def test_what_others_do_otherwise_is_no_partner(disk: Path) -> None:
     """Rank 0 reads weights in a hook, and both save a checkpoint after it."""
-    differs = "reads, edits or saves weights in another way than another rank"
+    differs = "reads, edits or saves weights in another way than another rank, so their collectives would not match"
     cases = [
         Ending(
             Gathers,
@@ -254,7 +254,7 @@ def test_what_others_do_otherwise_is_no_partner(disk: Path) -> None:
         ),
         Ending(GathersOtherParts, 2 * ((differs, ON_EACH, *PLACES),), "on_train_batch_end"),
         Ending(
-            ReducesOrMeets, 2 * (("is in a collective", "and another rank in another one", *PLACES),), "on_train_end"
+            ReducesOrMeets, 2 * (("is in a collective", "and another rank is in another one", *PLACES),), "on_train_end"
         ),
         Ending(Reduces, 2 * (("is in a collective", "has come to the end of the run", *PLACES),), "on_train_end"),
         Ending(

@@ -416,7 +416,7 @@ def watched(place: Place) -> Seen:
     module, logged = seeded(Scheduled), Logged()
     folder = place.files / os.environ.get("RANK", "0")
     monitors = [
-        EarlyStopping("loss", deadlock_detector=1, min_delta=0.3),
+        EarlyStopping("loss", patience=1, min_delta=0.3),
         LearningRateMonitor("step"),
         GradNormMonitor(),
         PageMonitor(),

@@ -257,11 +257,11 @@ class Evictions(L.Callback):
             if task.operation is not Operation.COMPUTE:
                 return
             for unit, store in enumerate(engine.stores):
-                if store.movable and not refcounts.leased(unit) and self._random.random() < 0.5:
+                if store.movable and not refcounts.referenced(unit) and self._random.random() < 0.5:
                     store.release()
                     store.evict()
 
-        engine.executor.fetching.told = evict
+        engine.executor.fetching.on_decision = evict
 
 
 def batches(how: Run) -> DataLoader[Any]:
