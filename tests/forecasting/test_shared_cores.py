@@ -44,7 +44,7 @@ def steps(
         rates,
         chunk_numel=CHUNK,
         staging=8,
-        lock_free={"max_staleness": max_staleness},
+        max_staleness=max_staleness,
     )
     return run.run(TRACE)
 
