@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from lightning_ptm.errors import UsageError
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.runtime.autograd.saved_tensors import inside_checkpoint
-from lightning_ptm.runtime.tensors.autograd_graphs import others_hear_of
+from lightning_ptm.runtime.tensors.autograd_graphs import user_receives_gradient
 
 
 @dataclasses.dataclass(slots=True)
@@ -86,7 +86,7 @@ class Join(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_whole: Tensor | None, of_part: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         whole = None if ctx.whole is None else ctx.whole()
-        if of_part is not None and whole is not None and others_hear_of(whole):
+        if of_part is not None and whole is not None and user_receives_gradient(whole):
             raise UsageError(
                 "sequence_parallel=True, and register_hook or retain_grad was called on a block's output after the next "
                 "block had taken it, so that no rank has its whole gradient; call it before the next block is called"

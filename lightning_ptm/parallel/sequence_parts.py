@@ -28,7 +28,7 @@ from lightning_ptm.parallel.between_layers import BetweenLayers
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.sequence import Again, Gather, Join, Product, Scatter, Split, of_each
 from lightning_ptm.runtime.autograd.forward_wrappers import Forward, ForwardWrapper, RecomputedForwardWrapper
-from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, others_hear_of
+from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, user_receives_gradient
 from lightning_ptm.torch_internals import version_of
 
 
@@ -263,7 +263,7 @@ class _Joined:
         """Whether the part can replace `x`, with the same results in forward and backward."""
         # An activation checkpoint gives the same tensor a different autograd node.
         same = self.whole() is x and self.version == version_of(x) and self.part.grad_fn is x.grad_fn
-        return same and self.part.requires_grad == x.requires_grad and not others_hear_of(x)
+        return same and self.part.requires_grad == x.requires_grad and not user_receives_gradient(x)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

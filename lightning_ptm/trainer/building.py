@@ -200,7 +200,7 @@ class Builder:
             mixed=plan.mixed,
             backend=self.place.backend,
             keep_gradients=sums or (fitting and not self.precision._nothing_waits_for_gradients(self.module)),
-            gradients_stay=not self.precision.forgets_gradients(self.module),
+            gradients_outlive_step=not self.precision.forgets_gradients(self.module),
             sums_gradients=sums,
             rearranges=fitting and bool(rearrangers(self.trainer)),
             # Of manual optimization the step is taken within the forward.

@@ -149,7 +149,7 @@ class RunCheckpoints:
             return
         # Nobody waits at the end of a run that was cut short, so nobody would hear of a failure.
         cut_short = run.interruption is not None and run.interruption.here
-        behind = self._settings.checkpoints.async_save and run.engine.blueprint.saves_behind and not cut_short
+        behind = self._settings.checkpoints.async_save and run.engine.blueprint.saves_in_background and not cut_short
         self.saves.save(filepath, lambda: self._begin(run, checkpoint, Path(filepath), behind), behind=behind)
 
     def _random_states(self, run: Run | None) -> list[Mapping[str, Any]]:

@@ -56,7 +56,7 @@ def follow_rearranging(run: Run, checkpoints: RunCheckpoints) -> None:
         run.watch(anew=True)
     else:
         _refuse(run)
-        with engine.changes.at_rest_as_trained():
+        with engine.changes.frozen_as_trained():
             lay_out_anew(run)
     run.follow_loads(partial(follow_loaded_state, run, checkpoints))
     run.counts_from(counted)

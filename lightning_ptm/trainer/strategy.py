@@ -63,7 +63,7 @@ from lightning_ptm.runtime.engine.inspection import (
     states_at_home,
 )
 from lightning_ptm.runtime.engine.statistics import Statistics, audit
-from lightning_ptm.runtime.tensors.device_moves import move_beside_parameters
+from lightning_ptm.runtime.tensors.device_moves import move_buffers_and_metrics
 from lightning_ptm.runtime.tensors.parts import declared
 from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.storage.writer import SaveOps
@@ -814,7 +814,7 @@ class AngelPTMStrategy(ParallelStrategy):
             self._layer_sync.revert(module)
         # What others have distributed was refused before anything was moved, and moves in ways of its own.
         if distributed_by_others(module) is None:
-            move_beside_parameters(module, torch.device("cpu"))
+            move_buffers_and_metrics(module, torch.device("cpu"))
         note_device_and_dtype(module, device=torch.device("cpu"))
 
     # torch.save(trainer) and copy.deepcopy(trainer) come here. Process groups cannot be copied, and who listens to this run

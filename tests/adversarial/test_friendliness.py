@@ -61,7 +61,7 @@ def trainer(strategy: Any, **options: Any) -> L.Trainer:
 
 
 DISK = r"on disk in /.* \(/.*, [\d.]+ [GT]iB free\)"
-PAGES = r"; pages take [\d.]+ \wiB in RAM \(beside states: .*\)"
+PAGES = r"; pages take [\d.]+ \wiB in RAM \(other than states: .*\)"
 LINES = {
     "ram": rf"angel_ptm keeps ([\d.]+ \wi?B) of model states: \1 in RAM \(parameters, optimizer states\){PAGES}",
     "masters_on_disk": rf"angel_ptm keeps .*: .* in RAM \(parameters\), .* {DISK} \(optimizer states\){PAGES}",

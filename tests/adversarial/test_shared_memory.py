@@ -52,7 +52,7 @@ def test_with_everything_in_ram_they_are_as_anywhere(build: type[Judged], strate
 @pytest.mark.parametrize("build", KINDS)
 @pytest.mark.parametrize("where", ["masters_on_disk", "three_tiers", "lock_free"])
 def test_elsewhere_they_are_refused_at_the_start(build: type[Judged], where: str, strategy_at: MakeStrategy) -> None:
-    with pytest.raises(ConfigError, match=r"lie in the same memory.*decoder.weight = encoder.weight"):
+    with pytest.raises(ConfigError, match=r"share memory.*decoder.weight = encoder.weight"):
         run(build, strategy_at(where))
 
 

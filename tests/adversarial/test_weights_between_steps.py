@@ -761,7 +761,7 @@ def test_a_target_network(strategy_at: Any, home: str, last: bool) -> None:
 @pytest.mark.parametrize("home", ["all_on_disk", "three_tiers"])
 def test_writes_in_a_step_that_would_be_lost(strategy_at: Any, home: str) -> None:
     """To a copy of pages that are elsewhere: found when the next step begins, or at the end."""
-    message = r"target.up.weight.* written to.* the precise values know nothing of it, so the new values would be lost"
+    message = r"target.up.weight.* written to.* it is a copy of values in pages, so that the new values would be lost"
     with pytest.raises(UsageError, match=message):
         trainer_with(strategy_at(home)).fit(FollowsByHand(), batches())
     module, plain = FollowsByHand(last=True), FollowsByHand()

@@ -252,7 +252,7 @@ def test_without_poison_a_sample_of_each_weight_is_compared(
     kind: type[Judged], place: str, strategy_at: MakeStrategy
 ) -> None:
     found = fitted(kind, place, strategy_at, debug={"poison": False})
-    assert isinstance(found, UsageError) and "was written to, and the precise values know nothing of it" in str(found)
+    assert isinstance(found, UsageError) and "was written to, and it is a copy of values in pages" in str(found)
 
 
 class OneElement(OfTheHead):

@@ -11,11 +11,11 @@ PROGRAM = Path(__file__).with_name("optimizers_program.py")
 NEEDS_DEVICE = ("device", "counts", "asserts", "capturable")
 NEEDS_DEVICE_WITHOUT_STATES = ("stateless", "whole")
 TO_DEVICE = (
-    ". Updates run on the CPU here, since master states live in RAM or on disk; if the class needs tensors of cuda:0, "
-    "give "
+    ". Updates run on the CPU here, since master weights and optimizer states are in RAM or on disk; if the class needs "
+    "tensors on cuda:0, set "
 )
 TO_RAM = (
-    ". Updates run on cuda:0 here, where the master states are; if the class needs tensors in RAM, give "
+    ". Updates run on cuda:0 here, where master weights and optimizer states are; if the class needs tensors in RAM, set "
     "offload_optimizer='host'"
 )
 

@@ -17,7 +17,9 @@ def with_adafactor(ranks: int, tensor: int) -> None:
 
 
 def test_one_that_updates_whole_parameters_is_refused_where_ranks_cut_them_with_the_reason_and_the_remedy() -> None:
-    told = r"Adafactor updates each parameter as a whole .* ranks cut parameters among them, .* without tensor_parallel_size"
+    told = (
+        r"Adafactor updates each parameter as a whole .* ranks slice parameters among .* without tensor_parallel_size"
+    )
     with pytest.raises(RanksFailed, match=told):
         run_ranks(with_adafactor, 2, 2, 2)
     run_ranks(with_adafactor, 2, 2, 1)

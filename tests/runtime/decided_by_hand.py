@@ -74,7 +74,7 @@ def asked(
     compute: torch.dtype = torch.float32,
     mixed: bool = False,
     keep_gradients: bool = False,
-    gradients_stay: bool = False,
+    gradients_outlive_step: bool = False,
     sums_gradients: bool = False,
     rearranges: bool = False,
     **settings: Any,
@@ -91,7 +91,7 @@ def asked(
         mixed,
         CpuBackend(),
         keep_gradients,
-        gradients_stay,
+        gradients_outlive_step,
         sums_gradients,
         rearranges,
     )

@@ -113,9 +113,7 @@ def build(
     blueprint = decided(module, list(optimizers), ranks=communicator.world_size, **settings)
     communicators = Communicators(blueprint.holders.mesh, communicator)
     paths = [disk] if disk is not None and blueprint.pool_bytes[Tier.DISK] else []
-    return Engine(
-        module, change(blueprint), optimizers, communicators, CpuBackend(), disk_paths=paths, debug={"poison": True}
-    )
+    return Engine(module, change(blueprint), optimizers, communicators, CpuBackend(), disk_paths=paths, poison=True)
 
 
 @contextmanager

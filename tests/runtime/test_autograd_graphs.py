@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.tensors.autograd_graphs import (
     OwnHook,
-    before_outputs,
+    exit_nodes,
     in_derivative,
     nodes_of,
-    others_hear_of,
     refuse_derivative,
     refuse_double_backward,
+    run_before_output_hooks,
     tensors_in,
-    ways_out,
+    user_receives_gradient,
 )
 
 
@@ -63,7 +63,13 @@ def test_others_are_those_who_get_the_gradient() -> None:
     theirs.register_hook(lambda gradient: gradient)
     kept.retain_grad()
     torch.autograd.graph.register_multi_grad_hook([several], lambda gradients: None)
-    assert [others_hear_of(each) for each in (leaf(), mine, theirs, kept, several)] == [False, False, True, True, False]
+    assert [user_receives_gradient(each) for each in (leaf(), mine, theirs, kept, several)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_hook_on_an_input_comes_before_those_on_it_as_an_output() -> None:
@@ -73,7 +79,7 @@ def test_a_hook_on_an_input_comes_before_those_on_it_as_an_output() -> None:
     x.register_hook(OwnHook(lambda _: heard.append("output's")))
     x.register_hook(lambda _: heard.append("user's second"))
     handle = x.register_hook(lambda _: heard.append("input's"))
-    before_outputs(x, handle.id)
+    run_before_output_hooks(x, handle.id)
     x.sum().backward()
     assert heard == ["user's", "input's", "output's", "user's second"]
 
@@ -90,10 +96,10 @@ def test_ways_out_lead_to_what_was_there_before_and_to_others_parameters() -> No
     product = given * own
     sum_ = product + hidden
     output = sum_ * other
-    out = ways_out([output], began, nodes_of([given]), frozenset({id(own)}))
+    out = exit_nodes([output], began, nodes_of([given]), frozenset({id(own)}))
     # `given` is known already, and gradients of `own` leave nothing.
     assert set(out) == {output.grad_fn, sum_.grad_fn}
-    assert ways_out([given * own], began, nodes_of([given]), frozenset({id(own)})) == ()
+    assert exit_nodes([given * own], began, nodes_of([given]), frozenset({id(own)})) == ()
 
 
 def test_derivatives_of_torch_func_are_known_from_its_other_transforms() -> None:

@@ -74,7 +74,7 @@ def test_released_parameters_are_closed_and_keep_shape_and_class() -> None:
         with torch._C.DisableTorchFunctionSubclass():
             assert parameter.isnan().all() and not any(parameter.stride())
     with pytest.raises(
-        UsageError, match=r"p0 was read or written while .* which are in pages elsewhere; read and edit"
+        UsageError, match=r"p0 was read or written while .* which are in pages and not gathered; read and edit"
     ):
         binding.parameters[0] + 1
     binding.bind(full())
@@ -85,7 +85,7 @@ def test_what_closes_is_open_while_it_is_used() -> None:
     binding = made(closes=True)
     binding.bind(full())
     weight = binding.parameters[0]
-    with pytest.raises(UsageError, match="of which the module has a copy, rounded or not up to date"):
+    with pytest.raises(UsageError, match="of which the module has a copy that may be rounded or out of date"):
         weight.sum()
     binding.parameter_guard.open()
     assert weight.sum() == sum(range(15))
@@ -105,7 +105,7 @@ def test_other_storage_is_refused_where_an_update_follows() -> None:
     binding.bind(full())
     binding.check()
     binding.parameters[0].data = torch.zeros(3, 5)
-    with pytest.raises(UsageError, match="the data of parameter p0 was replaced, and its pages know nothing of it"):
+    with pytest.raises(UsageError, match="the data of parameter p0 was replaced, and its values are in pages"):
         binding.check()
     binding.check(computes_only=True)
     binding.parameters[0].data = torch.zeros(5, 3)
@@ -137,7 +137,7 @@ def test_other_memory_of_a_released_parameter_is_told_with_what_to_do() -> None:
     binding.unbind()
     with torch.no_grad():
         binding.parameters[0].set_(torch.zeros(3, 5))
-    told = r"p0 was given other memory \(Tensor.set_, .* while its values were in pages elsewhere.* copy values into it"
+    told = r"p0 was given other memory \(Tensor.set_, .* while its values were in pages and not gathered.* copy values into"
     for ask in (binding.check, binding.replaced, lambda: binding.lend([torch.zeros(shape) for shape in SHAPES])):
         with pytest.raises(UsageError, match=told):
             ask()

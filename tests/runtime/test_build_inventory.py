@@ -14,10 +14,10 @@ from lightning_ptm.planning.inventory import Lifetime, Row, What
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.build_inventory import (
     gradient_row,
-    in_the_making,
+    queued_gradients_row,
     save_rows,
+    spare_versions_row,
     taken_dtype,
-    travelling,
 )
 from lightning_ptm.runtime.tensors.page_io import BUFFERS
 from lightning_ptm.terms import Tier, chunk_numel
@@ -104,7 +104,7 @@ def test_gradients_that_pass_have_pages_and_no_row() -> None:
     assert not passing.inventory.of(What.GRADIENTS)
     for found, where in (
         (decided(), "in .grad"),
-        (decided(lock_free=True, disk_path="/d", device_memory="8MiB"), "of no flat"),
+        (decided(lock_free=True, disk_path="/d", device_memory="8MiB"), "of no particular flat"),
     ):
         with pytest.raises(InternalError, match=f"gradient of flat 0 waits .*{where}.*, and has no pages of its own"):
             gradient_row(found, found.layout.flats[0])
@@ -180,7 +180,7 @@ def test_values_in_transit_have_a_page_for_each_dtype() -> None:
 
 
 def test_rows_of_no_flat() -> None:
-    for make, what in ((in_the_making, What.VERSIONS), (travelling, What.GRADIENTS)):
+    for make, what in ((spare_versions_row, What.VERSIONS), (queued_gradients_row, What.GRADIENTS)):
         row = make(Tier.HOST, 100, BF16, 3)
         assert (row.what, row.tier, row.numel, row.count, row.item_bytes) == (what, Tier.HOST, 100, 3, 2)
         assert (row.unit, row.flat, row.shares_pages, taken_dtype(row)) == (None, None, False, BF16)

@@ -18,7 +18,7 @@ def test_pages_lie_in_a_row_or_are_not_taken() -> None:
             contiguous_device_pages(made.allocator, "more", NUMEL, torch.float32)
         for each in (taken[0], taken[2]):
             made.allocator.release(each)
-        told = "two needs 2 device pages in a row and the free ones are scattered; .* raise device_memory"
+        told = "two needs 2 contiguous device pages and the free ones are scattered; .* raise device_memory"
         with pytest.raises(CapacityError, match=told):
             contiguous_device_pages(made.allocator, "two", 2 * NUMEL, torch.float32)
         assert made.device_pages_free == 2

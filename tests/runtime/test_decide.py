@@ -96,7 +96,8 @@ def test_ranks_share_the_pages_and_nothing_else_differs() -> None:
         (
             {"lock_free": True, "disk_path": "/d", "host_memory": 7 * PAGE},
             CapacityError,
-            "lock_free=True takes 448 KiB of RAM beside parameters and gradients, and pages have 448 KiB",
+            "lock_free=True takes 448 KiB of RAM in addition to parameters and gradients, and the budget of "
+            "pages is 448 KiB",
         ),
         (
             {"disk_path": "/d", "offload_optimizer": "disk", "tuning": {"staging_memory": 2 * PAGE}},

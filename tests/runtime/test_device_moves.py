@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_ptm.runtime.tensors.device_moves import move_beside_parameters
+from lightning_ptm.runtime.tensors.device_moves import move_buffers_and_metrics
 
 META = torch.device("meta")
 
@@ -39,7 +39,7 @@ def module() -> nn.ModuleDict:
 
 def test_buffers_metrics_and_what_a_class_moves_itself_are_moved() -> None:
     root: Any = module()
-    move_beside_parameters(root, META)
+    move_buffers_and_metrics(root, META)
     assert {buffer.device for buffer in root.buffers()} == {META}
     assert root["mean"].device == META and root["mean"].mean_value.device == META
     assert all(each.device == META for each in root["metrics"].values())
@@ -49,7 +49,7 @@ def test_buffers_metrics_and_what_a_class_moves_itself_are_moved() -> None:
 def test_parameters_stay_the_same_objects_with_the_same_memory() -> None:
     root: Any = module()
     before = {name: (id(each), each.data_ptr()) for name, each in root.named_parameters()}
-    move_beside_parameters(root, META)
+    move_buffers_and_metrics(root, META)
     assert {name: (id(each), each.data_ptr()) for name, each in root.named_parameters()} == before
     for lstm in (root["lstm"], root["own"].layer):  # which holds them a second time
         assert [id(each) for each in lstm._flat_weights] == [id(each) for each in lstm.parameters()]
@@ -58,7 +58,7 @@ def test_parameters_stay_the_same_objects_with_the_same_memory() -> None:
 def test_what_has_no_memory_yet_stays() -> None:
     with META:
         root = module()
-    move_beside_parameters(root, torch.device("cpu"))
+    move_buffers_and_metrics(root, torch.device("cpu"))
     assert {buffer.device for buffer in root.buffers()} == {META}
 
 
@@ -75,7 +75,7 @@ class Looks(nn.Linear):
 def test_a_class_may_look_at_its_parameters_while_it_moves_and_keeps_them() -> None:
     root = nn.Sequential(Looks(2, 3), nn.ModuleList([Looks(2, 3)]))
     before = dict(root.named_parameters())
-    move_beside_parameters(root, META)
+    move_buffers_and_metrics(root, META)
     assert {name: id(each) for name, each in root.named_parameters()} == {name: id(p) for name, p in before.items()}
     for each in (root[0], root[1][0]):  # type: ignore[index]
         assert each.scale.device == META and each.bias is each._parameters["bias"]
@@ -92,5 +92,5 @@ def test_one_that_fails_keeps_its_parameters() -> None:
     root = nn.Sequential(Fails(2, 3))
     before = [id(each) for each in root.parameters()]
     with pytest.raises(RuntimeError, match="cannot move"):
-        move_beside_parameters(root, META)
+        move_buffers_and_metrics(root, META)
     assert [id(each) for each in root.parameters()] == before and not {"weight", "bias"} & vars(root[0]).keys()

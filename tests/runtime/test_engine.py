@@ -129,7 +129,7 @@ def test_the_end_leaves_no_hook_and_refuses_what_comes_after(disk: Path, home: s
         it.engine.close()  # once
         assert hooks_on(it.module) == []
         for late in (it.forward, it.step):
-            with pytest.raises(UsageError, match="this run has ended and its pages are gone"):
+            with pytest.raises(UsageError, match="this run has ended and its pages are freed"):
                 late()
 
 

@@ -31,10 +31,10 @@ PLACES: dict[str, tuple[Waits, Tier, dict[str, bool]]] = {
     "from the first in RAM": (Waits.FROM_FIRST, Tier.HOST, {}),
     "from the first on disk": (Waits.FROM_FIRST, Tier.DISK, {}),
     "passing": (Waits.PASSING, Tier.DEVICE, {"sums": True}),
-    "travelling in RAM": (Waits.TRAVELLING, Tier.HOST, {"lock_free": True}),
-    "travelling on disk": (Waits.TRAVELLING, Tier.DISK, {"lock_free": True}),
+    "travelling in RAM": (Waits.QUEUED, Tier.HOST, {"lock_free": True}),
+    "travelling on disk": (Waits.QUEUED, Tier.DISK, {"lock_free": True}),
     "sums in RAM": (Waits.KEPT, Tier.HOST, {"outlives_backward": True}),
-    "travelling sums": (Waits.TRAVELLING, Tier.HOST, {"lock_free": True}),
+    "travelling sums": (Waits.QUEUED, Tier.HOST, {"lock_free": True}),
 }
 """Of sums: as a device's, what comes is added when somebody looks or waits."""
 IN_PAGES = [place for place in PLACES if place != "in .grad"]

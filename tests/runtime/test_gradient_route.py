@@ -33,9 +33,7 @@ def test_where_it_waits() -> None:
     assert waits(sums=True) is waits(one_rank=False) is Waits.PASSING
     assert waits(Tier.HOST) is waits(Tier.DISK, one_rank=False) is Waits.FROM_FIRST
     assert waits(Tier.HOST, outlives_backward=True) is waits(one_rank=False, outlives_backward=True) is Waits.KEPT
-    assert (
-        waits(Tier.HOST, lock_free=True, outlives_backward=True) is waits(sums=True, lock_free=True) is Waits.TRAVELLING
-    )
+    assert waits(Tier.HOST, lock_free=True, outlives_backward=True) is waits(sums=True, lock_free=True) is Waits.QUEUED
 
 
 @pytest.mark.parametrize("home", TIERS, ids=str)

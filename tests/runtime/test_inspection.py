@@ -76,7 +76,7 @@ def test_states_at_home(disk: Path) -> None:
         words = states_in_words(engine)
         assert re.fullmatch(
             r"896 KiB of model states: 128 KiB in RAM \(parameters\), 768 KiB on disk in /fast \(/, .* free\), /slow "
-            r"\(/, .* free\) \(master parameters, optimizer states\); pages take .* in RAM \(beside states: .*\)",
+            r"\(/, .* free\) \(master parameters, optimizer states\); pages take .* in RAM \(other than states: .*\)",
             words,
         )
 

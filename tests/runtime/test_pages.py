@@ -166,7 +166,9 @@ def test_gradients_travel_in_pages_of_no_flat(disk: Path) -> None:
     assert found.lock_free is not None
     with pages(found, (disk,)) as made:
         stores = [made.store(unit) for unit in range(2)]
-        with pytest.raises(InternalError, match="flat 0 is made before the pages in which its gradient travels"):
+        with pytest.raises(
+            InternalError, match="flat 0 is made before the pages of gradients that are queued for updates"
+        ):
             made.flats(stores[0])
         travelling = made.take_gradient_pages()
         assert travelling is made.gradient_pages is not None

@@ -93,14 +93,14 @@ def test_tied_parameters_may_be_declared_by_each_name_alike() -> None:
 @pytest.mark.parametrize(
     ("boxes", "words"),
     [
-        ({"2.weight": TensorSlice((8, 8), 0, 2, 0)}, "2.weight .* the Sequential has none of that name"),
+        ({"2.weight": TensorSlice((8, 8), 0, 2, 0)}, "2.weight .* the Sequential has no parameter of that name"),
         (
             {"0.weight": TensorSlice((4, 8), 0, 2, 0)},
-            r"0.weight has shape \(4, 8\) and is declared to be 1/2 of \(4, 8\) in dimension 0, whose parts are \(2, 8\)",
+            r"0.weight has shape \(4, 8\) and is declared to be 1/2 of \(4, 8\) in dimension 0, whose slices are \(2, 8\)",
         ),
         (
             {"0.weight": TensorSlice((8, 8), 0, 2, 0), "1.weight": TensorSlice((32, 4), 0, 4, 0)},
-            "1.weight is one of 4 parts and 0.weight one of 2",
+            "1.weight is one of 4 slices and 0.weight one of 2",
         ),
     ],
 )
@@ -112,14 +112,14 @@ def test_what_does_not_fit_the_module_is_refused(boxes: dict[str, TensorSlice], 
 @pytest.mark.parametrize(
     ("rank", "world_size", "experts", "words"),
     [
-        (0, 3, 1, "3 ranks make no groups of 2; use a multiple of 2 ranks"),
+        (0, 3, 1, "3 ranks do not divide into groups of 2; use a multiple of 2 ranks"),
         (
             0,
             6,
             2,
             r"expert_parallel_size=2 does not divide the number of tensor groups, 3 \(6 ranks by 2\).* one of 1, 3,",
         ),
-        (1, 2, 1, "of rank 1 is 1/2 of .*, the part 0, and that rank has part 1 of everything"),
+        (1, 2, 1, "of rank 1 is 1/2 of .*, slice 0, and that rank has slice 1 of every parameter"),
     ],
 )
 def test_what_does_not_fit_the_ranks_is_refused(rank: int, world_size: int, experts: int, words: str) -> None:
@@ -180,7 +180,7 @@ def test_a_rank_keeps_as_much_of_parts_as_of_what_all_ranks_share() -> None:
 
 
 def test_a_plan_for_ranks_that_make_no_groups_is_refused() -> None:
-    with pytest.raises(ConfigError, match="3 ranks make no groups of 2"):
+    with pytest.raises(ConfigError, match="3 ranks do not divide into groups of 2"):
         of_halves(Halves(), ranks=3)
 
 
@@ -188,7 +188,7 @@ def test_a_part_whose_elements_lie_in_another_order_is_refused() -> None:
     module = Halves()
     module.blocks[1].weight = nn.Parameter(module.blocks[1].weight.detach().t().contiguous().t())
     with pytest.raises(
-        ConfigError, match=r"blocks.1.weight has strides .* is a part of a larger one.*make it contiguous"
+        ConfigError, match=r"blocks.1.weight has strides .* is a slice of a larger one.*make it contiguous"
     ):
         of_halves(module, ranks=2)
 

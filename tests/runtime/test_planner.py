@@ -110,7 +110,7 @@ def test_the_first_rank_that_plans_otherwise_is_named_with_what_it_plans() -> No
     assert {str(error) for error in errors} == {str(errors[0])}
     assert all(isinstance(error, RankError) for error in errors)
     assert re.match(
-        r"rank 5 has \w+ of \S+ \(\w+\) at tick 0, where rank 4 has \w+ of \S+ \(\w+\) at tick 0; they", str(errors[0])
+        r"rank 5 has \w+ of \S+ \(\w+\) at tick 0, where rank 4 has \w+ of \S+ \(\w+\) at tick 0; their", str(errors[0])
     )
 
 
@@ -131,7 +131,7 @@ def test_layouts_that_differ_are_refused_on_all_ranks() -> None:
     (text,) = {str(error) for error in errors}
     assert text.startswith(
         "rank 2 has blocks.2.weight of shape (3, 16384), float32, trained by optimizer 0, at 0 of flat 3, where rank 0 has "
-        "nothing more; they would wait for each other for ever, so nothing is trained; build the same model on all ranks"
+        "nothing more; their collectives would deadlock, so nothing is trained; build the same model on all ranks"
     )
     assert Ranks().each(lambda each: check_layout(layouts[0], each)) == [None] * 3
 

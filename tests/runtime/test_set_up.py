@@ -30,6 +30,6 @@ def test_pages_are_taken_for_the_rows_of_the_inventory_alone(disk: Path, tier: T
         return dataclasses.replace(blueprint, inventory=inventory)
 
     module = Chain()
-    with pytest.raises(InternalError, match=rf"set-up has taken \d+ bytes of the {tier.name.lower()} tier"):
+    with pytest.raises(InternalError, match=rf"set-up has allocated \d+ bytes of the {tier.name.lower()} tier"):
         build(module, of_all(module), disk, change=with_a_row_more, **HOMES["masters on disk"])
     assert weights(module) == [0.5, 2.0, 3.0] and hooks_on(module) == []

@@ -93,7 +93,7 @@ def test_what_is_taken_without_a_row_is_found(strategy_at: Any, monkeypatch: pyt
 
     monkeypatch.setattr(lightning_ptm.trainer.building, "decide_here", with_a_row)
     with pytest.raises(
-        InternalError, match=r"set-up has taken \d+ bytes of the device tier, and the rows .* come to \d+"
+        InternalError, match=r"set-up has allocated \d+ bytes of the device tier, and the rows .* sum to \d+"
     ):
         fit(Net(), strategy_at("ram"))
 

@@ -148,7 +148,7 @@ def predicted_memory(made: Parts, frames: list[int]) -> None:
     [
         ([], "flat 0 full"),
         ([1], "flat 0 full"),
-        ([0, 2, 4], "flat 0 full needs 2 device pages in a row and the free ones are scattered.*raise device_memory"),
+        ([0, 2, 4], "flat 0 full needs 2 contiguous device pages and the free ones are scattered.*raise device_memory"),
         ([0, 1], "flat 0 shard"),
     ],
     ids=["nothing", "one page", "scattered", "no page for the shard"],

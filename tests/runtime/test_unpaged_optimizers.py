@@ -78,7 +78,7 @@ def test_one_that_updates_a_shared_parameter_as_a_whole_is_refused() -> None:
     assert set(refused) == {0, 1}
     for reason in map(str, refused.values()):
         assert "a parameter of shape (7, 5) is in two optimizers, of which torch.optim" in reason
-        assert "leave it in one, use optimizers that treat each element on its own" in reason
+        assert "leave it in one, use element-wise optimizers" in reason
 
 
 def test_groups_of_one_optimizer_are_one() -> None:

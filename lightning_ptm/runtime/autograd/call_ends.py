@@ -19,7 +19,13 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.runtime.autograd.calls import Calls
-from lightning_ptm.runtime.tensors.autograd_graphs import before_outputs, in_backward, nodes_of, tensors_in, ways_out
+from lightning_ptm.runtime.tensors.autograd_graphs import (
+    exit_nodes,
+    in_backward,
+    nodes_of,
+    run_before_output_hooks,
+    tensors_in,
+)
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.torch_internals import graph_task, is_executed, nodes_made
 
@@ -76,7 +82,7 @@ class CallCompletion:
             self._hooks.append(torch.autograd.graph.register_multi_grad_hook(watched, done, mode="all"))
             first: Any = torch.autograd.graph.register_multi_grad_hook(watched, ready, mode="all")
             for tensor, each in zip(watched, first.handles, strict=True):
-                before_outputs(tensor, each.id)
+                run_before_output_hooks(tensor, each.id)
             self._hooks.append(first)
         return call
 
@@ -107,7 +113,7 @@ class CallCompletion:
             # waited for in vain, and none is missed. An operation that changes an output in place may leave no edge to
             # the output's own node.
             self._nodes[call] += nodes_of(outputs)
-        nodes = ways_out(outputs, self._began[index], known, self._inside[index])
+        nodes = exit_nodes(outputs, self._began[index], known, self._inside[index])
         if not nodes and outputs:
             return
         another = self.calls.called(index)

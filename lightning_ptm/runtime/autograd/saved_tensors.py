@@ -222,7 +222,7 @@ class SavedTensors:
             if not self._views.holds(part):
                 continue
             found = self._views.find(part)
-            if found is None or not found[0].lies_at(found[1], part.untyped_storage()):
+            if found is None or not found[0].is_at(found[1], part.untyped_storage()):
                 self._refuse(unit, tensor, found)
             if id(found[0]) in self._staying:
                 continue

@@ -1,7 +1,8 @@
-"""What a run asks for, and what is decided of it before a byte is allocated: units, layout, homes, sizes of the tiers.
+"""The request of a run, and the blueprint decided from it before allocation: units, layout, homes, sizes of the tiers.
 
-`deciding` makes of a `Request` one frozen `Blueprint`: equal on all ranks, up to what their machines have free (the smallest
-counts), and up to the experts that each holds, and the parts of parameters, where ranks divide them.
+The package `deciding` turns a `Request` into one frozen `Blueprint`. The blueprint is the same on all ranks (memory budgets
+are those of the rank that has the least), except for the experts that each rank holds under expert parallelism and the
+slices of parameters that it holds under tensor parallelism.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from lightning_ptm.update.trial.traits import OptimizerTraits
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What a run asks for.
+    """Input of the decisions: the model, its optimizers, the settings, and how the run will use gradients.
 
     Attributes:
-        compute: dtype of parameters while they compute; see `specs.compute_dtype`.
-        mixed: keep fp32 master parameters.
-        changes_default_dtype: a forward has another default dtype than torch has when the optimizer's step is taken.
-        keep_gradients: gradients outlive the backward pass (accumulation, clipping by norm, manual optimization).
-        gradients_stay: they outlive the step, too: it is the user who forgets them (manual optimization).
-        sums_gradients: a step may have the gradients of several backward passes (accumulation, manual optimization).
-        backend: of the device that ranks compute on, where optimizers are tried.
-        rearranges: parameters will be unfrozen, put into other groups, or given other data during the run.
-        further: tiers beside those that settings bound, with bytes of pages of one rank.
-        boxes: of parameters that are parts of larger ones; see `parts.declared`.
-        partial: ids of whole ones of which the gradients of the ranks of a tensor group are parts of a sum.
+        compute: dtype of parameters in forward and backward; see `specs.compute_dtype`.
+        mixed: whether fp32 master weights are kept.
+        changes_default_dtype: whether torch's default dtype differs between the forward and the optimizer's step.
+        keep_gradients: whether gradients outlive the backward pass (accumulation, clipping by norm, manual optimization).
+        gradients_outlive_step: whether gradients also outlive the step, until the user clears them (manual optimization).
+        sums_gradients: whether a step may use the sum of several backward passes (accumulation, manual optimization).
+        backend: backend of the device that ranks compute on; optimizers are tried on this device.
+        rearranges: whether parameters will be unfrozen, moved to other groups, or given other data during the run.
+        further: tiers in addition to those that settings bound, with the page bytes of one rank in each.
+        boxes: slices of larger parameters, by id of the parameter; see `parts.declared`.
+        partial: ids of unsliced parameters whose gradients must be summed over the ranks of a tensor-parallel group.
     """
 
     module: nn.Module
@@ -56,7 +57,7 @@ class Request:
     mixed: bool
     backend: Backend
     keep_gradients: bool
-    gradients_stay: bool
+    gradients_outlive_step: bool
     sums_gradients: bool
     rearranges: bool = False
     changes_default_dtype: bool = False
@@ -67,15 +68,16 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LockFreeNeeds:
-    """What lock-free updates need.
+    """Resources and limits of lock-free updates.
 
     Attributes:
-        max_staleness: in steps.
-        warmup: optimizer steps of the training with a staleness of 0, before.
-        spares: pages for versions in the making (update/lock_free_buffers.py), beside the homes.
-        gradients: pages for gradients on their way; empty where `.grad` itself travels.
-        cores: CPU cores that updates may use; cores_in_all: that this rank has.
-        forecast: parameters in use forecast the updates that they lack.
+        max_staleness: largest staleness, in optimizer steps.
+        warmup: number of optimizer steps with staleness 0 at the start of training.
+        spares: pages for versions that updates are writing (update/lock_free_buffers.py), in addition to the homes.
+        gradients: pages for gradients queued for updates; empty where `.grad` itself is queued.
+        cores: number of CPU cores that updates may use.
+        cores_in_all: number of CPU cores of this rank.
+        forecast: whether stale parameters are extrapolated by the updates that they lack (weight prediction).
     """
 
     max_staleness: int
@@ -89,26 +91,27 @@ class LockFreeNeeds:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blueprint:
-    """What the engine builds.
+    """Frozen description of what the engine builds. Tuples with one entry per flat are indexed by `FlatLayout.index`.
 
     Attributes:
-        dtypes: compute dtype of each flat; master_dtypes: fp32 where a master parameter is kept beside it, else None.
-        copies: whether the compute parameters of each flat are copies of more precise ones: of masters, or of the user's.
-        routes: how each flat's gradient gets to its update; None for frozen flats.
-        traits: of the optimizers of each flat, in their order and in the dtype that is updated; none for frozen flats.
-        unified: RAM is the device tier (CPU without a device budget).
-        lock_free: None for synchronous updates.
-        saves_behind: checkpoints are written while training goes on.
-        activations_to_host: what units save for their backward waits for it in RAM.
-        experts: which units are experts that ranks divide; None where all ranks hold all units.
-        holders: which ranks hold what; the same on all ranks.
-        selfstepping: numbers of optimizers that take their steps themselves; nothing in `layout` is trained for them.
-        outside: no parameter is in pages: each is what its module holds, and all optimizers step themselves.
-        may_be_outside: the run could do so.
+        dtypes: compute dtype of each flat.
+        master_dtypes: dtype of each flat's master weights; None where it has none.
+        copies: whether each flat's compute parameters are copies of more precise ones (the master weights or the user's).
+        routes: route of each flat's gradient from backward to update; None for frozen flats.
+        traits: traits of the optimizers of each flat, in their order and in the updated dtype; empty for frozen flats.
+        unified: whether RAM is the device tier (CPU without a device budget).
+        lock_free: resources of lock-free updates; None for synchronous updates.
+        saves_in_background: whether checkpoints are written in the background while training continues.
+        activations_to_host: whether saved tensors are offloaded to RAM between forward and backward.
+        experts: units that are experts divided over ranks; None where all ranks hold all units.
+        holders: ranks that hold each unit; the same on all ranks.
+        unpaged_optimizers: numbers of optimizers whose own `step` runs on ordinary tensors; `layout` trains nothing for them.
+        outside: whether no parameter is in pages: modules keep their own tensors, and all optimizers run their own `step`.
+        may_be_outside: whether the run could work without pages.
         changes_default_dtype: see Request.
-        inventory: all that a run takes of each tier.
-        freed_memory: on a CPU.
-        gradient_room_bytes: gradients that may wait for updates behind the backward pass; on a CPU, in `.grad`.
+        inventory: everything that the run allocates in each tier.
+        freed_memory: what the C allocator does with freed memory; CPU only.
+        gradient_room_bytes: bound of gradients that wait for updates during the backward pass (on a CPU, in `.grad`).
     """
 
     units: tuple[Unit, ...]
@@ -126,7 +129,7 @@ class Blueprint:
     trace: Trace
     staging_chunks: int
     lock_free: LockFreeNeeds | None
-    saves_behind: bool
+    saves_in_background: bool
     activations_to_host: bool
     experts: DividedExperts | None
     holders: ModelSharding
@@ -140,28 +143,29 @@ class Blueprint:
 
     @property
     def ram(self) -> Tier:
-        """The tier that is memory of the CPU."""
+        """The tier that is the CPU's memory."""
         return ram_tier(unified=self.unified)
 
     @property
     def mixed(self) -> bool:
-        """Whether some compute parameters are less precise than what they are copies of."""
+        """Whether some compute parameters are less precise than the parameters that they are copies of."""
         flats = zip(self.copies, self.master_dtypes, self.dtypes, strict=True)
         return any(copied and master is not dtype for copied, master, dtype in flats)
 
     @property
     def pool_bytes(self) -> Mapping[Tier, int]:
-        """Bytes to take per tier at the start."""
+        """Bytes to allocate per tier at set-up."""
         return {tier: self.inventory.pool_bytes(tier) for tier in self.budget}
 
     @property
     def by_need(self) -> Collection[int]:
-        """Units that are in no plan: which experts have tokens shows when they are there."""
+        """Units that no plan contains: divided experts, since the router decides at run time which of them get tokens."""
         return self.experts.members if self.experts is not None else ()
 
     @property
     def by_need_bytes(self) -> int:
-        """Device bytes that plans leave to such units: one that computes and one that is fetched, and gradients of one."""
+        """Device bytes that plans leave free for the units of `by_need`: one that computes, one that is fetched, and the
+        gradients of one."""
         layout = self.layout
         at_home = {unit: self.placement.homes[unit].parameter.computes for unit in self.by_need}
         pages = (
@@ -175,7 +179,11 @@ class Blueprint:
         return (max(pages, default=0) + max(gradients, default=0)) * layout.page_size
 
     def updates_late(self, unit: int, *, apart: bool) -> bool:
-        """Whether a unit's update may still be under way when the optimizer's step has returned, on a device of that kind."""
+        """Whether a unit's update may still run after the optimizer's step has returned.
+
+        Args:
+            apart: whether the device has memory of its own.
+        """
         if not any(flat.trainable for flat in self.layout.flats_of(unit)):
             return False
         if apart or self.lock_free is not None:
@@ -183,15 +191,15 @@ class Blueprint:
         return not self.placement.homes[unit].master.computes
 
     def planned(self, trace: Trace) -> Trace:
-        """A trace without the ticks of units that are in no plan."""
+        """Returns the trace without the ticks of units that no plan contains."""
         return without_units(trace, self.by_need)
 
     def gradient_home(self, unit: int) -> Tier:
-        """Tier where a unit's gradients wait for the update."""
+        """Returns the tier in which a unit's gradients wait for the update."""
         return gradient_home(self.placement.homes[unit], unified=self.unified)
 
     def route(self, flat: FlatLayout) -> GradientRoute:
-        """Of a trained flat's gradient."""
+        """Returns the gradient route of a trained flat."""
         found = self.routes[flat.index]
         if found is None:
             raise InternalError(f"flat {flat.index} is not trained, so it has no gradient")
@@ -199,30 +207,31 @@ class Blueprint:
 
     @property
     def reduced_at_step(self) -> bool:
-        """Whether some gradient is reduced by the step; see GradientRoute."""
+        """Whether the step reduces some gradient over ranks; see GradientRoute."""
         return any(each is not None and each.reduced_at_step for each in self.routes)
 
     @property
     def outlive_backward(self) -> bool:
-        """Whether gradients are updated with by the step, or later; see GradientRoute."""
+        """Whether some gradient is used by the step, or later, and not during the backward pass; see GradientRoute."""
         return any(each is not None and each.outlives_backward for each in self.routes)
 
     def trained_flats(self) -> Iterator[FlatLayout]:
+        """Yields the flats that some optimizer updates in pages."""
         return (flat for flat in self.layout.flats if self.traits[flat.index])
 
 
 def gradient_home(homes: Homes, *, unified: bool) -> Tier:
-    """A device with memory of its own hands gradients to the host at once when the update runs there."""
+    """Returns the tier in which gradients wait: the host where a separate device computes and the update runs in RAM."""
     if not unified and homes.gradient.computes and not homes.master.computes:
         return Tier.HOST
     return homes.gradient
 
 
 def without_units(trace: Trace, units: Collection[int]) -> Trace:
-    """A trace without the ticks of some units."""
+    """Returns the trace without the ticks of some units."""
     return Trace(tuple(tick for tick in trace.ticks if tick.unit not in units), trace.tensors) if units else trace
 
 
 def ram_tier(*, unified: bool) -> Tier:
-    """The tier that is memory of the CPU."""
+    """The tier that is the CPU's memory."""
     return Tier.DEVICE if unified else Tier.HOST

@@ -1,4 +1,7 @@
-"""What pages may take of each tier, beside what is taken anyway: gradients that stay whole, staging, lock-free updates."""
+"""Budgets of pages per tier, less what unsharded gradients, staging and lock-free updates need.
+
+Decides only: reads the settings and the machine's free memory, and allocates nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +17,40 @@ from lightning_ptm.planning.inventory import pages_of
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.placement_data import Budget, PlacementWishes
 from lightning_ptm.runtime.deciding.blueprint import LockFreeNeeds, Request, ram_tier
-from lightning_ptm.runtime.deciding.build_inventory import in_the_making, travelling
+from lightning_ptm.runtime.deciding.build_inventory import queued_gradients_row, spare_versions_row
 from lightning_ptm.runtime.machine.machine import SHORT_RAM_BYTES, Machine
 from lightning_ptm.terms import Tier
 
 _HOST_SHARE = 0.8
 _HOST_RESERVE_BYTES = 1 << 30
-"""RAM that `auto` leaves to activations, libraries and data where it is not short."""
+"""RAM that `auto` leaves to activations, libraries and data on machines with enough RAM."""
 _MOST_SHARE = 7 / 8
-"""Where it is short, `auto` gives pages no more than this, and as much only where they do with nothing less."""
+"""Largest share of free RAM that `auto` gives to pages where RAM is short, used only if no smaller share suffices."""
 _SHORT_BUDGET_BYTES = SHORT_RAM_BYTES - _HOST_RESERVE_BYTES
 _SHARES = 28
-"""Steps that lead up to that, in equal parts of it."""
+"""Number of equal parts into which the largest budget is divided where RAM is short."""
 _FIRST_SHARE = 8
-"""The step that is tried first: a quarter of what is free."""
+"""Number of these parts in the first budget that is tried: a quarter of the free RAM."""
 _DEVICE_SHARE = 0.5
-"""Share of the free device memory that `auto` takes for pages; activations and the libraries get the rest."""
+"""Share of the free device memory that `auto` gives to pages; activations and libraries get the rest."""
 _DISK_SHARE = 0.95
 STAGING_CHUNKS = 12
 """Chunks in flight between disk and update if RAM allows: enough to keep a disk busy while compute is between ticks."""
 _SPARES = 2
-"""Least versions in the making for flats of one size: one, and one for a flat that compute waits for."""
+"""Minimum of spare versions for flats of one size: one that is written, and one for a flat that compute waits for."""
 _SPARE_PAGES = 8
-"""More of them, as far as they take no more than so many pages."""
+"""Pages up to which flats of one size get more spare versions than the minimum."""
 LOCK_FREE_CHUNKS = 8
-"""In lock-free mode, whose updates have a thread of their own: the rest of 64 pages is for versions in the making."""
+"""Chunks in flight in lock-free mode, whose updates run in their own thread; the rest of 64 pages is for spare versions."""
 _STAGING_SHARE = 1 / 8
-"""Share of the RAM budget that staging takes at most by itself."""
+"""Largest share of the RAM budget that staging takes unless `staging_memory` is set."""
 
 
 def pages_budget(settings: Settings, machine: Machine, unified: bool) -> Budget:
-    """Bytes of each tier that pages of one rank may take: as set, or a share of what is free.
+    """Returns the bytes of each tier that pages of one rank may take: as set, or a share of the free memory.
 
     Raises:
-        CapacityError: the device has less free than is set.
+        CapacityError: device_memory is larger than the device's free memory.
     """
     host_free = machine.free_host_bytes / machine.ranks
     if settings.host_bytes is not None:
@@ -75,11 +78,11 @@ def pages_budget(settings: Settings, machine: Machine, unified: bool) -> Budget:
     return Budget({Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk})
 
 
-def smaller_first(settings: Settings, budget: Budget, ram: Tier) -> tuple[Budget, ...]:
-    """The budgets that are tried one after the other: the whole one, and where RAM is short and not set, parts of it first.
+def budgets_to_try(settings: Settings, budget: Budget, ram: Tier) -> tuple[Budget, ...]:
+    """Returns the budgets to try in turn: the whole one; smaller ones first where RAM is short and host_memory is not set.
 
-    What a step takes beside pages is not known before there was one. What pages leave in RAM costs seconds; what they take
-    of it and a step lacks ends the run.
+    How much RAM a step needs in addition to pages is unknown before the first step. A budget that is too small costs
+    seconds of disk traffic; one that is too large ends the run out of memory.
     """
     whole = budget[ram]
     if settings.host_bytes is not None or whole > _SHORT_BUDGET_BYTES:
@@ -87,20 +90,24 @@ def smaller_first(settings: Settings, budget: Budget, ram: Tier) -> tuple[Budget
     return tuple(budget.without(ram, whole - whole * part // _SHARES) for part in range(_FIRST_SHARE, _SHARES + 1))
 
 
-def beside_whole_gradients(budget: Budget, layout: ModelLayout) -> Budget:
-    """What is left for pages when every rank holds all gradients in `.grad`."""
+def without_whole_gradients(budget: Budget, layout: ModelLayout) -> Budget:
+    """Returns the budget less the unsharded gradients that every rank holds in `.grad` until the step.
+
+    Raises:
+        CapacityError: these gradients take the whole device tier.
+    """
     whole = sum(flat.padded_numel * flat.gradient_itemsize for flat in layout.flats if flat.trainable)
     if whole >= budget[Tier.DEVICE]:
         raise CapacityError(
-            f"reduce_gradients='each_step' keeps {format_bytes(whole)} of gradients whole on each rank, and pages have "
-            f"{format_bytes(budget[Tier.DEVICE])} in all; raise device_memory (host_memory on a CPU-only machine), or use "
+            f"reduce_gradients='each_step' keeps {format_bytes(whole)} of gradients whole on each rank, and the budget of "
+            f"pages is {format_bytes(budget[Tier.DEVICE])}; raise device_memory (host_memory on a CPU-only machine), or use "
             f"reduce_gradients='each_backward'"
         )
     return budget.without(Tier.DEVICE, whole)
 
 
 def agreed(budget: Budget, communicator: Communicator) -> Budget:
-    """The smallest budget of all ranks: plans are equal on all of them."""
+    """Returns the smallest budget of all ranks, so that plans are equal on all of them. Collective."""
     values = torch.tensor([-size for size in budget.values()], dtype=torch.int64)
     least = communicator.all_reduce(values, maximum=True).tolist()
     return Budget({tier: -value for tier, value in zip(budget, least, strict=True)})
@@ -116,24 +123,25 @@ def lock_free_needs(
     ram: Tier,
     in_place: bool,
 ) -> LockFreeNeeds:
-    """What lock-free updates of a layout need beside homes, with each flat's dtypes.
+    """Returns the pages and cores that lock-free updates need in addition to the homes.
 
     Args:
-        in_place: gradients that are no sums stay where autograd has put them, outside of pages.
+        dtypes, gradient_dtypes: compute dtype and gradient dtype of each flat.
+        in_place: gradients that are not accumulated stay in `.grad`, outside pages.
     """
     kinds = Counter(
         (flat.shard_numel, dtypes[flat.index], gradient_dtypes[flat.index]) for flat in layout.flats if flat.trainable
     )
     spares, gradients = [], []
     for (numel, dtype, gradient_dtype), count in kinds.items():
-        pages = pages_of((in_the_making(ram, numel, dtype, 1),), layout.page_size)
+        pages = pages_of((spare_versions_row(ram, numel, dtype, 1),), layout.page_size)
         making = min(count, max(_SPARES, _SPARE_PAGES // pages))
-        spares.append(in_the_making(ram, numel, dtype, making))
+        spares.append(spare_versions_row(ram, numel, dtype, making))
         if in_place and gradient_dtype is dtype:
-            continue  # `.grad` itself travels
-        # Each flat's that waits, those of jobs in hand, one that arrives; and each flat's own where it outlives the pass.
+            continue  # `.grad` itself is queued for the update
+        # One that waits per flat, one per running update, one that arrives; and one more per flat kept for the step.
         gradients.append(
-            travelling(ram, numel, gradient_dtype, count * (2 if request.keep_gradients else 1) + making + 1)
+            queued_gradients_row(ram, numel, gradient_dtype, count * (2 if request.keep_gradients else 1) + making + 1)
         )
     cores = max(1, machine.cores // machine.ranks)
     asked = request.settings.lock_free_updates or LockFree()
@@ -149,12 +157,12 @@ def lock_free_needs(
     )
 
 
-def beside_bytes(plan: LockFreeNeeds, layout: ModelLayout, *, in_place: bool, twice: bool) -> int:
-    """Bytes of RAM for lock-free updates beside homes (which count one gradient of each flat) and staging.
+def lock_free_bytes(plan: LockFreeNeeds, layout: ModelLayout, *, in_place: bool, twice: bool) -> int:
+    """Returns the RAM that lock-free updates need in addition to staging and homes (which include one gradient per flat).
 
     Args:
-        in_place: gradients that are no sums stay where autograd has put them, outside of pages.
-        twice: a flat's gradient may wait while the next one is kept for the step.
+        in_place: gradients that are not accumulated stay in `.grad`, outside pages.
+        twice: a flat's gradient may wait for its update while the next one is kept for the step.
     """
 
     page = layout.page_size
@@ -164,22 +172,35 @@ def beside_bytes(plan: LockFreeNeeds, layout: ModelLayout, *, in_place: bool, tw
             in_grad += -(-flat.shard_bytes // page) * page
         elif flat.trainable:
             in_pages += flat.gradient_bytes
-    # The homes of gradients are counted as they are laid end to end, which may be a page less for each.
+    # Homes of gradients are counted as packed end to end, which may be a page less for each.
     return pages_of((*plan.spares, *plan.gradients), page) * page - in_pages + (in_grad if twice else 0)
 
 
-def without(budget: Budget, size: int, ram: Tier) -> Budget:
-    """A budget of which `size` bytes of RAM are spoken for."""
+def without_lock_free(budget: Budget, size: int, ram: Tier) -> Budget:
+    """Returns the budget less the `size` bytes of RAM of lock-free updates.
+
+    Raises:
+        CapacityError: they take all of it.
+    """
     if size and size >= budget[ram]:
         raise CapacityError(
-            f"lock_free=True takes {format_bytes(size)} of RAM beside parameters and gradients, and pages have "
-            f"{format_bytes(budget[ram])} in all; raise host_memory, or use lock_free=False"
+            f"lock_free=True takes {format_bytes(size)} of RAM in addition to parameters and gradients, and the budget of "
+            f"pages is {format_bytes(budget[ram])}; raise host_memory, or use lock_free=False"
         )
     return budget.without(ram, size)
 
 
-def beside_scratch(budget: Budget, size: int, ram: Tier, *, whole: bool) -> Budget:
-    """What is left beside the room for a whole gradient, or for decoded states, wherever updates may run."""
+def without_scratch(budget: Budget, size: int, ram: Tier, *, whole: bool) -> Budget:
+    """Returns the budget less the scratch buffers of updates (a whole gradient, or decoded states) in each tier where
+    updates may run.
+
+    Args:
+        size: bytes of the scratch buffers.
+        whole: whether they are for an optimizer that updates whole parameters.
+
+    Raises:
+        CapacityError: they take a whole tier.
+    """
     taken, less = "optimizer_state_dtype takes {} for the states of a chunk in fp32", " or lower page_size"
     if whole:
         taken, less = "an optimizer that updates whole parameters takes {} for the gradient of the largest one", ""
@@ -187,7 +208,7 @@ def beside_scratch(budget: Budget, size: int, ram: Tier, *, whole: bool) -> Budg
         if size >= budget[tier]:
             named = Tier.HOST if tier is ram else tier
             raise CapacityError(
-                f"{taken.format(format_bytes(size))}, and pages have {format_bytes(budget[tier])} {named.place}; "
+                f"{taken.format(format_bytes(size))}, and the budget of pages is {format_bytes(budget[tier])} {named.place}; "
                 f"raise {named.setting}{less}"
             )
         budget = budget.without(tier, size)
@@ -195,7 +216,15 @@ def beside_scratch(budget: Budget, size: int, ram: Tier, *, whole: bool) -> Budg
 
 
 def staging_chunks(settings: Settings, of_one: int, budget: Budget, most: int, *, least: int) -> int:
-    """Chunks in flight, each of so many bytes."""
+    """Returns the number of chunks in flight.
+
+    Args:
+        of_one: staging bytes of one chunk.
+        most, least: bounds of the number unless `staging_memory` is set.
+
+    Raises:
+        ConfigError: `staging_memory` is smaller than one chunk.
+    """
     if settings.tuning.staging_bytes is not None:
         chunks = settings.tuning.staging_bytes // of_one
         if chunks < 1:
@@ -210,10 +239,10 @@ def staging_chunks(settings: Settings, of_one: int, budget: Budget, most: int, *
 
 
 def wishes_of(settings: Settings, unified: bool, *, lock_free: bool) -> PlacementWishes:
-    """Homes that the settings ask for.
+    """Returns the homes that the settings require.
 
     Raises:
-        ConfigError: they cannot be had with lock-free updates.
+        ConfigError: they are incompatible with lock-free updates.
     """
 
     def tier(home: Home) -> Tier | None:

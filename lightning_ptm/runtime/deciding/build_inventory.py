@@ -1,7 +1,7 @@
-"""The rows of a blueprint's inventory: what its homes, gradients, updates and saves take, in the order of set-up.
+"""Inventory of a blueprint: one row for each allocation of homes, gradients, updates and saves, in the order of set-up.
 
-Counts only; `planning/inventory.py` says what a row is, pages.py and the engine take them. What is decided before there are
-homes asks here, too, what rows to come may take (`travelling`, `in_the_making`), and state_tensors.py.
+Counts only. `planning/inventory.py` defines a row; engine/pages.py and the engine allocate them. Decisions that precede the
+choice of homes use `queued_gradients_row` and `spare_versions_row` to size the rows of lock-free updates.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from lightning_ptm.runtime.machine.machine import Machine
 
 _ROOMY_SHARE = 1 / 4
-"""With a disk tier: where pages take less of the free RAM than this, freed memory may stay for the next step."""
+"""With a disk tier: if pages take a smaller share of the free RAM than this, freed memory may stay with the process."""
 _DEVICE_CHUNKS = 3
-"""Without a disk: one that comes from the device, one that is updated, one that goes back."""
+"""Chunks in flight without a disk: one copied from the device, one updated, one copied back."""
 _TRANSIT_PAGES = 2
-"""Values on their way to or from the disk have no less."""
+"""Minimum number of pages for copies to and from the disk."""
 
 
 def build_inventory(blueprint: Blueprint) -> Inventory:
-    """All rows of a rank that follows `blueprint`, whose own inventory is not asked."""
+    """Returns all rows of a rank of `blueprint`; does not read the blueprint's own inventory."""
     lock_free = blueprint.lock_free
     rows = [
         *_parameters(blueprint),
@@ -54,7 +54,7 @@ def build_inventory(blueprint: Blueprint) -> Inventory:
         *_states(blueprint),
         *_kept_gradients(blueprint),
         *_staging(blueprint),
-        *(save_rows(blueprint) if blueprint.saves_behind else ()),
+        *(save_rows(blueprint) if blueprint.saves_in_background else ()),
         *(lock_free.spares if lock_free is not None else ()),
         *_later_gradients(blueprint),
     ]
@@ -64,8 +64,8 @@ def build_inventory(blueprint: Blueprint) -> Inventory:
     return with_room(rows, blueprint.layout.page_size, transit, _gathered_bytes(blueprint), counted)
 
 
-def stocked(blueprint: Blueprint, settings: Settings, machine: Machine) -> Blueprint:
-    """With the inventory, and what depends on how much of RAM it takes."""
+def with_inventory(blueprint: Blueprint, settings: Settings, machine: Machine) -> Blueprint:
+    """Returns the blueprint with its inventory and the decisions that depend on it: staging, freed memory, gradient room."""
     if machine.device_apart and not blueprint.placement.streams:
         blueprint = _with_spare_staging(blueprint, settings)
     inventory = build_inventory(blueprint)
@@ -74,7 +74,7 @@ def stocked(blueprint: Blueprint, settings: Settings, machine: Machine) -> Bluep
         for unit in range(len(blueprint.units))
     ]
     left = blueprint.budget[Tier.DEVICE] - inventory.pool_bytes(Tier.DEVICE) if blueprint.unified else 0
-    if machine.device_apart:  # beside those that have left it for pages of their own
+    if machine.device_apart:  # gradients that were offloaded to pages of their own
         left = sum(
             flat.gradient_bytes
             for flat in blueprint.trained_flats()
@@ -84,14 +84,14 @@ def stocked(blueprint: Blueprint, settings: Settings, machine: Machine) -> Bluep
         blueprint,
         inventory=inventory,
         freed_memory=_freed_memory(blueprint, settings, machine, inventory),
-        # What the pool leaves of the budget, but no less than one unit in use and one on its way out.
+        # What the pool leaves of the budget, but at least one unit in backward and one whose update is running.
         gradient_room_bytes=max(2 * max(per_unit), left),
     )
 
 
 def _with_spare_staging(blueprint: Blueprint, settings: Settings) -> Blueprint:
-    """Several chunks of what passes between a device and updates in RAM, as far as the budgets leave them and the device
-    needs no more for them: while one is updated, others come and go."""
+    """Returns the blueprint with several chunks in flight between the device and updates in RAM, so that copies overlap
+    with arithmetic, if the budgets have room for them and the device tier does not grow."""
     least = build_inventory(blueprint)
     for chunks in range(_DEVICE_CHUNKS, 1, -1):
         wider = dataclasses.replace(blueprint, staging_chunks=chunks)
@@ -106,8 +106,12 @@ def _with_spare_staging(blueprint: Blueprint, settings: Settings) -> Blueprint:
 
 
 def _freed_memory(blueprint: Blueprint, settings: Settings, machine: Machine, inventory: Inventory) -> Freed:
-    """On a CPU. It leaves where RAM is what is short: something is on disk, and pages take a good part of the RAM there is.
-    With all in RAM a run takes about what it does without pages: what is kept of large blocks has to be saved elsewhere."""
+    """Decides what the C allocator does with freed memory; it matters on a CPU only.
+
+    Freed memory is returned to the system where RAM is short: something is on disk, and pages take a good part of the free
+    RAM. With everything in RAM a run should take about as much RAM as without pages: large freed blocks may stay only where
+    gradients narrower than the master weights save as much.
+    """
     if settings.tuning.freed_memory != "auto":
         return Freed.STAYS if settings.tuning.freed_memory == "keep" else Freed.LEAVES
     pools = {tier: inventory.pool_bytes(tier) for tier in {row.tier for row in inventory.rows}}
@@ -120,7 +124,7 @@ def _freed_memory(blueprint: Blueprint, settings: Settings, machine: Machine, in
 
 
 def _narrow_gradients(blueprint: Blueprint) -> bool:
-    """Whether most of them are narrower than masters, in whose precision they are without pages: a mixed precision."""
+    """Whether most gradients are narrower than the master weights (mixed precision); without pages they are as wide."""
     narrow = Counter[bool]()
     for flat in blueprint.trained_flats():
         master = blueprint.master_dtypes[flat.index]
@@ -130,18 +134,18 @@ def _narrow_gradients(blueprint: Blueprint) -> bool:
     return narrow[True] > narrow[False]
 
 
-def in_the_making(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:
-    """Pages of versions that lock-free updates write beside the homes."""
+def spare_versions_row(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:
+    """Returns the row of spare versions, which lock-free updates write while compute reads the homes."""
     return row_of(What.VERSIONS, ram, numel, dtype, count=count, name="version in the making")
 
 
-def travelling(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:
-    """Pages of gradients on their way to updates that run beside compute: of no flat."""
+def queued_gradients_row(ram: Tier, numel: int, dtype: torch.dtype, count: int) -> Row:
+    """Returns the row of gradients queued for lock-free updates; its pages belong to no particular flat."""
     return row_of(What.GRADIENTS, ram, numel, dtype, count=count, name="gradient")
 
 
 def taken_dtype(row: Row) -> torch.dtype:
-    """A row's dtype as torch has it."""
+    """Returns the torch dtype of a row."""
     dtype = getattr(torch, row.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -179,11 +183,12 @@ _OF_GRADIENTS = {
     Waits.FROM_FIRST: Lifetime.FIRST_GRADIENT,
     Waits.PASSING: Lifetime.PASSING,
 }
-"""What waits elsewhere has no pages of its own."""
+"""Lifetime of gradient pages by waiting place; other waiting places have no pages of their own."""
 
 
 def gradient_row(blueprint: Blueprint, flat: FlatLayout) -> Row:
-    """Pages of a flat's own gradient; what passes has its place among units in use, and no row in the table."""
+    """Returns the row of a flat's gradient pages. Passing gradients use the pages of gathered units, so that the inventory
+    has no row for them."""
     route = blueprint.route(flat)
     if route.waits not in _OF_GRADIENTS:
         raise InternalError(f"the gradient of flat {flat.index} waits {route.waits.value}, and has no pages of its own")
@@ -201,21 +206,23 @@ def gradient_row(blueprint: Blueprint, flat: FlatLayout) -> Row:
 
 
 def _kept_gradients(blueprint: Blueprint) -> Iterator[Row]:
-    """Those with homes for the whole run. What travels to lock-free updates has pages of no flat."""
+    """Yields the gradients that have pages for the whole run; those queued for lock-free updates have pages of no flat."""
     for flat in blueprint.trained_flats():
         if blueprint.route(flat).waits is Waits.KEPT:
             yield gradient_row(blueprint, flat)
 
 
 def _later_gradients(blueprint: Blueprint) -> Iterator[Row]:
-    """Those that leave the device for the update: taken when the first comes, as units end in a backward pass, and kept."""
+    """Yields the gradients that leave the device for the update: their pages are allocated at the first gradient, in the
+    order in which units end in a backward pass, and kept."""
     for flat in reversed(list(blueprint.trained_flats())):
         if blueprint.route(flat).waits is Waits.FROM_FIRST:
             yield gradient_row(blueprint, flat)
 
 
 def _staging(blueprint: Blueprint) -> Iterator[Row]:
-    """Buffers of what is not where the arithmetic is; flats of the same dtypes and tiers share one set for each chunk."""
+    """Yields the staging buffers of states whose home is not the tier of the arithmetic; flats of the same dtypes and tiers
+    share one set of buffers per chunk."""
     most: Counter[tuple[Tier, torch.dtype, int]] = Counter()
     beside: Counter[tuple[Tier, torch.dtype, int]] = Counter()
     numels = buffer_numels(blueprint)
@@ -240,15 +247,14 @@ def _place_of_update(blueprint: Blueprint, flat: FlatLayout, update: int) -> Tie
 def _staged(
     blueprint: Blueprint, flat: FlatLayout, numels: Mapping[torch.dtype, int], update: int
 ) -> Counter[tuple[Tier, torch.dtype, int]]:
-    """Foretells `update.update_job.Progress.staged`, which is the rule by which a run goes: the updater takes no
-    buffer that it does
-    not need, and a test looks whether it takes more than these."""
+    """Predicts `update.update_job.Progress.staged`, the rule that a run follows. The updater takes only buffers that it
+    needs; a test checks that it takes no more than these."""
     homes, kept = blueprint.placement.homes[flat.unit], columns(blueprint, flat.index, update=update)
     tiers = {
         What.MASTERS: homes.master,
         What.STATES: homes.master,
         What.PARAMETERS: homes.parameter,
-        # A travelling one is in RAM, where it is used.
+        # A queued one (lock-free) is in RAM already.
         What.GRADIENTS: blueprint.route(flat).own_pages,
     }
     place = _place_of_update(blueprint, flat, update)
@@ -260,14 +266,14 @@ def _staged(
 
 
 def save_rows(blueprint: Blueprint) -> Iterator[Row]:
-    """Buffers through which a save brings what is on disk into memory: for the whole run where saves go on behind training,
-    else while one is made."""
+    """Yields the buffers through which a save reads states from disk: allocated for the whole run where saves are written in
+    the background, else for each save."""
     longest: dict[torch.dtype, int] = {}
     for flat in blueprint.layout.flats:
         homes, kept = blueprint.placement.homes[flat.unit], columns(blueprint, flat.index)
         tiers = {What.MASTERS: homes.master, What.STATES: homes.master, What.PARAMETERS: homes.parameter}
         if any(column.what is What.MASTERS for column in kept):
-            del tiers[What.PARAMETERS]  # a rounded copy
+            del tiers[What.PARAMETERS]  # a rounded copy of the master weights; not saved
         for column in kept:
             if (tier := tiers.get(column.what)) is not None and not tier.addressable:
                 chunk = column.chunk(chunk_numel(blueprint.layout.page_size))
@@ -278,23 +284,23 @@ def save_rows(blueprint: Blueprint) -> Iterator[Row]:
 
 
 def _transit_pages(blueprint: Blueprint) -> int:
-    """For what `PageIOBuffers.for_now` takes in any case: a page for each dtype that a save reads, where its buffers are not
-    there all the time."""
-    return max(_TRANSIT_PAGES, 0 if blueprint.saves_behind else sum(1 for _ in save_rows(blueprint)))
+    """Returns the pages that `PageIOBuffers.for_now` needs: one per dtype that a save reads, unless saves have buffers for
+    the whole run."""
+    return max(_TRANSIT_PAGES, 0 if blueprint.saves_in_background else sum(1 for _ in save_rows(blueprint)))
 
 
 def _gathered_bytes(blueprint: Blueprint) -> int:
-    """Of the device, for gathered and fetched units and passing gradients."""
+    """Returns the device bytes for gathered and fetched units and passing gradients."""
     placement, layout = blueprint.placement, blueprint.layout
-    # Gradients that stay in `.grad` are memory of torch's own: the pool makes room for them by being smaller. What the
-    # plan keeps only to save a fetch may then find no room, and is fetched again.
+    # Gradients that stay in `.grad` are in torch's own memory: the pool is smaller by them. Units that the plan keeps only
+    # to save a fetch may then not fit, and are fetched again.
     outside = _outside_bytes(blueprint)
     least = layout.page_size * (layout.full_pages(0) + 2 * max(map(layout.full_pages, range(len(layout.units)))))
     return max(placement.gather_bytes - outside, min(placement.gather_bytes, least))
 
 
 def _counted_bytes(blueprint: Blueprint, rows: list[Row], transit: Mapping[Tier, int]) -> dict[Tier, int]:
-    """What the placement has counted for homes, and what is beside them."""
+    """Returns the bytes per tier that the placement has counted for homes, and what is allocated in addition."""
     placement, page = blueprint.placement, blueprint.layout.page_size
 
     def whole(size: int) -> int:
@@ -320,13 +326,13 @@ def _counted_bytes(blueprint: Blueprint, rows: list[Row], transit: Mapping[Tier,
     counted[blueprint.ram] += pages_of((*travel, *beside), page) * page
     if blueprint.lock_free is not None:  # their homes were counted one by one
         counted[blueprint.ram] -= sum(
-            flat.gradient_bytes for flat in blueprint.trained_flats() if blueprint.route(flat).waits is Waits.TRAVELLING
+            flat.gradient_bytes for flat in blueprint.trained_flats() if blueprint.route(flat).waits is Waits.QUEUED
         )
     return counted
 
 
 def _in_place_home_bytes(blueprint: Blueprint) -> int:
-    """Home bytes that the placement has set off for kept gradients which will stay in `.grad`."""
+    """Returns the home bytes that the placement has reserved for kept gradients that will stay in `.grad`."""
     if not blueprint.placement.keeps_gradients:
         return 0
     return sum(
@@ -337,7 +343,7 @@ def _in_place_home_bytes(blueprint: Blueprint) -> int:
 
 
 def _outside_bytes(blueprint: Blueprint) -> int:
-    """The most that passing gradients in `.grad` take at once: the root's, and those of two units in turn."""
+    """Returns the most bytes that passing gradients in `.grad` take at once: the root's and those of two other units."""
     if blueprint.layout.shared or blueprint.placement.keeps_gradients:
         return 0
     per_unit = [

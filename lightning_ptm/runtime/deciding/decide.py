@@ -1,9 +1,9 @@
-"""Decides everything before a byte is allocated, and makes the `Blueprint` of it.
+"""Decisions of a run, made before allocation: turns a `Request` and a `Machine` into a `Blueprint`.
 
-Decides only, from the model's shapes, the optimizers' groups, the settings and what the machine has. `decide_here` is for the
-ranks that run; `decide` makes the same decisions for a machine and a number of ranks that need not be there. Stages, each a
-function of those before: what is asked for, how the model lies in flats (`specs`), what room there is (`budgets`), where all
-of it has its home.
+Decides only, from the model's shapes, the optimizers' groups, the settings and the machine's free memory. `decide_here` is
+for the ranks of a run; `decide` makes the same decisions for a machine and a world size that need not exist. The stages, each
+a function of those before it: units and wishes (`_ask`), layout in flats (`_lay_out`), budgets (`_make_room`), homes
+(`_place`), and the blueprint with its inventory.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from lightning_ptm.runtime.deciding.budgets import (
     LOCK_FREE_CHUNKS,
     STAGING_CHUNKS,
     agreed,
-    beside_bytes,
-    beside_scratch,
-    beside_whole_gradients,
+    budgets_to_try,
+    lock_free_bytes,
     lock_free_needs,
     pages_budget,
-    smaller_first,
     staging_chunks,
     wishes_of,
-    without,
+    without_lock_free,
+    without_scratch,
+    without_whole_gradients,
 )
-from lightning_ptm.runtime.deciding.build_inventory import stocked
+from lightning_ptm.runtime.deciding.build_inventory import with_inventory
 from lightning_ptm.runtime.deciding.encoded_states import encoded_traits
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, route
 from lightning_ptm.runtime.deciding.specs import (
@@ -74,14 +74,14 @@ from lightning_ptm.update.trial.traits import GroupTraits, OptimizerTraits
 def decide_here(
     request: Request, communicator: Communicator, ranks_on_host: int, *, in_memory: int = 0, on_disk: int = 0
 ) -> Blueprint:
-    """Decides everything for a run here; a collective.
+    """Decides the blueprint of a run on this machine. Collective.
 
     Args:
-        ranks_on_host: ranks that share this machine's RAM and disks.
-        in_memory, on_disk: bytes of this rank that pages before these will have given back when these are there.
+        ranks_on_host: number of ranks that share this machine's RAM and disks.
+        in_memory, on_disk: bytes of this rank's present pages, which are freed before the new ones are allocated.
 
     Raises:
-        ConfigError: a dtype, an optimizer or a setting that cannot work.
+        ConfigError: a dtype, an optimizer or a setting cannot work.
         CapacityError: no placement fits the budgets.
     """
     check_folders(request.settings.disk_paths)
@@ -92,8 +92,8 @@ def decide_here(
 
 
 def check_parameters(request: Request, communicator: Communicator, ranks_on_host: int) -> None:
-    """Of a run in progress, before it is laid out anew: whether pages can have its parameters as they are now, and its
-    optimizers update them there. Says nothing of memory, which the pages that there are have now. Not collective.
+    """Checks, before the re-layout of a run in progress, that pages can hold its parameters as they are now and that its
+    optimizers can update them there. Does not check memory, which the present pages still use. Not collective.
 
     Raises:
         ConfigError: as `decide_here`.
@@ -111,14 +111,14 @@ def decide(
     *,
     rank: int = 0,
 ) -> Blueprint:
-    """Decides everything, for `world_size` ranks on machines like `machine`. Reads nothing but its arguments.
+    """Decides the blueprint for `world_size` ranks on machines like `machine`. Reads nothing but its arguments.
 
     Args:
         agree: makes the budgets of all ranks equal.
-        rank: whose decisions; they differ only where ranks hold different experts.
+        rank: rank of the blueprint; blueprints differ only where ranks hold different experts or slices.
 
     Raises:
-        ConfigError: a dtype, an optimizer or a setting that cannot work.
+        ConfigError: a dtype, an optimizer or a setting cannot work.
         CapacityError: no placement fits the budgets.
     """
     blueprint = _decide(request, machine, world_size, agree, rank)
@@ -129,9 +129,9 @@ def decide(
     shared = overlap(request.module, optimized)
     if shared is not None and not may_be:
         raise ConfigError(
-            f"{shared[0]} and {shared[1]} lie in the same memory, so that what changes one of them changes the other, and "
-            f"pages are each one's own; make them one parameter (`decoder.weight = encoder.weight`), give each memory of its "
-            f"own (nn.Parameter(tensor.clone())), or keep everything in RAM, on one rank, with precision='32-true'"
+            f"parameters {shared[0]} and {shared[1]} share memory, so that an update of one would change the other, and "
+            f"pages give each its own memory; make them one parameter (`decoder.weight = encoder.weight`), give each its "
+            f"own memory (nn.Parameter(tensor.clone())), or keep everything in RAM, on one rank, with precision='32-true'"
         )
     strange = {id(parameter) for parameter in optimized} - {id(each) for each in request.module.parameters()}
     if (request.rearranges or shared is not None or strange) and may_be:
@@ -141,11 +141,12 @@ def decide(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is asked for, of a machine like this.
+    """First stage: the units and the homes that the request and the settings require.
 
     Attributes:
-        unpaged: numbers of optimizers that have no pages, with the reason.
-        known: traits of optimizers that were tried on the way.
+        unpaged: numbers of the optimizers whose states are not in pages, each with the error that was the reason (None where
+            the whole run is without pages).
+        known: traits of the optimizers that have been tried so far.
     """
 
     units: tuple[Unit, ...]
@@ -160,7 +161,11 @@ class _Asked:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Model:
-    """How this rank's part of the model lies in flats; see Blueprint."""
+    """Second stage: the layout of this rank's part of the model in flats; see Blueprint.
+
+    Attributes:
+        per_element: bytes of master weights and optimizer states per element, by flat.
+    """
 
     layout: ModelLayout
     dtypes: tuple[torch.dtype, ...]
@@ -173,11 +178,12 @@ class _Model:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Room:
-    """What homes may take, beside what is taken anyway.
+    """Third stage: budgets of the homes, after other needs are subtracted.
 
     Attributes:
-        budget: of pages.
+        budget: bytes of pages per tier.
         reduced_at_step: see GradientRoute.
+        chunks: number of chunks in flight through staging.
     """
 
     budget: Budget
@@ -201,18 +207,18 @@ def _decide(
     def decided(asked: _Asked) -> Blueprint:
         model = _lay_out(request, asked, world_size, rank)
         budget = _whole_budget(request, machine, asked, agree)
-        budgets = smaller_first(request.settings, budget, ram_tier(unified=asked.unified))
+        budgets = budgets_to_try(request.settings, budget, ram_tier(unified=asked.unified))
         for number, each in enumerate(budgets, start=1):
             try:
                 room = _make_room(request, machine, asked, model, each, rank)
                 placement = _place(request, machine, asked, model, room)
                 break
-            except CapacityError:  # the same on all ranks
+            except CapacityError:  # raised on all ranks alike
                 if number == len(budgets):
                     raise
         model = _tried_where_updated(request, asked, model, placement)
         blueprint = _blueprint(request, asked, model, room, placement, outside=outside)
-        return stocked(blueprint, request.settings, machine)
+        return with_inventory(blueprint, request.settings, machine)
 
     try:
         return decided(asked)
@@ -227,8 +233,8 @@ def _decide(
 
 
 def _updated_elsewhere(request: Request, asked: _Asked, refusing: torch.device) -> _Asked | None:
-    """The same with masters where an optimizer may work, of which it was found that it does not on one device; None where
-    the user has said where they are to be, or there is no choice."""
+    """Returns the same with master weights in the other tier, for an optimizer that does not work on the device `refusing`;
+    None where the user has set their home or there is no other tier."""
     if not request.backend.apart or asked.wishes.master is not None:
         return None
     home = Tier.HOST if refusing == request.backend.device else Tier.DEVICE
@@ -257,16 +263,16 @@ def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outs
 
 
 def _updates_on(request: Request, asked: _Asked) -> torch.device:
-    """Where updates will run, as far as it is known before homes are."""
+    """Returns the device on which updates probably run, before homes are decided."""
     on_device = asked.wishes.master in (None, Tier.DEVICE) and not asked.lock_free
     return request.backend.device if asked.unified or on_device else torch.device("cpu")
 
 
 def _tried_where_updated(request: Request, asked: _Asked, model: _Model, placement: Placement) -> _Model:
-    """With what is known of optimizers where homes have each flat updated.
+    """Returns the model with the traits of each flat's optimizers on the device where its homes make it update.
 
     Raises:
-        OptimizerRefusedError: one does not work there.
+        OptimizerRefusedError: an optimizer does not work there, or keeps other states there.
     """
 
     def there(flat: FlatLayout, number: int, known: OptimizerTraits) -> OptimizerTraits:
@@ -281,8 +287,8 @@ def _tried_where_updated(request: Request, asked: _Asked, model: _Model, placeme
         found = traits_of(request, asked.known, number, dtype, device)
         if found.whole != known.whole or not all(map(_keep_the_same, found.groups, known.groups)):
             raise OptimizerRefusedError(
-                f"{known.name} keeps other states on {device} than on {known.device}, and homes were chosen for these; give "
-                f"offload_optimizer='device' or 'host'",
+                f"{known.name} keeps other states on {device} than on {known.device}, and homes were chosen for the latter; "
+                f"set offload_optimizer='device' or 'host'",
                 device,
             )
         groups = zip(found.groups, known.groups, strict=True)
@@ -298,7 +304,7 @@ def _tried_where_updated(request: Request, asked: _Asked, model: _Model, placeme
 
 
 def _keep_the_same(one: GroupTraits, other: GroupTraits) -> bool:
-    """Whether two groups keep the same states, whatever these are in pages."""
+    """Whether two groups keep the same states, whatever their encodings in pages."""
     pairs = itertools.zip_longest(one.slots, other.slots)
     return one.state_shapes == other.state_shapes and all(
         a is not None and b is not None and (a.name, a.dtype) == (b.name, b.dtype) for a, b in pairs
@@ -344,7 +350,7 @@ def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Mo
 
 
 def _whole_budget(request: Request, machine: Machine, asked: _Asked, agree: Callable[[Budget], Budget]) -> Budget:
-    """What pages may take at most, equal on all ranks."""
+    """Returns the largest budget of pages, equal on all ranks."""
     settings = request.settings
     if Tier.DISK in (asked.wishes.parameter, asked.wishes.master) and not settings.disk_paths:
         raise ConfigError(
@@ -359,7 +365,7 @@ def _make_room(request: Request, machine: Machine, asked: _Asked, model: _Model,
     disk = bool(settings.disk_paths)
     reduced_at_step = layout.shared and settings.tuning.reduce_gradients == "each_step"
     if reduced_at_step:
-        budget = beside_whole_gradients(budget, layout)
+        budget = without_whole_gradients(budget, layout)
     plan = None
     if asked.lock_free:
         in_place = asked.unified and not layout.shared
@@ -368,16 +374,16 @@ def _make_room(request: Request, machine: Machine, asked: _Asked, model: _Model,
         for place in (
             *range(layout.world_size if layout.owned else 0),
             rank,
-        ):  # all have the same budget; the last is ours
+        ):  # all ranks have the same budget; the last of these is this rank
             ours = layout.of(place)
             plan = lock_free_needs(
                 request, machine, ours, model.dtypes, model.gradient_dtypes, ram=ram, in_place=in_place
             )
-            beside = max(beside, beside_bytes(plan, ours, in_place=in_place, twice=request.keep_gradients))
-        budget = without(budget, beside, ram)
+            beside = max(beside, lock_free_bytes(plan, ours, in_place=in_place, twice=request.keep_gradients))
+        budget = without_lock_free(budget, beside, ram)
     if scratch := scratch_bytes(model):
         whole = any(flat.updated_whole for flat in layout.flats)
-        budget = beside_scratch(budget, scratch, ram_tier(unified=asked.unified), whole=whole)
+        budget = without_scratch(budget, scratch, ram_tier(unified=asked.unified), whole=whole)
     streams = disk or any(size for tier, size in budget.items() if not tier.updates)
     of_one, chunks = chunk_bytes(model) if streams else 0, 1
     if of_one:
@@ -421,7 +427,7 @@ def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, roo
 def _blueprint(
     request: Request, asked: _Asked, model: _Model, room: _Room, placement: Placement, *, outside: bool
 ) -> Blueprint:
-    """All but what follows from the rest."""
+    """Returns the blueprint without the inventory and what depends on it."""
     training = bool(request.optimizers)
     return Blueprint(
         units=asked.units,
@@ -440,10 +446,10 @@ def _blueprint(
         budget=room.budget,
         placement=placement,
         trace=model.trace,
-        # Where nothing streams there is no room for more.
+        # Where nothing streams, the budget has room for one only.
         staging_chunks=room.chunks if placement.streams else 1,
         lock_free=room.lock_free,
-        saves_behind=request.settings.checkpoints.async_save and training,
+        saves_in_background=request.settings.checkpoints.async_save and training,
         activations_to_host=request.settings.offload_activations == "host" and training,
         experts=asked.experts,
         holders=asked.holders,
@@ -457,7 +463,7 @@ def _blueprint(
 def _routes(
     request: Request, asked: _Asked, model: _Model, room: _Room, placement: Placement
 ) -> tuple[GradientRoute | None, ...]:
-    # A tensor group's parts stay in `.grad` until the step, as one rank's parameters do; no plan makes room for them there.
+    # Gradients of tensor-parallel slices stay in `.grad` until the step, as on one rank; no plan makes room for them there.
     in_ram = asked.unified and placement.keeps_gradients and not asked.lock_free and is_all_in_ram(placement)
     found: list[GradientRoute | None] = []
     for flat, dtype, master, gradient, traits in zip(
@@ -474,7 +480,7 @@ def _routes(
                 lock_free=asked.lock_free,
                 reduced_at_step=room.reduced_at_step,
                 outlives_backward=request.keep_gradients if asked.lock_free else placement.keeps_gradients,
-                outlives_step=request.gradients_stay,
+                outlives_step=request.gradients_outlive_step,
             )
         found.append(of_flat)
     return tuple(found)
@@ -483,9 +489,9 @@ def _routes(
 def _check_device_of_its_own(machine: Machine) -> None:
     if not machine.device_apart:
         raise ConfigError(
-            "activations='host' takes activations from the device's memory to RAM, and this run computes on a CPU, whose "
-            "activations are in RAM already (a device tier made by device_memory holds pages alone), so nothing would come "
-            "free; use recompute='all', or activations='keep'"
+            "activations='host' offloads activations from the device's memory to RAM, and this run computes on a CPU, whose "
+            "activations are in RAM already (the device tier that device_memory makes holds pages only), so that no memory "
+            "would be freed; use recompute='all', or activations='keep'"
         )
 
 

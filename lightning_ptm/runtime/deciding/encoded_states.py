@@ -1,6 +1,6 @@
-"""Which optimizer states lie in pages as something smaller (`optimizer_state_dtype`), and what of that is refused.
+"""Encodings of optimizer states in pages (`optimizer_state_dtype`): which states are quantized, and what is refused.
 
-Decides only; update/state_encoding.py has the encodings.
+Decides only; update/state_encoding.py implements the encodings.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from lightning_ptm.update.state_encoding import ENCODINGS, VALUES_DTYPE
 from lightning_ptm.update.trial.traits import OptimizerTraits
 
 _DIFFERENCE = frozenset({"square_avg", "grad_avg"})
-"""States of a centered RMSprop: the mean of squares and the mean, whose difference is a variance."""
+"""States of a centered RMSprop: the mean of squares and the mean of gradients, from which it computes a variance."""
 
 
 def encoded_traits(
     settings: Settings, traits: Sequence[Sequence[OptimizerTraits]], *, every_optimizer: bool
 ) -> tuple[tuple[OptimizerTraits, ...], ...]:
-    """The traits of flats' optimizers with the encodings that the settings ask for.
+    """Returns the traits of the flats' optimizers with the encodings that the settings require.
 
     Args:
-        every_optimizer: each is among them; one whose parameters are all frozen now may keep states of any name later.
+        every_optimizer: whether `traits` covers all optimizers. If not, unknown names are accepted: an optimizer whose
+            parameters are all frozen now may keep states of any name later.
 
     Raises:
-        ConfigError: an optimizer updates whole parameters, or computes in another dtype than fp32, or subtracts states; or
-            a name is no state's.
+        ConfigError: an optimizer updates whole parameters, computes in another dtype than fp32, or subtracts states; or no
+            state has a given name.
     """
     if not settings.encodes_states:
         return tuple(map(tuple, traits))
@@ -36,15 +37,17 @@ def encoded_traits(
     if strange and every_optimizer:
         raise ConfigError(
             f"optimizer_state_dtype names {', '.join(strange)}, and the optimizers of this run keep "
-            f"{', '.join(sorted(names)) or 'none'}; give names among these, or one word for all"
+            f"{', '.join(sorted(names)) or 'none'}; give names among these, or one dtype for all"
         )
     element_wise = list({slot.name: None for known in every if not known.whole for slot in known.slots})
     return tuple(tuple(_encoded(settings, known, element_wise) for known in of_flat) for of_flat in traits)
 
 
 def _encoded(settings: Settings, traits: OptimizerTraits, element_wise: Sequence[str]) -> OptimizerTraits:
-    """Args:
-    element_wise: names of the states of element-wise optimizers.
+    """Returns the traits of one optimizer with the encodings of its states.
+
+    Args:
+        element_wise: names of the states of all element-wise optimizers, for the error.
     """
     one = "auto" if settings.state_dtypes else str(settings.optimizer_state_dtype)
     wanted = {slot.name: settings.state_dtypes.get(slot.name, one) for slot in traits.slots}
@@ -60,9 +63,8 @@ def _encoded(settings: Settings, traits: OptimizerTraits, element_wise: Sequence
             else "use optimizer_state_dtype='auto'"
         )
         raise ConfigError(
-            f"optimizer_state_dtype encodes states of optimizers that treat each element on its own, and "
-            f"{traits.name} updates each "
-            f"parameter as a whole ({traits.whole}); {remedy}, or take an optimizer such as torch.optim.AdamW"
+            f"optimizer_state_dtype encodes states of element-wise optimizers, and {traits.name} updates each "
+            f"parameter as a whole ({traits.whole}); {remedy}, or use an element-wise optimizer such as torch.optim.AdamW"
         )
     for slot in traits.slots:
         if slot.name in encodings and slot.dtype is not VALUES_DTYPE:
@@ -74,9 +76,8 @@ def _encoded(settings: Settings, traits: OptimizerTraits, element_wise: Sequence
     differing = [group for group in traits.groups if {slot.name for slot in group.slots} >= _DIFFERENCE]
     if differing and _DIFFERENCE & encodings.keys():
         raise ConfigError(
-            f"optimizer_state_dtype would round square_avg or grad_avg, and {traits.name} with centered=True "
-            f"divides by the root of "
-            f"square_avg - grad_avg**2, which rounding can make negative; use centered=False, or name other states alone, as "
-            f"in optimizer_state_dtype={{'momentum_buffer': 'int8'}}"
+            f"optimizer_state_dtype would round square_avg or grad_avg, and {traits.name} with centered=True divides by the "
+            f"root of square_avg - grad_avg**2, which rounding can make negative; use centered=False, or name only other "
+            f"states, as in optimizer_state_dtype={{'momentum_buffer': 'int8'}}"
         )
     return traits.encoded(encodings)

@@ -1,9 +1,9 @@
-"""Makes the plans of one run, equal on all ranks, and refuses those that do not simulate.
+"""Planner of one run: makes plans from traces, checks them in the simulator, and compares them over ranks.
 
-Knows layout, placement and budgets; carries nothing out (executor.py does).
+Knows layout, placement and budgets; executes nothing (executor.py does).
 
-I1: a plan that is returned is the same on all ranks that follow it; a layout that has passed is the same on all ranks.
-Where one is not, all of them raise, and name the first rank that differs, and in what.
+I1: a returned plan is the same on all ranks that follow it, and a checked layout is the same on all ranks. If ranks differ,
+    all of them raise an error that names the first rank that differs, and the difference.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from lightning_ptm.terms import Mode, Tier
 
 
 def make_plan(blueprint: Blueprint, mode: Mode, trace: Trace) -> Plan:
-    """The plan of one iteration, and the simulator's consent. Pure: ranks need not be there.
+    """Returns the plan of one iteration, after the simulator has accepted it. Pure; not collective.
 
     Raises:
-        CapacityError: more is live at once than the budgets hold.
+        CapacityError: some tick needs more at once than the budgets hold.
     """
     try:
         room = blueprint.placement.gather_bytes - blueprint.by_need_bytes
@@ -38,7 +38,7 @@ def make_plan(blueprint: Blueprint, mode: Mode, trace: Trace) -> Plan:
     except CapacityError:
         if not blueprint.by_need:
             raise
-        # Too little for both: what the plan keeps only to save a fetch gives way to what is needed now.
+        # Too little for both: at run time, units that are kept only to save a fetch are released for units of `by_need`.
         placement = blueprint.placement
         plan = schedule(blueprint.layout, placement, trace, blueprint.budget)
     simulate(blueprint.layout, placement, plan, trace, blueprint.budget)
@@ -46,22 +46,21 @@ def make_plan(blueprint: Blueprint, mode: Mode, trace: Trace) -> Plan:
 
 
 def check_layout(layout: ModelLayout, communicator: Communicator) -> None:
-    """Before anything that is laid out goes from rank to rank. Collective.
+    """Checks that all ranks have the same layout, before the first collective over flats. Collective.
 
     Raises:
-        RankError: ranks have laid out different models.
+        RankError: the layouts differ.
     """
     _check_alike(layout_lines(layout), communicator, communicator.rank)
 
 
 class Planner:
-    """Traces in, plans out.
+    """Turns traces into plans that are equal on all ranks of a communicator. Every method is collective.
 
     Args:
-        blueprint: what is planned for.
-        communicator: plans are compared over it, and are made for what its first rank has traced; every method is
-            collective.
-        rank: this one's number among all ranks.
+        blueprint: layout, placement and budgets of the run.
+        communicator: ranks that compare their plans; its first rank's trace is the one that `replan` plans for.
+        rank: global rank, for error messages.
     """
 
     def __init__(self, blueprint: Blueprint, communicator: Communicator, rank: int = 0) -> None:
@@ -70,23 +69,23 @@ class Planner:
         self._rank = rank
 
     def plan(self, mode: Mode, trace: Trace) -> Plan:
-        """The plan for iterations like the traced one.
+        """Returns the plan for iterations like the traced one.
 
         Raises:
-            CapacityError: more is live at once than the budgets hold.
-            RankError: other ranks have made another plan.
+            CapacityError: some tick needs more at once than the budgets hold.
+            RankError: the ranks' plans differ.
         """
         try:
             plan = make_plan(self._blueprint, mode, trace)
         except CapacityError as error:
-            told = self._blueprint.inventory.in_words(Tier.DEVICE, self._blueprint.unified)
-            raise CapacityError(f"{error} ({told})") from error
+            contents = self._blueprint.inventory.in_words(Tier.DEVICE, self._blueprint.unified)
+            raise CapacityError(f"{error} ({contents})") from error
         _check_alike(plan_lines(plan, self._blueprint.layout), self._communicator, self._rank)
         return plan
 
     def replan(self, mode: Mode, trace: Trace) -> tuple[Plan, Trace] | None:
-        """A plan, and the trace that it is for: the first rank's, also where this one has gone through its units in another
-        order. None when no plan fits, so that fetch on use goes on."""
+        """Returns a plan and its trace, which is the first rank's even if this rank used its units in another order; None
+        if no plan fits, in which case units continue to be fetched on use."""
         trace = self._communicator.broadcast_object(trace)
         try:
             return self.plan(mode, trace), trace
@@ -95,13 +94,13 @@ class Planner:
 
 
 def _check_alike(lines: Iterable[str], communicator: Communicator, rank: int) -> None:
-    """Collective.
+    """Checks that all ranks have the same lines. Collective.
 
     Args:
-        rank: this one's number, by which users know it.
+        rank: global rank, for the error message.
 
     Raises:
-        RankError: the lines of some rank are not those of the first; on all of them.
+        RankError: the lines of some rank differ from those of the first rank; raised on all ranks.
     """
     ours = list(lines)
     number = digest(ours)
@@ -114,7 +113,7 @@ def _check_alike(lines: Iterable[str], communicator: Communicator, rank: int) ->
     differing = -int(communicator.all_reduce(torch.tensor([-place], dtype=torch.int64), maximum=True).item())
     other, (has, instead) = communicator.broadcast_object((rank, found), differing)
     raise RankError(
-        f"rank {other} has {has}, where rank {first} has {instead}; they would wait for each other for ever, so nothing is "
+        f"rank {other} has {has}, where rank {first} has {instead}; their collectives would deadlock, so nothing is "
         f"trained; build the same model on all ranks (names, shapes, memory formats), freeze the same parameters, and use "
         f"the same settings and precision"
     )

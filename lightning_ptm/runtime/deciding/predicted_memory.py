@@ -1,12 +1,11 @@
-"""Bytes of pages in use at each tick of a plan, as a run of a blueprint will have them; and of gradients beside the pages.
+"""Prediction of the page bytes in use at each tick of a plan, and of the gradients outside pages.
 
-What is taken at the start is the blueprint's inventory; what comes and goes at ticks is an iteration on paper
-(virtual_run.py).
-Decides and allocates nothing. The simulator's bytes (planning/simulate.py) are another thing: the most that the plan may
-come to, by which it is accepted; these are what it will come to.
+Memory that is allocated at set-up is counted by the blueprint's inventory; memory that is allocated and freed at ticks is
+counted by a virtual run (virtual_run.py). Decides and allocates nothing. The simulator's bytes (planning/simulate.py) are an
+upper bound, by which a plan is accepted; these are the bytes that a run will actually use.
 
-I1: a traced iteration's order is the run's. In the one that is assumed before the first, the root's backward is the last,
-    where a run has it first: that iteration leaves its plan there.
+I1: the order of a traced iteration is the order of the run. The trace that is assumed before the first iteration has the
+    root's backward last, where the run has it first: the first iteration departs from its plan at that point.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from lightning_ptm.terms import Phase, Tier
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PredictedMemory:
-    """Bytes of one rank.
+    """Predicted bytes of one rank.
 
     Attributes:
-        fixed: by tier: pages that the run takes once and keeps.
-        device_per_tick: of device pages at the worst moment of each tick of any iteration, the fixed ones included; the
-            last entry is after the last tick.
-        gradients_beside: the most that gradients in `.grad` take outside of pages, where they wait there for the update.
-        plan: what is done in the iteration: the plan, and what is done for units that are in none.
+        fixed: bytes of pages allocated once for the run, by tier.
+        device_per_tick: peak bytes of device pages in each tick, over all iterations, including the fixed ones; the last
+            entry is after the last tick.
+        gradients_beside: peak bytes of gradients that wait in `.grad`, outside pages, for the update.
+        plan: tasks of the iteration: those of the plan, and those for units that no plan contains.
     """
 
     fixed: dict[Tier, int]
@@ -40,11 +39,11 @@ class PredictedMemory:
     plan: Plan
 
     def peak(self, tier: Tier) -> int:
-        """The most bytes of pages at once."""
+        """Returns the peak bytes of pages in a tier."""
         return max(self.device_per_tick) if tier is Tier.DEVICE else self.fixed[tier]
 
     def per_tick(self, tier: Tier) -> tuple[int, ...]:
-        """Bytes of pages at each tick."""
+        """Returns the bytes of pages in a tier at each tick."""
         return self.device_per_tick if tier is Tier.DEVICE else (self.fixed[tier],) * len(self.device_per_tick)
 
 
@@ -55,21 +54,21 @@ def predicted_memory(
     again: Collection[int] = (),
     ends_with: Mapping[int, int] | None = None,
 ) -> PredictedMemory:
-    """What a run takes that follows `plan`.
+    """Returns the memory of a run that follows `plan`.
 
     Args:
-        plan: made for `blueprint.planned(trace)`.
-        trace: one iteration, units that are in no plan included.
-        again: of these, those whose layer is computed again in the backward.
-        ends_with: as `VirtualRun` takes it.
+        plan: plan of `blueprint.planned(trace)`.
+        trace: trace of one iteration, including units that no plan contains.
+        again: units that no plan contains and whose layer is recomputed in the backward (activation checkpointing).
+        ends_with: see `VirtualRun`.
     """
     page = blueprint.layout.page_size
     lifetimes = (Lifetime.RUN, Lifetime.FIRST_GRADIENT)
     fixed = {tier: blueprint.inventory.held_bytes(tier, *lifetimes) // page for tier in blueprint.budget}
-    paper = VirtualRun(blueprint, fixed[Tier.DEVICE], again, ends_with)
+    virtual = VirtualRun(blueprint, fixed[Tier.DEVICE], again, ends_with)
     if blueprint.placement.sums_gradients:
-        paper.run(plan, trace, steps=False)  # to whose gradients others are added
-    ticks = paper.run(plan, trace)
+        virtual.run(plan, trace, steps=False)  # the first micro-batch, to whose gradients the next one adds
+    ticks = virtual.run(plan, trace)
     if blueprint.layout.shared:
         order = _order_of_first(trace)
         first = Trace(tuple(trace.ticks[at] for at in order))
@@ -81,18 +80,20 @@ def predicted_memory(
         fixed={tier: size * page for tier, size in fixed.items()},
         device_per_tick=tuple((fixed[Tier.DEVICE] + more) * page for more in ticks),
         gradients_beside=_gradients_beside(blueprint),
-        plan=paper.done(plan),
+        plan=virtual.done(plan),
     )
 
 
 def _order_of_first(trace: Trace) -> list[int]:
-    """Places of a trace as a run comes to them: of the backward ticks, the root's first (I1)."""
+    """Returns the indices of a trace's ticks in the order of a run's first iteration: the root's backward tick comes before
+    the other backward ticks (I1)."""
     backward = [tick.phase is Phase.BACKWARD for tick in trace.ticks]
     return sorted(range(len(backward)), key=lambda at: (backward[at], backward[at] and trace.ticks[at].unit != 0))
 
 
 def _gradients_beside(blueprint: Blueprint) -> int:
-    """What waits in `.grad`: all of it until the step, or as much as may wait for updates behind the backward pass."""
+    """Returns the peak bytes of gradients in `.grad`: all of them where they wait for the step, else as many as may wait for
+    updates during the backward pass."""
     in_place: list[int] = []
     for unit in range(len(blueprint.units)):
         flats = [flat for flat in blueprint.layout.flats_of(unit) if blueprint.traits[flat.index]]

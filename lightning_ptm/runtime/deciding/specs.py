@@ -1,4 +1,4 @@
-"""What the layout is made of: each unit's parameters, with their dtypes, groups and optimizers, strides, codes and parts."""
+"""Input of the layout: specs of each unit's parameters, with their dtypes, optimizers, groups, strides, codes and slices."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from lightning_ptm.update.trial.traits import OptimizerTraits
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FP32_MODULES = (BatchNorm,)
-"""Their kernels want fp32 parameters beside fp32 running statistics."""
+"""Modules whose kernels need fp32 parameters, as their running statistics are fp32."""
 
 
 def keeps_fp32(module: nn.Module) -> bool:
-    """Whether the parameters of `module` itself stay in fp32 under mixed precision: kernels want it, or its class says so
-    (`keep_in_fp32 = True`, as a router's does)."""
+    """Whether the parameters of `module` itself stay in fp32 under mixed precision: its kernels need it, or its class sets
+    `keep_in_fp32 = True` (as the router of mixture-of-experts layers does)."""
     return isinstance(module, _FP32_MODULES) or getattr(type(module), "keep_in_fp32", False) is True
 
 
 def compute_dtype(parameter: Tensor, compute: torch.dtype, *, mixed: bool, keeps_fp32: bool) -> torch.dtype:
-    """What a parameter is while it computes.
+    """Returns the dtype of a parameter in forward and backward.
 
     Args:
         compute, mixed: see Request; without `mixed`, float32 means that nothing is converted (`32-true`).
-        keeps_fp32: of its module.
+        keeps_fp32: whether the parameter's module stays in fp32; see the function `keeps_fp32`.
     """
     if not mixed:
         return parameter.dtype if compute is torch.float32 else compute
@@ -47,10 +47,11 @@ def compute_dtype(parameter: Tensor, compute: torch.dtype, *, mixed: bool, keeps
 
 
 def unit_specs(units: Sequence[Unit], request: Request, unpaged: Collection[int]) -> list[UnitSpec]:
-    """Of a run's units; parameters that no optimizer has, or one of `unpaged` numbers, are not trained in pages.
+    """Returns the specs of a run's units. Parameters that are in no optimizer, or only in those that `unpaged` numbers, are
+    not trained in pages.
 
     Raises:
-        ConfigError: a parameter that pages cannot hold, or that is in one optimizer twice.
+        ConfigError: pages cannot hold a parameter, or one optimizer has it twice.
     """
     groups_of = _groups_of(request, unpaged)
     keep_fp32 = {
@@ -84,7 +85,7 @@ def unit_specs(units: Sequence[Unit], request: Request, unpaged: Collection[int]
                     group=group,
                     optimizer=optimizer,
                     further=tuple(further),
-                    # As without pages, where parameters are fp32 and so are sums of their gradients.
+                    # As in plain training, where parameters and therefore their accumulated gradients are fp32.
                     gradient_itemsize=4 if request.sums_gradients and request.mixed and dtype.itemsize < 4 else 0,
                     stride=_stride(item),
                     box=request.boxes.get(id(parameter)),
@@ -98,7 +99,7 @@ def unit_specs(units: Sequence[Unit], request: Request, unpaged: Collection[int]
 
 
 def _groups_of(request: Request, unpaged: Collection[int]) -> dict[int, list[tuple[int, int]]]:
-    """By id of a parameter: the optimizers that have it, each with its group."""
+    """Returns, by id of a parameter, the optimizers that have it and its group in each."""
     groups_of: dict[int, list[tuple[int, int]]] = {}
     for index, known in enumerate(request.optimizers):
         if index in unpaged:
@@ -116,8 +117,11 @@ def _groups_of(request: Request, unpaged: Collection[int]) -> dict[int, list[tup
 
 
 def _code(item: UnitParameter, settings: Settings) -> Code | None:
-    """In which a parameter has its home, of a unit beside the root: what is the root's is at hand all the time, so codes
-    would be there beside it. Vectors are few bytes, and rows of an embedding are looked up, not multiplied."""
+    """Returns the code in which a frozen parameter is stored in its home; None if it is not quantized.
+
+    Not for the root unit, whose parameters stay on the device, so that codes would take additional memory. Vectors are not
+    quantized, since they are small, nor embeddings, whose rows are looked up and not multiplied.
+    """
     parameter, looked_up = item.parameter, (nn.Embedding, nn.EmbeddingBag)
     if parameter.requires_grad or parameter.dim() < 2 or any(isinstance(each, looked_up) for each, _ in item.places):
         return None
@@ -131,52 +135,53 @@ def _check_strides(specs: Sequence[UnitSpec], request: Request) -> None:
     )
     if in_parts is not None:
         raise ConfigError(
-            f"parameter {in_parts.name} has strides {in_parts.stride} (channels_last, or transposed) and is a part of a "
-            f"larger one, in which its place is told row by row; make it contiguous before the fit"
+            f"parameter {in_parts.name} has strides {in_parts.stride} (channels_last, or transposed) and is a slice of a "
+            f"larger one, and positions in slices are row by row; make it contiguous before the fit"
         )
     if strided and request.settings.checkpoints.state_dict_type == "sharded" and request.optimizers:
         raise ConfigError(
             f"parameter {strided[0].name} has strides {strided[0].stride} (channels_last, or transposed; {len(strided)} "
-            f"such), and state_dict_type='sharded' writes parameters as they lie in pages, where files hold them row by row; "
-            f"use checkpoints=Checkpoints(state_dict_type='full'), or make them contiguous before the fit"
+            f"such), and state_dict_type='sharded' writes parameters in the order of their memory, where checkpoints need "
+            f"them row by row; use checkpoints=Checkpoints(state_dict_type='full'), or make them contiguous before the fit"
         )
 
 
 def _row_by_row(parameter: ParameterSpec) -> bool:
-    """Whether its elements follow each other in the order of its shape; where there is one, its stride counts for nothing."""
+    """Whether a parameter's elements are in row-major order; dimensions of size 1 are ignored."""
     steps = [step for step, size in zip(parameter.stride or (), parameter.shape, strict=False) if size > 1]
     return steps == sorted(steps, reverse=True)
 
 
 def _stride(item: UnitParameter) -> tuple[int, ...] | None:
-    """Of a parameter whose elements lie end to end in another order than that of its shape.
+    """Returns the stride of a parameter that is dense but not row-major; None for a contiguous one.
 
     Raises:
-        ConfigError: they do not lie end to end.
+        ConfigError: the parameter has gaps between its elements.
     """
     parameter = item.parameter
     stride = parameter.stride()
     sizes = [max(1, size) for size in parameter.shape]
     contiguous = tuple(math.prod(sizes[dimension + 1 :]) for dimension in range(len(sizes)))
-    if stride == contiguous or 0 in stride:  # a parameter that was let go is one expanded NaN, one of one element, too
+    if stride == contiguous or 0 in stride:  # a parameter whose memory was freed is an expanded NaN, with stride 0
         return None
     expected = 1
     for step, size in sorted((step, size) for step, size in zip(stride, sizes, strict=True) if size > 1):
         if step != expected:
             raise ConfigError(
-                f"parameter {item.name} of shape {tuple(parameter.shape)} has strides {stride}: it is a part of a larger "
-                f"tensor, with gaps between its elements, which pages would not keep and kernels may round by; give it "
-                f"memory of its own, nn.Parameter(tensor.clone())"
+                f"parameter {item.name} of shape {tuple(parameter.shape)} has strides {stride}: it is a view of a larger "
+                f"tensor, with gaps between its elements; pages store it without gaps, so that kernels might round "
+                f"differently; give it memory of its own, nn.Parameter(tensor.clone())"
             )
         expected *= size
     return stride
 
 
 class OptimizerRefusedError(ConfigError):
-    """An optimizer does not work where its updates would run.
+    """Error that an optimizer does not work on the device where its updates would run.
 
     Args:
-        device: where that is.
+        text: error message.
+        device: the device on which it does not work.
     """
 
     def __init__(self, text: str, device: torch.device) -> None:
@@ -187,10 +192,13 @@ class OptimizerRefusedError(ConfigError):
 def traits_of(
     request: Request, known: Traits, optimizer: int, dtype: torch.dtype, device: torch.device
 ) -> OptimizerTraits:
-    """Of an optimizer, in the dtype that it updates, where it does; tried once.
+    """Returns the traits of an optimizer for a dtype and a device; tries each combination once.
+
+    Args:
+        known: traits found so far; this function adds to it.
 
     Raises:
-        OptimizerRefusedError: it cannot be run page by page there.
+        OptimizerRefusedError: the optimizer cannot be run page by page there.
     """
     key = (optimizer, dtype, device)
     if key not in known:
@@ -200,16 +208,16 @@ def traits_of(
             where = ""
             if request.backend.apart and device == request.backend.device:
                 where = (
-                    f". Updates run on {device} here, where the master states are; if the class needs tensors in RAM, give "
+                    f". Updates run on {device} here, where master weights and optimizer states are; if the class needs "
+                    f"tensors in RAM, set "
                     f"offload_optimizer='host' or 'disk'"
                 )
             elif request.backend.apart:
                 instead = "lock_free=False and " if request.settings.lock_free else ""
                 where = (
-                    f". Updates run on the CPU here, since master states live in RAM or on disk; if the class needs tensors "
-                    f"of {request.backend.device}, give {instead}offload_optimizer='device', with device_memory "
-                    f"for them (where "
-                    f"it has none, offload_parameters='device')"
+                    f". Updates run on the CPU here, since master weights and optimizer states are in RAM or on disk; if "
+                    f"the class needs tensors on {request.backend.device}, set {instead}offload_optimizer='device', with "
+                    f"enough device_memory for them (if the optimizer keeps no states, offload_parameters='device')"
                 )
             raise OptimizerRefusedError(f"{error}{where}", device) from (error.__cause__ or error)
     return known[key]
@@ -218,7 +226,7 @@ def traits_of(
 def first_traits(
     request: Request, known: Traits, optimizer: int, dtype: torch.dtype, likely: torch.device
 ) -> OptimizerTraits:
-    """As `traits_of`, before homes say where updates run: where they probably do, or else where the optimizer works."""
+    """As `traits_of`, before homes decide where updates run: on the likely device, or else on the other one."""
     if not request.backend.apart:
         return traits_of(request, known, optimizer, dtype, likely)
     devices = [likely, *({request.backend.device, torch.device("cpu")} - {likely})]
@@ -243,16 +251,16 @@ def with_whole_updates(
     lock_free: bool,
     device: torch.device,
 ) -> list[UnitSpec]:
-    """With what optimizers update whole parameters.
+    """Returns the specs with the parameters marked that their optimizer updates as a whole (not element-wise).
 
     Args:
-        device: where updates probably run.
+        device: device on which updates probably run.
 
     Raises:
-        ConfigError: they do, and ranks divide these.
+        ConfigError: such a parameter is divided over ranks, or is in two optimizers.
     """
 
-    def followed(parameter: ParameterSpec) -> ParameterSpec:
+    def marked(parameter: ParameterSpec) -> ParameterSpec:
         if not parameter.trainable:
             return parameter
         dtype: torch.dtype = getattr(torch, parameter.dtype)
@@ -264,12 +272,11 @@ def with_whole_updates(
         if len(every) > 1:
             raise in_two(parameter.shape, traits)
         if holders.by_unit or holders.in_parts:
-            how = "cut parameters" if holders.in_parts else "divide experts"
+            how = "slice parameters" if holders.in_parts else "divide experts"
             setting = "tensor_parallel_size" if holders.in_parts else "expert_parallel_size"
             raise ConfigError(
                 f"{traits.name} updates each parameter as a whole ({traits.whole}), and ranks {how} among them, so that "
-                f"nobody has all of it; train without {setting}, or use an optimizer that treats each element on its own, "
-                f"such as torch.optim.AdamW"
+                f"no rank has all of it; train without {setting}, or use an element-wise optimizer such as torch.optim.AdamW"
             )
         sizes = (
             parameter.itemsize,
@@ -279,12 +286,16 @@ def with_whole_updates(
         own = traits.own_bytes(parameter.group, parameter.shape)
         return dataclasses.replace(parameter, updated_whole=True, states_bytes=parameter.numel * sum(sizes) + own)
 
-    return [dataclasses.replace(spec, parameters=tuple(map(followed, spec.parameters))) for spec in specs]
+    return [dataclasses.replace(spec, parameters=tuple(map(marked, spec.parameters))) for spec in specs]
 
 
 def master_dtype(dtype: torch.dtype, *, mixed: bool, always: bool) -> torch.dtype | None:
-    """Of the master parameter beside a compute parameter. Lock-free updates need one in any precision: they never write
-    what compute reads."""
+    """Returns the dtype of the master weights of a compute parameter; None if it has none. Lock-free updates need master
+    weights in any precision, since they never write the parameters that compute reads.
+
+    Args:
+        always: whether updates are lock-free.
+    """
     if mixed and dtype.itemsize < 4:
         return torch.float32
     return dtype if always else None

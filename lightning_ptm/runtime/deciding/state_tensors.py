@@ -1,6 +1,7 @@
-"""What is kept of each flat, and how much of it travels at once: columns, their buffers, and what these may take.
+"""State tensors of each flat (master weights, optimizer states, parameters, gradient), and the sizes of their buffers.
 
-Counts only, before there are homes. build_inventory.py makes the rows of a run of it.
+Counts only, before homes are decided. build_inventory.py makes the rows of the inventory from it. A `Column` is one state
+tensor of a flat; its elements correspond to those of the flat's shard.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Flats(Protocol):
-    """How a model lies in flats, and what is kept of each; see Blueprint."""
+    """Layout of a model in flats, with the dtypes and traits of each flat; see Blueprint."""
 
     @property
     def layout(self) -> ModelLayout: ...
@@ -41,11 +42,13 @@ class Flats(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Column:
-    """A tensor beside a flat's others; as long as the shard, but for states of own shapes.
+    """One state tensor of a flat; as long as the shard, except for states that have shapes of their own.
 
     Attributes:
-        code: in which a frozen flat's parameters are at home.
-        optimizer: whose states they are.
+        what: kind of the tensor.
+        layout: name, dtype and length of the tensor.
+        code: code of a frozen flat's quantized parameters; None if they are not quantized.
+        optimizer: number of the optimizer whose state it is; None for other tensors.
     """
 
     what: What
@@ -66,17 +69,19 @@ class Column:
         return self.layout.numel
 
     def chunk(self, numel: int) -> int:
-        """What lies in pages of so many elements of a flat that travel together."""
+        """Returns the elements of this tensor in a chunk of `numel` elements of the flat."""
         if self.code is not None:
-            return self.code.bytes_of(numel) + 2 * BLOCK_BYTES  # with the disk blocks in which they begin and end
+            return self.code.bytes_of(numel) + 2 * BLOCK_BYTES  # includes partial disk blocks at both ends
         return numel if self.layout.encoding is None else self.layout.encoding.stretch(0, numel)[1]
 
 
 def columns(flats: Flats, flat: int, rank: int | None = None, *, update: int | None = None) -> list[Column]:
-    """All that is kept of a flat's shard, another rank's where one is given.
+    """Returns the state tensors of a flat's shard.
 
     Args:
-        update: place among its optimizers of one; then what an update by this one streams.
+        flat: index of the flat.
+        rank: rank of the shard; by default that of the layout.
+        update: index among the flat's optimizers; if given, only the tensors that the update by this one streams.
     """
     master, traits, layout = flats.master_dtypes[flat], flats.traits[flat], flats.layout.flats[flat]
     layout = layout if rank is None else layout.of(rank)
@@ -97,7 +102,7 @@ def columns(flats: Flats, flat: int, rank: int | None = None, *, update: int | N
 
 
 def own_state_bytes(flats: Flats) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """By flat, bytes of each rank's tensors of states that have shapes of their own, or are encoded."""
+    """Returns, by flat, the bytes of each rank's tensors of states that have shapes of their own or are encoded."""
     found = {}
     for flat, traits in zip(flats.layout.flats, flats.traits, strict=True):
         layouts = [
@@ -118,8 +123,8 @@ def own_state_bytes(flats: Flats) -> dict[int, tuple[tuple[int, ...], ...]]:
 
 
 def buffer_numels(flats: Flats) -> dict[torch.dtype, int]:
-    """By dtype, elements of a staging buffer for what is updated whole: the longest stretch that travels at once on any rank;
-    never less than other buffers have."""
+    """Returns, by dtype, the elements of a staging buffer for flats that are updated whole: the longest chunk of any rank,
+    and at least the length of other buffers."""
     least = chunk_numel(flats.layout.page_size)
     found: dict[torch.dtype, int] = {}
     for flat in flats.layout.flats:
@@ -135,8 +140,8 @@ def buffer_numels(flats: Flats) -> dict[torch.dtype, int]:
 
 
 def chunk_count(layout: ModelLayout) -> int:
-    """Chunks of all updates of a step, on the rank that has most of each flat: no more can be in flight. The same on all
-    ranks."""
+    """Returns the chunks of all updates of a step on the rank with the largest shard of each flat, which bounds the chunks in
+    flight. The same on all ranks."""
     numel = chunk_numel(layout.page_size)
     found = 0
     for flat in layout.all_flats():
@@ -148,8 +153,8 @@ def chunk_count(layout: ModelLayout) -> int:
 
 
 def chunk_bytes(flats: Flats) -> int:
-    """Bytes of staging that a chunk of any update takes at most, whatever homes there will be and in whatever order its
-    buffers share pages; 0: nothing is updated."""
+    """Returns an upper bound of the staging bytes of one chunk of any update, valid for all homes and for every order in
+    which buffers share pages; 0 if nothing is updated."""
     most: Counter[tuple[torch.dtype, int]] = Counter()
     numels = buffer_numels(flats)
     for flat in flats.layout.flats:
@@ -161,8 +166,8 @@ def chunk_bytes(flats: Flats) -> int:
 
 
 def scratch_bytes(flats: Flats) -> int:
-    """Bytes, of each tier where updates run, for a gradient that is prepared for the update of its whole parameter, and for
-    what encoded states stand for."""
+    """Returns the scratch bytes in each tier where updates run: for a gradient prepared for an update of its whole parameter,
+    and for the decoded values of encoded states."""
     most: Counter[tuple[torch.dtype, int]] = Counter()
     numels = buffer_numels(flats)
     for flat in flats.layout.flats:
@@ -171,7 +176,8 @@ def scratch_bytes(flats: Flats) -> int:
 
 
 def scratch(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int]) -> Counter[tuple[torch.dtype, int]]:
-    """Buffers (dtype, elements) that an update of a flat takes beside those of its columns, for one chunk at a time."""
+    """Returns the scratch buffers (dtype, elements) of a flat's update, in addition to the buffers of its state tensors; for
+    one chunk at a time."""
     if flat.updated_whole:
         dtype = flats.master_dtypes[flat.index] or flats.dtypes[flat.index]
         return Counter([(dtype, numels[dtype])])
@@ -180,26 +186,30 @@ def scratch(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int]) -
 
 
 def _encoded(flats: Flats, flat: FlatLayout, update: int) -> int:
-    """How many columns of an update are encoded."""
+    """Returns the number of encoded state tensors of an update."""
     return sum(column.layout.encoding is not None for column in columns(flats, flat.index, update=update))
 
 
 def _alone_bytes(flats: Flats, rows: Iterable[Row]) -> int:
-    """Of rows, each in pages of its own."""
+    """Returns the bytes of rows if each has pages of its own."""
     page = flats.layout.page_size
     return pages_of((dataclasses.replace(row, shares_pages=False) for row in rows), page) * page
 
 
 def buffer_numel(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int], column: Column) -> int:
-    """Elements of a buffer of a column; `numels`: of `buffer_numels`."""
+    """Returns the elements of a staging buffer of a state tensor.
+
+    Args:
+        numels: result of `buffer_numels`.
+    """
     return numels[column.dtype] if flat.updated_whole else column.chunk(chunk_numel(flats.layout.page_size))
 
 
 def staging_row(tier: Tier, dtype: torch.dtype, numel: int, count: int) -> Row:
-    """Buffers through which updates bring what is not where their arithmetic is."""
+    """Returns the row of staging buffers for states whose home is not the tier of the update's arithmetic."""
     return row_of(What.STAGING, tier, numel, dtype, count=count, name=f"update staging {dtype}", shares_pages=True)
 
 
 def row_of(what: What, tier: Tier, numel: int, dtype: torch.dtype, **more: object) -> Row:
-    """A row of a dtype of torch's."""
+    """Returns a row for a torch dtype."""
     return Row(what, tier, numel, str(dtype).removeprefix("torch."), dtype.itemsize, **more)  # type: ignore[arg-type]

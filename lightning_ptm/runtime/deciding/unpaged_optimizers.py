@@ -1,7 +1,7 @@
-"""Optimizers that take their steps themselves: those whose update cannot be run page by page, where that does no harm.
+"""Unpaged optimizers: optimizers whose update cannot be run page by page and whose own `step` runs on ordinary tensors.
 
-With everything in RAM on one rank, and no masters beside what computes, parameters and gradients are whole, ordinary tensors.
-The step of the user's own optimizer does to them what it does anywhere; its states are its own, outside of pages.
+This is possible with everything in RAM on one rank and without separate master weights: parameters and gradients are then
+ordinary, unsharded tensors. The user's optimizer updates them as in plain training, and keeps its states outside pages.
 
 Decides only. Knows optimizers; homes are the blueprint's.
 """
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from lightning_ptm.planning.layout import UnitSpec
 
 Traits = dict[tuple[int, torch.dtype, torch.device], OptimizerTraits]
-"""Of optimizers, by their number, the dtype that they update, and where they do."""
+"""Traits of optimizers, by number of the optimizer, dtype that it updates, and device of the update."""
 
 
 def reasons(
     optimizers: Sequence[Optimizer], dtype_of: Callable[[Tensor], torch.dtype], device: torch.device, known: Traits
 ) -> dict[int, ConfigError]:
-    """Why pages cannot have the update of some optimizers, by their number.
+    """Returns the optimizers that cannot be run page by page, by number, each with the error that says why.
 
     Args:
-        dtype_of: of a parameter while it is updated.
-        device: where optimizers are tried.
-        known: gets the traits of the others.
+        dtype_of: returns the dtype in which a parameter is updated.
+        device: device on which optimizers are tried.
+        known: traits; those of the optimizers that can be run page by page are added.
     """
     members = [[parameter for group in each.param_groups for parameter in group["params"]] for each in optimizers]
     holders = Counter(id(parameter) for parameters in members for parameter in parameters)
@@ -53,44 +53,45 @@ def reasons(
 
 
 def _with_sharers(found: dict[int, ConfigError], members: Sequence[Sequence[Tensor]]) -> dict[int, ConfigError]:
-    """One that has a parameter together with another which steps itself does so, too: what that one steps is in no page."""
+    """Adds the optimizers that share a parameter with an unpaged one: the parameter is not in pages, so that they are
+    unpaged, too."""
     ids = [{id(parameter) for parameter in parameters} for parameters in members]
-    drawn_in = list(found)
-    for index in drawn_in:
+    unpaged = list(found)
+    for index in unpaged:
         for other, theirs in enumerate(ids):
             if other not in found and theirs & ids[index]:
                 found[other] = found[index]
-                drawn_in.append(other)
+                unpaged.append(other)
     return found
 
 
 def in_two(shape: tuple[int, ...], traits: OptimizerTraits) -> ConfigError:
-    """The refusal of a parameter that two optimizers have, of which one updates it as a whole."""
+    """Returns the error for a parameter that is in two optimizers of which one updates it as a whole."""
     return ConfigError(
         f"a parameter of shape {shape} is in two optimizers, of which {traits.name} updates it as a whole "
-        f"({traits.whole}), and pages are cut for one of them; leave it in one, use optimizers that treat each element on "
-        f"its own, such as torch.optim.AdamW, or keep everything in RAM, on one rank and in a true precision"
+        f"({traits.whole}), and pages can be cut for one of them only; leave it in one, use element-wise optimizers such as "
+        f"torch.optim.AdamW, or keep everything in RAM, on one rank and in a true precision"
     )
 
 
 def check_shared(specs: Iterable[UnitSpec], *, lock_free: bool, scaled: bool) -> None:
-    """What parameters of several optimizers cannot be together with.
+    """Checks that parameters of several optimizers are not combined with lock-free updates or loss scaling.
 
     Args:
-        lock_free: updates run beside compute.
-        scaled: losses are scaled (fp16).
+        lock_free: whether updates run concurrently with compute.
+        scaled: whether losses are scaled (fp16).
 
     Raises:
-        ConfigError: it is asked for.
+        ConfigError: they are.
     """
     shared = next((each for unit in specs for each in unit.parameters if len(each.optimizers) > 1), None)
     if shared is not None and lock_free:
         raise ConfigError(
-            f"parameter {shared.name} is in two optimizers, and with lock_free=True the update of one would begin before "
-            f"that of the other has changed what both start from; use lock_free=False, or leave it in one"
+            f"parameter {shared.name} is in two optimizers, and with lock_free=True the update by one would begin before "
+            f"the other has written the parameter; use lock_free=False, or leave it in one"
         )
     if shared is not None and scaled:
         raise ConfigError(
-            f"parameter {shared.name} is in two optimizers, and with precision='16-mixed' each takes the loss scale off its "
-            f"gradient, of which there is one; use precision='bf16-mixed' or '32-true', or leave it in one"
+            f"parameter {shared.name} is in two optimizers, and with precision='16-mixed' each would unscale the same "
+            f"gradient; use precision='bf16-mixed' or '32-true', or leave it in one"
         )

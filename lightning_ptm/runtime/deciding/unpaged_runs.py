@@ -1,6 +1,6 @@
-"""Runs that can do without pages: of which nothing is asked but that all model states are in RAM, on one rank.
+"""Runs without pages: conditions under which all model states can stay in ordinary tensors in RAM, on one rank.
 
-Their parameters stay what their modules hold, and their optimizers step themselves.
+In such a run modules keep their own parameter tensors, and all optimizers run their own `step`. Decides only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_ptm.terms import Tier
 
 
 def may_be_outside(request: Request, blueprint: Blueprint) -> bool:
-    """Whether a run can do without pages, of which nothing is asked but that all of them are in RAM."""
+    """Whether a run can work without pages: one rank, everything in RAM, and no setting that needs pages."""
     wishes = wishes_of(request.settings, blueprint.unified, lock_free=blueprint.lock_free is not None)
     parameters = [item.parameter for unit in blueprint.units for item in unit.parameters]
     return (
@@ -37,7 +37,7 @@ def may_be_outside(request: Request, blueprint: Blueprint) -> bool:
 
 
 def may_be_unpaged(settings: Settings, wishes: PlacementWishes) -> bool:
-    """Whether updates may be outside of pages: nothing but their homes in RAM is asked of model states."""
+    """Whether the settings allow updates outside pages: homes in RAM, no lock-free updates, encodings or sharded files."""
     in_ram = {wishes.parameter, wishes.master} <= {None, Tier.DEVICE}
     return (
         in_ram
@@ -47,10 +47,10 @@ def may_be_unpaged(settings: Settings, wishes: PlacementWishes) -> bool:
 
 
 def all_in_ram(place_with: Callable[..., Placement]) -> Placement | None:
-    """The placement that keeps everything in RAM, gradients included, if there is one.
+    """Returns the placement that keeps everything in RAM, including gradients; None if it does not fit.
 
-    Updates then wait for the step: behind the backward pass they would throw its weights and activations out of the
-    CPU's cache (measured on two cores: a step of 124M parameters took 7 % longer).
+    Updates then run at the step: during the backward pass they would evict its weights and activations from the CPU's
+    cache (measured on two cores: a step of 124M parameters took 7 % longer).
     """
     try:
         placement = place_with(keep_gradients=True)
@@ -60,6 +60,6 @@ def all_in_ram(place_with: Callable[..., Placement]) -> Placement | None:
 
 
 def is_all_in_ram(placement: Placement) -> bool:
-    """Of a placement whose device tier is RAM."""
+    """Whether all homes of a placement are in RAM. For placements whose device tier is RAM."""
     homes = {tier for home in placement.homes for tier in (home.parameter, home.gradient, home.master)}
     return homes == {Tier.DEVICE}

@@ -1,10 +1,12 @@
-"""Gradients on paper: the device pages that they take from the end of a unit's backward until they have left.
+"""Gradients of a virtual run: the device pages that they use from the end of a unit's backward until they are freed.
 
-Owns which units' gradients were laid out, which of them leave behind the tick, and of which there are sums already.
+Owns which units' gradients are in pages, which of them leave the device after the tick, and which units have accumulated
+gradients of earlier micro-batches.
 
-I1: gradients take device pages from when they are laid out there. On one rank until the next trigger, when they have left. On
-    several, whole and reduced: until the next unit's have been laid out where updates run behind the backward (an update is
-    one unit behind, engine.py), else to the end of the backward. `.grad`, which autograd fills before that, is no page.
+I1: gradients use device pages from the time when they are copied into pages. On one rank until the next trigger, when they
+    have left the device. On several ranks, both full and reduced: where updates run during the backward, until the next
+    unit's gradients are in pages (an update is one unit late, engine.py); else until the end of the backward. `.grad`, which
+    autograd fills before, is not in pages.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from lightning_ptm.terms import Kind, Operation, Tier
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaidOut:
-    """Of gradients on the device: as they are laid out, what ranks reduce them to, and what waits for the update."""
+    """Device pages of a unit's gradients.
+
+    Attributes:
+        full: pages of the unsharded gradients.
+        reduced: pages of the reduce-scatter's output.
+        passing: pages of the gradients that wait for the update.
+    """
 
     full: int
     reduced: int
@@ -33,11 +41,11 @@ class LaidOut:
 
 
 class VirtualGradients:
-    """Of one rank.
+    """Page counts of the gradients of one rank.
 
     Args:
-        units: are given up when their gradients have gone to the update.
-        release_all: gives up every unit that is not in use.
+        units: units, which are released when their gradients have been passed to the update.
+        release_all: releases every unit that is not in use.
     """
 
     def __init__(
@@ -56,44 +64,44 @@ class VirtualGradients:
         self._release_all = release_all
         # state
         self._gradients: dict[tuple[int, bool], int] = {}
-        """By unit, of flats that several ranks share, and of others."""
-        self._summed: set[int] = set()
-        """Units that have gradients of this step already."""
-        self._behind: list[int] = []
-        """Units whose gradients were laid out and have not gone to the update."""
+        """Pages by unit and by whether their flats are sharded over ranks."""
+        self._accumulated: set[int] = set()
+        """Units that have gradients of an earlier micro-batch of this step."""
+        self._not_updated: list[int] = []
+        """Units whose gradients are in pages and have not been passed to the update."""
         self._leaving: list[tuple[int, bool]] = []
-        """Of units, those that leave behind the tick."""
+        """Gradients that leave the device after the tick; keys of `_gradients`."""
 
     def end_backward(self, unit: int) -> None:
-        """All gradients of a unit are there, to be laid out (I1)."""
+        """Allocates the pages of a unit's gradients, which are complete (I1)."""
         if not self._layout.trainable_pages(unit):
             return
-        shared, own = self._laid_out(unit, shared=True), self._laid_out(unit, shared=False)
-        so_far = self._so_far(unit)
+        shared, own = self._pages_of(unit, shared=True), self._pages_of(unit, shared=False)
+        accumulating = self._accumulation_pages(unit)
         at_once = 0
-        if so_far or not self._gradients_leave(unit):  # whole on this rank: it is copied, or added, at once
+        if accumulating or not self._gradients_leave(unit):  # unsharded gradients are copied or added at once
             at_once = own.full
-        pages = shared.pages + own.pages + so_far
+        pages = shared.pages + own.pages + accumulating
         self._make_room(pages)
         self._pool.take(pages)
         self._pool.give_back(at_once)
         self._gradients[unit, True] = shared.pages
-        self._gradients[unit, False] = own.pages + so_far - at_once
+        self._gradients[unit, False] = own.pages + accumulating - at_once
         if self._gradients_leave(unit):
             self._leaving.append((unit, False))
-        self._behind.append(unit)
-        if not self._blueprint.outlive_backward and len(self._behind) > 1:
-            self._update(self._behind.pop(0))
+        self._not_updated.append(unit)
+        if not self._blueprint.outlive_backward and len(self._not_updated) > 1:
+            self._update(self._not_updated.pop(0))
 
-    def _laid_out(self, unit: int, *, shared: bool) -> LaidOut:
-        """What laying out the gradients of a unit's flats takes, of those that several ranks share, or of the others."""
+    def _pages_of(self, unit: int, *, shared: bool) -> LaidOut:
+        """Returns the pages of the gradients of a unit's flats: of the sharded ones, or of the others."""
         blueprint, layout = self._blueprint, self._layout
         full = reduced = passing = 0
         for flat in layout.flats_of(unit):
             if flat.shared is not shared or not blueprint.traits[flat.index]:
                 continue
             route = blueprint.route(flat)
-            # Such a gradient goes from `.grad` into its pages, or stays there.
+            # An unsharded gradient on the device is copied from `.grad` straight into its pages, or stays in `.grad`.
             if not (layout.needs_no_reduction(flat) and route.tier.computes):
                 full += -(-flat.padded_bytes // layout.page_size)
             reduced += flat.shard_pages if shared else 0
@@ -104,7 +112,7 @@ class VirtualGradients:
         return self._blueprint.gradient_home(unit) is not Tier.DEVICE
 
     def _update(self, unit: int) -> None:
-        """A unit's reduction has ended, and its gradients go to the update: it is given up."""
+        """Passes a unit's reduced gradients to the update, and releases the unit."""
         blueprint, layout = self._blueprint, self._layout
         for shared in (True,) if self._gradients_leave(unit) else (True, False):
             held = self._gradients.get((unit, shared), 0)
@@ -121,47 +129,51 @@ class VirtualGradients:
         self._done.add(Operation.UPDATE, unit, Kind.MASTER)
 
     def _after_reduction(self, unit: int, *, shared: bool) -> int:
-        """Pages that wait for the update, or to leave."""
-        takes = self._laid_out(unit, shared=shared)
+        """Returns the pages of the gradients that wait for the update, or to leave the device."""
+        takes = self._pages_of(unit, shared=shared)
         return takes.reduced if shared and self._gradients_leave(unit) else takes.passing
 
     def step(self) -> None:
-        """What is reduced once a step is reduced now, and what was not updated behind the backward is."""
+        """Runs the step: reduces the gradients that are reduced once per step, and updates the remaining units."""
         if self._blueprint.reduced_at_step:
             for unit in reversed(range(len(self._layout.units))):
                 self.end_backward(unit)
-        for unit in self._behind:
+        for unit in self._not_updated:
             self._update(unit)
-        self._summed.clear()
+        self._accumulated.clear()
 
-    def _so_far(self, unit: int) -> int:
-        """Pages of the buffers in which a unit's gradients are added to those of earlier passes, or widened."""
+    def _accumulation_pages(self, unit: int) -> int:
+        """Returns the pages of the buffers in which a unit's gradients are accumulated, or converted to a wider dtype."""
         gradients = self._blueprint.placement.gradients(unit)
         flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable and not flat.shared]
         if not gradients.add_up_in_buffer or not flats:
             return 0
-        if not any(flat.sums_gradients for flat in flats) and unit not in self._summed:
-            self._summed.add(unit)
+        if not any(flat.sums_gradients for flat in flats) and unit not in self._accumulated:
+            self._accumulated.add(unit)
             return 0
         return sum(-(-flat.gradient_bytes // self._layout.page_size) for flat in flats)
 
     def _make_room(self, pages: int) -> None:
-        """For gradients, as reduction.py does."""
+        """Frees pages for gradients if needed, as reduction.py does."""
         if not self._pool.has(pages):
             self.reclaim(True)
             self._release_all()
 
     def end_iteration(self) -> None:
-        """What has not gone to the update waits for it elsewhere."""
-        self._behind.clear()
+        """Ends the iteration: gradients that wait for the step no longer count."""
+        self._not_updated.clear()
 
     def reclaim(self, wait: bool) -> bool:
-        """Pages of gradients that have left come back (or, with True, of those under way, too); whether any did."""
+        """Frees the pages of gradients that have left the device; returns whether there were any.
+
+        Args:
+            wait: also free those of reductions that are running.
+        """
         freed = sum(self._gradients.pop(leaves, 0) for leaves in self._leaving)
         self._leaving.clear()
-        if wait:  # for reductions under way
+        if wait:
             for (unit, shared), pages in self._gradients.items():
-                stays = min(pages, self._laid_out(unit, shared=shared).passing)
+                stays = min(pages, self._pages_of(unit, shared=shared).passing)
                 self._gradients[unit, shared] = stays
                 freed += pages - stays
         self._pool.give_back(freed)

@@ -1,8 +1,8 @@
-"""Numbers of device pages on paper, and what was done for units that are in no plan.
+"""Page counts of a virtual run's device pool, and the record of tasks for units that no plan contains.
 
-Owns how many pages are in use, and how many were at the worst moment of a tick.
+Owns the number of pages in use, and its peak in the present tick.
 
-I1: never more than the pool has, where it was asked first (`check_room`).
+I1: the number never exceeds the pool's size if callers check first (`check_room`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from lightning_ptm.terms import Kind, Operation
 
 
 class VirtualPool:
-    """Device pages beside those that are taken once.
+    """Count of the device pages that are allocated and freed during iterations.
 
     Args:
-        room: how many there are.
+        room: number of pages in the pool.
     """
 
     def __init__(self, room: int) -> None:
@@ -28,52 +28,52 @@ class VirtualPool:
         self._peak = 0
 
     def begin_tick(self) -> None:
-        """Another tick: the worst of its moments is yet to come."""
+        """Begins a tick: resets the peak."""
         self._peak = self._used
 
     @property
     def worst(self) -> int:
-        """Pages at the worst moment of the tick, as far as there are so many."""
+        """Peak of the pages in use during the tick, at most the pool's size."""
         return min(self._peak, self.room)
 
     def take(self, pages: int) -> None:
-        """So many are in use from here on."""
+        """Allocates pages."""
         self._used += pages
         self._peak = max(self._peak, self._used)
 
     def give_back(self, pages: int) -> None:
-        """So many are not in use any more."""
+        """Frees pages."""
         self._used -= pages
 
     def has(self, pages: int) -> bool:
-        """Whether there is room for so many."""
+        """Whether so many pages are free."""
         return self._used + pages <= self.room
 
     def check_room(self, pages: int) -> None:
-        """Raises CapacityError: there is no room for so many."""
+        """Raises CapacityError if fewer pages are free."""
         if not self.has(pages):
-            raise CapacityError(f"{pages} pages do not fit beside {self._used} of {self.room}")
+            raise CapacityError(f"{pages} pages do not fit: {self._used} of {self.room} are in use")
 
 
 class DoneByNeed:
-    """What was done for units that are in no plan, in order, each at its trigger.
+    """Record of the tasks done for units that no plan contains, in order, each with its trigger.
 
     Args:
-        by_need: these units.
+        by_need: units that no plan contains.
     """
 
     def __init__(self, by_need: Collection[int]) -> None:
         self._by_need = frozenset(by_need)
         # state
         self.trigger = 0
-        """The tick at which what is done from here on is issued."""
+        """Tick at which the next tasks are issued."""
         self.tasks: list[Task] = []
 
     def at(self, trigger: int) -> None:
-        """What is done from here on is issued at this tick."""
+        """Sets the tick at which the next tasks are issued."""
         self.trigger = trigger
 
     def add(self, operation: Operation, unit: int, kind: Kind) -> None:
-        """Something was done for a unit; nothing is written down where a plan tells it."""
+        """Records a task of a unit of `by_need`; ignores other units, whose tasks are in the plan."""
         if unit in self._by_need:
             self.tasks.append(Task(operation, unit, kind, self.trigger))

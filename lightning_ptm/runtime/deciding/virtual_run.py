@@ -1,12 +1,11 @@
-"""Iterations of a run on paper: the policy of fetching (planning/fetch_policy.py) over numbers of device pages, and
-gradients.
+"""Virtual run: iterations of the fetch policy (planning/fetch_policy.py) and of gradients on page counts alone.
 
-What to fetch and what to give up is decided by the policy that a run's executor drives with stores; what is known here is
-when units begin and when their gradients are complete. What units take is virtual_units.py's, what gradients take
-virtual_gradients.py's. Allocates nothing.
+The policy that decides what to fetch and what to release is the one that a run's executor drives. This file knows when units
+begin and when their gradients are complete; virtual_units.py counts the pages of units, virtual_gradients.py those of
+gradients. Allocates nothing.
 
-I1: where units take the same input, the gradients of all are laid out when the last of them has computed: its gradient comes
-    to all at once. Else a unit's are at the end of its last backward tick.
+I1: a unit's gradients are complete at the end of its last backward tick. Where several units have the same input, autograd
+    completes the gradients of all of them when the last has computed.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from lightning_ptm.terms import Kind, Operation, Phase, Tier
 
 
 class VirtualRun:
-    """The iterations of one rank.
+    """Virtual iterations of one rank.
 
     Args:
-        fixed_pages: of the device tier, taken once.
-        again: of units that are in no plan, those whose layer is computed again in the backward.
-        ends_with: units whose gradients are laid out with another one's, which takes what they take (I1), and that one.
+        fixed_pages: device pages that are allocated once for the run.
+        again: units that no plan contains and whose layer is recomputed in the backward (activation checkpointing).
+        ends_with: for units that share their input with a later one: that unit, with which their gradients complete (I1).
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class VirtualRun:
         self._blueprint = blueprint
         self._layout = blueprint.layout
         room = max(0, blueprint.pool_bytes[Tier.DEVICE] // blueprint.layout.page_size - fixed_pages)
-        self._again = again
+        self._recomputed = again
         self._ends_with = ends_with or {}
         self._by_need = frozenset(blueprint.by_need)
         self._layer_of = blueprint.experts.layer_of if blueprint.experts is not None else {}
@@ -57,25 +56,25 @@ class VirtualRun:
         # State.
         self._ticks: tuple[Tick, ...] = ()
         self._held: tuple[int, ...] = ()
-        self._around: tuple[int, ...] = ()
-        """Units that are live in the newest tick that is in the plan."""
+        self._planned_live: tuple[int, ...] = ()
+        """Live units of the latest tick that is in the plan."""
 
     # -- the iteration ------------------------------------------------------------------------------------------------
 
     def run(self, plan: Plan, trace: Trace, planned: Trace | None = None, *, steps: bool = True) -> list[int]:
-        """One iteration. Pages at the worst moment of each tick, and after the last.
+        """Runs one iteration; returns the peak pages of each tick, and of the time after the last.
 
         Args:
-            trace: what happens in it, units that are in no plan included.
-            planned: what the plan was made for, if it is another order.
-            steps: whether the optimizer's step comes behind it.
+            trace: ticks of the iteration, including those of units that no plan contains.
+            planned: trace that the plan was made for, if its order differs.
+            steps: whether the optimizer's step follows.
         """
         self._ticks = trace.ticks
         self._done.tasks.clear()
         self.fetching.begin((plan, self._blueprint.planned(planned or trace)), None, may_repeat=False)
         last = {unit: at for at, tick in enumerate(trace.ticks) if self._is_backward(at) for unit in tick.live}
         complete: dict[int, list[int]] = {}
-        # The root is the last. Who waits for the same gradient hears of it in the order of the forward.
+        # The root completes last. Units that complete together do so in the order of the forward.
         for unit in sorted(last, key=lambda unit: (-self._ends_with.get(unit, unit), unit)):
             complete.setdefault(max(last[unit], last.get(self._ends_with.get(unit, unit), 0)), []).append(unit)
         found = []
@@ -89,7 +88,7 @@ class VirtualRun:
                 if not self._blueprint.reduced_at_step:
                     self._gradients.end_backward(unit)
             for unit, ended in last.items():
-                if ended == at:  # others' gradients may be late, and hold nothing of them here
+                if ended == at:  # gradients that complete later hold no reference to their unit
                     self.fetching.refcounts.unhold(unit)
             found.append(self._pool.worst)
         self._begin(len(trace.ticks))
@@ -110,8 +109,8 @@ class VirtualRun:
         return self._ticks[at].phase is Phase.BACKWARD
 
     def _entered(self, at: int) -> list[int]:
-        """Places of the ticks that begin at one. In a backward, units that are in no plan are parts of the one behind them in
-        the trace, where a unit stands for its end."""
+        """Returns the indices of the ticks that begin at index `at`. In a backward, units that no plan contains (experts) run
+        inside the unit that follows them in the trace, whose tick there marks its end."""
         first = self._first(at)
         if not self._is_part(at):
             return [at] if first == at else []
@@ -121,7 +120,7 @@ class VirtualRun:
         return [place for place in around if self._first(place) == at] + [at]
 
     def _first(self, at: int) -> int:
-        """Where a tick begins that stands for its end."""
+        """Returns the index at which a tick begins, given the index of its end."""
         first = at
         while self._is_backward(at) and self._is_part(first - 1):
             first -= 1
@@ -135,10 +134,10 @@ class VirtualRun:
         if tick.unit in self._by_need:
             self._expect(at)
         else:
-            self._around = tick.live
+            self._planned_live = tick.live
         for unit in self._held:
             self.fetching.refcounts.unhold(unit)
-        self._held = (*self._around, *tick.live)
+        self._held = (*self._planned_live, *tick.live)
         for unit in self._held:
             self.fetching.refcounts.hold(unit)
         self.fetching.enter(tick.unit, tick.phase)
@@ -150,8 +149,8 @@ class VirtualRun:
             self.fetching.refcounts.give_back_backward(tick.unit)
 
     def _expect(self, at: int) -> None:
-        """The tokens of a layer have come: its units are called one after the other. A backward pass expects nobody, but
-        where the layer is computed again in it: its units are called as in the forward, and stay until their backward."""
+        """Announces to the policy the experts that a layer's tokens are routed to, in the order of their calls. In a backward
+        only if the layer is recomputed: its units are then called as in the forward, and stay until their backward."""
         tick = self._ticks[at]
         self._done.add(Operation.COMPUTE, tick.unit, Kind.FULL)
         if self._same_layer(at - 1, at):
@@ -160,7 +159,7 @@ class VirtualRun:
         called = [each.unit for each in self._ticks[at:end]]
         if tick.phase is Phase.FORWARD:
             self.fetching.expect(called)
-        elif tick.unit in self._again:
+        elif tick.unit in self._recomputed:
             self.fetching.expect(called[::-1])
             for unit in called[::-1]:
                 self.fetching.refcounts.hold(unit)
@@ -175,8 +174,8 @@ class VirtualRun:
         )
 
     def done(self, plan: Plan) -> Plan:
-        """What was done in the last iteration: its plan and what follows gradients, and what was done for units that are in
-        none, to the end."""
+        """Returns all tasks of the last iteration: those of its plan, those of gradients, and those for units that no plan
+        contains. Releases these units."""
         places = [at for at, tick in enumerate(self._ticks) if tick.unit not in self._by_need]
         planned = self._blueprint.planned(Trace(self._ticks))
         whole = plan.with_tasks(gradient_tasks(self._layout, self._blueprint.placement, planned))

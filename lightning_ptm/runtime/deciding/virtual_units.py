@@ -1,9 +1,9 @@
-"""The policy's units on paper (planning/fetch_policy.py: Units): numbers of device pages, where a run has stores of pages.
+"""Units of a virtual run (the protocol `Units` of planning/fetch_policy.py): page counts in place of the stores of a run.
 
-Owns which units are gathered or fetched, and which shards were fetched for a gather.
+Owns which units are gathered or fetched, and which shards were fetched for an all-gather.
 
-I1: pages are taken and given back in the order in which the runtime does it.
-I2: nothing is late: a unit's update is done when it is wanted, and the bytes of a fetch are there.
+I1: pages are allocated and freed in the order in which the runtime does it.
+I2: nothing is late: updates and fetches have finished when a unit is needed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lightning_ptm.terms import Kind, Operation, Tier
 
 
 class VirtualUnits:
-    """Of one rank.
+    """Page counts of the units of one rank.
 
     Args:
-        reclaim: gives back pages of gradients, as the policy asks for.
+        reclaim: frees pages of gradients, when the policy requests it.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class VirtualUnits:
         self._full: dict[int, int] = {}
         """Pages of gathered or fetched units."""
         self._shards: dict[int, int] = {}
-        """Pages of shards that were fetched for a gather."""
+        """Pages of shards that were fetched for an all-gather."""
 
     def gathers(self, unit: int) -> bool:
         return self._layout.gathers(unit)

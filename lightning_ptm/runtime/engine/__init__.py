@@ -1,1 +1,1 @@
-"""The engine of a run, and how it is built."""
+"""Engine of a run: its parts, their set-up, and what can be read from it."""

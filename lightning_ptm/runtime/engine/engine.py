@@ -1,11 +1,11 @@
-"""Builds the runtime of one run from a blueprint, connects its parts, and is what the strategy talks to.
+"""Engine of one rank's run: builds all parts of the runtime from a blueprint, and runs iterations and backward passes.
 
-Owns the allocator, the updater and every part below, from `Engine(...)` to `close()`. The parts decide and act; the
-engine makes and connects them, and begins and ends iterations and backward passes. Long because all meet here.
+Owns the allocator, the updater and every part, from `Engine(...)` to `close()`. The parts decide and act; the engine
+creates and connects them, and begins and ends iterations and backward passes. The strategy calls the engine only.
 
-I1: between iterations nothing is gathered that an update will change. I2: `close` leaves no thread, file or hook behind,
-whatever failed before; nor does a set-up that fails, however far it has come. I3: when set-up has ended, pages are taken for
-the rows of the inventory and for nothing else, in every tier.
+I1: between iterations no unit is gathered that an update will change.
+I2: `close` leaves no thread, file or hook, whatever failed before; nor does a failed set-up, at any point.
+I3: after set-up, the pages in use in every tier are exactly those of the inventory's rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.deciding.planner import Planner, check_layout
 from lightning_ptm.runtime.engine.module_changes import ModuleChanges
 from lightning_ptm.runtime.engine.pages import RunPages
-from lightning_ptm.runtime.engine.set_up import activations_offload, check_taken, lay_first_values, update_scheduler
+from lightning_ptm.runtime.engine.set_up import activations_offload, check_taken, update_scheduler, write_initial_values
 from lightning_ptm.runtime.engine.step_gradients import StepGradients
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.fetching.tracer import Tracer
@@ -63,7 +63,7 @@ from lightning_ptm.runtime.ranks.module_buffers import ModuleBuffers
 from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.runtime.relayout.reused_tensors import ReusedTensors, reused_tensors
-from lightning_ptm.runtime.tensors.device_moves import move_beside_parameters
+from lightning_ptm.runtime.tensors.device_moves import move_buffers_and_metrics
 from lightning_ptm.runtime.units.binding import FlatBinding
 from lightning_ptm.runtime.units.guarded_parameter import DIVIDED_IN_A_RUN
 from lightning_ptm.runtime.units.known_parameters import KnownParameters
@@ -74,14 +74,14 @@ from lightning_ptm.terms import Mode, Operation, Phase, Tier
 from lightning_ptm.update.updater import Updater
 
 _TRACES = 1
-"""Flag of a boundary: the iteration is to be traced."""
+"""Flag that ranks exchange at an iteration's barrier: the iteration will be traced."""
 
 _CHANGED_BUFFERS = 256
-"""Flag of a boundary: buffers of modules may not be rank 0's any more."""
+"""Flag that ranks exchange at an iteration's barrier: module buffers may differ from those of rank 0."""
 
 
 _REASON_CHARACTERS = 500
-"""Of an error's text, what other ranks are told."""
+"""Largest length of an error text that is sent to other ranks."""
 
 
 def _precise_bytes(flat: FlatLayout, with_other_parts: bool) -> int:
@@ -89,23 +89,23 @@ def _precise_bytes(flat: FlatLayout, with_other_parts: bool) -> int:
 
 
 class Engine:
-    """The runtime of one rank. Long because all parts begin and end here.
+    """Runtime of one rank.
 
     Args:
         module: the LightningModule; its parameters become views of pages.
-        blueprint: all decisions.
-        optimizers: the user's, in order; empty without training.
-        recompute: every k-th unit is recomputed; 0: none.
-        poison: released pages are filled with NaN.
-        file_ops: the disk tier's file calls, for tests of failing disks.
-        given: first values that files provide, equal on all ranks.
-        events: where the parts tell what happens when.
-        progress: where long work tells how far it has come.
-        ranks_here: ranks that share this machine's RAM.
-        handed: model states of the engine before this one, instead of first values.
-        root: a folder for what RAM cannot hold, where there is no disk tier.
-        before_edits: called before weights are edited by hand.
-        number_of_step: of the one under way, or the next, where there were steps before this run.
+        blueprint: decisions of the run.
+        optimizers: the user's optimizers, in order; empty without training.
+        recompute: activation checkpointing of every k-th unit; 0 for none.
+        poison: whether freed pages are filled with NaN.
+        file_ops: file calls of the disk tier, replaceable for tests of failing disks.
+        given: initial values that files provide, equal on all ranks.
+        events: receiver of events with their times.
+        progress: progress bars of long operations.
+        ranks_here: number of ranks that share this machine's RAM.
+        handed: model states of the engine that this one replaces (re-layout), used in place of initial values.
+        root: folder for temporary files where there is no disk tier.
+        before_edits: callback before the user edits gathered weights.
+        number_of_step: returns the number of the present or next optimizer step, where there were steps before this run.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Engine:
         self.events = events or Events()
         self.disk_paths = tuple(disk_paths)
         self.folders = self.disk_paths or (() if root is None else (root,))
-        """Where files may be whose bytes RAM has no room for."""
+        """Folders for temporary files of data that does not fit into RAM."""
         self.bars = progress or Progress(shown=False)
         self._optimizers = tuple(optimizers)
         self._before_edits = before_edits
@@ -150,17 +150,17 @@ class Engine:
         self.barriers = Barriers(self.communicator, self._take_part, teams)
         self._closed = False
         self.iterations = 0
-        """That have begun. Others read it."""
+        """Number of iterations begun so far; read by other classes."""
         self._manual = False
         self._loss: Tensor | None = None
-        """Of the last backward pass, where a tensor group compares it."""
+        """Loss of the last backward pass, where the ranks of a tensor-parallel group compare it."""
         self.save_stall_s = 0.0
-        """Seconds that compute was held up by checkpoints."""
+        """Seconds that compute has waited for checkpoints."""
         self.expert_groups: ExpertGroups | None = None
         self._known = KnownParameters(module, optimizers)
         self._taken_over = False
         self._undo = ExitStack()
-        """What gives up the parts that there are: each of them, whatever becomes of those before; the last one first."""
+        """Callbacks that close the parts created so far, last one first; each runs even if others raise."""
         self.heap = None
         if not backend.apart:
             self.heap = Heap(
@@ -175,13 +175,13 @@ class Engine:
                 self._build(recompute, given or Given(), poison, file_ops)
         except BaseException:
             with self._undo:
-                # The module must not be left with parameters that have no values because a budget was too small.
+                # A failed set-up must not leave the module with parameters without values.
                 if self._taken_over and self.communicator.alone:
                     self.lent_parameters.restore()
             raise
 
     def add_save_stall(self, seconds: float) -> None:
-        """Compute was held up by a checkpoint."""
+        """Adds to the seconds that compute has waited for checkpoints."""
         self.save_stall_s += seconds
 
     def _build(self, recompute: int, given: Given, poison: bool, file_ops: FileOps | None) -> None:
@@ -277,7 +277,7 @@ class Engine:
             self.allocator,
             staging=blueprint.staging_chunks,
             staging_tier=blueprint.placement.staging_tier,
-            # Lock-free versions and gradients change hands without a wait, in the order of the one stream that all have.
+            # Lock-free updates pass versions and gradients to compute without synchronisation, so that all use one stream.
             stream=self.backend.stream() if blueprint.lock_free is None else None,
             events=self.events,
         )
@@ -285,7 +285,7 @@ class Engine:
         return pages
 
     def _lay_values(self, given: Given) -> None:
-        """First values into the pages that are there."""
+        """Writes the initial values into the pages."""
         blueprint = self.blueprint
         self.gathered_flats: GatheredFlats = GatheredFlats(
             self.allocator, self.communicators, self.stores, self.flats, blueprint.holders
@@ -297,7 +297,7 @@ class Engine:
         note(self.module, {id(parameter) for binding in trained for parameter in binding.parameters})
         self.lent_parameters: LentParameters = LentParameters(self.gathered_flats, self.values, learnt_in(self.module))
         trains = bool(self._optimizers)
-        lay_first_values(
+        write_initial_values(
             self.module,
             given,
             blueprint,
@@ -309,7 +309,7 @@ class Engine:
             handed=self._handed,
         )
         self._handed = None
-        move_beside_parameters(self.module, self.device)
+        move_buffers_and_metrics(self.module, self.device)
         self._module_buffers = None
         if not self.communicator.alone:
             self._module_buffers = ModuleBuffers(self.module, self.communicator, trains=trains)
@@ -317,7 +317,7 @@ class Engine:
         self._taken_over = True
 
     def _prepare_updates(self, pages: RunPages, gradient_pages: GradientPages | None) -> None:
-        """What takes the rest of the pages, and what updates need."""
+        """Creates what allocates the remaining pages, and the parts that run updates."""
         blueprint = self.blueprint
         for flat in self._all_flats():
             if flat.gradient.route.waits is Waits.KEPT:
@@ -325,7 +325,7 @@ class Engine:
         for row in blueprint.inventory.of(What.STAGING):
             self.updater.take_staging(row.tier, taken_dtype(row), row.count, row.numel)
         save_sizes = [(taken_dtype(row), row.numel) for row in save_rows(blueprint)]
-        save_buffers = pages.buffers_for_saves() if blueprint.saves_behind else None
+        save_buffers = pages.buffers_for_saves() if blueprint.saves_in_background else None
         self.snapshots = Snapshots(self.allocator, self.updater, save_buffers, save_sizes, self._settle)
         self.updates: UpdateScheduler = update_scheduler(
             blueprint,
@@ -357,10 +357,10 @@ class Engine:
         self.reduction: Reduction = Reduction(self.flats, self.barriers.agreement, lambda: self.executor.release_all())
 
     def _prepare_steps(self, recompute: int) -> None:
-        """Who follows plans, and who hears of the module's computation."""
+        """Creates the executor, which follows plans, and the hooks on the module's forward and backward."""
         blueprint = self.blueprint
         planner = Planner(blueprint, self.communicators.along(blueprint.holders.sharding_axes), self.communicator.rank)
-        # The pools' bytes are added up over all rows, and are asked for at each tick.
+        # Computed once: `pool_bytes` adds up all rows, and the tracer needs it at each tick.
         beside = partial(self.backend.bytes_outside_region, blueprint.pool_bytes[Tier.DEVICE])
         self.tracer = Tracer(blueprint.units, beside, self.backend)
         self.executor: Executor = Executor(
@@ -418,11 +418,11 @@ class Engine:
 
     @contextmanager
     def iteration(self, mode: Mode, *, manual: bool = False) -> Iterator[None]:
-        """One training, validation, test or predict step.
+        """Context of one training, validation, test or predict step.
 
         Args:
-            mode: TRAIN when a backward may follow; it then ends with the next iteration.
-            manual: the step itself calls backward passes.
+            mode: TRAIN if a backward may follow; the iteration then ends when the next one begins.
+            manual: whether the step itself calls backward passes (manual optimization).
         """
         self._check_open()
         self.stream.begin()
@@ -442,7 +442,7 @@ class Engine:
         self.updates.settle_first()
         self.updates.begin_iteration(training=mode is Mode.TRAIN)
         if mode is Mode.TRAIN and self._read_ahead:
-            # Behind the forward: what the first updates of the backward will need.
+            # States that the first updates of the backward need are read from disk during the forward.
             self.updater.prefetch(self._read_ahead)
         flags = _TRACES if self.executor.wants_trace(mode) else 0
         if self._module_buffers is not None and self._module_buffers.changed():
@@ -452,16 +452,16 @@ class Engine:
             seen, together = self.barriers.come_together(Together.TRAINING_STEP, deed, flags), True
         else:
             seen = self.barriers.reach(0, flags)
-            together = not seen & ANY_TOGETHER  # else some ranks have no such batch any more
+            together = not seen & ANY_TOGETHER  # else some ranks have no further batch
         if self._module_buffers is not None:
             if together and seen & _CHANGED_BUFFERS:
                 self._module_buffers.follow_rank_0()
-            # As DDP does, behind a forward whose gradients are reduced. A step that calls backward passes itself is what DDP
-            # takes for a forward, and Lightning tells it then that no gradients are to come.
+            # As DDP does after a forward whose gradients are reduced. With manual optimization, DDP treats the whole step as
+            # a forward, and Lightning tells it that no gradients will follow.
             reduced = mode is Mode.TRAIN and not self.stepping.adds_up and not manual
             self._module_buffers.iteration_begins(compare_next=reduced)
             self._manual = manual
-        # All ranks that are here end the iteration before, and plan anew, together (executor I3).
+        # All ranks of this iteration end the one before, and re-plan, together (executor I3).
         self.executor.begin(mode, trace=together and bool(seen & _TRACES), all_ranks=together)
         self.hooks.begin_iteration()
         self.executor.guard_policy.computation_begins(Phase.FORWARD)
@@ -476,11 +476,11 @@ class Engine:
             self.executor.guard_policy.computation_ends(Phase.FORWARD)
         if mode is Mode.FORWARD:
             seen = self.barriers.reach(STEP_ENDS)
-            # A rank that waits for others elsewhere, in what this one has not come to, would not hear of a new plan.
+            # A rank that waits at another barrier would not take part in a new plan.
             self.executor.end(all_ranks=not seen & ANY_TOGETHER)
 
     def _hyper_parameters(self) -> dict[str, str]:
-        """What optimizers update with, by what each is of; what a device would have to be waited for is left out."""
+        """Returns the optimizers' hyper-parameters by name, without tensors on a device, which the host would wait for."""
         return {
             f"{name} of group {at} of {type(optimizer).__name__}": repr(
                 value.tolist() if isinstance(value, Tensor) else value
@@ -493,12 +493,12 @@ class Engine:
 
     def _forward_root(self) -> None:
         self.executor.enter(0, Phase.FORWARD)
-        # The root is used by code outside any hooked forward: it stays until the iteration ends.
+        # Code outside any hooked forward uses the root: it stays until the iteration ends.
         self.executor.hold(0)
         self.executor.leave(0)
 
     def abandon(self) -> None:
-        """An iteration was cut short by an error; its gathers and hooks' contexts are dropped."""
+        """Discards an iteration that an error has interrupted: its gathers, and the contexts of its hooks."""
         self.hooks.abandon()
         self.executor.abandon()
         self.updates.abandon()
@@ -507,13 +507,13 @@ class Engine:
 
     @contextmanager
     def backward(self, *, by_user: bool = False) -> Iterator[None]:
-        """Inside, the strategy runs a backward pass of the loss.
+        """Context in which the strategy runs a backward pass of the loss.
 
         Args:
-            by_user: in a method of the user's, which may read and edit gradients behind the pass.
+            by_user: whether a method of the user runs the pass, which may read and edit gradients after it.
 
         Raises:
-            UsageError: it would add to what a step has used up.
+            UsageError: the pass would add to gradients that a step has used and overwritten.
         """
         for flat in self._all_flats():
             flat.gradient.grad_attribute.used.check_forgotten()
@@ -528,13 +528,13 @@ class Engine:
         return nullcontext() if self.heap is None else self.heap.explain_failures(doing)
 
     def loss_is(self, loss: Tensor) -> None:
-        """Of the backward pass that begins: ranks of a tensor group compare theirs where they next wait for each other. On a
-        device of its own, the one before, for which the host need not wait."""
+        """Notes the loss of the backward pass that begins: ranks of a tensor-parallel group compare it at the next barrier.
+        On a separate device they compare the previous loss, for which the host need not wait."""
         if self.barriers.agreement.compared and loss.numel() == 1:
             before, self._loss = self._loss, loss.detach()
-            told = before if self.backend.apart else self._loss
-            if told is not None:
-                self.barriers.record_loss(float(told))
+            compared = before if self.backend.apart else self._loss
+            if compared is not None:
+                self.barriers.record_loss(float(compared))
 
     def _all_flats(self) -> Iterator[FlatUpdate]:
         return (flat for flats in self.flats for flat in flats)
@@ -547,23 +547,23 @@ class Engine:
             self.reduction.take_part(decision)
 
     def fail(self, error: BaseException) -> None:
-        """The run has failed on this rank: the others, if any, are told, and nothing collective happens here any more."""
+        """Ends the run on this rank after an error: reports it to the other ranks, and runs no further collectives."""
         self.barriers.fail(one_line(error)[:_REASON_CHARACTERS])
         self.abandon()
 
     # -- between iterations -------------------------------------------------------------------------------------------
 
     def drain(self, deed: str = "drain", *, at_end: bool = False) -> None:
-        """Blocks until every update is in the compute parameters and at home, here and on all ranks. Collective.
+        """Blocks until every update is in the compute parameters and in the homes, on all ranks. Collective.
 
         Args:
-            deed: as for `meet`.
-            at_end: the run is over, and its caller looks for writes that are lost.
+            deed: what the caller is about to do, compared over ranks and named in errors; see `Barriers`.
+            at_end: whether the run is over and its caller checks for lost writes.
 
         Raises:
-            UsageError: a copy was written to, so that what follows would save or show the values before.
+            UsageError: the user has written to a copy of a parameter, so that what follows would use the old values.
         """
-        self.stream.begin()  # what follows reads and writes pages on the caller's
+        self.stream.begin()  # what follows reads and writes pages on the caller's stream
         if not at_end:
             self.lent_parameters.check_written()
         self.updates.finish_all()
@@ -574,12 +574,12 @@ class Engine:
 
     @property
     def update_failed(self) -> bool:
-        """Whether an update has raised, so that parameters may be of two steps, and states of them are of no use."""
+        """Whether an update has raised, so that parameters may be a mix of two steps and must not be saved."""
         return self.updater.failure is not None
 
     def stop_updates(self) -> None:
-        """After an update has failed: nothing is updated any more, and the master states in pages, each element that of a
-        step or of the one before, may be read."""
+        """Stops all updates after one has failed. The master weights in pages can then be read; each element is that of the
+        failed step or of the step before."""
         self.stream.begin()
         self.updates.close()
         self.updater.close()
@@ -588,29 +588,29 @@ class Engine:
                 flat.await_reads()
 
     def _settle(self, deed: str) -> None:
-        """I1, on all ranks."""
+        """Drains updates and releases all units, on all ranks (I1). Collective."""
         self.drain(deed)
         self.executor.release_all()
 
     @property
     def with_other_parts(self) -> Communicator:
-        """Of the ranks that have the other parts of what is in parts here, in the order of the parts."""
+        """Communicator of the ranks with the other slices of this rank's parameters (tensor parallelism), in their order."""
         return self.communicators.along((Axis.TENSOR,))
 
     def precise_bytes(self, *, with_other_parts: bool = False) -> int:
-        """Bytes that all weights take outside of pages in their precise dtype.
+        """Returns the bytes of all weights outside pages, in their most precise dtype.
 
         Args:
-            with_other_parts: of parameters of which this rank has parts, the whole ones.
+            with_other_parts: whether to count whole parameters where this rank has slices.
         """
         return sum(_precise_bytes(flat, with_other_parts) for flat in self.blueprint.layout.all_flats())
 
     def precise_bytes_of(self, bindings: Iterable[FlatBinding], *, with_other_parts: bool = False) -> int:
-        """The same of some flats."""
+        """As `precise_bytes`, for some flats."""
         return sum(_precise_bytes(binding.layout, with_other_parts) for binding in bindings)
 
     def optimizer_state_bytes(self, *, on_disk: bool) -> int:
-        """Bytes of all ranks' optimizer states, masters not counted, that are at home on disk, or in memory."""
+        """Returns the bytes of all ranks' optimizer states, without master weights, whose home is on disk, or in memory."""
         return sum(
             flat.states.bytes_of_ranks(self.communicator.world_size)
             for flat in self._all_flats()
@@ -620,7 +620,7 @@ class Engine:
     # -- planning -----------------------------------------------------------------------------------------------------
 
     def plan_text(self, mode: Mode = Mode.TRAIN) -> str:
-        """The plan that is followed, as a table."""
+        """Returns the present plan as a table."""
         made = self.executor.plans.planned(mode)
         return render(made[0], self.blueprint.layout) if made is not None else "(fetch on use: no plan)"
 
@@ -633,19 +633,19 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Its run is over."""
+        """Whether `close` was called."""
         return self._closed
 
     def close(self) -> None:
-        """Takes hooks off, stops threads, frees pages. Parameters are left as they are; see `LentParameters.restore`."""
+        """Removes hooks, stops threads, frees pages. Parameters stay as they are; see `LentParameters.restore`."""
         if self._closed:
             return
         self._closed = True
         self._undo.close()
 
     def hand_on(self) -> PreviousState:
-        """Model states in their pages, which `close` leaves to the caller from now on. The engine has drained all updates,
-        and only `close` follows. Collective where ranks own parameters."""
+        """Returns the model states in their pages for the next engine, to whom the pages then belong: `close` no longer frees
+        them. Updates must be drained, and only `close` may follow. Collective where ranks own parameters."""
         handed = PreviousState(
             self.gathered_flats,
             optimizers=self.updates.groups.optimizers,
@@ -663,4 +663,4 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise UsageError("this run has ended and its pages are gone; start a new fit, validate, test or predict")
+            raise UsageError("this run has ended and its pages are freed; start a new fit, validate, test or predict")

@@ -1,6 +1,6 @@
-"""What a run has decided, for people to read: its plan, what lives where, the traced iteration, bytes at each tick.
+"""Reports on a run for users: model states by tier, the inventory of pages, and planned bytes at each tick.
 
-Owns nothing and changes nothing. Not for every step: some of it replays the plan.
+Owns nothing and changes nothing. Too slow to call at every step: `planned_bytes` replays the plan.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Model states of one kind that are at home in one tier, on this rank.
+    """Size of this rank's model states of one kind whose home is one tier.
 
     Attributes:
-        states: "parameters" (what computes), "gradients", "master parameters" or "optimizer states".
+        states: "parameters" (compute parameters), "gradients", "master parameters" or "optimizer states".
         tier: "device", "host" or "disk". On a CPU without a device budget the device tier is RAM.
-        bytes: of the tensors, without what is unused at the ends of their pages.
-        units: how many units have some of them.
+        bytes: bytes of the tensors, without unused ends of pages.
+        units: number of units that have such states there.
     """
 
     states: str
@@ -44,11 +44,12 @@ class StateBytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OptimizerBytes:
-    """What an optimizer keeps in pages of this rank, master parameters not counted.
+    """Size of an optimizer's states in pages of this rank, without master parameters.
 
     Attributes:
-        optimizer: its class.
-        kind: "element-wise", or "whole parameters": what it updates at once.
+        optimizer: class of the optimizer.
+        kind: "element-wise" or "whole parameters": what the optimizer updates at once.
+        bytes: bytes of its states.
     """
 
     optimizer: str
@@ -58,7 +59,7 @@ class OptimizerBytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierRoom:
-    """One tier of this rank: bytes of all its pages, and of those in use now."""
+    """Size of one tier of this rank: bytes of all its pages, and of the pages in use now."""
 
     tier: str
     bytes: int
@@ -67,7 +68,7 @@ class TierRoom:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PageUse:
-    """Bytes of the pages that a tier of this rank has for one purpose (`optimizer states`, `staging buffers`)."""
+    """Size of the pages that one tier of this rank has for one purpose (`optimizer states`, `staging buffers`)."""
 
     tier: str
     purpose: str
@@ -76,13 +77,13 @@ class PageUse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedBytes:
-    """What the plan holds in one tier, in bytes of this rank.
+    """Bytes that the plan uses in one tier of this rank.
 
     Attributes:
-        per_tick: at the worst moment of each tick of an iteration; the last entry is after the last tick.
+        per_tick: peak bytes in each tick of an iteration; the last entry is after the last tick.
         room: bytes of all pages of the tier.
-        budget: bytes that the plan may hold. More than the room where one rank's gradients stay in `.grad`, which the plan
-            counts and pages need not hold.
+        budget: bytes that the plan may use. More than `room` where one rank's gradients stay in `.grad`: the plan counts
+            them, and pages do not hold them.
     """
 
     tier: str
@@ -92,8 +93,8 @@ class PlannedBytes:
 
 
 def states_at_home(engine: Engine) -> tuple[StateBytes, ...]:
-    """What lives where between steps. Gradients that stay in `.grad`, or pass through pages of the gathered units, have no
-    home and no row."""
+    """Returns the model states by kind and home. Gradients that stay in `.grad`, or pass through pages of gathered units,
+    have no home and are left out."""
     bytes_of: dict[tuple[str, Tier], int] = {}
     units_of: dict[tuple[str, Tier], set[int]] = {}
     counted: set[int] = set()
@@ -123,7 +124,7 @@ def states_at_home(engine: Engine) -> tuple[StateBytes, ...]:
 
 
 def optimizers_in_pages(blueprint: Blueprint) -> tuple[OptimizerBytes, ...]:
-    """Those whose states are in pages, in the order of `configure_optimizers`."""
+    """Returns the optimizers whose states are in pages, in the order of `configure_optimizers`."""
     found: dict[int, OptimizerBytes] = {}
     for flat in blueprint.trained_flats():
         for number, traits in zip(flat.optimizers, blueprint.traits[flat.index], strict=True):
@@ -136,8 +137,8 @@ def optimizers_in_pages(blueprint: Blueprint) -> tuple[OptimizerBytes, ...]:
 
 
 def states_in_words(engine: Engine) -> str:
-    """`states_at_home` in a phrase, and what pages take of memory beside them: `148 KiB of model states: 50 KiB in RAM
-    (parameters), 99 KiB on disk in /x (/, 80 GiB free) (master parameters); pages take 2 MiB in RAM (beside states: ...)`.
+    """Returns `states_at_home` as a phrase, with the memory of pages: `148 KiB of model states: 50 KiB in RAM (parameters),
+    99 KiB on disk in /x (/, 80 GiB free) (master parameters); pages take 2 MiB in RAM (other than states: ...)`.
     """
     rows = states_at_home(engine)
     ranks = engine.communicator.world_size
@@ -155,14 +156,14 @@ def states_in_words(engine: Engine) -> str:
 
 
 def _pages_in_words(engine: Engine, tier: Tier) -> str:
-    """All that a tier's pages take, and for what beside states; empty where it has none."""
-    beside = {
+    """Returns the bytes of a tier's pages as a phrase, with purposes other than states; empty if it has no pages."""
+    purposes = {
         what.value: size for what, size in engine.blueprint.inventory.by_what(tier).items() if what not in _STATES
     }
     whole = engine.blueprint.inventory.pool_bytes(tier)
-    words = ", ".join(f"{what} {format_bytes(size)}" for what, size in beside.items())
+    words = ", ".join(f"{what} {format_bytes(size)}" for what, size in purposes.items())
     return (
-        f"{format_bytes(whole)} {_memory(engine, tier)}" + (f" (beside states: {words})" if words else "")
+        f"{format_bytes(whole)} {_memory(engine, tier)}" + (f" (other than states: {words})" if words else "")
         if whole
         else ""
     )
@@ -181,7 +182,7 @@ def _place(engine: Engine, tier: Tier) -> str:
 
 
 def file_system(path: Path) -> str:
-    """`/data, 79 GiB free`: where the file system of a folder is mounted, and what it has left for this user."""
+    """Returns a folder's mount point and the free space of its file system, as in `/data, 79 GiB free`."""
     mount = path.resolve()
     while not os.path.ismount(mount) and mount != mount.parent:
         mount = mount.parent
@@ -189,7 +190,7 @@ def file_system(path: Path) -> str:
 
 
 def rooms(engine: Engine) -> tuple[TierRoom, ...]:
-    """The tiers that this run has, fastest first. Cheap."""
+    """Returns the sizes of the tiers of this run, fastest first. Cheap."""
     allocator = engine.allocator
     return tuple(
         TierRoom(tier.name.lower(), room, room - allocator.free_bytes(tier))
@@ -199,7 +200,7 @@ def rooms(engine: Engine) -> tuple[TierRoom, ...]:
 
 
 def inventory(engine: Engine) -> tuple[PageUse, ...]:
-    """What the pages of this run are for."""
+    """Returns the bytes of this run's pages by tier and purpose."""
     return tuple(
         PageUse(tier.name.lower(), what.value, size)
         for tier in engine.blueprint.budget
@@ -208,7 +209,7 @@ def inventory(engine: Engine) -> tuple[PageUse, ...]:
 
 
 def flat_names(engine: Engine) -> dict[int, str]:
-    """For each flat's number, by which pages are named, the name of its unit; `blocks.0 (2)` is a unit's second flat."""
+    """Returns, by number of the flat (which names its pages), the name of its unit; `blocks.0 (2)` for its second flat."""
     return {
         flat.layout.index: (store.unit.name or "root") + (f" ({number})" if number > 1 else "")
         for store in engine.stores
@@ -217,7 +218,7 @@ def flat_names(engine: Engine) -> dict[int, str]:
 
 
 def planned_bytes(engine: Engine, mode: Mode) -> tuple[PlannedBytes, ...]:
-    """Bytes of pages at each tick of the plan that is followed; empty where there is no plan."""
+    """Returns the bytes of pages at each tick of the present plan; empty if there is no plan."""
     made = engine.executor.plans.planned(mode)
     if made is None:
         return ()

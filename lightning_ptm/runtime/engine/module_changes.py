@@ -1,9 +1,9 @@
-"""Whether the module is still what its pages were laid out for: between two batches, and at a step.
+"""Detection of changes to the module that its layout in pages does not cover, between two batches and at a step.
 
-Owns what the module was like then: its parameters, and which of them were frozen. Laying out anew is the trainer's
+Owns a record of the module at set-up: its parameters, and which of them were frozen. The trainer does the re-layout
 (trainer/rearranging.py).
 
-I1: what `outgrown` finds between two batches, a step refuses: it would miss it.
+I1: changes that `outgrown` finds between two batches are refused at a step, which could not apply them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from lightning_ptm.runtime.updates.updates import FlatUpdate, UpdateScheduler
 
 
 class ModuleChanges:
-    """See the file's contract.
+    """Comparison of the module with its state at set-up.
 
     Args:
-        known, frozen: the module's parameters when its pages were laid out, and those that had no gradient then.
-        optimizers: the user's, in order.
+        known: parameters of the module at set-up.
+        frozen: parameters that did not require a gradient at set-up.
+        optimizers: the user's optimizers, in order.
     """
 
     def __init__(
@@ -58,9 +59,8 @@ class ModuleChanges:
     # -- between two batches ------------------------------------------------------------------------------------------
 
     def outgrown(self) -> bool:
-        """Whether the module's parameters are others (`other_parameters`), were unfrozen, or were put into groups that they
-        had not been in, so that pages fit it no longer; of a run that could do without, also whether they were given other
-        data."""
+        """Whether a re-layout is needed: parameters were added, removed or resized (`other_parameters`), unfrozen, or moved
+        to other groups; in a run that could work without pages, also whether parameters were given other data."""
         paged = (index for index in range(len(self._optimizers)) if index not in self._blueprint.unpaged_optimizers)
         return (
             self.other_parameters()
@@ -74,7 +74,7 @@ class ModuleChanges:
         )
 
     def differences(self) -> str:
-        """What `outgrown` has found, in words: `has unfrozen stem.weight, and has new parameters: extra`."""
+        """Returns the changes that `outgrown` has found, as in `has unfrozen stem.weight, and has new parameters: extra`."""
         unfrozen = [item.name for item in self._frozen if item.parameter.requires_grad]
         new, gone = self._known.new(), self._known.gone()
         regrouped = [
@@ -91,10 +91,10 @@ class ModuleChanges:
         return ", and ".join(said) or "has parameters in other places"
 
     def other_parameters(self) -> bool:
-        """Whether the module has parameters that it had not when its pages were laid out, or of other shapes, or lacks some.
+        """Whether parameters of the module were added, removed or resized since set-up.
 
         Raises:
-            UsageError: a shape differs where what has the parameter in pages does not let it.
+            UsageError: a parameter was resized whose layout in pages does not allow it.
         """
         return self._lent_parameters.follow_shapes() or self._known.changed()
 
@@ -104,7 +104,7 @@ class ModuleChanges:
         return all(flat.gradient.in_place for flats in self._flats for flat in flats)
 
     def waiting_gradients(self, *, used_are_forgotten: bool = False) -> tuple[str, ...]:
-        """Names of units of which pages hold gradients that no step has used.
+        """Returns the names of units with gradients in pages that no step has used.
 
         Args:
             used_are_forgotten: see `FlatGradient.waits_for_step`.
@@ -116,9 +116,9 @@ class ModuleChanges:
         )
 
     @contextmanager
-    def at_rest_as_trained(self) -> Iterator[None]:
-        """Inside, parameters that were trained in pages, are frozen now, and are in a group of an optimizer all the same take
-        gradients: the next pages have their masters and states, too, with which they go on when they are unfrozen."""
+    def frozen_as_trained(self) -> Iterator[None]:
+        """Context in which parameters that were trained in pages and are frozen now, but are still in an optimizer's group,
+        require gradients: the next layout then keeps their master weights and states for when they are unfrozen."""
         in_groups = {id(each) for known in self._optimizers for group in known.param_groups for each in group["params"]}
         bindings = [binding for store in self._stores for binding in store.bindings if binding.layout.trainable]
         resting = [
@@ -136,10 +136,11 @@ class ModuleChanges:
                 parameter.requires_grad_(False)
 
     def leave(self, dtypes: Mapping[int, torch.dtype]) -> None:
-        """Other pages are about to take over: nothing is given back, and what steps have left in `.grad` goes.
+        """Detaches the parameters from their pages before a re-layout: copies no values back, and clears `.grad` of gradients
+        that are in pages.
 
         Args:
-            dtypes: of the parameters' precise values, by id.
+            dtypes: most precise dtype of each parameter, by id.
         """
         for flat in (each for flats in self._flats for each in flats):
             if not flat.gradient.in_place:
@@ -148,16 +149,19 @@ class ModuleChanges:
 
     # -- at a step ----------------------------------------------------------------------------------------------------
 
-    def check_rearranged(self, optimizer: Optimizer, index: int) -> None:
-        """Nothing of what `outgrown` finds between two batches has happened since: this step would miss it."""
+    def check_not_unfrozen(self, optimizer: Optimizer, index: int) -> None:
+        """Checks that no parameter of an optimizer was unfrozen since the last check between two batches.
+
+        Raises:
+            UsageError: one was; this step could not update it.
+        """
         if any(item.parameter.requires_grad for item in self._frozen):
             self.check_frozen({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
 
     @contextmanager
     def data_replaced(self, index: int) -> Iterator[None]:
-        """Around an update of an optimizer: parameters to which the user has given other data (`parameter.data = ...`) in
-        this step are updated from what is in it, and have the new values there. From the next batch on the run is without
-        pages.
+        """Context of an optimizer's update that supports `parameter.data = ...` within the step: such a parameter is updated
+        from its new data, and the result is written there. From the next batch on the run is without pages.
 
         Raises:
             UsageError: the values would be lost, or two parameters have the same data.
@@ -169,37 +173,50 @@ class ModuleChanges:
         shared = overlap(self._module, self._module.parameters()) if replaced else None
         if shared is not None:
             raise UsageError(
-                f"{shared[0]} and {shared[1]} were given the same data in mid-step, so that a step of one changes the other, "
-                f"and pages are each one's own; give them the same data between two batches, or copies (tensor.clone())"
+                f"{shared[0]} and {shared[1]} were given the same data in mid-step, so that an update of one would change "
+                f"the other, and pages give each its own memory; assign the data between two batches, or assign copies "
+                f"(tensor.clone())"
             )
         for binding in replaced:
-            binding.take_replaced()
+            binding.copy_from_users_data()
         yield
         if replaced:
             self._updates.finish_all()
             for binding in replaced:
-                binding.give_replaced()
+                binding.copy_to_users_data()
 
     def strangers(self, optimizer: Optimizer) -> list[Tensor]:
-        """Parameters in the groups of an optimizer that the module has not, so that no pages have them."""
+        """Returns the parameters in an optimizer's groups that are not the module's, and therefore not in pages."""
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [parameter for parameter in self._known.strangers if id(parameter) in known]
 
-    def check_of_the_module(self, optimizer: Optimizer) -> None:
-        """What is in no pages needs no update as long as nothing computes with it."""
+    def check_strangers(self, optimizer: Optimizer) -> None:
+        """Checks that parameters of an optimizer that are not the module's have no gradient.
+
+        Raises:
+            UsageError: one has; it is not in pages, so that this step could not update it.
+        """
         for parameter in self.strangers(optimizer) if self._known.strangers else ():
             if parameter.grad is not None:
                 raise UsageError(
                     f"a parameter of shape {tuple(parameter.shape)} is in a group of {type(optimizer).__name__} and has a "
-                    f"gradient, and no module has it, so no pages have it and this step would leave it as it is; make it an "
-                    f"attribute of a module (self.name = parameter), or take it out of the group"
+                    f"gradient, and no module has it, so that it is not in pages and this step would not update it; make it "
+                    f"an attribute of a module (self.name = parameter), or remove it from the group"
                 )
 
     def check_frozen(self, among: Collection[int] | None = None) -> None:
+        """Checks that parameters that were frozen at set-up still are.
+
+        Args:
+            among: ids of the parameters to check; None for all.
+
+        Raises:
+            UsageError: one requires a gradient.
+        """
         for item in self._frozen:
             if item.parameter.requires_grad and (among is None or id(item.parameter) in among):
                 raise UsageError(
                     f"parameter {item.name} was frozen when its pages were laid out and requires a gradient now; it has no "
-                    f"master states in this step; unfreeze it between two batches (on_train_epoch_start, "
-                    f"on_train_batch_start)"
+                    f"optimizer states, so that this step could not update it; unfreeze it between two batches "
+                    f"(on_train_epoch_start, on_train_batch_start)"
                 )

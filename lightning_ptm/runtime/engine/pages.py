@@ -1,4 +1,4 @@
-"""Takes the pages of a run's model states, as the blueprint's inventory has them: once, at the start.
+"""Allocation of the pages of a run's model states, at set-up, row by row of the blueprint's inventory.
 
 Owns nothing afterwards: stores, gradients and states belong to the engine.
 """
@@ -38,12 +38,13 @@ _OF_FLATS = (What.PARAMETERS, What.MASTERS, What.STATES)
 
 
 class RunPages:
-    """Makes the objects that hold a unit's model states on this rank.
+    """Factory of the objects that hold a unit's model states on this rank. Each method raises CapacityError if a tier has too
+    few pages.
 
     Args:
-        checks_all: all of a flat's values are compared when it is given up, and not a sample (fingerprint.py).
-
-    Raises (each method): CapacityError, a tier has too few pages.
+        reused_tensors: tensors of the engine that this one replaces, reused in place.
+        checks_all: whether writes are detected by comparing all values of a flat when it is released, and not a sample
+            (uncounted_writes.py).
     """
 
     def __init__(
@@ -67,14 +68,15 @@ class RunPages:
         self._checks_all = checks_all
         self._reused_tensors = reused_tensors or ReusedTensors()
         self.views = PageViews(allocator.holds)
-        """The storages that parameters have in pages."""
+        """Views of pages that are the parameters' storages."""
         self._of_flats = {what: blueprint.inventory.of_flats(what) for what in _OF_FLATS}
 
         self.gradient_pages: GradientPages | None = None
-        """Made by `take_gradient_pages`, before `flats`."""
+        """Pages of gradients that are queued for lock-free updates; `take_gradient_pages` sets it, before `flats`."""
 
     def store(self, unit: int) -> UnitStore:
-        """Compute parameters: a home for this rank's shard of each flat; the bytes are not initialised."""
+        """Returns the store of a unit, with a home for this rank's shard of each flat's compute parameters; the bytes are not
+        initialised."""
         blueprint = self._blueprint
         by_name = {item.name: item.parameter for item in blueprint.units[unit].parameters}
         late = blueprint.updates_late(unit, apart=self._allocator.backend.apart)
@@ -110,13 +112,14 @@ class RunPages:
         return UnitStore(blueprint.units[unit], tuple(flats), elsewhere, late)
 
     def _fingerprint(self, layout: FlatLayout) -> Fingerprint | None:
-        # On a device of its own, comparing makes the host wait for it.
+        # On a separate device, the comparison would make the host wait.
         if self._allocator.backend.apart and not self._checks_all:
             return None
         return Fingerprint(layout, self._device, every_element=self._checks_all)
 
     def flats(self, store: UnitStore) -> tuple[FlatUpdate, ...]:
-        """Master states and gradients of a unit's trainable flats; of one that several optimizers update, one for each."""
+        """Returns the master weights, optimizer states and gradients of a unit's trainable flats; one entry per flat and
+        optimizer."""
         blueprint = self._blueprint
         updates = []
         for flat in store.flats:
@@ -131,23 +134,23 @@ class RunPages:
         return tuple(updates)
 
     def spares(self) -> tuple[PagedTensor, ...]:
-        """Pages for versions in the making, beside the homes of compute parameters."""
+        """Allocates spare versions for lock-free updates, in addition to the homes of compute parameters."""
         return self._taken(What.VERSIONS)
 
     def take_gradient_pages(self) -> GradientPages | None:
-        """Pages for gradients on their way to updates that run beside compute; None where `.grad` itself travels."""
+        """Allocates the pages of gradients that are queued for lock-free updates; None where `.grad` itself is queued."""
         if self._blueprint.lock_free is not None and self._blueprint.lock_free.gradients:
             self.gradient_pages = GradientPages(self._taken(What.GRADIENTS))
         return self.gradient_pages
 
     def buffers_for_saves(self) -> PageIOBuffers:
-        """Through which saves behind training bring what is on disk into memory."""
+        """Allocates the buffers through which background saves read states from disk."""
         return PageIOBuffers(self._allocator, self._taken(What.SAVES))
 
     def _states(
         self, flat: FlatLayout, traits: Sequence[OptimizerTraits], rank: int
     ) -> Iterator[tuple[int, FlatStates]]:
-        """(optimizer, what it keeps of a flat); all have the same master."""
+        """Yields each optimizer's number with its states of a flat; all share one tensor of master weights."""
         master = next(iter(self._of_flat(What.MASTERS, flat)), None)
         tensors = iter(self._of_flat(What.STATES, flat))
         for number, known in zip(flat.optimizers, traits, strict=True):
@@ -157,10 +160,10 @@ class RunPages:
 
     def _supply(self, flat: FlatLayout) -> PageSupply:
         route = self._blueprint.route(flat)
-        if route.waits is not Waits.TRAVELLING:
+        if route.waits is not Waits.QUEUED:
             return PageSupply(partial(self._own_gradient, flat), self._allocator.release)
         if self.gradient_pages is None:
-            raise InternalError(f"flat {flat.index} is made before the pages in which its gradient travels")
+            raise InternalError(f"flat {flat.index} is made before the pages of gradients that are queued for updates")
         return self.gradient_pages.supply(flat.shard_numel, route.dtype)
 
     def _own_gradient(self, flat: FlatLayout) -> PagedTensor:
@@ -180,7 +183,7 @@ class RunPages:
         return tuple(tensor for row in self._blueprint.inventory.of(what) for tensor in self._take(row))
 
     def _take(self, row: Row) -> list[PagedTensor]:
-        """What pages of its own hold lies in a row."""
+        """Allocates the tensors of a row; those that share no pages with others are made contiguous."""
         taken = []
         for _ in range(row.count):
             tensor = self._allocator.allocate(

@@ -1,4 +1,4 @@
-"""Set-up of a run, step by step: what the engine has done when its pages are taken.
+"""Steps of the engine's set-up: initial values, the update scheduler, the activation offload, a check of allocated pages.
 
 Owns nothing.
 """
@@ -34,7 +34,7 @@ from lightning_ptm.terms import Tier
 from lightning_ptm.update.updater import Updater
 
 
-def lay_first_values(
+def write_initial_values(
     module: nn.Module,
     given: Given,
     blueprint: Blueprint,
@@ -46,23 +46,23 @@ def lay_first_values(
     precise_bytes: int,
     handed: PreviousState | None = None,
 ) -> None:
-    """The parameters into pages, unit by unit, and buffers their values.
+    """Writes the parameters' initial values into pages, unit by unit, and initialises module buffers.
 
     Args:
         given: values that files provide.
-        trains: the run is a fit, whose optimizers may have no weights.
-        precise_bytes: that all weights take outside of pages.
-        handed: values that pages of an engine before this one provide.
+        trains: whether the run is a fit (its optimizers may have no parameters).
+        precise_bytes: bytes of all weights outside pages, in their most precise dtype.
+        handed: values in the pages of the engine that this one replaces.
     """
     bindings = [binding for store in stores for binding in store.bindings]
     parts = [pair for each in bindings for pair in zip(each.parameters, each.arrangement.boxes, strict=True)]
     boxes = {id(parameter): box for parameter, box in parts if box is not None}
     first = FirstValues(module, given, boxes)
-    # A run that trains nothing keeps no masters: what was not the user's own tensor is kept if it is cheap, that is, if
-    # RAM, and what the user allows of it, has room for it beside the pages. A true precision converts it for good.
+    # A run that trains nothing has no master weights: the precise originals of rounded parameters are kept if RAM, and the
+    # user's limit of it, have room for them in addition to pages. A true precision converts them for good.
     ram = blueprint.ram
     allowed = blueprint.budget[ram] - blueprint.pool_bytes[ram]
-    # Asked for only then: free RAM stands in a dozen of the system's files.
+    # Evaluated last: `free_host_bytes` reads a dozen system files.
     room = not (trains and any(blueprint.traits)) and 2 * precise_bytes < free_host_bytes() and precise_bytes <= allowed
     built = [not any(item.parameter.is_meta for item in store.unit.parameters) for store in stores]
     first.buffers()
@@ -83,8 +83,8 @@ def lay_first_values(
 
 
 def _made(first: FirstValues, stores: Sequence[UnitStore]) -> Iterator[tuple[UnitStore, list[FlatBinding]]]:
-    """First values are made unit by unit, and each time this yields what is complete by them and was not before: a unit,
-    but where its parameters are those of several units' modules."""
+    """Materialises the parameters unit by unit, and yields each store with the bindings that have become complete: those of
+    the unit, and those of earlier units that share parameters with its modules."""
     left: dict[int, list[FlatBinding]] = {}
     for store in stores:
         first.parameters(store.unit)
@@ -106,7 +106,7 @@ def update_scheduler(
     updater: Updater,
     number_of_step: Callable[[], int] | None = None,
 ) -> UpdateScheduler:
-    """As the settings say: synchronous or lock-free."""
+    """Creates the scheduler of updates: synchronous or lock-free, according to the blueprint."""
     default_dtype = torch.get_default_dtype() if blueprint.changes_default_dtype else None
     if blueprint.lock_free is None:
         in_thread = backend.apart and any(flats)
@@ -117,7 +117,7 @@ def update_scheduler(
             updater,
             blueprint.gradient_room_bytes,
             in_thread=in_thread,
-            # From the disk, what is read ahead comes in the order of gradients.
+            # With states on disk, updates follow the order of read-ahead, which is that of gradients.
             in_turn=in_thread and all(home.master.updates for home in blueprint.placement.homes),
             default_dtype=default_dtype,
             number_of_step=number_of_step,
@@ -141,7 +141,7 @@ def update_scheduler(
 def activations_offload(
     module: nn.Module, backend: Backend, stream: ComputeStream, allocator: Allocator, events: Events
 ) -> offload.Offload:
-    """Of activations to the host."""
+    """Creates the offload of activations to the host."""
     buffers = HostBuffers(backend, free_bytes=free_host_bytes)
     mover = ActivationMover(backend, copy_streams(backend), buffers, events)
     least = offload.LEAST_BYTES
@@ -150,16 +150,20 @@ def activations_offload(
 
 
 def check_taken(blueprint: Blueprint, allocator: Allocator, beside: Mapping[Tier, int]) -> None:
-    """What is taken without a row would be missing where the plan counts on it.
+    """Checks that set-up has allocated exactly the rows of the inventory: further pages would be missing where the plan needs
+    them.
 
     Args:
-        beside: pages that rows take more than they would fill, by tier.
+        beside: pages by tier that rows use in addition to their size.
+
+    Raises:
+        InternalError: the allocated bytes differ.
     """
     for tier in blueprint.budget:
         taken = allocator.capacity_bytes(tier) - allocator.free_bytes(tier) - beside.get(tier, 0) * allocator.page_size
         rows = blueprint.inventory.held_bytes(tier, Lifetime.RUN)
         if taken != rows:
             raise InternalError(
-                f"set-up has taken {taken} bytes of the {tier.name.lower()} tier, and the rows of its inventory come to "
+                f"set-up has allocated {taken} bytes of the {tier.name.lower()} tier, and the rows of its inventory sum to "
                 f"{rows}; nothing was trained; please report this with the settings of the strategy"
             )

@@ -1,4 +1,4 @@
-"""What a run has moved, waited for and updated so far, in numbers for logs."""
+"""Statistics of a run for logs: bytes moved, seconds waited, and updates done so far."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ class Statistics:
     """Totals of one rank since the run began.
 
     Attributes:
-        links: by "disk_to_device" and so on: bytes, transfers, and seconds with at least one in flight; with
+        links: bytes, transfers, and seconds with at least one transfer in flight, by link ("disk_to_device" and so on); with
             `activations="host"` also "activations_to_host" and "activations_to_device", on streams of their own.
         stall_s: seconds that compute waited, by cause: "fetch" for parameters, "update" for an update of them, "save" for
             checkpoints.
-        busy_s: seconds with a copy between tiers under way, on whatever link (on CUDA, copies between RAM and the device
-            count each for itself).
-        uses: of units' parameters, by where compute found them.
+        busy_s: seconds with a copy in flight on any link (on CUDA, copies between RAM and the device are added up).
+        uses: numbers of uses of units' parameters, by where compute found them.
         update_arithmetic_s: seconds of optimizer arithmetic.
-        staleness: of the parameters that training read; None for synchronous updates.
-        tokens: that travelled to experts and back; None where ranks do not divide them.
-        updates_per_step: how often a parameter was updated for each optimizer step; 1 in synchronous runs.
+        staleness: staleness of the parameters that training read; None for synchronous updates.
+        tokens: tokens sent to experts and back; None where experts are not divided over ranks.
+        updates_per_step: updates of a parameter per optimizer step; 1 in synchronous runs.
     """
 
     links: Mapping[str, LinkStats]
@@ -45,9 +44,9 @@ class Statistics:
 
 
 def collect(engine: Engine) -> Statistics:
-    """The numbers of an engine, now. Cheap: nothing is waited for."""
+    """Returns the statistics of an engine up to now. Cheap: waits for nothing."""
     updates = engine.updates if isinstance(engine.updates, LockFreeUpdates) else None
-    # An updating thread may wait for a checkpoint without anybody else noticing.
+    # An update thread that waits for a checkpoint does not stall compute.
     save_s = engine.save_stall_s + (0.0 if engine.updater.in_thread else engine.updater.stats.save_stall_s)
     links = {
         f"{source.name.lower()}_to_{target.name.lower()}": stats
@@ -68,7 +67,7 @@ def collect(engine: Engine) -> Statistics:
 
 
 def together(earlier: Statistics | None, now: Statistics) -> Statistics:
-    """Of a run that was laid out anew in between: totals of both parts. `updates_per_step` is of the one that goes on."""
+    """Returns the sum of a run's statistics before and after a re-layout; `updates_per_step` is that of the later part."""
     if earlier is None:
         return now
     links = {name: _sum(earlier.links.get(name), now.links.get(name)) for name in {**earlier.links, **now.links}}
@@ -89,7 +88,7 @@ def together(earlier: Statistics | None, now: Statistics) -> Statistics:
 
 
 def _sum(first: Any, second: Any) -> Any:
-    """Of two of a dataclass of numbers, of which either may be missing."""
+    """Returns the field-wise sum of two dataclasses of numbers; either may be None."""
     if first is None or second is None:
         return second if first is None else first
     added = {
@@ -99,10 +98,11 @@ def _sum(first: Any, second: Any) -> Any:
 
 
 def audit(engine: Engine) -> tuple[UpdateAudit, ...]:
-    """What became of each flat's gradients; empty for synchronous updates, where nothing can be pending between steps."""
+    """Returns the record of each flat's gradients and updates; empty for synchronous updates, where none is pending between
+    steps."""
     return engine.updates.audit() if isinstance(engine.updates, LockFreeUpdates) else ()
 
 
 def last_audit(engine: Engine) -> tuple[UpdateAudit, ...]:
-    """As `audit`, at the last drain. Waits for nothing, and can be asked when updates have failed."""
+    """As `audit`, at the last drain. Waits for nothing, and works after an update has failed."""
     return engine.updates.last_audit if isinstance(engine.updates, LockFreeUpdates) else ()

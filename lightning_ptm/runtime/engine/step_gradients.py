@@ -1,9 +1,8 @@
-"""What optimizers and the Trainer ask of gradients in pages around a step: unscale, clip, measure, use and forget them.
+"""Operations on gradients around an optimizer step: unscale, clip, compute norms, step, clear.
 
-Owns whether backward passes add up. All of it is collective.
+Owns the flag that backward passes accumulate without reduction. All operations are collective.
 
-I1: before a step uses gradients, those that were left to be reduced later are reduced, on all ranks, and what the user has
-done to `.grad` counts.
+I1: before a step uses gradients, postponed reductions are done on all ranks, and the user's changes to `.grad` are applied.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from lightning_ptm.update.trial.traits import OptimizerTraits
 
 
 class StepGradients:
-    """See the file's contract.
+    """Optimizer steps, and the operations on gradients before and after them.
 
     Args:
-        check_open: raises UsageError where the run has ended.
-        stream: that computes with the gradients.
+        check_open: raises UsageError if the run has ended.
+        stream: stream that computes with the gradients.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class StepGradients:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def arm(self, optimizer: Optimizer) -> None:
-        """The next backward pass may update units as they end."""
+        """Allows the next backward pass to update each unit when its backward ends."""
         if self.steps_itself(optimizer):
             return
         self._reduction.begin_step()
@@ -79,11 +78,11 @@ class StepGradients:
 
     @on_compute_stream
     def step(self, optimizer: Optimizer) -> None:
-        """One optimizer step with the gradients collected so far."""
+        """Runs one optimizer step with the gradients collected so far."""
         self._check_open()
         index = self._updates.groups.index_of(optimizer)
-        self._changes.check_rearranged(optimizer, index)
-        self._changes.check_of_the_module(optimizer)
+        self._changes.check_not_unfrozen(optimizer, index)
+        self._changes.check_strangers(optimizer)
         self._collect_postponed(STEP_ENDS)
         self._follow(index)
         transform = self._clipping.take(index)
@@ -97,31 +96,30 @@ class StepGradients:
                 flat.gradient.step_has_used()
         self._executor.guard_policy.updates_begin()
         if self._backwards.in_step:
-            self._executor.hold(0)  # manual optimization: code that no hook sees goes on to use the root
+            self._executor.hold(0)  # manual optimization: code outside any hook continues to use the root
 
     def steps_itself(self, optimizer: Optimizer) -> bool:
-        """Whether its own step updates its parameters, which are whole, and its states are its own."""
+        """Whether the optimizer is unpaged: its own `step` updates ordinary tensors, and it keeps its states itself."""
         return self._updates.groups.index_of(optimizer) in self._blueprint.unpaged_optimizers
 
     def traits_of(self, optimizer: Optimizer) -> list[OptimizerTraits]:
-        """What is known of its class, by the kinds of parameters that it updates."""
+        """Returns the traits of an optimizer, one entry for each flat that it updates."""
         return [
             flat.states.traits for _, flat in self._updates.groups.flats_of(self._updates.groups.index_of(optimizer))
         ]
 
     @property
     def in_mid_step(self) -> bool:
-        """Whether some units have been updated in a step that has not been taken to its end."""
+        """Whether some units have been updated in a step that has not finished."""
         return self._updates.in_mid_step
 
     @property
     def torn(self) -> bool:
-        """The same, also where the step was given up since."""
+        """As `in_mid_step`, but also if that step has been abandoned since."""
         return self._updates.torn
 
     def forget_states(self, optimizer: int, parameter: Tensor) -> None:
-        """An optimizer keeps nothing any more of earlier updates of a parameter: its next one begins afresh. Not collective;
-        to be done on all ranks."""
+        """Resets an optimizer's states of a parameter. Not collective, but must be called on all ranks."""
         self._updates.finish_all()
         for _, flat in self._updates.groups.flats_of(optimizer):
             known = zip(flat.store.binding.layout.slots, flat.store.binding.parameters, strict=True)
@@ -133,10 +131,10 @@ class StepGradients:
 
     @on_compute_stream
     def unscale(self, optimizer: Optimizer, scale: LossScale) -> bool:
-        """The next step takes the loss scale off the gradients.
+        """Makes the next step unscale the gradients.
 
         Returns:
-            False where there must be none, since they hold inf or NaN: they are skipped.
+            Whether to step; False if gradients contain inf or NaN, in which case they are discarded.
         """
         self._check_open()
         self._collect_postponed(STEP_ENDS)
@@ -151,24 +149,26 @@ class StepGradients:
         return finite
 
     def unscaled(self, optimizer: Optimizer) -> bool:
-        """Whether the next step takes a loss scale off the gradients."""
+        """Whether the next step unscales the gradients."""
         return self._clipping.unscales(self._updates.groups.index_of(optimizer))
 
     @on_compute_stream
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float, scale: LossScale | None) -> None:
+        """Clips an optimizer's gradients by their norm over all ranks. Collective."""
         self._collect_postponed(STEP_ENDS - 1)
         self._follow(self._updates.groups.index_of(optimizer))
         self._clipping.by_norm(self._updates.groups.index_of(optimizer), max_norm, scale)
 
     @on_compute_stream
     def clip_by_value(self, optimizer: Optimizer, clip_value: float, scale: LossScale | None) -> None:
+        """Clips each element of an optimizer's gradients. Collective."""
         self._collect_postponed(STEP_ENDS - 1)
         self._follow(self._updates.groups.index_of(optimizer))
         self._clipping.by_value(self._updates.groups.index_of(optimizer), clip_value, scale)
 
     @on_compute_stream
     def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0, scale: LossScale | None = None) -> Tensor:
-        """The global norm of an optimizer's gradients, over all ranks, wherever they are kept. Collective."""
+        """Returns the norm of an optimizer's gradients over all ranks and tiers. Collective."""
         if self.steps_itself(optimizer):
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             return total_norm([torch.linalg.vector_norm(each, norm_type) for each in gradients], norm_type)
@@ -178,7 +178,12 @@ class StepGradients:
 
     @on_compute_stream
     def zero_grad(self, optimizer: Optimizer, *, forget: bool) -> None:
-        """Forgets the gradients of an optimizer's parameters; or they are about to be overwritten in place."""
+        """Clears the gradients of an optimizer's parameters.
+
+        Args:
+            forget: whether gradients are dropped; else they become zero (`set_to_none=False`), and the caller overwrites
+                those that are in `.grad`.
+        """
         for _, flat in self._updates.groups.flats_of(self._updates.groups.index_of(optimizer)):
             if forget:
                 flat.gradient.clear()
@@ -187,18 +192,18 @@ class StepGradients:
 
     @on_compute_stream
     def show_gradients(self, optimizer: Optimizer) -> None:
-        """`.grad` of an optimizer's parameters shows what is in pages."""
+        """Makes `.grad` of an optimizer's parameters show the gradients in pages."""
         for _, flat in self._updates.groups.flats_of(self._updates.groups.index_of(optimizer)):
             flat.gradient.grad_attribute.show()
 
     @property
     def adds_up(self) -> bool:
-        """Inside of `without_reduction`."""
+        """Whether the context `without_reduction` is active."""
         return self._adds_up
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
-        """Backward passes inside leave their gradients to be reduced with those of a later one, or at the step."""
+        """Context in which backward passes postpone the reduction of their gradients to a later pass, or to the step."""
         self._adds_up, before = True, self._adds_up
         try:
             with self._reduction.postponed():
@@ -207,15 +212,15 @@ class StepGradients:
             self._adds_up = before
 
     def _follow(self, optimizer: int) -> None:
-        """What the user has done to `.grad` of an optimizer's parameters counts."""
+        """Applies the user's changes to `.grad` of an optimizer's parameters."""
         for flat in (each for flats in self._flats for each in flats):
             flat.gradient.grad_attribute.resolve()
         for _, flat in self._updates.groups.flats_of(optimizer):
             flat.gradient.apply_user_changes()
 
     def _collect_postponed(self, position: int) -> None:
-        """Reduces all gradients that are still in `.grad`, on all ranks, which meet at `position`."""
+        """Reduces all gradients that are still in `.grad`, on all ranks, after a barrier at `position`."""
         self._barriers.reach_step(position)
         self._reduction.collect_postponed()
         if self._blueprint.holders.by_unit:
-            self._barriers.reach(position)  # others may have more units to reduce: what follows may be collective
+            self._barriers.reach(position)  # other ranks may have more units to reduce; the caller may run a collective

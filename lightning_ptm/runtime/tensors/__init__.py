@@ -1,1 +1,1 @@
-"""Tensors of torch, and elements of them in pages: storage, autograd graphs, reads and writes a page at a time."""
+"""Helpers for torch tensors and for their elements in pages: storage, autograd graphs, page-wise reads and writes."""

@@ -1,6 +1,6 @@
-"""What torch tells of calls and of their graphs: tensors in arguments, ways from node to node, who listens to a gradient.
+"""Inspection of calls and autograd graphs: tensors in arguments, walks over graph nodes, hooks on gradients.
 
-Owns nothing. Changes the order of hooks of ours only (`before_outputs`).
+Owns nothing. Changes only the order of our own hooks (`run_before_output_hooks`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from lightning_ptm.torch_internals import (
 not_compiled = partial(
     torch.compiler.disable, reason="angel_ptm fetches weights here; compile units (a transformer's blocks) one by one"
 )
-"""torch.compile must neither trace a hook nor remember what it did: the compiled code is cut in two around it."""
+"""Decorator of hooks, which torch.compile must not trace: it makes a graph break around each call."""
 
 _OPAQUE = (str, int, float, type, nn.Module, types.ModuleType, types.FunctionType, types.MethodType, partial)
-"""Kinds of arguments that hold no tensors of a call."""
+"""Types of arguments that contain no tensors of a call."""
 
 DERIVATIVES = "a derivative of torch.func (grad, vjp, jvp, jacrev, hessian...)"
 
@@ -46,29 +46,29 @@ def in_backward() -> bool:
 
 @torch.compiler.disable
 def in_transform() -> bool:
-    """Whether this is computed inside of a transform of torch.func, such as vmap."""
+    """Whether this thread is inside a transform of torch.func, such as vmap."""
     return bool(transform_level() is not None)
 
 
 def in_derivative() -> bool:
-    """Whether this is computed inside of a derivative of torch.func, which autograd's hooks hear nothing of. Not to be asked
-    where torch.compile traces."""
+    """Whether this thread is inside a derivative of torch.func, which does not call autograd hooks. Must not be called while
+    torch.compile traces."""
     stack = transforms() if transform_level() else None
     kinds = (TransformType.Grad, TransformType.Jvp)
     return stack is not None and any(each.key() in kinds for each in stack)
 
 
 def refuse_derivative(unit: str) -> NoReturn:
-    """Raises UsageError: a unit of that name is called inside of a derivative of torch.func."""
+    """Raises UsageError: the unit of that name is called inside a derivative of torch.func."""
     raise UsageError(
-        f"{unit or 'the root'} is called inside of {DERIVATIVES}, which keeps its weights for longer "
-        f"than its pages are there; use torch.autograd.grad(output, inputs), or keep everything in RAM, in a true "
+        f"{unit or 'the root'} is called inside of {DERIVATIVES}, which uses its weights after its pages are "
+        f"released; use torch.autograd.grad(output, inputs), or keep everything in RAM, in a true "
         f"precision on one rank"
     )
 
 
 def double_backward() -> UsageError:
-    """The error of a backward pass that is to be differentiated in its turn."""
+    """Returns the error for a backward pass with `create_graph=True`."""
     return UsageError(
         "backward with create_graph=True (double backward) was started; a unit's parameters may be released "
         "before the second pass reads them, so this is refused; compute that loss in a module outside this "
@@ -77,14 +77,15 @@ def double_backward() -> UsageError:
 
 
 def refuse_double_backward() -> None:
-    """Raises UsageError: a gradient is computed so that it can be differentiated in its turn."""
+    """Raises UsageError if the present backward pass has `create_graph=True`."""
     # Gradients run with grad mode off unless create_graph is set (a recomputed forward turns it on for itself).
     if torch.is_grad_enabled():
         raise double_backward()
 
 
 def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples, dicts, dataclasses and other objects, but modules; out of vmap's wrappers."""
+    """Yields all tensors in nested lists, tuples, dicts, dataclasses and other objects except modules; unwraps functorch
+    tensors."""
     if isinstance(value, Tensor):
         while is_wrapped_by_transform(value):
             value = unwrapped(value)
@@ -93,7 +94,7 @@ def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
     seen = {} if seen is None else seen
     if isinstance(value, _OPAQUE) or id(value) in seen:
         return
-    seen[id(value)] = value  # which keeps its id from others
+    seen[id(value)] = value  # keeps the object alive, so that its id is not reused
     items: Iterable[Any] = ()
     if isinstance(value, Mapping):
         items = value.values()
@@ -108,12 +109,12 @@ def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
 
 
 class OwnHook(partial[Any]):
-    """A hook of ours on a tensor."""
+    """Hook on a tensor that the runtime has registered, not the user."""
 
 
-def others_hear_of(tensor: Tensor) -> bool:
-    """Whether somebody else is to get a tensor's gradient (`register_hook`, `retain_grad`). Hooks over several tensors, ours
-    among them, change no gradient and do not count."""
+def user_receives_gradient(tensor: Tensor) -> bool:
+    """Whether the user receives a tensor's gradient (`register_hook`, `retain_grad`). Hooks over several tensors, including
+    ours, do not count, since they change no gradient."""
     hooks = (hooks_of(tensor) or {}).values()
     return tensor.retains_grad or any(
         not isinstance(each, OwnHook) and getattr(each, "__module__", "") != torch.autograd.graph.__name__
@@ -121,8 +122,9 @@ def others_hear_of(tensor: Tensor) -> bool:
     )
 
 
-def before_outputs(tensor: Tensor, key: int) -> None:
-    """A hook on what a unit takes is called before those on it as what another unit gave, which were there first."""
+def run_before_output_hooks(tensor: Tensor, key: int) -> None:
+    """Moves the hook `key`, on a unit's input, before our hooks on the same tensor as another unit's output, which were
+    registered earlier."""
     hooks = hooks_of(tensor)
     assert hooks is not None
     ids = list(hooks)
@@ -133,16 +135,20 @@ def before_outputs(tensor: Tensor, key: int) -> None:
 
 
 def nodes_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Of tensors that are no leaves, and of what they are views of."""
+    """Returns the graph nodes of non-leaf tensors and of their bases."""
     bases = (base_of(tensor) for tensor in tensors)
     return tuple(each.grad_fn for each in (*tensors, *bases) if each is not None and each.grad_fn is not None)
 
 
-def ways_out(outputs: Sequence[Tensor], began: int, known: Sequence[Any], inside: frozenset[int]) -> tuple[Any, ...]:
-    """The nodes of a call's graph that hand gradients to others than `known` and the parameters `inside`, by id.
+def exit_nodes(outputs: Sequence[Tensor], began: int, known: Sequence[Any], inside: frozenset[int]) -> tuple[Any, ...]:
+    """Returns the nodes of a call's graph that pass gradients out of it: to nodes from before the call other than `known`, or
+    to leaves other than `inside`.
 
     Args:
-        began: nodes with a lower number are of before the call.
+        outputs: outputs of the call.
+        began: sequence number of the call's first node; nodes with lower numbers are from before the call.
+        known: nodes at which the walk stops.
+        inside: ids of the unit's parameters.
     """
     found: dict[Any, None] = {}
     ours = [node for node in nodes_of(outputs) if number_of_node(node) >= began]

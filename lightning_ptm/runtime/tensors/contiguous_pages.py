@@ -1,6 +1,8 @@
-"""Device pages whose bytes follow each other, for flats and buffers that kernels and collectives read as one tensor.
+"""Allocation of contiguous device pages, for flats and buffers that kernels and collectives use as one tensor.
 
-Owns nothing. I1: what cannot be had has taken nothing.
+Owns nothing.
+
+I1: a failed allocation keeps no pages.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ if TYPE_CHECKING:
 
 
 def contiguous_device_pages(allocator: Allocator, name: str, numel: int, dtype: torch.dtype) -> PagedTensor:
-    """A tensor of so many elements, with undefined contents.
+    """Returns a tensor of `numel` elements in contiguous device pages, with undefined contents.
 
     Raises:
-        CapacityError: there are no such pages.
+        CapacityError: there are too few free pages, or they are not contiguous.
     """
     tensor = allocator.allocate(name, numel, dtype, Tier.DEVICE)
     if not tensor.is_contiguous:
         pages = len(tensor.pages)
         allocator.release(tensor)
         raise CapacityError(
-            f"{name} needs {pages} device pages in a row and the free ones are scattered; other units are given up "
+            f"{name} needs {pages} contiguous device pages and the free ones are scattered; other units are released "
             f"first; raise device_memory (host_memory on a CPU-only machine) if this repeats"
         )
     return tensor

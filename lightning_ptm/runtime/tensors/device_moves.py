@@ -1,6 +1,6 @@
-"""What a module holds beside parameters goes to another device: buffers, and what classes move themselves, such as metrics.
+"""Moves of a module to another device without its parameters: buffers, and tensors that classes move themselves (metrics).
 
-Parameters live in pages and stay where they are, in whichever state they are.
+Parameters are in pages and are not touched, whatever their state.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_ptm.torch_internals import PARAMETERS, apply_of, buffers_in, flat_weight_names, parameters_in
 
 
-def move_beside_parameters(root: nn.Module, device: torch.device) -> None:
-    """Moves what `root.to(device)` moves, but for parameters and for tensors without memory (of the meta device)."""
+def move_buffers_and_metrics(root: nn.Module, device: torch.device) -> None:
+    """Moves what `root.to(device)` moves, except parameters and meta tensors."""
 
     def moved(value: Tensor) -> Tensor:
         return value if value.is_meta else value.to(device)
@@ -27,10 +27,11 @@ def move_beside_parameters(root: nn.Module, device: torch.device) -> None:
 
 
 def _apply_without_parameters(owner: nn.Module, function: object) -> None:
-    """Calls a class's own `_apply`, by which torchmetrics' and others' move what is no buffer.
+    """Calls a class's own `_apply`, by which torchmetrics and others move tensors that are not buffers.
 
-    No module inside has parameters meanwhile: they are ordinary attributes, which a class may look at; what it puts in their
-    place does not count. torch's recurrent layers, which hold theirs a second time, go out of it as they went in.
+    During the call, the parameters of all submodules are ordinary attributes, so that `_apply` does not move them; new values
+    of these attributes are discarded. torch's recurrent layers, which keep second references to their parameters, are
+    restored afterwards.
     """
     inside = list(owner.modules())
     parameters = [parameters_in(each) for each in inside]

@@ -1,9 +1,8 @@
-"""Moves elements between paged tensors of any tier and ordinary tensors on the CPU, a page at a time.
+"""Page-wise copies between paged tensors of any tier and ordinary CPU tensors.
 
-Knows pages and stretches of parameters (`Segment`); nothing of names, units or steps. Of a tensor on disk no more than
-`BUFFERS` pages are in memory, but for one of codes (QuantizedTensor) that is written, which are there whole. The
-caller sees to
-it that nothing else writes the pages meanwhile.
+Knows pages and segments of parameters (`Segment`), but no names, units or steps. Of a tensor on disk, at most `BUFFERS` pages
+are in memory at a time, except for a quantized tensor that is written, which is in memory as a whole. The caller must ensure
+that nothing else writes the pages during a copy.
 """
 
 from __future__ import annotations
@@ -34,36 +33,36 @@ if TYPE_CHECKING:
     from lightning_ptm.planning.tensor_slices import TensorSlice
 
 BUFFERS = 4
-"""Pages that are read, or written, at once."""
+"""Number of pages that are read or written at once."""
 
 
 Elements = PagedTensor | EncodedTensor | QuantizedTensor
-"""Of what is encoded, the elements are what it stands for."""
+"""Paged tensor whose elements are read and written; for encoded ones, the decoded elements."""
 
 
 def in_pages(tensor: Elements) -> PagedTensor:
-    """Where they lie."""
+    """Returns the paged tensor in which the elements, or their codes, are stored."""
     return tensor if isinstance(tensor, PagedTensor) else tensor.paged
 
 
 def elements_of(tensor: Elements, stored: Tensor, numel: int) -> Tensor:
-    """The `numel` elements of a stretch of which `stored` lies in pages, which it is where nothing is encoded."""
+    """Returns the `numel` elements of which `stored` is the content of pages: decoded, or `stored` itself if not encoded."""
     return stored if isinstance(tensor, PagedTensor) else tensor.decoded(stored, numel)
 
 
 def _stretch(tensor: Elements, start: int, numel: int) -> tuple[int, int]:
-    """(first element, elements) in pages of at most `numel` elements from `start` on."""
+    """Returns (first stored element, number of stored elements) of at most `numel` elements from `start` on."""
     numel = min(numel, tensor.numel - start)
     return (start, numel) if isinstance(tensor, PagedTensor) else tensor.stretch(start, numel)
 
 
 def read(allocator: Allocator, paged: Elements) -> Tensor:
-    """All elements, in memory of their own or as a view of the pages."""
+    """Returns all elements, as a view of the pages if possible, else as a copy."""
     if isinstance(paged, PagedTensor) and paged.tier.addressable:
         return paged.tensor().cpu()
     values = torch.empty(paged.numel, dtype=paged.dtype)
     step, stored = step_of(allocator, paged), in_pages(paged)
-    # The plan has room for these only where something is on disk.
+    # The plan reserves memory for these buffers only if something is on disk.
     through = [] if stored.tier.addressable else [(stored.dtype, stored.numel)]
     with contextlib.closing(PageIOBuffers.for_now(allocator, through)) as buffers:
         stretches = ((start, min(step, paged.numel - start)) for start in range(0, paged.numel, step))
@@ -73,7 +72,7 @@ def read(allocator: Allocator, paged: Elements) -> Tensor:
 
 
 def write(allocator: Allocator, paged: Elements, values: Tensor, *, seen: Seen = unseen) -> None:
-    """Replace all elements. `seen` is told how many more bytes were."""
+    """Replaces all elements. Calls `seen` with the number of bytes written since the last call."""
     whole = Segment(0, 0, 0, paged.numel, ragged=False)
     fill(allocator, paged, [whole], [values], seen=seen)
 
@@ -81,13 +80,13 @@ def write(allocator: Allocator, paged: Elements, values: Tensor, *, seen: Seen =
 def chosen(
     allocator: Allocator, paged: Elements, stretches: Iterable[tuple[int, int]], buffers: PageIOBuffers
 ) -> Iterator[tuple[int, Tensor]]:
-    """(first element, elements) of stretches, which are asked for one when that one is about to be read; each is good until
-    the next is asked for.
+    """Yields (first element, elements) of ranges of elements; each result is valid until the next is requested. Ranges are
+    consumed lazily, when their read starts.
 
     Args:
-        stretches: (first element, number of elements), each a multiple of 4096, but for the end of the last; of no more
-            elements than the buffers hold, and chunks of what is encoded.
-        buffers: where stretches on disk are read to.
+        stretches: (first element, number of elements) of each range, multiples of 4096 except at the end of the last; not
+            longer than the buffers, and whole chunks of encoded tensors.
+        buffers: buffers into which ranges on disk are read.
     """
     stored = in_pages(paged)
     if stored.tier.addressable:
@@ -107,7 +106,7 @@ def chosen(
                     buffers.give_back(buffer)
                     break
                 first, length = _stretch(paged, *found)
-                # A disk is read by blocks; only codes begin within one.
+                # Disks are read in blocks; only ranges of codes begin within a block.
                 block = BLOCK_BYTES // stored.dtype.itemsize
                 begin = first // block * block
                 end = min(round_up(first + length, block), stored.numel)
@@ -120,7 +119,7 @@ def chosen(
                     part = buffer.tensor().narrow(0, lead, _stretch(paged, start, numel)[1])
                     yield start, elements_of(paged, part, numel)
                 finally:
-                    buffers.give_back(buffer)  # also when nobody asks for more
+                    buffers.give_back(buffer)  # also if the caller stops early
             elif more:
                 raise InternalError(f"nothing of {stored.name} can be read: all buffers of {stored.dtype} are in use")
     finally:
@@ -140,15 +139,15 @@ def fill(
     keep: bool = True,
     seen: Seen = unseen,
 ) -> None:
-    """Write stretches of whole parameters into a shard, reading of each no more than lies in it.
+    """Writes values of whole parameters into a shard, reading only the elements that are in the shard.
 
     Args:
-        segments: which parameters lie where in the shard.
-        given: for each parameter its values, on the CPU.
-        boxes: for each that is a part of a larger one, which; its values may be those of the larger one.
-        through: values are rounded to this dtype on their way.
-        keep: parameters that are not given keep their elements; otherwise they become 0.
-        seen: is told how many more bytes of the shard were given.
+        segments: segments of parameters in the shard.
+        given: values of each parameter, on the CPU; None for parameters that are not written.
+        boxes: slice of each parameter; None for whole ones. Values of a slice may be those of the whole parameter.
+        through: dtype to which values are rounded before they are written.
+        keep: whether parameters without values keep their elements; else these become 0.
+        seen: called with the number of bytes written since the last call.
     """
     keep = keep and any(given[segment.parameter] is None for segment in segments)
 
@@ -174,19 +173,22 @@ def fill(
 def lay(
     allocator: Allocator,
     paged: Elements,
-    setup_barrier: Iterable[tuple[int, Tensor]],
+    chunks: Iterable[tuple[int, Tensor]],
     *,
     keep: bool = False,
     seen: Seen = unseen,
 ) -> None:
-    """Write elements as they come.
+    """Writes chunks of elements from an iterator.
 
     Args:
-        arrivals: (first element, elements on the CPU), in ascending order; each is asked for when the one before is written.
-        seen: as for `fill`.
-        keep: elements that do not come stay as they are; otherwise they become 0.
+        chunks: (first element, elements on the CPU), in ascending order; each is requested after the one before is written.
+        keep: whether elements in no chunk keep their values; else they become 0.
+        seen: see `fill`.
+
+    Raises:
+        InternalError: chunks reach beyond the tensor's end.
     """
-    coming = iter(setup_barrier)
+    coming = iter(chunks)
     left: tuple[int, Tensor] | None = None
 
     def put(target: Tensor, start: int) -> None:
@@ -207,11 +209,13 @@ def lay(
 
     _put_all(allocator, paged, put, keep=keep)
     if left is not None:
-        raise InternalError(f"elements from {left[0]} on came for {in_pages(paged).name}, which has {paged.numel}")
+        raise InternalError(
+            f"elements from {left[0]} on were given for {in_pages(paged).name}, which has {paged.numel}"
+        )
 
 
 def _put_all(allocator: Allocator, paged: Elements, put: Callable[[Tensor, int], None], *, keep: bool) -> None:
-    """Args: as `_change`."""
+    """Calls `put` for all elements of a tensor in any tier; arguments as for `_change`."""
     if isinstance(paged, PagedTensor) and paged.tier.addressable:
         put(paged.tensor(), 0)
     elif isinstance(paged, QuantizedTensor) and not paged.tier.addressable:
@@ -221,11 +225,11 @@ def _put_all(allocator: Allocator, paged: Elements, put: Callable[[Tensor, int],
 
 
 def _change(allocator: Allocator, tensor: Elements, put: Callable[[Tensor, int], None], *, keep: bool) -> None:
-    """Have all elements changed, a page, or a chunk of what is encoded, at a time.
+    """Changes all elements, one page (or one chunk of an encoded tensor) at a time.
 
     Args:
-        put: changes the elements that it is given, which begin at that one.
-        keep: it is given what they are.
+        put: changes elements in place; called with the elements and the index of the first.
+        keep: whether `put` needs the present elements.
     """
     step, stored = step_of(allocator, tensor), in_pages(tensor)
 
@@ -242,7 +246,7 @@ def _change(allocator: Allocator, tensor: Elements, put: Callable[[Tensor, int],
     buffers = PageIOBuffers.for_now(allocator, [(stored.dtype, stored.numel)])
     leaving: deque[tuple[PagedTensor, Transfer]] = deque()
     try:
-        with one_core():  # OpenMP's other threads would wait for the next copy on the cores of those that write
+        with one_core():  # idle OpenMP threads would spin on the cores that the disk's threads need
             for start in range(0, tensor.numel, step):
                 buffer = buffers.take(stored.dtype)
                 if buffer is None:
@@ -263,7 +267,8 @@ def _change(allocator: Allocator, tensor: Elements, put: Callable[[Tensor, int],
 def _change_codes(
     allocator: Allocator, coded: QuantizedTensor, put: Callable[[Tensor, int], None], *, keep: bool
 ) -> None:
-    """As `_change`, on disk: the codes of a page of values seldom begin with a disk block, so all are written at once."""
+    """As `_change`, for a quantized tensor on disk: the codes of a page of values seldom begin at a disk block, so that all
+    codes are written at once."""
     step = step_of(allocator, coded)
     codes = read(allocator, coded.paged) if keep else torch.empty(coded.paged.numel, dtype=torch.uint8)
     for start in range(0, coded.numel, step):
@@ -275,7 +280,7 @@ def _change_codes(
 
 
 def within(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segment]:
-    """The parts of segments, which are in order, that lie in [start, stop) of the shard."""
+    """Yields the parts of sorted segments that are in [start, stop) of the shard."""
     for index in range(bisect.bisect_right(segments, start, key=lambda segment: segment.stop), len(segments)):
         if segments[index].start >= stop:
             return
@@ -283,7 +288,7 @@ def within(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segme
 
 
 class PageIOBuffers:
-    """A few tensors in RAM of each dtype. Owns them until `close`."""
+    """Buffers in RAM for reads from and writes to disk, a few of each dtype. Owns their tensors until `close`."""
 
     def __init__(self, allocator: Allocator, tensors: Iterable[PagedTensor]) -> None:
         self._allocator = allocator
@@ -294,10 +299,10 @@ class PageIOBuffers:
 
     @classmethod
     def for_now(cls, allocator: Allocator, tensors: Iterable[tuple[torch.dtype, int]]) -> PageIOBuffers:
-        """As many as there is room for, one at least of each dtype.
+        """Allocates temporary buffers: up to `BUFFERS` of each dtype if there is room, at least one.
 
         Args:
-            tensors: (dtype, elements) of what is to be read or written through them.
+            tensors: (dtype, elements) of the tensors that are read or written through them.
         """
         taken: list[PagedTensor] = []
         tier = Tier.HOST if allocator.capacity_bytes(Tier.HOST) else Tier.DEVICE
@@ -313,7 +318,7 @@ class PageIOBuffers:
         return cls(allocator, taken)
 
     def take(self, dtype: torch.dtype) -> PagedTensor | None:
-        """One, or None while all are in use."""
+        """Returns a free buffer of a dtype, or None if all are in use."""
         return self._free[dtype].pop() if self._free[dtype] else None
 
     def give_back(self, buffer: PagedTensor) -> None:
@@ -325,14 +330,14 @@ class PageIOBuffers:
 
 
 def _end(transfers: Iterable[Transfer]) -> None:
-    """Nobody wants these any more: wait for them, whatever their outcome."""
+    """Waits for transfers whose results are not needed, and ignores their errors."""
     for transfer in transfers:
         with contextlib.suppress(Exception):
             transfer.wait()
 
 
 def step_of(allocator: Allocator, paged: Elements) -> int:
-    """Elements that are read, or written, at once: a page of them, or a chunk of what is encoded."""
+    """Returns the number of elements that are read or written at once: one page, or one chunk of an encoded tensor."""
     if isinstance(paged, EncodedTensor):
         return paged.encoding.chunk_numel
     return allocator.page_size // paged.dtype.itemsize

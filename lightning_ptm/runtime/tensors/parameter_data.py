@@ -1,4 +1,4 @@
-"""Other memory for a parameter that stays the same object, whatever device that memory is on. Owns nothing."""
+"""Replacement of a parameter's memory, on any device, that keeps the parameter object. Owns nothing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_ptm.torch_internals import (
 
 
 def set_data(parameter: nn.Parameter, value: Tensor) -> Tensor | None:
-    """`parameter.data = value`, also from and to devices of other libraries, where torch refuses to give a parameter another
-    device, and `Module.to` makes new parameters. This one stays the same object, with its hooks and its gradient.
+    """Sets `parameter.data = value`, also for devices of other libraries, where torch refuses to change a parameter's device
+    (and `Module.to` makes new parameters). The parameter stays the same object, and keeps its hooks and gradient.
 
     Returns:
-        The gradient, where it is shown of pages (grad_placeholder.py) and cannot come along; else None.
+        The gradient if it is a view of pages (grad_placeholder.py), which cannot be moved; else None.
     """
     try:
         parameter.data = value
@@ -28,9 +28,9 @@ def set_data(parameter: nn.Parameter, value: Tensor) -> Tensor | None:
         if can_share_data(parameter, value):
             raise
     hooks, later_hooks, gradient = hooks_of(parameter), accumulation_hooks_of(parameter), parameter.grad
-    # `.data` counts writes by itself, which a detached tensor would not.
+    # `.data` has a version counter of its own, which a detached tensor would share.
     swap_tensors(parameter, nn.Parameter(value.data, requires_grad=parameter.requires_grad))
-    # The dictionaries are the object's; what calls them went with the other tensor.
+    # The swap moves the code that calls the hooks to the other tensor: register the dictionaries again.
     put_hooks(parameter, hooks)
     put_accumulation_hooks(parameter, later_hooks)
     if gradient is None or type(gradient) is not Tensor:

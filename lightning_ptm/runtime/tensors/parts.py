@@ -1,12 +1,12 @@
-"""Parameters that are parts of larger ones: what is declared of them, whole values cut to parts, and parts put together.
+"""Sliced parameters (tensor parallelism): declaration of slices, slicing of whole values, and assembly of whole values.
 
-A strategy declares a box by a parameter's name (`AngelPTMStrategy.boxes`); the module holds the part, computes with it and
-gives it its first values. Ranks r of equal r % parts have the same parts and share their pages; ranks of equal r // parts are
-a group, which has one of each. Pages, updates and norms know elements only, each of which has one owner; files and
-checkpoints have whole tensors.
+A strategy declares a slice by a parameter's name (`AngelPTMStrategy.boxes`). The module has the slice as its parameter,
+computes with it and initialises it. Ranks r of equal r % parts have the same slices and shard them among themselves; ranks
+of equal r // parts are a tensor-parallel group, which together has all slices. Pages, updates and norms work on elements,
+each of which has one owner; files and checkpoints contain whole tensors.
 
-I1: a value that comes from outside is the whole or the part, which its shape tells. I2: nothing here copies more of a mapped
-tensor than was asked for, but for two rows of runs.
+I1: a value from outside is that of the whole parameter or of the slice, according to its shape.
+I2: nothing here copies more of a memory-mapped tensor than was requested, except for two rows of runs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from lightning_ptm.planning.expert_split import ExpertSplit
 from lightning_ptm.planning.tensor_slices import TensorSlice
 
 Boxes = Mapping[int, TensorSlice]
-"""Of parameters that are parts, by id."""
+"""Slices of the sliced parameters, by id of the parameter."""
 
 
 def declared(module: nn.Module, boxes: Mapping[str, TensorSlice]) -> dict[int, TensorSlice]:
-    """What was declared by name, checked against the module.
+    """Returns the slices that were declared by name, by id of the parameter, after a check against the module.
 
     Raises:
-        ConfigError: there is no such parameter, it has another shape than its part, or others are one of more parts.
+        ConfigError: a name is unknown, a parameter has another shape than its slice, tied parameters have different slices,
+            or parameters have different numbers of slices.
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     found: dict[int, TensorSlice] = {}
@@ -37,45 +38,45 @@ def declared(module: nn.Module, boxes: Mapping[str, TensorSlice]) -> dict[int, T
     for name, box in boxes.items():
         if name not in named:
             raise ConfigError(
-                f"{name} is declared to be a part of a larger parameter, and the {type(module).__name__} has none of that "
-                f"name; use a name of module.named_parameters()"
+                f"{name} is declared to be a slice of a larger parameter, and the {type(module).__name__} has no parameter "
+                f"of that name; use a name of module.named_parameters()"
             )
         parameter = named[name]
         if tuple(parameter.shape) != box.part_shape:
             raise ConfigError(
-                f"{name} has shape {tuple(parameter.shape)} and is declared to be {box.cut}, whose parts are "
-                f"{box.part_shape}; build the module with its part alone, or declare the whole's shape: "
-                f"Box.around(shape of the part, dimension, parts, index)"
+                f"{name} has shape {tuple(parameter.shape)} and is declared to be {box.cut}, whose slices are "
+                f"{box.part_shape}; build the module with its slice only, or declare the shape of the whole: "
+                f"TensorSlice.around(shape of the slice, dimension, parts, index)"
             )
         if found.setdefault(id(parameter), box) != box:
             raise ConfigError(
-                f"{name} is one parameter with another that is declared to be {found[id(parameter)].cut}, and itself to be "
-                f"{box.cut}; declare tied parameters alike, or once"
+                f"{name} is declared to be {box.cut}, and another name of the same parameter to be "
+                f"{found[id(parameter)].cut}; declare tied parameters alike, or once"
             )
         if first is not None and box.parts not in (1, first[1].parts):
             raise ConfigError(
-                f"{name} is one of {box.parts} parts and {first[0]} one of {first[1].parts}, and the ranks of a group have "
-                f"one part of each; cut all into as many parts, or leave some whole"
+                f"{name} is one of {box.parts} slices and {first[0]} one of {first[1].parts}, and each rank of a group has "
+                f"one slice of each; slice all into the same number, or leave some whole"
             )
     return {key: box for key, box in found.items() if box.parts > 1}
 
 
 def split_of(boxes: Boxes, world_size: int, expert_ranks: int, rank: int) -> ExpertSplit:
-    """The ranks by what they have of experts, which groups of `expert_ranks` divide, and of parameters in parts.
+    """Returns the division of ranks into expert groups of `expert_ranks` and into tensor-parallel groups.
 
     Raises:
-        ConfigError: they cannot be divided so, or this one should have other parts.
+        ConfigError: the world size is not divisible, or a slice's index does not match this rank.
     """
     for box in boxes.values():
         if world_size % box.parts:
             raise ConfigError(
-                f"a parameter is {box.cut}, and {world_size} ranks make no groups of {box.parts}; use a multiple of "
-                f"{box.parts} ranks, or fewer parts"
+                f"a parameter is {box.cut}, and {world_size} ranks do not divide into groups of {box.parts}; use a multiple "
+                f"of {box.parts} ranks, or fewer slices"
             )
         if box.index != rank % box.parts:
             raise ConfigError(
-                f"a parameter of rank {rank} is {box.cut}, the part {box.index}, and that rank has part {rank % box.parts} "
-                f"of everything; declare index=rank % parts"
+                f"a parameter of rank {rank} is {box.cut}, slice {box.index}, and that rank has slice {rank % box.parts} "
+                f"of every parameter; declare index=rank % parts"
             )
     return ExpertSplit(world_size, expert_ranks, next((box.parts for box in boxes.values()), 1))
 
@@ -84,8 +85,8 @@ def split_of(boxes: Boxes, world_size: int, expert_ranks: int, rank: int) -> Exp
 
 
 def elements(value: Tensor, box: TensorSlice | None, start: int, numel: int) -> Tensor:
-    """Elements [start, start + numel) of this rank's part, (numel,), of the whole or the part (I1): views where they follow
-    each other there."""
+    """Returns elements [start, start + numel) of this rank's slice, (numel,), given the value of the slice or of the whole
+    (I1): a view if they are contiguous there, else a copy."""
     flat = value.reshape(-1)
     if box is None or tuple(value.shape) == box.part_shape:
         return flat.narrow(0, start, numel)
@@ -98,7 +99,8 @@ def elements(value: Tensor, box: TensorSlice | None, start: int, numel: int) -> 
 
 
 def cut(value: Tensor, box: TensorSlice | None) -> Tensor:
-    """This rank's part of the whole, or the part itself (I1); a view but where sections have to be put together."""
+    """Returns this rank's slice, given the value of the whole or of the slice (I1): a view, unless the slice has several
+    sections."""
     if box is None or tuple(value.shape) == box.part_shape:
         return value
     size = box.shape[box.dimension] // (box.parts * box.sections)
@@ -108,17 +110,17 @@ def cut(value: Tensor, box: TensorSlice | None) -> Tensor:
 
 
 def put_together(part: Tensor, box: TensorSlice | None, communicator: Communicator) -> Tensor:
-    """The whole of a parameter, on the CPU, as the first group has its parts. Collective, of all ranks.
+    """Returns the whole value of a parameter, on the CPU, from the slices of the first group. Collective over all ranks.
 
     Args:
-        part: this rank's; of a whole parameter, its value.
+        part: value of this rank's slice, or of the whole parameter if `box` is None.
     """
     if box is None:
         return part
     whole = torch.empty(box.shape, dtype=part.dtype)
     table = whole.view(box.rows, box.parts, box.run_numel)
     for rank in range(box.parts):
-        told = part.contiguous() if rank == communicator.rank else torch.empty(box.part_shape, dtype=part.dtype)
-        communicator.broadcast(told, rank)
-        table[:, rank].copy_(told.view(box.rows, box.run_numel))
+        piece = part.contiguous() if rank == communicator.rank else torch.empty(box.part_shape, dtype=part.dtype)
+        communicator.broadcast(piece, rank)
+        table[:, rank].copy_(piece.view(box.rows, box.run_numel))
     return whole

@@ -1,1 +1,1 @@
-"""Parameters of units in pages: which modules form a unit, their shards, their gathered storage and who may read it."""
+"""Units and their parameters in pages: discovery of units, shards, gathered storage, and the guard against reads."""

@@ -1,13 +1,13 @@
-"""The only code that decides a parameter's storage (`param.data`).
+"""Binding of parameters to their flat: the only code that sets a parameter's storage (`param.data`).
 
-Owns the link between a flat and the parameters that are views of it; how they lie there, the arrangement says
-(arrangement.py). Knows tensors, never tiers or plans.
+Owns the link between a flat and the parameters that are views of it; arrangement.py defines where each is in the flat. Knows
+tensors, never tiers or plans.
 
-I1: a bound parameter is a view of the flat it was last bound to; a released one is one NaN expanded to its shape, and
-closed (guarded_parameter.py): reading or writing it raises at once. I2: one whose flat holds no precise values, or
-values that an update
-may be changing, is closed, too, while nothing computes with it. I3: shape, strides and identity of a parameter never change;
-its dtype changes once, to the compute dtype.
+I1: a bound parameter is a view of the flat that it was last bound to. A released one is a NaN expanded to its shape, and
+    closed (guarded_parameter.py): reading or writing it raises at once.
+I2: a bound parameter is also closed while nothing computes with it, if its flat is a rounded copy or an update may be
+    changing it.
+I3: shape, strides and identity of a parameter never change; its dtype changes once, to the compute dtype.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from lightning_ptm.runtime.units.uncounted_writes import Fingerprint
 from lightning_ptm.torch_internals import WithoutDispatch, negated_view, version_of
 
 ENDED = "ended with its run, which could not put them back into the module; load them from a checkpoint"
-"""What has become of values that nobody has: see `FlatBinding.absent`."""
+"""Reason why values are lost after a run; see `FlatBinding.absent`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
-    """A saved tensor over a parameter's bytes in pages, named instead of kept (section 4 of the design).
+    """Reference to a saved tensor that is a view of a parameter's pages; autograd saves it in place of the tensor (section 4
+    of the design).
 
     Attributes:
-        slot: of the parameter, in the flat of `binding`.
-        offset: elements of `dtype` before its first, counted from the parameter's first byte.
-        dtype, shape, stride, conj, neg: how the bytes are looked at, which need not be how the parameter does.
-        change: how often the parameter's values had changed when it was saved.
+        binding, slot: flat and slot of the parameter.
+        offset: elements of `dtype` between the parameter's first byte and the view.
+        dtype, shape, stride, conj, neg: properties of the view, which may differ from those of the parameter.
+        change: value of the parameter's change counter when the tensor was saved.
     """
 
     binding: FlatBinding
@@ -56,20 +57,20 @@ class Packed:
 
     @property
     def name(self) -> str:
-        """Of the parameter."""
+        """Name of the parameter."""
         return self.binding.layout.slots[self.slot].spec.name
 
 
 class FlatBinding:
-    """One flat of a unit and its parameters, in the order of the layout's slots.
+    """Link between one flat of a unit and its parameters, which are in the order of the layout's slots.
 
     Args:
-        is_copy: the parameters are copies, of more precise ones or of pages elsewhere, so what is written into them by hand
-            would be lost.
-        closes: they may be read while they are used only (I2): see `ParameterGuard`.
-        views: makes the storages of parameters in pages, for all flats of a run.
-        held: by this rank.
-        fingerprint: finds writes to copies that torch does not count; None: nobody looks for these.
+        is_copy: whether the parameters are copies (of more precise ones, or of pages in another tier), so that the user's
+            writes to them would be lost.
+        closes: whether the parameters may be read only while something computes with them (I2); see `ParameterGuard`.
+        views: views of pages, for all flats of a run.
+        held: whether this rank holds the flat.
+        fingerprint: detector of writes that torch's version counters miss; None for none.
     """
 
     def __init__(
@@ -105,31 +106,32 @@ class FlatBinding:
         self._base: Tensor | None = None
         self._versions: list[int] = []
         self._bound_as: Tensor | None = None
-        """The fingerprint of the values that the parameters are bound to; None while an update changes them."""
+        """Fingerprint of the values that the parameters are bound to; None while an update changes them."""
         self.changes = [0] * len(parameters)
-        """By slot, how often the values have changed: by updates, and by edits in `gathered`. Read by others."""
+        """Number of changes of the values (updates, and edits in `gathered`), by slot; read by other classes."""
         self._written: str | None = None
         self._lent_dtypes: list[torch.dtype] = []
-        self._theirs: dict[int, Tensor] = {}
-        """What `replaced` has told, while the parameters are lent."""
-        self._left: dict[int, Tensor] = {}
-        """Gradients that wait for the parameter of their slot to come back to their device."""
+        self._users_data: dict[int, Tensor] = {}
+        """Result of `replaced` before the parameters were lent."""
+        self._left_gradients: dict[int, Tensor] = {}
+        """Gradients, by slot, that are set again when the parameter is back on their device."""
         self.absent = ""
-        """Why nobody has values of the parameters now, and what to do; empty: somebody has."""
+        """Reason why the parameters have no values now, and what to do; empty if they have values."""
         self.lent = False
-        """Whether the parameters are in the user's hands, with storage that is not ours."""
+        """Whether the parameters are lent to the user (inside `gathered`), with storage outside pages."""
 
     @property
     def bound(self) -> bool:
+        """Whether the parameters are views of the flat."""
         return self._base is not None
 
     def gradients(self) -> list[Tensor | None]:
-        """What is in `.grad` of each parameter, of closed ones, too."""
+        """Returns `.grad` of each parameter, including closed ones."""
         with torch.DisableTorchFunctionSubclass():
             return [parameter.grad for parameter in self.parameters]
 
     def take_gradient(self, slot: int) -> Tensor | None:
-        """What was in `.grad` of the parameter of `slot`, where nothing is from now on."""
+        """Returns `.grad` of the parameter of `slot`, and sets it to None."""
         with torch.DisableTorchFunctionSubclass():
             parameter = self.parameters[slot]
             gradient, parameter.grad = parameter.grad, None
@@ -138,36 +140,36 @@ class FlatBinding:
     def bind(self, full: Tensor) -> None:
         """Makes the parameters views of `full`, a 1-D tensor of at least padded_numel elements."""
         self._note_writes()
-        with torch.DisableTorchFunctionSubclass():  # closed ones, too
+        with torch.DisableTorchFunctionSubclass():  # also for closed parameters
             for slot, view in enumerate(self._views.at(full)):
                 self._check_shape(slot)
-                self._set(slot, self._theirs.get(slot, view))
+                self._set(slot, self._users_data.get(slot, view))
             self._versions = [version_of(parameter) for parameter in self.parameters]
         self._base = full
-        self._theirs = {}
+        self._users_data = {}
         self.lent = False
         self.values_have_changed()
         self.parameter_guard.values_are(bound=True, lent=False)
 
     def values_will_change(self) -> None:
-        """An update, or what is loaded, is about to change the values that the parameters may be bound to."""
+        """Announces that an update or a load is about to change the flat's values; checks for the user's writes before."""
         self._note_writes()
         self._bound_as = None
 
     def values_have_changed(self) -> None:
-        """The values that the parameters may be bound to are others now, and rightly so."""
+        """Notes the flat's values after an update or a load, so that they do not count as the user's writes."""
         if self._fingerprint is not None and self._base is not None and not self.lent:
             self._bound_as = self._fingerprint.of(self._base)
 
     def lose(self, why: str) -> None:
-        """Nobody has its values from now on; empty: they are there again."""
+        """Marks the values as lost, for the reason `why`; an empty string marks them as present again."""
         self.absent = why
 
     def unbind(self, *, absent: str = "") -> None:
-        """Lets go of the flat; the parameters cannot be read until they are bound again.
+        """Detaches the parameters from the flat; they cannot be read until they are bound again.
 
         Args:
-            absent: which they will not be in this run: what has become of their values, and what to do.
+            absent: reason if they will not be bound again in this run, and what to do.
         """
         self._note_writes()
         with torch.DisableTorchFunctionSubclass():
@@ -182,8 +184,8 @@ class FlatBinding:
         self.parameter_guard.values_are(bound=False, lent=False)
 
     def values_change(self, slots: Iterable[int] | None = None) -> None:
-        """Parameters of these slots (all of them by default) get other values from here on: what autograd has saved of them
-        before is refused in a backward pass, as it is where a plain optimizer counts its writes."""
+        """Counts a change of the values of some slots (by default all): a backward pass then refuses tensors that autograd
+        has saved of them before, as it does after a plain optimizer's in-place update."""
         with torch.DisableTorchFunctionSubclass():
             for slot in range(len(self.parameters)) if slots is None else slots:
                 self.changes[slot] += 1
@@ -193,12 +195,12 @@ class FlatBinding:
                     self._versions[slot] += 1
 
     def leave(self, dtypes: Sequence[torch.dtype]) -> None:
-        """As `unbind`, for good: other pages will have the parameters, and look at their strides and these dtypes."""
+        """As `unbind`, for good, before a re-layout, which reads the parameters' strides and these dtypes."""
         self.unbind(absent=ENDED)
         with torch.DisableTorchFunctionSubclass():
             for slot, dtype in enumerate(dtypes):
                 shape, strides = self._shapes[slot], self.layout.slots[slot].spec.stride
-                # Takes addresses, and no memory as long as nobody writes to it.
+                # Untouched memory: takes addresses only.
                 nothing = (
                     torch.empty(shape, dtype=dtype)
                     if strides is None
@@ -210,9 +212,9 @@ class FlatBinding:
         parameter = self.parameters[slot]
         left = set_data(parameter, value)
         if left is not None:
-            self._left[slot] = left
-        elif self._left and slot in self._left and self._left[slot].device == value.device:
-            parameter.grad = self._left.pop(slot)
+            self._left_gradients[slot] = left
+        elif slot in self._left_gradients and self._left_gradients[slot].device == value.device:
+            parameter.grad = self._left_gradients.pop(slot)
 
     def _refusal(self, given: tuple[Any, ...]) -> UsageError:
         known = {id(parameter): slot for slot, parameter in enumerate(self.parameters)}
@@ -222,30 +224,29 @@ class FlatBinding:
         if self.absent:
             return UsageError(f"{name} was read or written, and its values {self.absent}")
         kept = (
-            "of which the module has a copy, rounded or not up to date"
+            "of which the module has a copy that may be rounded or out of date"
             if self.bound
-            else "which are in pages elsewhere"
+            else "which are in pages and not gathered"
         )
         return UsageError(
             f"{name} was read or written while nothing computes with its values, {kept}; read and edit weights inside "
-            f"`with trainer.strategy.gathered(module):` (write=False where you only read), or take module.state_dict(); "
+            f"`with trainer.strategy.gathered(module):` (write=False if you only read), or use module.state_dict(); "
             f"compute with them by calling the module that they belong to, or choose other units=[...]"
         )
 
     def check(self, *, computes_only: bool = False) -> None:
-        """Refuses parameters that somebody else has given other storage (I1) or written to: the values would be lost.
+        """Checks that the user has not replaced the parameters' storage (I1) or written to copies: values would be lost.
 
         Args:
-            computes_only: no update follows, so that other storage of the same shape does no harm.
+            computes_only: whether no update follows, so that other storage of the same shape does no harm.
 
         Raises:
-            UsageError: `parameter.data` was replaced, by a tensor of another shape or of the same; or a copy of a master
-                was written to in place.
+            UsageError: `parameter.data` was replaced, or a copy was written to in place.
         """
         if self.lent:
             raise UsageError(
                 f"a step begins inside `with strategy.gathered(module):`, where {self.layout.slots[0].spec.name} is whole "
-                f"and not in pages; end the block before"
+                f"and not in pages; end the block before the step"
             )
         with torch.DisableTorchFunctionSubclass():
             for slot in range(len(self.parameters)):
@@ -256,25 +257,25 @@ class FlatBinding:
         self.check_written()
 
     def check_written(self) -> None:
-        """Raises UsageError: a copy of more precise values, or of pages elsewhere, was written to in place."""
+        """Raises UsageError if the user has written to a copy (of more precise values, or of pages in another tier)."""
         written = self.written
         if written is not None:
             raise UsageError(
-                f"the data of parameter {written} was written to, and the precise values know nothing of it, so the "
-                f"new values would be lost; edit parameters inside `with strategy.gathered(module):`, and have an optimizer "
-                f"update them that configure_optimizers returns; where the module's own forward writes to it (Embedding and "
-                f"EmbeddingBag with max_norm), leave that out and clip the weight there, behind the step"
+                f"the data of parameter {written} was written to, and it is a copy of values in pages, so that the new "
+                f"values would be lost; edit parameters inside `with strategy.gathered(module):`, and update them with an "
+                f"optimizer that configure_optimizers returns; if the module's own forward writes to it (Embedding and "
+                f"EmbeddingBag with max_norm), leave that out and clip the weight inside `gathered`, after the step"
             )
 
     @property
     def written(self) -> str | None:
-        """The name of a parameter that was written to in place where that is lost; None as long as there was none."""
+        """Name of the first parameter to which the user has written where the values are lost; None if there is none."""
         self._note_writes()
         return self._written
 
     @property
     def keeps_writes(self) -> bool:
-        """Whether what is written to the parameters in place is their value from then on."""
+        """Whether in-place writes of the user to the parameters take effect."""
         return self.lent or (self._held and not self._is_copy and not self.parameter_guard.closes)
 
     def _note_writes(self) -> None:
@@ -293,13 +294,13 @@ class FlatBinding:
             if self._base is None:
                 raise UsageError(
                     f"parameter {self.layout.slots[slot].spec.name} was given other memory (Tensor.set_, "
-                    f"torch.utils.swap_tensors) while its values were in pages elsewhere, which know nothing of it, so the "
-                    f"new values would be lost; in a run started anew, copy values into it (copy_) inside "
-                    f"`with strategy.gathered(module):`, and leave its memory alone"
+                    f"torch.utils.swap_tensors) while its values were in pages and not gathered, so that the new values "
+                    f"would be lost; in a new run, copy values into it (copy_) inside `with strategy.gathered(module):`, and "
+                    f"do not replace its memory"
                 )
             raise UsageError(
-                f"the data of parameter {self.layout.slots[slot].spec.name} was replaced, and its pages know nothing of it, "
-                f"so the new values would be lost; edit parameters inside `with strategy.gathered(module):`"
+                f"the data of parameter {self.layout.slots[slot].spec.name} was replaced, and its values are in pages, so "
+                f"that the new values would be lost; edit parameters inside `with strategy.gathered(module):`"
             )
 
     def _is_replaced(self, slot: int) -> bool:
@@ -308,13 +309,13 @@ class FlatBinding:
         return place.numel > 0 and self.parameters[slot].data_ptr() != ours
 
     def replaced(self) -> dict[int, Tensor]:
-        """By slot, what the user has put in the place of our data (`parameter.data = ...`): the values of these parameters.
+        """Returns, by slot, the tensors that the user has assigned as data (`parameter.data = ...`) of bound parameters.
 
         Raises:
-            UsageError: a shape differs, or the parameters are copies, so that the precise values are others.
+            UsageError: a shape differs, or the parameters are copies, so that the assigned values would be lost.
         """
         if self.lent:
-            return self._theirs
+            return self._users_data
         with torch.DisableTorchFunctionSubclass():
             found = {slot: each.data for slot, each in enumerate(self.parameters) if self._is_replaced(slot)}
             for slot in found:
@@ -324,10 +325,11 @@ class FlatBinding:
         return found
 
     def give_up_resized(self, whole: Tensor | None = None) -> dict[str, nn.Parameter]:
-        """By name, parameters to which users have given another shape: they are theirs now, and others stand in for them.
+        """Gives up the parameters that the user has resized, and returns them by name; new parameters take their slots.
 
         Args:
-            whole: (padded_numel,), of which the others are views; by default what they are bound to, if that is precise.
+            whole: (padded_numel,) tensor of which the new parameters are views; by default the bound flat, unless it is a
+                copy.
         """
         whole, found = whole if whole is not None or self._is_copy else self._base, {}
         with torch.DisableTorchFunctionSubclass():
@@ -337,26 +339,26 @@ class FlatBinding:
                     found[self.layout.slots[at].spec.name] = parameter
         return found
 
-    def take_replaced(self) -> None:
-        """Our data gets the values of what the user has put in its place."""
+    def copy_from_users_data(self) -> None:
+        """Copies the data that the user has assigned (`replaced`) into the flat."""
         assert self._base is not None
-        for slot, theirs in self.replaced().items():
-            self.arrangement.view(self._base, slot).copy_(theirs)
+        for slot, data in self.replaced().items():
+            self.arrangement.view(self._base, slot).copy_(data)
 
-    def give_replaced(self) -> None:
-        """What the user has put in the place of our data gets the values of ours."""
+    def copy_to_users_data(self) -> None:
+        """Copies the flat's values into the data that the user has assigned (`replaced`)."""
         assert self._base is not None
         self.edited(self._base)
 
     def edited(self, whole: Tensor) -> None:
-        """What the user has put in the place of our data gets other values, of `whole` (padded_numel,)."""
-        for slot, theirs in self.replaced().items():
-            theirs.copy_(self.arrangement.view(whole, slot))
+        """Copies values of `whole` (padded_numel,) into the data that the user has assigned (`replaced`)."""
+        for slot, data in self.replaced().items():
+            data.copy_(self.arrangement.view(whole, slot))
 
     def lend(self, values: Iterable[Tensor]) -> None:
-        """Puts the parameters into the user's hands, with storage of their own, until they are bound or unbound."""
+        """Lends the parameters to the user, with `values` as their storage, until they are bound or unbound."""
         self._note_writes()
-        self._theirs = self.replaced()
+        self._users_data = self.replaced()
         self._lent_dtypes = []
         with torch.DisableTorchFunctionSubclass():
             for slot, value in enumerate(values):
@@ -366,36 +368,36 @@ class FlatBinding:
         self.parameter_guard.values_are(bound=self.bound, lent=True)
 
     def check_dtypes(self) -> None:
-        """Raises UsageError: a parameter that is lent has another dtype now."""
+        """Raises UsageError if the user has changed the dtype of a lent parameter."""
         for slot, (parameter, lent) in enumerate(zip(self.parameters, self._lent_dtypes, strict=True)):
             if self.lent and parameter.dtype is not lent:
                 raise UsageError(
                     f"{self.layout.slots[slot].spec.name} was given the dtype {parameter.dtype} inside of "
-                    f"`with strategy.gathered(module):`, and its pages are laid out for {lent}, so it would be rounded or "
-                    f"widened again; convert modules before the run (in __init__, setup or configure_model), or end this fit "
-                    f"and start another one"
+                    f"`with strategy.gathered(module):`, and its pages are laid out for {lent}, so that it would be "
+                    f"converted back; convert modules before the run (in __init__, setup or configure_model), or end this "
+                    f"fit and start another one"
                 )
 
     def nothing(self) -> list[Tensor]:
-        """Values of the right shapes that say nothing."""
+        """Returns placeholders of the parameters' shapes: a NaN expanded to each."""
         return [self._nan.expand(shape) for shape in self._shapes]
 
     def restore(self, slot: int, value: Tensor) -> None:
-        """Gives a parameter storage of its own again (end of a run)."""
+        """Gives a parameter `value` as its storage, outside pages (end of a run)."""
         self.parameter_guard.open_for_good(slot)
         self._set(slot, value)
 
     def forget(self) -> None:
-        """Lets go of the flat; the parameters, which have storage of their own, stay as they are (end of a run)."""
+        """Drops the flat; the parameters, whose storage is outside pages, stay as they are (end of a run)."""
         self._base = self._bound_as = None
         self._views.close()
         self.parameter_guard.forget()
 
     def check_views(self) -> None:
-        """Checks, before the flat is given up, that no view of a parameter is alive, whose bytes would become others.
+        """Checks, before the flat is released, that no view of a parameter is alive: its bytes would change.
 
         Raises:
-            UsageError: there is such a view.
+            UsageError: a view is alive.
         """
         if self._base is None or self.lent or not self._views.held_beside(self._base):
             return
@@ -404,59 +406,59 @@ class FlatBinding:
         if held:
             raise UsageError(
                 f"a view of {self.layout.slots[held[0]].spec.name} (of its data, detached, transposed or reshaped) is kept "
-                f"beyond the call that has computed with it, and its bytes will be others when the weight's pages are "
-                f"given up; keep a copy (`weight.detach().clone()`), save it with `ctx.save_for_backward` in an autograd "
-                f"function, or take the view where it is used; an exception that is kept holds the variables of all frames "
+                f"beyond the call that has computed with it, and its bytes will change when the weight's pages are "
+                f"released; keep a copy (`weight.detach().clone()`), save it with `ctx.save_for_backward` in an autograd "
+                f"function, or create the view where it is used; an exception that is kept holds the variables of all frames "
                 f"that it came through, until it is dropped or given `with_traceback(None)`"
             )
 
-    def lies_at(self, slot: int, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage that a parameter of the flat once had is where the flat is now."""
+    def is_at(self, slot: int, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage that the parameter of `slot` once had is at the flat's present address."""
         base = self._base
         start = self.layout.slots[slot].start
         return base is not None and storage.data_ptr() == base.data_ptr() + start * base.itemsize
 
     def slot_at(self, storage: torch.UntypedStorage) -> int | None:
-        """The slot of the bound parameter whose first byte is a storage's first; None: there is none."""
+        """Returns the slot of the bound parameter that begins at a storage's first byte; None if there is none."""
         base = self._base
         if base is None or self.lent or not 0 <= storage.data_ptr() - base.data_ptr() < base.numel() * base.itemsize:
             return None
         places = enumerate(self.layout.slots)
-        return next((slot for slot, place in places if place.numel and self.lies_at(slot, storage)), None)
+        return next((slot for slot, place in places if place.numel and self.is_at(slot, storage)), None)
 
     def name(self, slot: int, tensor: Tensor) -> Packed:
-        """Names a tensor over the bytes of the parameter of `slot`, whose storage it shares."""
+        """Returns a reference to a tensor that shares the storage of the parameter of `slot`."""
         offset, shape, stride = int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
-        looked_at = tensor.dtype, shape, stride, tensor.is_conj(), tensor.is_neg()
-        return Packed(self, slot, offset, *looked_at, self.changes[slot])
+        view = tensor.dtype, shape, stride, tensor.is_conj(), tensor.is_neg()
+        return Packed(self, slot, offset, *view, self.changes[slot])
 
     def unpack(self, packed: Packed, *, copied: bool, counted: bool = True) -> Tensor:
-        """What was named, over the bytes of the parameter where they are now, or over a copy of these.
+        """Returns the tensor of a reference, as a view of the parameter's present bytes or of a copy of them.
 
         Args:
-            counted: it must be gone when the flat is given up, as any view of the parameter (`check_views`).
+            copied: whether to copy the bytes.
+            counted: whether `check_views` finds the tensor if it is alive when the flat is released.
 
         Raises:
-            UsageError: the values have changed since.
+            UsageError: the values have changed since, or the parameters are lent to the user.
         """
         if self._base is None and self.lent:
             raise UsageError(
                 f"a backward pass runs inside `with strategy.gathered(module):`, where {packed.name} is whole and not in the "
-                f"pages that the forward before the block has computed with; end the block before, or compute the forward "
-                f"inside of it, too"
+                f"pages that the forward has used; end the block before the backward, or run the forward inside it, too"
             )
         if self._base is None:
             raise InternalError(f"{packed.name} is not gathered while a saved tensor of it is read")
         if self.changes[packed.slot] != packed.change:
             refuse_older(packed.name, self.changes[packed.slot] - packed.change)
-        with WithoutDispatch():  # modes of the user's, such as a selective checkpoint, need not hear of it
-            return self._seen(packed, copied=copied, counted=counted)
+        with WithoutDispatch():  # not for the user's dispatch modes, such as selective checkpointing
+            return self._view_of(packed, copied=copied, counted=counted)
 
-    def _seen(self, packed: Packed, *, copied: bool, counted: bool) -> Tensor:
-        assert self._base is not None  # as `unpack` knows
+    def _view_of(self, packed: Packed, *, copied: bool, counted: bool) -> Tensor:
+        assert self._base is not None  # checked by `unpack`
         place = self.layout.slots[packed.slot]
         part, offset = self._base[place.start : place.start + place.numel], packed.offset
-        if copied:  # no more than is looked at: code that reads a weight row by row saves each row
+        if copied:  # only the bytes of the view: code that reads a weight row by row saves each row
             size = packed.dtype.itemsize
             steps = zip(packed.shape, packed.stride, strict=True)
             reach = 1 + sum((many - 1) * stride for many, stride in steps) if 0 not in packed.shape else 0
@@ -472,19 +474,19 @@ class FlatBinding:
 
     def _check_shape(self, slot: int) -> None:
         found = self.parameters[slot]
-        # For a checkpoint, a part is lent as the larger one.
+        # For a checkpoint, a slice is lent as the whole parameter.
         if tuple(found.shape) != self._shapes[slot] and not (self.lent and self.arrangement.fits(slot, found)):
             raise UsageError(
                 f"parameter {self.layout.slots[slot].spec.name} had shape {self._shapes[slot]} at set-up and has "
-                f"{tuple(found.shape)} now; its pages do not fit it any more; change shapes between two batches, inside of "
+                f"{tuple(found.shape)} now; its pages no longer fit; change shapes between two batches, inside "
                 f"`with strategy.gathered(module):`"
             )
 
 
 def refuse_older(name: str, times: int) -> NoReturn:
-    """Raises UsageError, which begins as torch's own error: a parameter has changed so often since a forward used it."""
+    """Raises UsageError, beginning as torch's own error: a parameter has changed `times` times since a forward used it."""
     raise UsageError(
         f"one of the variables needed for gradient computation has been modified by an inplace operation: {name} has "
-        f"changed {times} times since the forward that used it (an optimizer's step, or an edit of weights), so gradients "
-        f"would be of other weights than the loss; run the backward before the step, or compute the forward again behind it"
+        f"changed {times} times since the forward that used it (an optimizer's step, or an edit of weights), so that "
+        f"gradients would not match the loss; run the backward before the step, or compute the forward again after it"
     )

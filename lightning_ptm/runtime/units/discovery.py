@@ -1,13 +1,14 @@
-"""Finds the units of a module: what is fetched and released together (the paper's layer).
+"""Discovery of the units of a module: modules whose parameters are fetched and released together (the paper's layer).
 
 Decides only: returns data and touches no parameter. Unit 0 is the root: everything that no other unit owns, and every
 parameter that several units share (tied weights), since the root is live through the whole iteration.
 
-I1: each parameter belongs to exactly one unit. I2: the order of units is the order of `named_modules`.
+I1: each parameter belongs to exactly one unit.
+I2: the order of units is the order of `named_modules`.
 
-Where ranks divide a unit's large parameters, each has its parts for itself, and what is left to gather of the unit are its
-vectors: norms and biases. With a gather and a reduction of its own, and a page while either is under way, each unit's few
-kilobytes would cost as much as megabytes. So these are the root's (`with_vectors_at_root`): one gather, one reduction.
+Under tensor parallelism a unit's large parameters are slices, which are not gathered; only its vectors (norms and biases)
+would be. An all-gather and a reduction of a few kilobytes cost as much as megabytes, and each takes a page. Therefore these
+vectors are fetched with the root (`with_vectors_at_root`): one all-gather and one reduction for all units.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from lightning_ptm.torch_internals import parameters_in
 Parts = Mapping[int, int]
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 MIN_UNIT_NUMEL = 4096
-"""Elements of containers with fewer parameters than this stay with their parent: a fetch of its own would cost more."""
+"""Elements of containers with fewer parameter elements than this stay with their parent: a separate fetch would cost more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnitParameter:
-    """A parameter and all the places (module, attribute) that hold it; `name` is the first, fully qualified."""
+    """A parameter, and all places (module, attribute) that refer to it; `name` is the qualified name of the first."""
 
     name: str
     parameter: nn.Parameter
@@ -39,12 +40,12 @@ class UnitParameter:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit of the running model.
+    """Modules whose parameters are fetched and released together.
 
     Attributes:
-        parameters: what is fetched and released with it.
-        own: what its modules hold, of parameters that no other unit's do: their first values come together, and files have
-            them under its name.
+        parameters: parameters that are fetched and released with the unit.
+        own: parameters that only this unit's modules refer to. They are initialised together, and files store them under the
+            unit's name. Differs from `parameters` where vectors are fetched with the root.
     """
 
     index: int
@@ -55,7 +56,7 @@ class Unit:
 
     @property
     def owners(self) -> tuple[nn.Module, ...]:
-        """The modules that hold `parameters` directly."""
+        """Modules that have one of `parameters` as an attribute."""
         return tuple({id(place): place for item in self.parameters for place, _ in item.places}.values())
 
 
@@ -82,7 +83,7 @@ def _automatic(root: nn.Module, parts: Parts) -> list[nn.Module]:
     def walk(module: nn.Module) -> None:
         for child in module.children():
             candidate = isinstance(module, _CONTAINERS) and _numel(child, parts) >= MIN_UNIT_NUMEL
-            # An element that is itself most of the model (an encoder in a Sequential) is no block: look inside it.
+            # An element that is most of the model (an encoder in a Sequential) is not a block: look inside it.
             if candidate and (2 * _numel(child, parts) <= total or not _has_blocks(child, parts)):
                 found.append(child)
             else:
@@ -103,26 +104,24 @@ def _refuse_lazy(root: nn.Module) -> None:
     for name, parameter in root.named_parameters():
         if is_lazy(parameter):
             raise ConfigError(
-                f"{name} gets its shape in the first forward (a Lazy module), and pages are laid out before; compute one in "
-                f"configure_model: `with torch.no_grad(): self(example)`, or give the sizes"
+                f"{name} gets its shape in the first forward (a Lazy module), and pages are laid out before; run a forward "
+                f"in configure_model: `with torch.no_grad(): self(example)`, or use a module with given sizes"
             )
 
 
 def discover(
     root: nn.Module, wanted: str | Sequence[str], also: Sequence[nn.Module] = (), parts: Parts = MappingProxyType({})
 ) -> tuple[Unit, ...]:
-    """The units of `root`, the root itself first.
+    """Returns the units of `root`, the root itself first.
 
     Args:
         root: the LightningModule.
-        wanted: `auto`, or class names of the modules that become units; these may be nested, the inner one then owns
-            its parameters.
-        also: modules that become units, too, where `wanted` is `auto`.
-        parts: by id of parameters that are parts of larger ones, how many there are of each: units are those of the whole
-            model.
+        wanted: `auto`, or class names of the modules that become units; of nested ones the inner one owns its parameters.
+        also: further modules that become units if `wanted` is `auto`.
+        parts: number of slices of each sliced parameter, by id, so that units are those of the whole model.
 
     Raises:
-        ConfigError: a class name that the model does not have; a parameter that has no shape yet.
+        ConfigError: the model has no module of a given class, or a parameter has no shape yet.
     """
     _refuse_lazy(root)
     chosen = [*_automatic(root, parts), *also] if wanted == "auto" else _named_by_user(root, list(wanted))
@@ -169,11 +168,11 @@ def discover(
 
 
 def with_vectors_at_root(units: Sequence[Unit], parts: Parts, apart: Container[int] = ()) -> tuple[Unit, ...]:
-    """The same, with the whole vectors of units that have parts of larger parameters fetched with the root.
+    """Returns the units with the unsliced vectors of units that have sliced parameters moved to the root.
 
     Args:
-        parts: as `discover`'s.
-        apart: units that not all ranks hold, which keep theirs.
+        parts: see `discover`.
+        apart: units that not all ranks hold; they keep their vectors.
     """
     root, *others = units
     moved: list[UnitParameter] = []

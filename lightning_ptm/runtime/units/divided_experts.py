@@ -1,4 +1,7 @@
-"""Which units are experts that ranks divide among them, and whose. A layer with experts: see experts.py."""
+"""Division of experts over ranks (expert parallelism): which units are experts, and which ranks hold them.
+
+Decides only. experts.py describes a layer with experts.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,21 @@ from lightning_ptm.planning.sharding import ModelSharding
 from lightning_ptm.runtime.units.discovery import Unit
 
 ATTRIBUTE = "expert_group"
-"""Of a layer that lets ranks divide its experts."""
+"""Attribute of layers whose experts can be divided over ranks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DividedExperts:
-    """Which units are experts, and whose. Equal on all ranks.
+    """Experts of a model and the ranks that hold them. Equal on all ranks.
 
     Attributes:
+        split: division of the ranks into expert groups.
         layers: modules with experts, with their names.
-        units: by layer and expert, the units that an expert consists of, its own first.
-        members: by unit the member of a group that holds it; other units are everybody's.
-        gradient_divisor: of gradients while experts compute them, where tokens of several ranks add up in 16 bits (the
-            loss scale's case). Experts' gradients are multiplied by it before they are reduced, whatever they come from:
-            see `ExpertGroup.compute`.
+        units: units of each expert, by layer and expert; the expert's own unit first.
+        members: index within its group of the rank that holds a unit, by unit; all ranks hold other units.
+        gradient_divisor: divisor of gradients while experts compute them, against overflow where tokens of several ranks add
+            up in 16 bits (with a loss scale). All gradients of experts are multiplied by it before they are reduced; see
+            `ExpertGroup.compute`.
     """
 
     split: ExpertSplit
@@ -38,29 +42,29 @@ class DividedExperts:
 
     @property
     def layer_of(self) -> dict[int, int]:
-        """By unit the place of its layer among `layers`."""
+        """Index in `layers` of each expert unit's layer, by unit."""
         return {unit: place for place, layer in enumerate(self.units) for expert in layer for unit in expert}
 
     @property
     def holders(self) -> ModelSharding:
-        """Who holds what."""
+        """Ranks that hold each unit."""
         return divided(self.split, self.members, self.gradient_divisor)
 
     @property
     def teams(self) -> RankTeams:
-        """Who has a part in what."""
+        """Teams of ranks that take part in each unit's collectives."""
         return RankTeams(
             self.split.groups, {unit: sharing.whole.ranks for unit, sharing in self.holders.by_unit.items()}
         )
 
 
 def expert_layers(root: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
-    """Modules that let ranks divide their experts, with their names."""
+    """Returns the modules whose experts can be divided over ranks, with their names."""
     return tuple((name, module) for name, module in root.named_modules() if hasattr(type(module), ATTRIBUTE))
 
 
 def experts_of(layer: nn.Module) -> nn.ModuleList:
-    """A layer's experts."""
+    """Returns the experts of a layer. Raises ConfigError if they are not in a ModuleList."""
     experts = getattr(layer, "experts", None)
     if not isinstance(experts, nn.ModuleList):
         raise ConfigError(
@@ -73,13 +77,13 @@ def experts_of(layer: nn.Module) -> nn.ModuleList:
 def divide(
     root: nn.Module, units: Sequence[Unit], split: ExpertSplit, *, scaled_to_overflow: bool = False
 ) -> DividedExperts:
-    """Finds the experts among the units.
+    """Finds the experts among the units, and assigns them to ranks.
 
     Args:
-        scaled_to_overflow: gradients are 16-bit numbers that a dynamic loss scale keeps just below their largest value.
+        scaled_to_overflow: whether gradients are 16-bit numbers that a dynamic loss scale keeps just below overflow.
 
     Raises:
-        ConfigError: there are none, or some cannot be divided.
+        ConfigError: there are no experts, or some cannot be divided.
     """
     layers = expert_layers(root)
     if not layers:
@@ -94,9 +98,8 @@ def divide(
         tuple(tuple(consists_of[_title(name, index)]) for index in range(len(experts_of(layer))))
         for name, layer in layers
     )
-    # An expert's gradient is a sum over its group's tokens and would overflow before the gradients of others, which are of
-    # one rank's tokens. Without a loss scale, small gradients are nearer to being lost than large ones to overflow. A power
-    # of two costs no bits.
+    # An expert's gradient is a sum over the tokens of its whole group and would overflow before other gradients, which are
+    # sums over one rank's tokens. Without a loss scale, underflow is the greater risk. Division by a power of two is exact.
     divisor = 1 << (split.size - 1).bit_length() if scaled_to_overflow else 1
     return DividedExperts(split, layers, by_layer, members, divisor)
 
@@ -104,15 +107,15 @@ def divide(
 def _claimed(
     layers: Sequence[tuple[str, nn.Module]], split: ExpertSplit
 ) -> tuple[dict[int, tuple[str, int]], dict[str, set[int]]]:
-    """By id of a parameter its expert and the member that holds it; and by expert the ids of its modules."""
+    """Returns each expert parameter's expert and holder, by id, and the ids of each expert's modules, by expert."""
     owner: dict[int, tuple[str, int]] = {}
     inside: dict[str, set[int]] = {}
     for name, layer in layers:
         experts = experts_of(layer)
         if len(experts) < split.size:
             raise ConfigError(
-                f"{name} ({type(layer).__name__}) has {len(experts)} experts and expert_parallel_size={split.size}, so some "
-                f"rank would hold none; use at most {len(experts)}"
+                f"{name} ({type(layer).__name__}) has {len(experts)} experts and expert_parallel_size={split.size}, so that "
+                f"some rank would hold none; use at most {len(experts)}"
             )
         for index, expert in enumerate(experts):
             title = _title(name, index)
@@ -120,8 +123,8 @@ def _claimed(
             buffers = [each for each, _ in expert.named_buffers()]
             if buffers:
                 raise ConfigError(
-                    f"{title} ({type(expert).__name__}) has buffers ({', '.join(buffers[:3])}); a rank that does not hold "
-                    f"an expert would not know of their changes; use parameters, or expert_parallel_size=1"
+                    f"{title} ({type(expert).__name__}) has buffers ({', '.join(buffers[:3])}); ranks that do not hold the "
+                    f"expert would not get their changes; use parameters, or expert_parallel_size=1"
                 )
             for parameter in expert.parameters():
                 if id(parameter) in owner:
@@ -137,7 +140,7 @@ def _units_of(
     inside: Mapping[str, set[int]],
     split: ExpertSplit,
 ) -> tuple[dict[int, int], dict[str, list[int]]]:
-    """By unit the member that holds it; and by expert the units that it consists of."""
+    """Returns the holder of each expert unit, by unit, and the units of each expert, by expert."""
     members: dict[int, int] = {}
     consists_of: dict[str, list[int]] = {title: [] for title in inside}
     for unit in units:

@@ -1,13 +1,14 @@
-"""Parameters whose values nobody may read or write now: a class that a parameter has as long as it is closed.
+"""Guarded parameters: subclasses that a closed parameter gets temporarily, and that raise when its values are used.
 
-Owns which questions are about the tensor (its shape, its gradient, its place in a graph) and which about its values. Knows
-tensors, never pages. torch does the same for parameters that are not initialised yet (`UninitializedParameter`).
+Owns the list of functions that need a tensor's metadata only (shape, gradient, place in the autograd graph). Knows tensors,
+never pages. torch does the same for parameters that are not yet initialised (`UninitializedParameter`).
 
-I1: a closed parameter answers every question about the tensor, and raises at any other that Python can ask of it; code that
-asks no Python (a kernel of somebody's own) finds what the storage holds. I2: it is the same object, of a subclass of its own
-class: identity, attributes, hooks and `isinstance` are as they were. An open parameter costs nothing. I3: where a parameter
-has no values at all, `detach()` gives an `AbsentTensor`, so that a `state_dict()` of which only other entries are used
-(adapters of a frozen model) can be made; whatever asks that one for values gets the parameter's refusal.
+I1: a closed parameter answers all queries of metadata, and raises at every other access through Python. Code that bypasses
+    Python (a custom kernel) reads the bytes in the storage.
+I2: the parameter stays the same object, and its class is a subclass of its former class: identity, attributes, hooks and
+    `isinstance` are unchanged. An open parameter has no overhead.
+I3: if a parameter has no values at all, `detach()` returns an `AbsentTensor`, so that a `state_dict()` of which only other
+    entries are used (adapters of a frozen model) works; using the values of an `AbsentTensor` raises the parameter's error.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lightning_ptm.torch_internals import make_subclass
 _ABOUT_VALUES = frozenset(
     getattr(Tensor, name) for name in ("data", "real", "imag", "T", "mT", "H", "mH") if hasattr(Tensor, name)
 )
-"""Attributes that are no fact about the tensor, but its values or a view of them."""
+"""Attributes that return values of the tensor or views of it, and not metadata."""
 
 _ABOUT_THE_TENSOR = frozenset(
     {
@@ -47,31 +48,35 @@ _ABOUT_THE_TENSOR = frozenset(
 
 
 def is_about_values(function: Any) -> bool:
-    """Whether what `__torch_function__` is asked for are values of a tensor, or a change of them, and no fact about it."""
+    """Whether a function passed to `__torch_function__` reads or writes values of a tensor, and not only metadata."""
     if type(function).__name__ == "method-wrapper":  # an attribute that is read, written or deleted
         return function.__self__ in _ABOUT_VALUES
     return function not in _ABOUT_THE_TENSOR
 
 
 COPIED_IN_A_RUN = (
-    "a parameter whose values are in pages, or an optimizer or whatever else refers to it and not to its module, cannot be "
-    "copied or pickled while a run is in progress; copy the module that has it, which gathers its values, or take a "
+    "a parameter whose values are in pages, or an object that refers to it (such as an optimizer), cannot be "
+    "copied or pickled while a run is in progress; copy the module that has it, which gathers its values, or use "
     "state_dict() of the module or of the optimizer"
 )
 DIVIDED_IN_A_RUN = (
     "a module of a run in which ranks divide parameters or experts cannot be copied or pickled: a rank has parts of it, "
-    "which compute nothing outside of the run; copy it before the run (in __init__ or setup), or take its state_dict()"
+    "which cannot compute outside the run; copy it before the run (in __init__ or setup), or use its state_dict()"
 )
 
 
 class AbsentTensor(Tensor):
-    """Shape and dtype of a parameter without values, in a `state_dict()`: what asks it for values raises (I3)."""
+    """Placeholder in a `state_dict()` for a parameter without values: has shape and dtype, and raises at other uses (I3)."""
 
     refusal: Exception
 
     @staticmethod
     def of(parameter: Tensor, refusal: Exception) -> AbsentTensor:
-        """In the place of a parameter. Args: refusal: what is raised, each time anew."""
+        """Returns the placeholder of a parameter.
+
+        Args:
+            refusal: error of which a copy is raised at each use of values.
+        """
         with torch.DisableTorchFunctionSubclass():
             nothing = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
             made = make_subclass(AbsentTensor, nothing)
@@ -105,10 +110,10 @@ class AbsentTensor(Tensor):
 
 
 class GuardedParameter:
-    """Base of all classes of closed parameters; see `guarded_class`."""
+    """Base class of all classes of closed parameters; see `guarded_class`."""
 
     opens_to: type[nn.Parameter]
-    """The class that the parameter has when it is open."""
+    """Class of the parameter while it is open."""
 
 
 def guarded_class(
@@ -116,11 +121,11 @@ def guarded_class(
     refusal: Callable[[tuple[Any, ...]], Exception],
     absent: Callable[[], bool] = lambda: False,
 ) -> type[nn.Parameter]:
-    """The class of parameters of class `kind` while they are closed.
+    """Returns the class of closed parameters for parameters of class `kind`.
 
     Args:
-        refusal: makes the error, from what the refused function was called with.
-        absent: whether they have no values at all now (I3).
+        refusal: returns the error, given the arguments of the refused function.
+        absent: returns whether the parameters have no values at all now (I3).
     """
 
     def torch_function(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,7 +157,7 @@ def guarded_class(
 
 
 def reopen(parameter: nn.Parameter) -> bool:
-    """Gives a parameter that an earlier run has left closed its own class back; whether it was closed."""
+    """Restores the class of a parameter that an earlier run has left closed; returns whether it was closed."""
     if not isinstance(parameter, GuardedParameter):
         return False
     parameter.__class__ = type(parameter).opens_to  # type: ignore[assignment]

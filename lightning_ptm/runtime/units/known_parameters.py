@@ -1,7 +1,9 @@
-"""Which parameters the modules of a model had when its pages were laid out, and whether they have others now.
+"""Record of a model's parameters at set-up, and comparison with its present parameters.
 
-Knows objects, never values. I1: it is asked before each batch, so it looks at no tensor. I2: names do not count: pruning
-gives a parameter another one and it stays where it was, in pages, too.
+Knows objects, never values.
+
+I1: it is used before each batch, and therefore reads no tensor.
+I2: names do not matter: pruning renames a parameter, which keeps its place in pages.
 """
 
 from __future__ import annotations
@@ -16,37 +18,40 @@ from lightning_ptm.torch_internals import parameters_in
 
 
 class KnownParameters:
-    """Those of `module` and all modules inside, from now on.
+    """Parameters of `module` and its submodules at the time of construction.
 
     Args:
-        optimizers: what they have of others is in `strangers`.
+        optimizers: optimizers whose parameters that are not in the module become `strangers`.
+
+    Attributes:
+        strangers: parameters in the optimizers' groups that no module has.
     """
 
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
         self._module = module
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._held = list(_places(module))  # so that none of the ids is somebody else's later
+        self._held = list(_places(module))  # keeps the objects alive, so that their ids are not reused
         self._known = _ids(self._held)
         known = {id(parameter) for _, parameter in self._held}
         in_groups = chain.from_iterable(group["params"] for each in optimizers for group in each.param_groups)
         self.strangers: list[Tensor] = [parameter for parameter in in_groups if id(parameter) not in known]
 
     def new(self) -> list[str]:
-        """Names of parameters that no module had then."""
+        """Returns the names of parameters that no module had at set-up."""
         return [name for name, parameter in self._module.named_parameters() if id(parameter) not in self._names]
 
     def gone(self) -> list[str]:
-        """Names, of then, of parameters that no module has any more."""
+        """Returns the former names of parameters that no module has any more."""
         left = {id(parameter) for parameter in self._module.parameters()}
         return [name for known, name in self._names.items() if known not in left]
 
     def changed(self) -> bool:
-        """Whether a module has got, lost or changed a parameter since, or the model a module with parameters."""
+        """Whether a parameter, or a module with parameters, was added, removed or exchanged since set-up."""
         return _ids(_places(self._module)) != self._known
 
 
 def _places(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """(module, parameter) of each parameter of each module; tied ones with each of their modules."""
+    """Yields (module, parameter) for each parameter of each module; tied parameters once per module."""
     for each in module.modules():
         for parameter in parameters_in(each).values():
             if parameter is not None:

@@ -1,14 +1,14 @@
-"""Parameters as tensors over their own bytes in pages, and which parameter a tensor over pages belongs to.
+"""Views of pages with one storage per parameter, and a lookup from a tensor to the parameter whose storage it has.
 
-Owns the storages that parameters get while their flat is bound. A storage covers one parameter's bytes and no more: what
-code can ask of it (its size, what lies at an offset, what `torch.save` writes) is what a plain parameter answers, and its
-neighbours in the page are out of reach. It keeps the region of the pages alive, as any view of it does.
+Owns the storages that parameters have while their flat is bound. A storage covers exactly one parameter's bytes: its size,
+its offsets and what `torch.save` writes are those of a plain parameter, and neighbours in the page are out of reach. It keeps
+the memory of the pages alive, as any view does.
 
-What holds a storage beside its parameter holds bytes that will be another's when the flat is released: who does is found then
-(`held_beside`).
+Another tensor with the same storage would see other bytes after the flat is released. `held_beside` finds such tensors at
+that time.
 
-I1: each storage belongs to one slot of one flat, at one address. A tensor over pages whose storage is not known here, or
-whose flat is elsewhere now, is of bytes that may hold something else by now.
+I1: each storage belongs to one slot of one flat, at one address. A tensor over pages whose storage is unknown here, or whose
+    flat has moved, may see bytes of something else.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
     from lightning_ptm.runtime.units.binding import FlatBinding
 
 _PLACES_KEPT = 8
-"""Addresses of one flat whose storages are kept: plans fetch a flat to the same few places again and again."""
+"""Number of addresses per flat whose storages are cached: plans fetch a flat to the same few addresses repeatedly."""
 
 
 class PageViews:
-    """The storages of parameters in pages, of all flats of a run.
+    """Storages of parameters in pages, for all flats of a run.
 
     Args:
-        holds: whether a tensor's storage lies in the memory of pages.
+        holds: returns whether a tensor's storage is in the memory of pages.
     """
 
     def __init__(self, holds: Callable[[Tensor], bool] = lambda tensor: False) -> None:
         self.holds = holds
         self._flats: list[FlatBinding] = []
         self._known: dict[int, tuple[FlatBinding, int]] = {}
-        """By the address of a storage's own object, which is unique as long as it is alive."""
+        """Binding and slot by address of the storage object, which is unique while the object is alive."""
 
     def of_flat(self, binding: FlatBinding) -> FlatViews:
-        """The storages of one flat's parameters, which `find` then knows."""
+        """Returns the storages of one flat's parameters, and registers them for `find`."""
         self._flats.append(binding)
         return FlatViews(binding, self._known)
 
     def find(self, tensor: Tensor) -> tuple[FlatBinding, int] | None:
-        """The flat and the slot whose storage `tensor` has, wherever the flat is now. Of a storage that is none of these
-        (`over_own_storage` makes such), those whose bytes lie there. None: no bound flat's (I1)."""
+        """Returns the flat and the slot whose storage `tensor` has, even if the flat has moved. For an unregistered storage
+        (made by `over_own_storage`), returns those that are bound at its address. None if there are none (I1)."""
         storage = tensor.untyped_storage()
         known = self._known.get(storage_id(storage))
         if known is not None:
@@ -64,10 +64,10 @@ class PageViews:
 
 
 class FlatViews:
-    """The storages of one flat's parameters at each address that it had lately. Made by `PageViews.of_flat`.
+    """Storages of one flat's parameters at each of its recent addresses. Created by `PageViews.of_flat`.
 
     Args:
-        known: where each storage is written down under its identity.
+        known: registry to which each storage is added.
     """
 
     def __init__(self, binding: FlatBinding, known: dict[int, tuple[FlatBinding, int]]) -> None:
@@ -76,20 +76,20 @@ class FlatViews:
         self._at: OrderedDict[int, Sequence[Tensor]] = OrderedDict()
 
     def held_beside(self, full: Tensor) -> Sequence[int]:
-        """Slots whose storage at `full` has other references than the bound parameter's."""
+        """Returns the slots whose storage at `full` has references other than the bound parameter's."""
         views = self._at.get(full.data_ptr(), ())
         return [slot for slot, view in enumerate(views) if view.numel() and self._held(view)]
 
     def _held(self, view: Tensor) -> bool:
         beside = _holders(view) - _OWN_HOLDERS
-        return beside > 0 and beside > len(_in_frames_that_have_ended(view))
+        return beside > 0 and beside > len(_in_ended_frames(view))
 
     def at(self, full: Tensor) -> Sequence[Tensor]:
-        """By slot, the parameter as a view of `full`, (padded_numel,), over a storage of its own."""
+        """Returns, by slot, the parameter as a view of `full` (padded_numel,) with a storage of its own."""
         address = full.data_ptr()
         found = self._at.get(address)
         if found is None:
-            # In inference mode these would be inference tensors, which autograd refuses ever after.
+            # In inference mode these would be inference tensors, which autograd refuses afterwards.
             with torch.inference_mode(False):
                 found = self._at[address] = self._made(full)
             while len(self._at) > _PLACES_KEPT:
@@ -98,7 +98,7 @@ class FlatViews:
         return found
 
     def close(self) -> None:
-        """Forgets all of them."""
+        """Drops all storages."""
         while self._at:
             self._forget(self._at.popitem()[1])
 
@@ -118,13 +118,13 @@ class FlatViews:
 
 
 def _holders(view: Tensor) -> int:
-    """How many tensors, and objects of Python's, hold the storage of a tensor."""
-    storage = view.untyped_storage()  # one object of Python's for all who ask, which counts once
+    """Returns the number of tensors and Python objects that refer to the storage of a tensor."""
+    storage = view.untyped_storage()  # all callers share one Python object, which counts once
     return int(storage_references(storage_id(storage))) + sys.getrefcount(storage)
 
 
 _OWN_HOLDERS = _holders(torch.empty(1).view(1)) + 1
-"""Of a storage that a bound parameter has: the view that is kept here, with its base, who asks, and the parameter."""
+"""References to a bound parameter's storage: the cached view and its base, the caller's, and the parameter."""
 
 
 def _is_over(tensor: Tensor, storage: int) -> bool:
@@ -132,9 +132,9 @@ def _is_over(tensor: Tensor, storage: int) -> bool:
     return not is_other and storage_id(tensor.untyped_storage()) == storage
 
 
-def _in_frames_that_have_ended(view: Tensor) -> set[int]:
-    """By identity, tensors that have the storage of `view`, are no parameters, and are read by nobody any more: variables of
-    functions that were ended by the error which is handled now."""
+def _in_ended_frames(view: Tensor) -> set[int]:
+    """Returns the ids of tensors with the storage of `view` that are only alive as variables of functions that the exception
+    which is handled now has ended; parameters are left out."""
     handled = sys.exc_info()[1]
     if handled is None:
         return set()
@@ -148,7 +148,7 @@ def _in_frames_that_have_ended(view: Tensor) -> set[int]:
         errors += [each for each in (error.__cause__, error.__context__) if each is not None and each not in errors]
         for frame, _ in walk_tb(error.__traceback__):
             if id(frame) not in running:
-                with torch.DisableTorchFunctionSubclass():  # there are closed parameters among them
+                with torch.DisableTorchFunctionSubclass():  # some may be closed parameters
                     inside = list(tensors_in(list(frame.f_locals.values())))
                     inside += [base for base in map(base_of, inside) if base is not None]
                     found |= {id(each) for each in inside if _is_over(each, storage)}
@@ -156,8 +156,8 @@ def _in_frames_that_have_ended(view: Tensor) -> set[int]:
 
 
 def over_own_storage(part: Tensor) -> Tensor:
-    """The same elements in the same memory, as a tensor whose storage begins and ends with them."""
+    """Returns a tensor over the same memory whose storage covers exactly the elements of `part`."""
     if not part.numel():
         return torch.empty_like(part)
-    # By way of bytes: DLPack does not know every dtype.
+    # As bytes, since DLPack does not support every dtype.
     return dlpack.from_dlpack(dlpack.to_dlpack(part.view(torch.uint8))).view(part.dtype)  # type: ignore[attr-defined]

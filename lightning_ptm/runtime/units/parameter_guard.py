@@ -1,9 +1,10 @@
-"""Whether the parameters of a flat can be read: which of two classes each of them has (guarded_parameter.py).
+"""Parameter guard of a flat: opens and closes its parameters by exchanging their class (guarded_parameter.py).
 
-Owns these classes, and whether somebody computes with the parameters. Whether their values are there, the binding tells.
+Owns the open and the closed class of each parameter, and the flag that something computes with them. The binding reports
+whether their values are bound.
 
-I1: parameters can be read while they are lent; else while their values are there and they are used. Those that do not close
-    are used always.
+I1: parameters are open while they are lent to the user; else while they are both bound and used. Parameters that do not close
+    count as always used.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter, guar
 
 
 class ParameterGuard:
-    """Of one flat.
+    """Guard of one flat's parameters.
 
     Args:
-        parameters: the binding's own list, in which others may take the place of those that users have resized.
-        refusal: makes the error, from what a function was called with that asked for values.
-        closes: they may be read while they are used only.
-        absent: whether there are no values at all of them now.
+        parameters: the binding's own list, in which new parameters may replace those that the user has resized.
+        refusal: returns the error, given the arguments of a function that uses values of a closed parameter.
+        closes: whether the parameters may be read only while something computes with them.
+        absent: returns whether the parameters have no values at all now.
     """
 
     def __init__(
@@ -46,28 +47,28 @@ class ParameterGuard:
         self._lent = False
 
     def open(self) -> None:
-        """From here on the parameters are used: they can be read as long as they are bound."""
+        """Marks the parameters as used: they can be read while they are bound."""
         if not self._used:
             self._used = True
             self._change()
 
     def close(self) -> None:
-        """Nothing computes with the parameters: they cannot be read, where they are closed at all."""
+        """Marks the parameters as not used: they cannot be read, unless they never close."""
         if self._used and self.closes:
             self._used = False
             self._change()
 
     def values_are(self, *, bound: bool, lent: bool) -> None:
-        """Their values are in the flat that they are views of, or in the user's hands, or (neither) elsewhere."""
+        """Sets where the parameters' values are: in the bound flat, lent to the user, or (neither) only in pages."""
         self._bound, self._lent = bound, lent
         self._change()
 
     def open_for_good(self, slot: int) -> None:
-        """A parameter has storage of its own again."""
+        """Opens a parameter whose storage is outside pages (end of a run)."""
         self._parameters[slot].__class__ = self._open_kinds[slot]
 
     def forget(self) -> None:
-        """The flat is gone, and the parameters stay as they are (end of a run)."""
+        """Marks the flat as gone without changing the parameters (end of a run)."""
         self._bound = False
 
     def _change(self) -> None:

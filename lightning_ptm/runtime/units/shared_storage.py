@@ -1,6 +1,6 @@
-"""Parameters that lie in the memory of another one, or of a buffer: what changes one changes both, which pages do not keep.
+"""Detection of parameters that share memory with another parameter or a buffer, which pages do not support.
 
-Knows addresses of tensors, never pages. Parameters that are one object in several modules are one parameter.
+Knows addresses of tensors, never pages. A parameter object that several modules refer to (tied weights) is one parameter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
 
 
 def overlap(module: nn.Module, changing: Iterable[Tensor]) -> tuple[str, str] | None:
-    """Names of two of a module's tensors that share memory, at least one of them changing; None: there are none."""
+    """Returns the names of two of a module's tensors that share memory and at least one of which is in `changing`; None if
+    there are none."""
     known = {id(each) for each in changing}
     ends: dict[object, tuple[int, str, bool]] = {}
     for device, start, end, name, changes in sorted(_stretches(module, known), key=lambda each: each[1]):

@@ -1,14 +1,16 @@
-"""One flat's compute parameters: the home of this rank's shard, and the gathered full flat while it is needed.
+"""Store of a flat's compute parameters: the home of this rank's shard, and the gathered full flat while it is needed.
 
-Owns the fetch state of each flat and the pages of its full copy. Policy (when to fetch, what to give up) is not here.
+Owns the fetch state of each flat and the pages of its full copy. The policy (when to fetch, what to release) is elsewhere.
 
-States of a full flat: RELEASED -> FETCHING (pages taken, transfer or all-gather started) -> LIVE (bound) -> RELEASED.
-The host runs ahead: that a flat is LIVE tells that the compute stream is behind its bytes, not that they are there.
-I1: parameters are bound exactly while the flat is LIVE. I2: a resident flat (world size 1, home on the device) is its own
-full flat: LIVE for good, zero-copy. I3: the full flat's pages are given back only after the compute stream is done
-with them (`Allocator.release` orders that). I4: who writes to a home waits for what still reads it (`reads`).
-I5: of a flat that has a code, homes, shards and what ranks exchange are codes; these come to the end of the full flat's own
-    pages, and become values in place when compute needs them. It is never resident.
+States of a full flat: RELEASED -> FETCHING (pages allocated, transfer or all-gather started) -> LIVE (bound) -> RELEASED.
+The host runs ahead of the device: LIVE means that the compute stream waits for the bytes, not that they have arrived.
+
+I1: parameters are bound exactly while the flat is LIVE.
+I2: a resident flat (world size 1, home on the device) is its own full flat: always LIVE, zero-copy.
+I3: the full flat's pages are freed only after the compute stream has finished with them (`Allocator.release` ensures it).
+I4: code that writes to a home first waits for copies that still read it (`reads`).
+I5: for a quantized flat, homes, shards and collectives contain codes. A fetch puts the codes at the end of the full flat's
+    pages, where they are decoded in place when compute needs the values. Such a flat is never resident.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class FullState(enum.Enum):
-    """Whether a full flat has pages, and whether they hold its bytes."""
+    """State of a full flat: without pages, with pages that are being filled, or bound."""
 
     RELEASED = "released"
     FETCHING = "fetching"
@@ -53,13 +55,13 @@ _NEXT = {
 
 
 class FlatStore:
-    """The compute parameters of one flat.
+    """Compute parameters of one flat.
 
     Args:
-        layout: where the parameters lie.
-        binding: the link to the parameters.
-        home: this rank's shard (shard_numel,), or its codes, on its home tier.
-        communicator: of the ranks that share the flat.
+        layout: layout of the parameters in the flat.
+        binding: link to the parameters.
+        home: this rank's shard (shard_numel,), or its codes, in its home tier.
+        communicator: ranks over which the flat is sharded.
     """
 
     def __init__(
@@ -84,30 +86,31 @@ class FlatStore:
         self._full: PagedTensor | None = None
         self._shard: PagedTensor | None = None
         self._pending: Callable[[], None] | None = None
-        """Has the current stream wait for the bytes of the full flat."""
+        """Makes the current stream wait for the bytes of the full flat."""
         self._shard_pending: Transfer | None = None
         self._reads: list[Transfer] = []
         self._evict_when_live = False
 
     @property
     def full_bytes(self) -> int:
+        """Bytes of the full flat's own pages; 0 for a resident flat."""
         return 0 if self.resident else self.layout.padded_numel * self.layout.itemsize
 
     @property
     def values(self) -> PagedTensor | QuantizedTensor:
-        """The shard's values (shard_numel,) at home."""
+        """Values of the shard (shard_numel,) in the home."""
         code = self.layout.code
         return (
             self.home if code is None else QuantizedTensor(self.home, code, self.binding.dtype, self.layout.shard_numel)
         )
 
     def reads(self) -> Sequence[Transfer]:
-        """Copies of the home that are still under way (I4)."""
+        """Returns the running copies from the home (I4)."""
         self._reads = [transfer for transfer in self._reads if not transfer.done()]
         return tuple(self._reads)
 
     def await_reads(self) -> None:
-        """Blocks until no copy of the home is under way."""
+        """Blocks until all copies from the home have finished."""
         for transfer in self.reads():
             transfer.wait()
 
@@ -121,10 +124,10 @@ class FlatStore:
         self.state = FullState.LIVE
 
     def adopt(self, home: PagedTensor) -> PagedTensor:
-        """Other pages with newer values become the home; returns the old ones. A flat that is not resident is released."""
+        """Makes pages with newer values the home, and returns the old pages. A flat that is not resident must be RELEASED."""
         if not self.resident and self.state is not FullState.RELEASED:
             raise InternalError(f"flat {self.layout.index} is {self.state.value} while its home is replaced")
-        self.await_reads()  # whoever gets the old pages writes to them
+        self.await_reads()  # the caller may write to the old pages
         old, self.home = self.home, home
         self.binding.values_change()
         if self.resident:
@@ -132,10 +135,10 @@ class FlatStore:
         return old
 
     def rebind(self, changed: Tensor | None) -> None:
-        """Ends a stretch in which the parameters were somebody else's.
+        """Ends the lending of the parameters to the user (`gathered`).
 
         Args:
-            changed: the new values of home, (padded_numel,); None: they are as they were.
+            changed: new values of the home (padded_numel,); None if they are unchanged.
         """
         if changed is not None:
             self.binding.edited(changed)
@@ -150,21 +153,21 @@ class FlatStore:
         else:
             self.binding.unbind()
             if changed is not None and self.state is FullState.FETCHING:
-                self.release()  # what is on its way are the values of before
+                self.release()  # the running fetch brings the old values
 
     def full(self) -> Tensor:
-        """The bound flat (padded_numel,)."""
+        """Returns the bound flat (padded_numel,)."""
         if self.state is not FullState.LIVE:
             raise InternalError(f"flat {self.layout.index} is {self.state.value}, not live")
         return self.home.tensor() if self.resident else self._values_here()
 
     def _values_here(self) -> Tensor:
-        # In inference mode a view in another dtype would be an inference tensor, which autograd refuses ever after.
+        # In inference mode a view in another dtype would be an inference tensor, which autograd refuses afterwards.
         with torch.inference_mode(False):
             return self._taken().tensor().view(self.binding.dtype)
 
     def _coming(self) -> Tensor:
-        """Where the full flat comes to: all of its pages, or their end (I5)."""
+        """Returns the target of the fetch: all of the full flat's pages, or their end for codes (I5)."""
         return self._taken().tensor()[self._start :][: self._stored.padded_numel]
 
     def fetch_shard(self) -> None:
@@ -177,7 +180,7 @@ class FlatStore:
         self._shard_pending = self._copy_home(self._shard)
 
     def take(self) -> None:
-        """Takes the full flat's pages; raises CapacityError and changes nothing when the device tier has no room."""
+        """Allocates the full flat's pages; raises CapacityError and changes nothing if the device tier has no room."""
         self._expect(FullState.FETCHING)
         numel = self.layout.padded_bytes // self.home.dtype.itemsize
         full = contiguous_device_pages(self._allocator, f"flat {self.layout.index} full", numel, self.home.dtype)
@@ -190,14 +193,14 @@ class FlatStore:
         self.state = FullState.FETCHING
 
     def fill(self) -> None:
-        """Starts filling the pages taken. With several ranks, the caller has agreed on the all-gather."""
+        """Starts filling the allocated pages. With several ranks, all must have agreed on the all-gather before."""
         if self.layout.shared:
             self._pending = self.communicator.all_gather(self._shard_tensor(), self._coming(), self._stored).wait
         elif not self._decodes_home:
             self._pending = partial(self._copy_home(self._taken(), self._start).wait, host=False)
 
     def finish_fetch(self) -> None:
-        """Has the current stream wait for the bytes (and this thread, where they come by I/O), and binds the parameters."""
+        """Makes the current stream wait for the bytes (and this thread, if they come from disk), and binds the parameters."""
         self._expect(FullState.LIVE)
         self._order()
         full = self._values_here()
@@ -211,13 +214,13 @@ class FlatStore:
             self.evict_shard()
 
     def release(self) -> None:
-        """Lets go of the full flat; its parameters cannot be read from now on. A resident flat stays."""
+        """Frees the full flat; its parameters can then not be read. Does nothing for a resident flat."""
         if self.resident:
             return
         if self.state is FullState.FETCHING:
             self._order()
         self._expect(FullState.RELEASED)
-        if not self.binding.lent:  # else what the parameters are is the user's
+        if not self.binding.lent:  # lent parameters have storage outside pages
             self.binding.check_views()
             self.binding.unbind()
         self._allocator.release(self._taken())
@@ -233,7 +236,7 @@ class FlatStore:
         return self._shard is not None and self.state is not FullState.FETCHING
 
     def evict_shard(self) -> None:
-        """Gives the device copy of the shard up; while an all-gather reads it, as soon as that is done."""
+        """Frees the device copy of the shard; if an all-gather reads it, after that has finished."""
         if self.state is FullState.FETCHING:
             self._evict_when_live = True
             return
@@ -245,11 +248,11 @@ class FlatStore:
         self._shard_pending = None
 
     def contribute(self, read: Callable[[PagedTensor], Tensor]) -> None:
-        """Takes part in an all-gather that this rank does not need, into memory of its own; nothing where the flat is this
-        rank's alone (its part of a layer, beside what all ranks share of the unit).
+        """Takes part in an all-gather that only other ranks need, into temporary memory. Does nothing for a flat that only
+        this rank holds (slices of a unit whose other parameters are sharded).
 
         Args:
-            read: brings a home to memory of its own, for when no page is free either.
+            read: reads a home into memory outside pages, for use if no page is free.
         """
         if not self.layout.shared:
             return
@@ -291,10 +294,11 @@ class FlatStore:
 
 @dataclasses.dataclass(slots=True)
 class UnitStore:
-    """All flats of one unit, fetched and released together.
+    """All flats of one unit, which are fetched and released together.
 
-    `elsewhere` are flats that this rank has no part in, since others hold the unit; their parameters are never bound.
-    `late` says that an update may be under way when the optimizer's step has returned.
+    Attributes:
+        elsewhere: bindings of flats that only other ranks hold; their parameters are never bound here.
+        late: whether an update may still run after the optimizer's step has returned.
     """
 
     unit: Unit
@@ -304,60 +308,62 @@ class UnitStore:
 
     @property
     def bindings(self) -> tuple[FlatBinding, ...]:
-        """Of all its flats, whoever holds them."""
+        """Bindings of all flats, including those that only other ranks hold."""
         return (*(flat.binding for flat in self.flats), *self.elsewhere)
 
     @property
     def resident(self) -> bool:
+        """Whether all flats are always live, in their homes (I2)."""
         return all(flat.resident for flat in self.flats)
 
     @property
     def closes(self) -> bool:
-        """Whether any of its parameters may be read while it computes only."""
+        """Whether some of its parameters may be read only while the unit computes."""
         return any(flat.binding.parameter_guard.closes for flat in self.flats)
 
     @property
     def readable(self) -> bool:
-        """Whether its parameters may be read at any time, and are the precise ones then."""
+        """Whether its parameters may be read at any time and then have their precise values."""
         return self.resident and not self.elsewhere and not self.closes
 
     @property
     def lent(self) -> bool:
-        """Whether its parameters are in the user's hands (`gathered`)."""
+        """Whether its parameters are lent to the user (`gathered`)."""
         return any(binding.lent for binding in self.bindings)
 
     def open(self) -> None:
-        """Its parameters are used from here on, by whoever reads them."""
+        """Marks its parameters as used, so that they can be read; see `ParameterGuard.open`."""
         for flat in self.flats:
             flat.binding.parameter_guard.open()
 
     def close(self) -> None:
-        """Nobody uses them any more: see `FlatBinding.close`."""
+        """Marks its parameters as not used; see `ParameterGuard.close`."""
         for flat in self.flats:
             flat.binding.parameter_guard.close()
 
     @property
     def live(self) -> bool:
+        """Whether all flats are gathered and bound."""
         return all(flat.state is FullState.LIVE for flat in self.flats)
 
     @property
     def gathers(self) -> bool:
-        """Whether other ranks share it."""
+        """Whether some of its flats are sharded over ranks."""
         return any(flat.layout.shared for flat in self.flats)
 
     @property
     def fetched(self) -> bool:
-        """Live or on its way."""
+        """Whether all flats are live or being fetched."""
         return all(flat.state is not FullState.RELEASED for flat in self.flats)
 
     @property
     def has_spare_shards(self) -> bool:
-        """Holds device copies of shards that no all-gather reads."""
+        """Whether it has device copies of shards that no all-gather reads."""
         return any(flat.has_spare_shard for flat in self.flats)
 
     @property
     def movable(self) -> bool:
-        """Holds pages that may be given up while nobody leases it."""
+        """Whether it has pages that can be released while its refcount is zero."""
         return any(not flat.resident and flat.state is not FullState.RELEASED for flat in self.flats)
 
     @property
@@ -365,7 +371,7 @@ class UnitStore:
         return sum(flat.full_bytes for flat in self.flats)
 
     def start_fetch(self, agree: Callable[[], None] | None) -> None:
-        """Takes pages for all flats, then (once the ranks agree) starts to fill them. CapacityError changes nothing."""
+        """Allocates pages for all flats, and starts to fill them once the ranks agree. CapacityError changes nothing."""
         taken: list[FlatStore] = []
         try:
             for flat in self.flats:
@@ -382,19 +388,23 @@ class UnitStore:
             flat.fill()
 
     def fetch_shards(self) -> None:
+        """Starts copying the shards to the device, ahead of the all-gather."""
         for flat in self.flats:
             flat.fetch_shard()
 
     def finish_fetch(self) -> None:
+        """Makes the current stream wait for the running fetches, and binds the parameters."""
         for flat in self.flats:
             if flat.state is FullState.FETCHING:
                 flat.finish_fetch()
 
     def release(self) -> None:
+        """Frees the full flats, except resident ones."""
         for flat in self.flats:
             if not flat.resident and flat.state is not FullState.RELEASED:
                 flat.release()
 
     def evict(self) -> None:
+        """Frees the device copies of shards."""
         for flat in self.flats:
             flat.evict_shard()

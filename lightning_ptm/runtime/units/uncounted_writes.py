@@ -1,11 +1,12 @@
-"""What a flat's values were when compute got them, to find writes that torch does not count.
+"""Fingerprints of a flat's values, to detect writes that torch's version counters miss.
 
-A write through `parameter.data`, a numpy view, a fused kernel or another library's own code leaves the parameter's version as
-it was. Knows tensors, never pages; who compares, and when, is binding.py's.
+A write through `parameter.data`, a numpy view, a fused kernel or another library does not change the parameter's version.
+Knows tensors, never pages; binding.py decides when to compare.
 
-I1: a parameter that is said to differ differs. I2: of each parameter some elements are kept, spread over it, so that a change
-of all of it is found and a change of a few elements may not be; with `every_element` (the setting `poison`) a checksum of all
-of it, in which places count.
+I1: no false positives: a parameter that is reported to differ does differ.
+I2: a fingerprint contains a sample of each parameter's elements, so that a change of the whole parameter is found and a
+    change of a few elements may not be. With `every_element` (the setting `poison`) it is a position-dependent checksum of
+    all elements.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from torch import Tensor
 from lightning_ptm.planning.layout import FlatLayout
 
 _RUNS = 4
-"""Places of a parameter, from its start to its end, of which a sample has elements. Reading these, none of which is in a
-cache, is what a sample costs: less than 1 % of a step of 64 tokens in which each unit is brought twice."""
+"""Number of places in a parameter, evenly spread, from which a sample takes elements. Its cost are cache misses: less than
+1 % of a step of 64 tokens in which each unit is fetched twice."""
 _RUN_NUMEL = 8
-"""Elements that follow each other at each place."""
+"""Number of consecutive elements at each place."""
 _BLOCK = 1 << 16
-"""Elements that are multiplied at once, so that the products stay in the cache."""
+"""Number of elements that are multiplied at once, so that the products stay in the cache."""
 _PRIME = 6364136223846793005
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _sampled(numel: int) -> Tensor:
-    """Places of the elements that a sample of so many has."""
+    """Returns the indices of the sampled elements of a parameter."""
     if numel <= _RUNS * _RUN_NUMEL:
         return torch.arange(numel)
     starts = torch.arange(_RUNS) * (numel - _RUN_NUMEL) // (_RUNS - 1)
@@ -35,11 +36,11 @@ def _sampled(numel: int) -> Tensor:
 
 
 class Fingerprint:
-    """Of flats of one layout.
+    """Computes and compares fingerprints of flats of one layout.
 
     Args:
-        device: of the flats.
-        every_element: see I2.
+        device: device of the flats.
+        every_element: whether fingerprints are checksums of all elements (I2).
     """
 
     def __init__(self, layout: FlatLayout, device: torch.device, *, every_element: bool) -> None:
@@ -52,17 +53,17 @@ class Fingerprint:
 
     @torch.no_grad()
     def of(self, full: Tensor) -> Tensor:
-        """Of a flat's values now: (padded_numel,) or longer."""
+        """Returns the fingerprint of a flat's present values, (padded_numel,) or longer."""
         words = max(1, full.itemsize // 8)
         bits = full.view(_INTEGERS[min(8, full.itemsize)])
         if self._every_element:
             sums = [self._checksum(bits[start * words : (start + numel) * words]) for _, start, numel in self._slots]
             return torch.stack(sums) if sums else bits.new_empty(0, dtype=torch.int64)
-        # Of a number that is wider than an integer, the first half.
+        # Of elements wider than an integer, the first half.
         return (bits if words == 1 else bits.view(-1, words)[:, 0]).index_select(0, self._index)
 
     def differs(self, full: Tensor, before: Tensor) -> int | None:
-        """The first slot of which `full` has other values than those of which `before` was made; None: none has."""
+        """Returns the first slot whose values in `full` differ from the fingerprint `before`; None if none does."""
         now = self.of(full)
         if torch.equal(now, before):
             return None
@@ -80,6 +81,6 @@ class Fingerprint:
         total = torch.zeros((), dtype=torch.int64, device=bits.device)
         for block in bits.split(_BLOCK):
             wide = block.long()
-            # Exponents lie in the highest bits, of which a sum of many equal changes (all numbers halved) would lose sight.
+            # Exponents are in the highest bits, where a sum of many equal changes (all numbers halved) could overflow to 0.
             total = total * _PRIME + ((wide ^ (wide >> 29)) * self._factors[: block.numel()]).sum()
         return total
