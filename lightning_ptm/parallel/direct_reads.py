@@ -68,6 +68,6 @@ def _refusal(given: tuple[Any, ...], known: dict[int, str]) -> UsageError:
     name = next((known[id(each)] for each in inside if id(each) in known), "a parameter")
     return UsageError(
         f"{name} was read in a step by code other than its layer's, and tensor_parallel_size has cut it, so that code would "
-        f"compute with this rank's part alone; call the layer, or leave it out of tensor_parallel's plan: it is then whole on "
-        f"every rank"
+        f"compute with this rank's part alone; call the layer, or leave it out of tensor_parallel's plan: it is then whole "
+        f"on every rank"
     )
