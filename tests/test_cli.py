@@ -153,7 +153,7 @@ REFUSED = {
     "--model.init_args.vocab_size=100": "TextBytes uses 256 tokens and GPT knows 100",
     "--data=SpanCorruption": "SpanCorruption uses 272 tokens and GPT knows 256",
     "--data.init_args.sequence_length=300": "TextBytes gives sequences of 300 tokens and GPT reads 256 at most",
-    "--data.init_args.path=/no/such/text": "/no/such/text is no folder and no file",
+    "--data.init_args.path=/no/such/text": "/no/such/text is neither a folder nor a file",
     "--data.init_args.sequence_length=100000 --model.init_args.sequence_length=100000": "one window takes 100001",
     "--trainer.strategy.init_args.host_memory=64KiB": r"pages of 4 MiB is .* more than RAM has .*raise host_memory",
 }

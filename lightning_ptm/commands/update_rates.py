@@ -243,7 +243,7 @@ class _Bench:
             target,
             self._hyper,
             fresh_target=forecast is not None,
-            forecast=forecast,
+            prediction=forecast,
         )
 
 

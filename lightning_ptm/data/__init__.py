@@ -1,4 +1,4 @@
-"""Text for the main jobs: any folder of files, read as bytes."""
+"""Data modules for examples and benchmarks: text from any folder of files, read as bytes."""
 
 from __future__ import annotations
 

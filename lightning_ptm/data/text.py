@@ -1,7 +1,7 @@
-"""Text as bytes, without a download: the Python standard library's own sources, or any folder of text files.
+"""Data module of text as bytes, without a download: the Python standard library's sources, or any folder of text files.
 
-Which file belongs to which split depends on the names of the files and on nothing else: not on the machine, the seed or
-the rank. I1: a file's bytes are in one split only, unless the text is one file. I2: no byte is a target in two windows.
+The split of a file depends only on the names of the files, not on the machine, the seed or the rank. I1: a file's bytes are
+in one split only, unless the text is one file. I2: no byte is a target in two windows.
 """
 
 from __future__ import annotations
@@ -24,38 +24,40 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ptm.errors import ConfigError
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
-"""Caches and installed packages: what they hold differs from machine to machine."""
+"""Folders of caches and installed packages, whose contents differ between machines."""
 
 
 TEXT_END = 0
-"""The byte that ends each file of a text: it is in no text, so the model can learn that what follows is another one."""
+"""Byte that ends each file of a text: it occurs in no text, so the model can learn that another text follows."""
 
 
 def encode(text: str | bytes) -> Tensor:
-    """A text as tokens, one a byte (UTF-8): int64 of shape (bytes,). Bytes that Python has read from a command line as
-    surrogates, for they are no UTF-8, are these bytes again."""
+    """Returns a text as tokens, one per byte of UTF-8: int64 of shape (bytes,).
+
+    Surrogates, as which Python reads bytes of a command line that are not UTF-8, become the original bytes.
+    """
     given = text.encode(errors="surrogateescape") if isinstance(text, str) else text
     return _as_tensor(bytearray(given)).long()
 
 
 def decode(tokens: Tensor) -> bytes:
-    """The inverse: the bytes of tokens of any shape, which need not be valid UTF-8."""
+    """Returns the bytes of tokens of any shape (the inverse of `encode`); they need not be valid UTF-8."""
     return bytes(tokens.flatten().tolist())
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]], ABC):
-    """So many samples: pairs of what a model reads and what it is to predict, for a shuffling sampler to pick from."""
+    """Map-style dataset of samples, pairs of input tokens and target tokens."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of samples."""
+        """Returns the number of samples."""
 
 
 class Windows(Samples):
     """Successive windows of a text.
 
-    Item i is (tokens, targets), both int64 of shape (sequence_length,): the bytes from `i * sequence_length`, and the
-    same moved on by one. What is left at the end, shorter than a window, is not used.
+    Item i is (tokens, targets), both int64 of shape (sequence_length,): the bytes from `i * sequence_length` on, and those
+    one byte later. A rest at the end that is shorter than a window is not used.
 
     Args:
         text: uint8, 1-D, longer than `sequence_length`. Not copied.
@@ -78,32 +80,32 @@ class Windows(Samples):
 
 
 class TextBytes(LightningDataModule):
-    """Trains on the bytes of text files, split by file into training and validation text.
+    """Data module of the bytes of text files, split by file into training and validation text.
 
-    All text is read into memory once per rank, one byte a token. Test and predict use the validation text.
+    All text is read into memory once per rank, one token per byte. Test and predict use the validation text.
 
-    A subclass with tokens of its own says so: `vocab_size = 27` in the class, or `self.vocab_size`, `self.tokens_used` and
-    `self.input_length` set in its `__init__`. A model that knows fewer tokens than `tokens_used`, or reads fewer than
-    `input_length`, refuses it.
+    A subclass with other tokens defines them: `vocab_size = 27` in the class, or `self.vocab_size`, `self.tokens_used` and
+    `self.input_length` in its `__init__`. A model that knows fewer than `tokens_used` tokens, or reads fewer than
+    `input_length`, refuses the data module.
 
     Args:
         path: A folder, searched with its subfolders, or one file, whose end is then the validation text. By default the
             sources of the running Python's standard library (about 30 MB; another text in another Python version).
-        suffixes: Endings of the files to read in a folder.
+        suffixes: Suffixes of the files to read in a folder.
         sequence_length: Bytes of a window; at most the model's own.
         batch_size: Windows of a batch, per rank.
-        validation_fraction: Part of the files kept for validation, at least one.
+        validation_fraction: Fraction of the files for validation, at least one file.
         num_workers: Worker processes of each loader; reading from memory needs none.
 
     Raises:
-        ConfigError: in `setup`, when there is no text, or not enough for one batch; here, for sizes below 1.
+        ConfigError: a size is below 1; in `setup`, there is no text, or not enough for one batch.
     """
 
     vocab_size: int = 256
-    """Number of tokens to build a model with."""
+    """Number of tokens with which to build a model."""
 
     loss_unit = "nats/byte"
-    """What a model's loss on these samples is measured in."""
+    """Unit of a model's loss on these samples."""
 
     def __init__(
         self,
@@ -117,10 +119,14 @@ class TextBytes(LightningDataModule):
         super().__init__()
         if sequence_length < 1 or batch_size < 1:
             raise ConfigError(
-                f"TextBytes got sequence_length={sequence_length}, batch_size={batch_size}; both start at 1"
+                f"TextBytes got sequence_length={sequence_length}, batch_size={batch_size}, with which there is no batch; "
+                f"give 1 or more for both"
             )
         if not 0.0 < validation_fraction < 1.0:
-            raise ConfigError(f"TextBytes got validation_fraction={validation_fraction}; it lies between 0 and 1")
+            raise ConfigError(
+                f"TextBytes got validation_fraction={validation_fraction}, which leaves no training or no validation text; "
+                f"give a fraction between 0 and 1"
+            )
         self.save_hyperparameters()
         self.path = Path(path).expanduser() if path is not None else None
         self.suffixes = (".py",) if path is None else tuple([suffixes] if isinstance(suffixes, str) else suffixes)
@@ -128,7 +134,7 @@ class TextBytes(LightningDataModule):
         self.batch_size = batch_size
         self.validation_fraction = validation_fraction
         self.num_workers = num_workers
-        # Written by setup.
+        # Set by `setup`.
         self.train_text = torch.empty(0, dtype=torch.uint8)
         self.validation_text = torch.empty(0, dtype=torch.uint8)
 
@@ -148,8 +154,10 @@ class TextBytes(LightningDataModule):
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """What loggers are told beside the model's: `data/sequence_length` where the model has another `sequence_length`, as
-        Lightning refuses two values of one name. `hparams` has the names of `__init__`."""
+        """Hyper-parameters for loggers. Names that the model has with another value get the prefix `data/`.
+
+        Lightning refuses two values of one name. `hparams` has the names of `__init__`.
+        """
         model = getattr(self.trainer, "lightning_module", None)
         theirs = {} if model is None else model.hparams_initial
         return AttributeDict(
@@ -159,21 +167,22 @@ class TextBytes(LightningDataModule):
             }
         )
 
-    @functools.cached_property  # and no property, so that a subclass may set it
+    @functools.cached_property  # not a property, so that a subclass may set it
     def tokens_used(self) -> int:
-        """The highest token of a sample, plus one; a model has to know as many, or more."""
+        """The highest token of a sample, plus one; a model must know at least as many tokens."""
         return self.vocab_size
 
     @functools.cached_property
     def input_length(self) -> int:
-        """Tokens of a sample that the model reads."""
+        """Number of input tokens of a sample."""
         return self.sequence_length
 
     @property
     def unigram_loss(self) -> float:
-        """Validation loss, in nats per byte, of a model that knows how often each byte occurs and nothing else.
+        """Validation loss, in nats per byte, of a model that knows only the frequency of each byte.
 
-        Its frequencies are those of the training text, each count plus one. A model that has learnt anything is below.
+        The frequencies are those of the training text, each count plus one. A model that has learnt anything has a lower
+        loss.
         """
         train_counts = torch.bincount(self.train_text, minlength=256).double() + 1.0
         validation_counts = torch.bincount(self.validation_text, minlength=256).double()
@@ -181,15 +190,15 @@ class TextBytes(LightningDataModule):
         return float((validation_counts * nats).sum() / validation_counts.sum())
 
     def windows(self, text: Tensor, *, training: bool) -> Samples:
-        """The samples of a text."""
+        """Returns the samples of a text."""
         return Windows(text, self.sequence_length)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Shuffled windows of the training text; a last, smaller batch is dropped so that steps are alike."""
+        """Returns shuffled windows of the training text; a last, smaller batch is dropped, so that all steps are alike."""
         windows = self.windows(self.train_text, training=True)
         if len(windows) < self.batch_size:
             raise ConfigError(
-                f"{self._root()} has {len(windows)} windows of {self.sequence_length} bytes to train on, a batch takes "
+                f"{self._root()} has {len(windows)} windows of {self.sequence_length} bytes to train on, a batch needs "
                 f"{self.batch_size}; give more text, or lower batch_size or sequence_length"
             )
         return DataLoader(
@@ -197,17 +206,17 @@ class TextBytes(LightningDataModule):
         )
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Windows of the validation text, in order."""
+        """Returns windows of the validation text, in order."""
         windows = self.windows(self.validation_text, training=False)
-        # By name: Lightning makes predict's loader anew and would give the size twice.
+        # batch_size by name: Lightning makes predict's loader again and would pass a positional one twice.
         return DataLoader(windows, batch_size=self.batch_size, num_workers=self.num_workers)
 
     def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """The validation text."""
+        """Returns the loader of the validation text."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """The validation text."""
+        """Returns the loader of the validation text."""
         return self.val_dataloader()
 
     # ---- reading ----
@@ -216,7 +225,7 @@ class TextBytes(LightningDataModule):
         return self.path if self.path is not None else Path(sysconfig.get_path("stdlib"))
 
     def _read(self) -> tuple[Tensor, Tensor]:
-        """The training text and the validation text, uint8."""
+        """Reads the training text and the validation text, uint8."""
         root = self._root()
         if root.is_file():
             text = _as_tensor(bytearray(root.read_bytes()))
@@ -229,19 +238,19 @@ class TextBytes(LightningDataModule):
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """As Lightning compares them."""
+    """Whether two hyper-parameters differ, by Lightning's comparison."""
     return type(one) is not type(other) or bool(one != other)
 
 
 def find_files(root: Path, suffixes: Sequence[str]) -> list[Path]:
-    """Files under `root` that end in one of `suffixes`, outside caches and installed packages, in order of their names.
+    """Returns the files under `root` with one of `suffixes`, without caches and installed packages, in order of names.
 
     Raises:
-        ConfigError: no such folder, or no such file in it.
+        ConfigError: there is no such folder, or no such file in it.
     """
     if not root.is_dir():
         raise ConfigError(
-            f"{root} is no folder and no file, so there is no text to train on; check data.init_args.path"
+            f"{root} is neither a folder nor a file, so there is no text to train on; check data.init_args.path"
         )
     files = sorted(
         (path for path in root.rglob("*") if path.suffix in suffixes and path.is_file()),
@@ -250,7 +259,7 @@ def find_files(root: Path, suffixes: Sequence[str]) -> list[Path]:
     files = [path for path in files if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts[:-1])]
     if not files:
         raise ConfigError(
-            f"{root} holds no file that ends in {', '.join(suffixes)}, so there is no text to train on; "
+            f"{root} has no file that ends in {', '.join(suffixes)}, so there is no text to train on; "
             "set data.init_args.path or data.init_args.suffixes"
         )
     return files
@@ -259,15 +268,15 @@ def find_files(root: Path, suffixes: Sequence[str]) -> list[Path]:
 def split_files(files: Sequence[Path], *, root: Path, validation_fraction: float) -> tuple[list[Path], list[Path]]:
     """Divides files into training and validation files by a hash of their names relative to `root`.
 
-    Both lists are in the order of that hash: neighbours in a text are not neighbours in the folder, and the first part
-    of the validation text is a fair sample of it.
+    Both lists are in the order of that hash: neighbours in the text are not neighbours in the folder, and the beginning of
+    the validation text is a fair sample of it.
 
     Raises:
-        ConfigError: fewer than two files.
+        ConfigError: there are fewer than two files.
     """
     if len(files) < 2:
         raise ConfigError(
-            f"{root} holds one file to train on and validation takes another; give that file itself as the path "
+            f"{root} has a single file, and training and validation need one each; give that file itself as the path "
             "(its end is then the validation text)"
         )
 
@@ -284,5 +293,5 @@ def _join(files: Sequence[Path]) -> Tensor:
 
 
 def _as_tensor(text: bytearray) -> Tensor:
-    # Not bytes: torch warns about tensors over memory that must not be written. frombuffer refuses an empty buffer.
+    # A bytearray, as torch warns about tensors over read-only memory. frombuffer refuses an empty buffer.
     return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)

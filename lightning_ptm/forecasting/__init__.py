@@ -1,1 +1,1 @@
-"""What `lightning-ptm plan` computes: seconds and bytes of a run that has not begun."""
+"""Forecasts of `lightning-ptm plan`: seconds and bytes of a run that has not begun."""

@@ -1,10 +1,9 @@
-"""How long a plan would take on a machine that need not be here: links as queues, compute as traced.
+"""Simulated clock of a plan on a given machine: links are queues, compute takes the seconds of a trace.
 
-Owns the clock of steps that follow each other. Each link does one thing at a time, in issue order;
-pages stream, so a task that crosses several links takes as long as the slowest of them. A wait for free pages is not
-modelled: the plan takes pages only where they are free by its triggers. Where updates share the cores with compute, their
-arithmetic is done between ticks, chunk by chunk, as reads have come, or when compute waits for it: which chunk is next is
-decided by the object that a run asks, too (chunks.py).
+Owns the clock of consecutive steps. Each link does one thing at a time, in issue order. Pages stream, so a task that crosses
+several links takes as long as the slowest of them. Waits for free pages are not modelled: a plan takes pages only where they
+are free by its triggers. Where updates share the cores with compute, their arithmetic is done between ticks, chunk by chunk,
+once chunks are read, or when compute waits for it; planning/chunks.py, which a real run uses, too, decides the order.
 """
 
 from __future__ import annotations
@@ -33,18 +32,20 @@ from lightning_ptm.planning.update_order import first_to_wait_for, read_ahead, u
 from lightning_ptm.terms import Kind, Link, Operation, Tier, chunk_numel
 
 _BATCH_ROUNDS = 4
-"""In which all ranks come to a batch, tell signals, begin its step and end its backward pass."""
+"""Rounds of agreement among all ranks for a batch: its arrival, signals, the begin of its step, the end of its backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
+    """Time at which something that compute may wait for is complete, and the operation that took until then."""
+
     at_s: float
     cause: Operation
 
 
 @dataclass(slots=True)
 class _UpdateLoads:
-    """Of an update, or of a chunk of it: what it reads of master states and of gradients, its arithmetic, what it writes."""
+    """Loads of an update, or of a chunk of it: reads of master states and gradients, arithmetic, writes."""
 
     states: list[Load]
     gradient: list[Load]
@@ -57,7 +58,17 @@ class _UpdateLoads:
 
 
 class Clock:
-    """Runs beside a replay: told of each task and each compute in issue order."""
+    """Clock of a plan: `issue` and `compute` take each task and each compute, in issue order.
+
+    Args:
+        layout, placement, budget: of the plan.
+        hardware: rates of one rank.
+        staging_chunks: most chunks of updates in staging between disk and CPU at once.
+        gradient_room_bytes: most bytes of gradients that wait for updates after their backward.
+        record: receives the activities of links and compute.
+        holders: which ranks share which flats; None: all ranks share all flats.
+        extras: by flat, work of updates in addition to a pass over bytes.
+    """
 
     def __init__(
         self,
@@ -85,33 +96,34 @@ class Clock:
         self._shard_bytes = [sum(flat.shard_bytes for flat in of) for of in flats]
         self._gradient_bytes = [sum(flat.shard_bytes for flat in of if flat.trainable) for of in flats]
         self._master_bytes = [sum(placement.master_bytes(flat) for flat in of if flat.trainable) for of in flats]
-        """Of a rank's shards, by unit."""
+        """By unit, bytes of master states of a rank's shards."""
         world = max((flat.world_size for flat in layout.flats), default=1)
-        together = (world if holders is None else holders.mesh.world_size) > 1
-        self._batch_rounds = _BATCH_ROUNDS if together else 0
-        self._step_rounds = 1 + bool(holders is not None and holders.by_unit) if together else 0
-        """Which all ranks have beside those for collectives."""
+        several_ranks = (world if holders is None else holders.mesh.world_size) > 1
+        self._batch_rounds = _BATCH_ROUNDS if several_ranks else 0
+        self._step_rounds = 1 + bool(holders is not None and holders.by_unit) if several_ranks else 0
+        """Rounds of agreement per step among all ranks, in addition to those for collectives."""
         self._shared_rates = {} if holders is None else hardware.shared_rates(layout.flats, holders)
         # State.
         self._now = Moment()
         self._compute_s = 0.0
         self._rounds = 0
         self._queues = Queues(hardware, record)
-        self._setup_barrier: dict[tuple[int, Kind], _Arrival] = {}
+        self._arrivals: dict[tuple[int, Kind], _Arrival] = {}
+        """By unit and kind of data, when its last transfer, collective or update ends."""
         self._stalls: dict[Operation, float] = {}
         self._updated: dict[int, _Arrival] = {}
-        """When the parameters of a unit are those of the last step."""
+        """By unit, when its parameters are updated by the last step."""
         self.chunks = Chunks[FlatLayout, TimedJob[FlatLayout], TimedChunk[FlatLayout]](self, staging=staging_chunks)
-        """Of updates on the cores that compute."""
+        """Chunks of updates on the cores that compute."""
         self._owed: dict[int, list[TimedJob[FlatLayout]]] = {}
-        """By unit, those that nobody has waited for."""
+        """By unit, updates that compute has not waited for yet."""
         self._places = {unit: place for place, unit in enumerate(update_order(layout, placement))}
-        """Of units, among updates that are due at once."""
+        """By unit, its position among updates that are due at the same time."""
         self._updates: set[int] = set()
         """Units that have been updated."""
 
     def issue(self, task: Task) -> None:
-        """Start a task that is not a compute now, or when what it reads is there."""
+        """Starts a task other than a compute, now or when its input is complete."""
         match task.operation:
             case Operation.FETCH:
                 home = self._placement.homes[task.unit].parameter
@@ -122,9 +134,9 @@ class Clock:
             case Operation.GATHER:
                 loads = self._collectives(task.unit, gradients=False)
                 self._agree(1 if loads else 0)
-                source = self._setup_barrier.get((task.unit, Kind.PARAMETER), self._update_of(task.unit))
+                source = self._arrivals.get((task.unit, Kind.PARAMETER), self._update_of(task.unit))
                 self._arrive(task, Kind.FULL, loads, max(self._now.s, source.at_s))
-                # What compute then waits for is the copy, not the collective.
+                # If the copy before it is late, compute's wait counts as one for the copy, not for the collective.
                 self._blame(task.unit, Kind.FULL, source)
             case Operation.REDUCE:
                 loads = self._collectives(task.unit, gradients=True)
@@ -136,7 +148,7 @@ class Clock:
                 self._arrive(task, Kind.GRADIENT, loads, self._ready_s(task.unit, Kind.GRADIENT))
             case Operation.UPDATE if self._hardware.shared_cores:
                 self._owe(task)
-                if not self._placement.keeps_gradients:  # else compute goes on when all were issued
+                if not self._placement.keeps_gradients:  # else compute goes on once all updates are issued
                     self._unit_complete()
             case Operation.UPDATE:
                 update = self._update_loads(task.unit, self._master_bytes[task.unit], self._gradient_bytes[task.unit])
@@ -145,23 +157,23 @@ class Clock:
                 ready_s = self._ready_s(task.unit, Kind.GRADIENT)
                 self._arrive(task, Kind.MASTER, [*update.reads, update.arithmetic, *update.writes], ready_s)
             case Operation.RELEASE:
-                self._setup_barrier.pop((task.unit, Kind.FULL), None)
+                self._arrivals.pop((task.unit, Kind.FULL), None)
             case Operation.EVICT:
-                self._setup_barrier.pop((task.unit, Kind.PARAMETER), None)
+                self._arrivals.pop((task.unit, Kind.PARAMETER), None)
             case Operation.COMPUTE:
-                raise ValueError("a compute is told by its tick: use compute()")
+                raise ValueError("issue() got a compute, which needs its tick; call compute()")
 
     def compute(self, tick: Tick, exchanged: Mapping[Link, SendOrder] = MappingProxyType({})) -> None:
-        """Wait for the tick's live units, exchange tokens and activations, then compute."""
+        """Waits for the tick's live units, exchanges tokens and activations, then computes."""
         self._pump()
         for unit in tick.live:
             self._finish(unit)
         nothing = _Arrival(0.0, Operation.COMPUTE)
-        late = max((self._setup_barrier.get((unit, Kind.FULL), nothing) for unit in tick.live), key=lambda at: at.at_s)
+        late = max((self._arrivals.get((unit, Kind.FULL), nothing) for unit in tick.live), key=lambda at: at.at_s)
         updated = max((self._update_of(unit) for unit in tick.live), key=lambda at: at.at_s)
         self._wait(max(late, updated, key=lambda at: at.at_s))
         for link, sent in exchanged.items():
-            # Nothing computes meanwhile: it would compute what comes.
+            # Compute stands still meanwhile: its input is what arrives.
             self._agree(sent.rounds)
             load = Load(link, sent.bytes, collectives=sent.collectives)
             end_s = self._queues.carry(Operation.EXCHANGE, tick.unit, [load], self._now.s)
@@ -180,13 +192,12 @@ class Clock:
         micro_batches: int = 1,
         wait_for_updates: bool = True,
     ) -> None:
-        """One of many steps, as `steady` takes it; the next begins behind its updates, and waits for a unit's where it needs
-        the unit."""
+        """Runs one step; arguments as in `steady`. In the next step, a unit's first use waits for its update."""
         for micro_batch in range(micro_batches):
             last = micro_batch == micro_batches - 1
             self._agree(self._batch_rounds + (self._step_rounds if last else 0))
             if self._updates:
-                # Behind the forward: what the first updates of the backward will need.
+                # Read ahead during the forward: master states for the first updates of the backward.
                 ahead = (flat for flat in read_ahead(self._layout, self._placement) if flat.unit in self._updates)
                 self.chunks.want([WantedChunk(flat, self._cuts(flat)) for flat in ahead])
             for trigger in range(plan.tick_count + 1):
@@ -202,14 +213,14 @@ class Clock:
                         self.issue(task)
                 if trigger < plan.tick_count:
                     self.compute(trace.ticks[trigger], exchanged.get(trigger, {}))
-        for unit, kind in list(self._setup_barrier):
+        for unit, kind in list(self._arrivals):
             if kind is Kind.MASTER:
-                arrival = self._setup_barrier.pop((unit, kind))
+                arrival = self._arrivals.pop((unit, kind))
                 if wait_for_updates:
                     self._updated[unit] = arrival
 
     def so_far(self) -> Timing:
-        """What has passed up to the end of the last tick; for links, what has been issued."""
+        """Returns the totals up to the end of the last tick; for links, of everything issued."""
         return Timing(
             self._now.s,
             self._compute_s,
@@ -220,7 +231,7 @@ class Clock:
         )
 
     def _agree(self, rounds: int) -> None:
-        """Ranks agree on what comes next, and nothing computes meanwhile."""
+        """Passes the time of rounds in which ranks agree on what comes next, and compute stands still."""
         self._rounds += rounds
         self._now.pass_by(rounds * self._hardware.round_s)
 
@@ -230,7 +241,7 @@ class Clock:
             self._now.go_to(arrival.at_s)
 
     def _owe(self, task: Task) -> None:
-        """An update is issued: the cores will do it chunk by chunk."""
+        """Queues an update, which the cores that compute do chunk by chunk."""
         ready_s = self._ready_s(task.unit, Kind.GRADIENT)
         staged = _staged(self._placement, task.unit)
         self._updates.add(task.unit)
@@ -244,12 +255,12 @@ class Clock:
         return chunk_bounds_of(flat, chunk_numel(self._layout.page_size))
 
     def _pump(self) -> None:
-        """What needs no waiting, as a run does it at ticks."""
+        """Does what needs no waiting, as a run does at ticks."""
         while self.chunks.advance():
             pass
 
     def _unit_complete(self) -> None:
-        """Behind a unit's backward: its update has been issued, and compute waits where too many gradients do."""
+        """Ends a unit's backward, after its update is issued: compute waits if too many gradients wait for updates."""
         self._pump()
         for unit, updates in list(self._owed.items()):
             if all(update.computed for update in updates):
@@ -260,7 +271,7 @@ class Clock:
             self._finish(first)
 
     def _finish(self, unit: int) -> None:
-        """Compute needs a unit: its updates come first, and whatever else can be done while they are waited for."""
+        """Finishes a unit's updates, which compute needs; other chunks advance while it waits for reads and writes."""
         for update in self._owed.pop(unit, ()):
             if not update.computed:
                 self.chunks.to_front(update)
@@ -269,18 +280,18 @@ class Clock:
                     awaited = self.chunks.awaited(update)
                     if awaited is None:
                         raise InternalError(
-                            f"the update of flat {update.flat.index} waits for nothing, and is not done"
+                            f"the update of flat {update.flat.index} is not done and has nothing to wait for"
                         )
                     self._wait(_Arrival(comes_s(awaited), Operation.UPDATE))
 
-    # What is done with chunks.
+    # Actions that `chunks` calls.
 
     def chunk(self, flat: FlatLayout, start: int, numel: int) -> TimedChunk[FlatLayout]:
-        """A chunk of which nothing has been read."""
+        """Makes a chunk of which nothing has been read."""
         return TimedChunk(flat, start, numel, now=self._now)
 
     def read(self, update: TimedJob[FlatLayout] | None, chunk: TimedChunk[FlatLayout]) -> bool:
-        """Begin the reads that the chunk lacks; its gradient's, where that is elsewhere, once it is there."""
+        """Starts the reads that a chunk lacks; that of a gradient in another tier once the gradient is complete."""
         loads = self._chunk_loads(chunk)
         missing = loads.states if chunk.begin() else []
         chunk.note_reads(all_reads_begun=update is not None and (not loads.gradient or update.has_gradient()))
@@ -291,7 +302,7 @@ class Clock:
         return bool(missing)
 
     def update(self, update: TimedJob[FlatLayout], chunk: TimedChunk[FlatLayout]) -> bool:
-        """A chunk's arithmetic, for which compute waits; then its writes."""
+        """Does a chunk's arithmetic, for which compute waits; then starts its writes."""
         loads = self._chunk_loads(chunk)
         carry = partial(self._queues.carry, Operation.UPDATE, update.flat.unit)
         begin_s = self._now.s if update.streams else carry(loads.reads, self._now.s)
@@ -301,10 +312,10 @@ class Clock:
         return update.streams
 
     def free(self, chunk: TimedChunk[FlatLayout]) -> None:
-        """Its buffers are only counted."""
+        """Does nothing: buffers are only counted."""
 
     def end(self, update: TimedJob[FlatLayout]) -> None:
-        """Whoever waits for it sees that it is computed."""
+        """Does nothing: the job's own state says that it is computed."""
 
     def _chunk_loads(self, chunk: TimedChunk[FlatLayout]) -> _UpdateLoads:
         flat = chunk.flat
@@ -319,25 +330,25 @@ class Clock:
     def _arrive(self, task: Task, kind: Kind, loads: Iterable[Load], ready_s: float) -> None:
         end_s = self._queues.carry(task.operation, task.unit, loads, ready_s)
         arrival = _Arrival(end_s, task.operation)
-        before = self._setup_barrier.get((task.unit, kind), arrival)
-        self._setup_barrier[task.unit, kind] = max(before, arrival, key=lambda at: at.at_s)
+        before = self._arrivals.get((task.unit, kind), arrival)
+        self._arrivals[task.unit, kind] = max(before, arrival, key=lambda at: at.at_s)
 
     def _update_of(self, unit: int) -> _Arrival:
         return self._updated.get(unit, _Arrival(0.0, Operation.GATHER))
 
     def _blame(self, unit: int, kind: Kind, source: _Arrival) -> None:
-        """A copy that had to wait for `source` is late because of that."""
+        """Attributes the wait for a copy or gather to `source`, if that was late."""
         if source.at_s > self._now.s:
-            self._setup_barrier[unit, kind] = _Arrival(self._setup_barrier[unit, kind].at_s, source.cause)
+            self._arrivals[unit, kind] = _Arrival(self._arrivals[unit, kind].at_s, source.cause)
 
     def _ready_s(self, unit: int, kind: Kind) -> float:
-        return max(self._now.s, self._setup_barrier.get((unit, kind), _Arrival(0.0, Operation.COMPUTE)).at_s)
+        return max(self._now.s, self._arrivals.get((unit, kind), _Arrival(0.0, Operation.COMPUTE)).at_s)
 
     def _loads(self, source: Tier, target: Tier, size: int) -> list[Load]:
         return [Load(link, size) for link in self._links[source, target]]
 
     def _update_loads(self, unit: int, master_bytes: int, gradient_bytes: int) -> _UpdateLoads:
-        """Read the master states where they live and bring the gradients; the arithmetic; write, send the parameters home."""
+        """Loads of an update: reads of master states and gradients, arithmetic, writes of master states and parameters."""
         homes = self._placement.homes[unit]
         place = arithmetic_tier(homes.master, self._placement.staging_tier)
         assert place.update_link is not None  # arithmetic_tier's promise
@@ -352,7 +363,7 @@ class Clock:
         )
 
     def _collectives(self, unit: int, *, gradients: bool) -> list[Load]:
-        """Of all flats of a unit, or of those that have gradients, among the ranks that share each."""
+        """Loads of the collectives of a unit's flats, or of those with gradients, among the ranks that share each flat."""
         flats = [flat for flat in self._layout.flats_of(unit) if flat.shared and (flat.trainable or not gradients)]
         sizes = {flat.index: flat.shard_bytes * (flat.world_size - 1) for flat in flats}
         return [Load(Link.COLLECTIVE, size, self._shared_rates.get(index), 1) for index, size in sizes.items()]

@@ -1,10 +1,9 @@
-"""Counts what a model computes and keeps, unit by unit, in one forward on the meta device: no memory, no device.
+"""Counter of operations and saved bytes of a model's units, in one forward on the meta device: no memory, no device.
 
-Counts, of a batch of the config's own shape: operations (torch's formulas for matrix multiplications and convolutions;
-attention as its formula without advantage of a causal mask) and bytes that autograd keeps, in the compute dtype, with
-attention as fused kernels do it (inputs and output, no matrix of scores). And what is no matrix multiplication: elements
-that go through a function such as GELU or a softmax, and bytes that all operations read and write. Backward is taken as two
-forwards.
+For a batch of the config's own shape it counts operations (torch's formulas for matrix multiplications and convolutions;
+attention as if without a causal mask) and bytes of tensors saved by autograd, in the compute dtype, with attention as fused
+kernels do it (inputs and output, no matrix of scores). For work other than matrix multiplication it counts elements of
+exponential functions (GELU, softmax), and bytes that all operations read and write. A backward counts as two forwards.
 Mixtures of experts route evenly: each expert computes its share of the tokens.
 """
 
@@ -36,19 +35,20 @@ from lightning_ptm.torch_internals import storage_id, tree_leaves
 
 @dataclass(frozen=True, slots=True)
 class UnitWork:
-    """One unit's forward, units inside it left out.
+    """Counts of one unit's forward, without the units inside it.
 
     Attributes:
-        flops: of the forward; attention_flops: those of them that attention takes.
-        curved_numel: elements that exponential functions are taken of.
-        moved_bytes: that operations but attention read and write.
-        saved_bytes: what autograd keeps of it until its backward.
-        input_bytes: what is kept instead where it is recomputed, results of exchanges among it; inputs that several units
-            share count for the first.
-        row_bytes: of an expert that ranks divide, of all rows that come to it.
-        sent: to the other ranks of a tensor group, in the forward; sent_back: in the backward.
-        ends_with: the unit with whose backward its own ends: the first to take an input that both take, whose gradient is
-            there when that one's is (what all blocks of a decoder take of the encoder). None: its own.
+        flops: operations of the forward.
+        attention_flops: the part of them in attention.
+        curved_numel: elements of exponential functions.
+        moved_bytes: bytes that operations other than attention read and write.
+        saved_bytes: bytes of tensors that autograd saves until the unit's backward.
+        input_bytes: bytes that are saved instead if the unit is recomputed, including results of exchanges; inputs that
+            several units share count for the first.
+        row_bytes: for an expert in expert parallelism, bytes of all rows that are sent to it.
+        sent, sent_back: exchanges with other ranks of a tensor group in the forward, and in the backward.
+        ends_with: the unit whose backward also ends this unit's: the first unit that took a shared input, whose gradient is
+            complete only then (all blocks of a decoder take the encoder's output). None: its own.
     """
 
     flops: int = 0
@@ -65,11 +65,11 @@ class UnitWork:
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """What is looked up in a model of many modules once, for batches of any size.
+    """Facts about a model that are looked up once, for batches of any size.
 
     Attributes:
-        position: of units, by the id of their module.
-        storages: of parameters.
+        position: index of the unit, by id of its module.
+        storages: storages of parameters, by their address.
         mixtures: modules whose routing depends on values.
     """
 
@@ -79,7 +79,7 @@ class Anatomy:
 
 
 def anatomy(model: nn.Module, units: Sequence[Unit]) -> Anatomy:
-    """Looks it up, and puts the model into training mode."""
+    """Returns a model's `Anatomy`, and puts the model into training mode."""
     model.train()
     return Anatomy(
         {id(unit.module): unit.index for unit in units},
@@ -89,7 +89,14 @@ def anatomy(model: nn.Module, units: Sequence[Unit]) -> Anatomy:
 
 
 class Counter:
-    """One forward: whose turn it is, and what was seen."""
+    """Counter of one forward, by hooks on units and torch modes (`counting`).
+
+    Args:
+        known: the model's anatomy.
+        units: the model's units.
+        experts: the experts that ranks divide.
+        group: the tensor group that the model is cut for.
+    """
 
     def __init__(
         self,
@@ -118,19 +125,20 @@ class Counter:
         self._sent = [NOTHING_SENT] * len(units)
         self._sent_back = [NOTHING_SENT] * len(units)
         self._kept = [0] * len(units)
-        """Bytes of results of exchanges."""
+        """By unit, bytes of results of exchanges that are stored for a recomputation."""
         self._counted = self._sent_so_far()
         self._seen: dict[int, Tensor] = {}
         self._seen_inputs: dict[int, Tensor] = {}
         self._entered: list[int] = []
-        """Units, as they were called."""
+        """Units in the order of their calls."""
         self._takers: dict[tuple[Any, int], int] = {}
-        """By an input's place in the graph, the place among these of the first that took it."""
+        """By autograd node and output of an input, the index in `_entered` of the first unit that took it."""
         self._ends: dict[int, int] = {}
         self._like: dict[int, int] = {}
-        """Unit -> the unit whose forward stands for its own."""
+        """By unit, the unit whose counts stand for its own."""
 
     def works(self) -> tuple[UnitWork, ...]:
+        """Returns the counts of each unit."""
         sources = [self._like.get(index, index) for index in range(len(self._units))]
         return tuple(
             UnitWork()
@@ -156,6 +164,7 @@ class Counter:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
+        """Context in which a forward of the model is counted."""
         handles: list[RemovableHandle] = []
         restore: list[Callable[[], None]] = []
         computed: list[nn.Module] = []
@@ -174,7 +183,7 @@ class Counter:
                     inside = around.with_inside(partial(self._takes_and_computes, unit.index, around.inside))
                     restore.append(replace(unit.module, forward=inside))
                 handles.append(unit.module.register_forward_hook(self._leave, always_call=True))
-            # Before the hooks of units, to which an expert's rows are its own, and no part of all that came.
+            # Before the hooks of units: an expert's rows must be a tensor of its own, not a view of all rows.
             handles += [expert.register_forward_pre_hook(_apart, prepend=True) for expert in computed]
             with (
                 torch.autograd.graph.saved_tensors_hooks(self._keep, _given),
@@ -190,12 +199,12 @@ class Counter:
                 restore.pop()()
 
     def attends(self, flops: int) -> None:
-        """Operations of attention."""
+        """Counts operations of attention."""
         self._flops[self._inside[-1]] += flops
         self._attention[self._inside[-1]] += flops
 
     def _called(self, call: Call) -> None:
-        """By the unit that computes."""
+        """Counts a call, for the unit that computes."""
         unit = self._inside[-1]
         self._flops[unit] += call.flops
         self._moved[unit] += call.moved_bytes
@@ -205,7 +214,7 @@ class Counter:
         return Sent() if self._group is None else self._group.sent
 
     def tell_sent(self) -> None:
-        """What was sent since it was last asked, the unit that computes has sent, having met its group for it."""
+        """Counts bytes sent since the last call for the unit that computes, with one round of agreement for them."""
         before, self._counted = self._counted, self._sent_so_far()
         new, unit = self._counted.since(before), self._inside[-1]
         self._sent[unit] += SendOrder(new.forward_bytes, new.forwards, rounds=min(1, new.forwards))
@@ -229,7 +238,7 @@ class Counter:
         return inside(*args, **kwargs)
 
     def _takes(self, unit: int, given: Any) -> None:
-        """What is kept of a unit that is recomputed."""
+        """Counts the inputs that are saved if the unit is recomputed."""
         for leaf in tree_leaves(given):
             if isinstance(leaf, Tensor) and self._first_time(leaf, self._seen_inputs):
                 self._inputs[unit] += leaf.untyped_storage().nbytes()
@@ -247,11 +256,11 @@ class Counter:
         key = storage_id(tensor.untyped_storage())
         if key in self._parameters or key in seen:
             return False
-        seen[key] = tensor.detach()  # kept alive, or another storage could come to have the same number
+        seen[key] = tensor.detach()  # kept alive, or another storage could get the same address
         return True
 
     def _held(self, module: MixtureOfExperts) -> tuple[list[int], list[int]]:
-        """Experts of a layer that this rank has, and the first unit of each that ranks divide."""
+        """Indices of a layer's experts that this rank has, and the first unit of each divided one."""
         if self._experts is None:
             return list(range(len(module.experts))), []
         place = next(place for place, (_, layer) in enumerate(self._experts.layers) if layer is module)
@@ -260,7 +269,7 @@ class Counter:
         return held, [units[index][0] for index in held]
 
     def _experts_of(self, module: MixtureOfExperts) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Of the experts that this rank has: those that compute, and those for which the first one's work stands."""
+        """The experts of this rank that are computed, and those for which the first one's counts stand."""
         held, _ = self._held(module)
         experts = [module.experts[index] for index in held]
         own = [self._position.get(id(expert)) for expert in experts]
@@ -270,7 +279,7 @@ class Counter:
         return experts[:1], experts[1:]
 
     def _even(self, module: MixtureOfExperts) -> Callable[[Tensor], tuple[Tensor, Routing]]:
-        """Stands in for a mixture whose routing depends on values."""
+        """Returns a forward with even routing, for a mixture whose routing depends on values."""
         held, first_units = self._held(module)
         of_group = 1 if self._experts is None else self._experts.split.size
 
@@ -283,10 +292,10 @@ class Counter:
             weights = scores.topk(module.choices, dim=-1).values
             if module.choices > 1:
                 weights = weights / weights.sum(dim=-1, keepdim=True)
-            # Results of all its choices that an expert computes, which are kept to be weighted.
+            # The experts' results for all choices, which are saved for the multiplication with their weights.
             kept = min(len(tokens) * module.choices, capacity * len(module.experts))
             weighted = tokens.new_empty(kept, tokens.shape[1]) * weights.flatten()[:1].to(tokens.dtype)
-            # All at once, as a run calls them: what the ranks of a tensor group add up is all that the experts compute.
+            # In one call, as in a run: the ranks of a tensor group sum the results of all experts at once.
             counts = [rows if index in held else 0 for index in range(len(module.experts))]
             came = tokens[:1].expand(sum(counts), -1).clone()
             out = tokens + module.experts(came, counts, 1 if self._experts is None else 0).sum(0)
@@ -307,8 +316,7 @@ def _given(tensor: Tensor) -> Tensor:
 
 
 class _Attention(TorchFunctionMode):
-    """Puts a fused kernel's saved tensors and operations in the place of attention, which the meta device would do in
-    parts."""
+    """Counts attention as a fused kernel: its operations and saved tensors (the meta device would decompose it)."""
 
     def __init__(self, add: Callable[[int], None]) -> None:
         super().__init__()
@@ -328,11 +336,11 @@ class _Attention(TorchFunctionMode):
 
 
 class _Fused(torch.autograd.Function):
-    """Keeps what fused attention keeps."""
+    """Saves the tensors that fused attention saves."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        # Laid out as fused kernels do, so that bringing heads together again copies nothing.
+        # In the memory layout of fused kernels, so that merging heads copies nothing.
         *batch, heads, length, _ = query.shape
         out = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-3, -2)
         ctx.save_for_backward(query, key, value, out, mask)

@@ -1,6 +1,7 @@
-"""What a model computes and keeps, unit by unit, from one forward on the meta device: no memory, no device.
+"""Estimates of a model's operations and activation memory, unit by unit, from one forward on the meta device.
 
-counting.py says what is counted. Here: of which batch, and what comes to the device at each tick of a trace.
+counting.py defines what is counted. This module makes the batch, and computes the activation bytes on the device at each tick
+of a trace.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from lightning_ptm.torch_internals import tree_leaves, tree_map
 
 
 def example_batch(data: LightningDataModule) -> Any:
-    """A batch of the data module, on the meta device. For text of ours nothing is read; another module is set up and gives
-    its first batch.
+    """Returns a batch of the data module, on the meta device.
+
+    For this package's text modules no data is read; another module is set up, and its first batch is taken.
 
     Raises:
-        ConfigError: it gives none.
+        ConfigError: the module gives no batch.
     """
     if isinstance(data, SpanCorruption):
         lengths = (data.input_length, data.target_length)
@@ -42,17 +44,17 @@ def example_batch(data: LightningDataModule) -> Any:
             data.prepare_data()
             data.setup("fit")
             batch = next(iter(data.train_dataloader()))
-        except Exception as error:  # whatever a foreign data module raises
+        except Exception as error:  # a user's data module may raise anything
             raise ConfigError(
-                f"{type(data).__name__} gives no training batch to plan with ({type(error).__name__}: {error}); make its "
-                f"data available here"
+                f"{type(data).__name__} gives no training batch, which a plan needs ({type(error).__name__}: {error}); make "
+                f"its data available on this machine"
             ) from error
         return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
     return tuple(torch.empty(data.batch_size, length, dtype=torch.long, device="meta") for length in lengths)
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """A batch of other size: every tensor's first dimension is its samples."""
+    """Returns a batch with another number of samples, the first dimension of every tensor."""
     return tree_map(
         lambda leaf: leaf.new_empty((samples, *leaf.shape[1:])) if isinstance(leaf, Tensor) and leaf.ndim else leaf,
         batch,
@@ -60,12 +62,12 @@ def resized(batch: Any, samples: int) -> Any:
 
 
 def sample_count(batch: Any) -> int:
-    """Samples of a batch: the first dimension of its first tensor."""
+    """Returns the number of samples of a batch: the first dimension of its first tensor."""
     return next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 1)
 
 
 def token_count(batch: Any) -> int | None:
-    """Tokens that a batch has for the model to read: elements of its first tensor, if that is integers in two dimensions."""
+    """Returns the number of a batch's input tokens: the elements of its first tensor, if that is 2-D and of integers."""
     first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
     tokens = first is not None and first.ndim == 2 and not first.is_floating_point()
     return first.numel() if first is not None and tokens else None
@@ -80,16 +82,15 @@ def estimate(
     known: Anatomy | None = None,
     group: CountedTensorGroup | None = None,
 ) -> tuple[UnitWork, ...]:
-    """What each unit computes and keeps for one batch, floating-point inputs of which become `dtype`, as the model is.
+    """Returns the counts of each unit for one batch, whose floating-point tensors are cast to `dtype`, the model's dtype.
 
     Args:
-        experts: that ranks divide: those of rank 0 compute the tokens of its whole group, others nothing.
-        known: the model's anatomy, where somebody has it.
-        group: for which the model is cut.
+        experts: the experts that ranks divide: rank 0's compute the tokens of its whole group, others nothing.
+        known: the model's anatomy, if it was looked up before.
+        group: the tensor group that the model is cut for.
 
     Raises:
-        ConfigError: the model cannot compute on the meta device; or ranks divide experts of layers whose routing is not
-            known.
+        ConfigError: the model cannot compute on the meta device; or ranks divide experts of layers with unknown routing.
     """
     batch = tree_map(
         lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch
@@ -97,8 +98,8 @@ def estimate(
     for name, layer in experts.layers if experts is not None else ():
         if not isinstance(layer, MixtureOfExperts):
             raise ConfigError(
-                f"{name} ({type(layer).__name__}) divides its experts over ranks, and how many tokens it sends to each is "
-                f"known of lightning_ptm.models.moe.MixtureOfExperts alone, so a step cannot be timed; plan with "
+                f"{name} ({type(layer).__name__}) divides its experts over ranks, and the number of tokens sent to each is "
+                f"known for lightning_ptm.models.moe.MixtureOfExperts alone, so a step cannot be timed; plan with "
                 f"expert_parallel_size=1, or use a MixtureOfExperts"
             )
     counter = Counter(known or anatomy(model, units), units, experts, group)
@@ -106,7 +107,7 @@ def estimate(
         warnings.simplefilter("ignore")  # `self.log` without a Trainer
         try:
             model.loss(batch) if isinstance(model, LanguageModel) else model.training_step(batch, 0)
-        except Exception as error:  # whatever a foreign model raises
+        except Exception as error:  # a user's model may raise anything
             raise ConfigError(
                 f"{type(model).__name__} cannot compute on the meta device ({type(error).__name__}: {error}), so its "
                 f"operations cannot be counted; a forward that depends on values cannot be planned, only run"
@@ -122,15 +123,17 @@ def activation_bytes(
     to_host: bool = False,
     around: Mapping[int, int] | None = None,
 ) -> tuple[int, ...]:
-    """Bytes beside pages, on the device, at the worst moment of each tick of a training trace.
+    """Returns the bytes of activations on the device, at the peak of each tick of a training trace.
 
-    The root's are counted from first to last, though its head's come late and go early: this errs on the safe side. A
-    backward tick holds what was not used yet, all of its own unit, and the gradients of two of its inputs.
+    The root unit's activations are counted for the whole step, though its head's exist only around the loss: this errs on the
+    safe side. A backward tick has the saved tensors of all units whose backward is to come, all of its own unit's, and the
+    gradients of two of its inputs.
 
     Args:
-        to_host: what units keep waits in RAM (`activations="host"`): beside the unit that computes, the device holds what
-            the one before it keeps, which leaves behind a forward and comes back ahead of a backward.
-        around: by unit, the recomputed unit that it is a part of, with which it is recomputed: all of that is there at once.
+        to_host: whether saved tensors are offloaded to RAM (`activations="host"`): in addition to the unit that computes, the
+            device then has the saved tensors of the unit before it, which are copied out during the next forward, and copied
+            back before their backward.
+        around: by unit, the recomputed unit around it, with which it is recomputed: both are in memory at once.
     """
     around = around or {}
     kept = _kept_bytes(works, recomputed, around)
@@ -173,7 +176,7 @@ def activation_bytes(
 def host_activation_bytes(
     works: Sequence[UnitWork], recomputed: frozenset[int], around: Mapping[int, int] | None = None
 ) -> int:
-    """Bytes that go to RAM in a forward, wait there, and come back in the backward (`activations="host"`)."""
+    """Returns the bytes offloaded to RAM in a forward and copied back in the backward (`activations="host"`)."""
     return sum(_kept_bytes(works, recomputed, around or {})[1:])
 
 
@@ -185,5 +188,5 @@ def _kept_bytes(works: Sequence[UnitWork], recomputed: frozenset[int], around: M
 
 
 def forwards(phase: Phase, *, recomputed: bool) -> int:
-    """How many forwards one tick of a unit counts for."""
+    """Returns the number of forwards that one tick of a unit counts for."""
     return 1 if phase is Phase.FORWARD else 3 if recomputed else 2

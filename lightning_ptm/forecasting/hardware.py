@@ -1,6 +1,6 @@
-"""Hardware files: what a node offers and how fast it is, read from YAML and checked (configs/hardware/*.yaml).
+"""Hardware files: sizes and rates of a node, read from YAML and checked (configs/hardware/*.yaml).
 
-Owns what a field may be; node.py says what it means.
+Owns the valid values of fields; node.py documents their meaning.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lightning_ptm.memory.backend import apart
 from lightning_ptm.update.state_encoding import ENCODINGS
 
 FOLDERS = (Path(__file__).parents[1] / "configs" / "hardware", Path(__file__).parents[2] / "configs" / "hardware")
-"""Where configs/hardware/ is: inside the installed package, or beside it in a checkout."""
+"""Possible locations of configs/hardware/: in the installed package, and next to the package in a checkout."""
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 _LEAST_RATE = 1e6
-"""Of bytes or operations per second. Nothing that computes is slower; what is below was written in GB/s or TFLOP/s."""
+"""Least rate in bytes or operations per second. No machine is slower: a lower value was written in GB/s or TFLOP/s."""
 _LEAST_RAM_BYTES = 1 << 20
-"""Likewise, for a size that was written without its unit."""
+"""Least size: a lower value was written without its unit."""
 
 
 _SIZES = ("device_memory", "host_memory", "disk_memory")
@@ -66,19 +66,22 @@ _MAY_BE_NULL = {
 }
 FIELDS = tuple(field.name for field in dataclasses.fields(Node) if field.name not in ("source", "name"))
 _MAY_BE_ABSENT = tuple(field.name for field in dataclasses.fields(Node) if field.default is None)
-"""What `lightning-ptm probe` measures and data sheets do not tell."""
+"""Fields that `lightning-ptm probe` measures and data sheets do not contain."""
 
 
 def installed() -> list[str]:
-    """Names of the files in configs/hardware/."""
+    """Returns the names of the files in configs/hardware/."""
     return sorted({path.stem for folder in FOLDERS for path in folder.glob("*.yaml")})
 
 
 def find(name: str) -> Path:
-    """The hardware file that `name` means: a path, or the name of one in configs/hardware/.
+    """Returns the path of a hardware file.
+
+    Args:
+        name: a path, or the name of a file in configs/hardware/.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such file.
     """
     if Path(name).is_file():
         return Path(name)
@@ -88,16 +91,16 @@ def find(name: str) -> Path:
                 if candidate.is_file():
                     return candidate
     raise ConfigError(
-        f"there is no hardware file {name!r}, neither here nor among the installed ones ({', '.join(installed())}); name "
-        f"one of these, give a path, or write one with `lightning-ptm probe > mine.yaml`"
+        f"there is no hardware file {name!r}, neither in this folder nor among the installed ones "
+        f"({', '.join(installed())}); name one of these, give a path, or write one with `lightning-ptm probe > mine.yaml`"
     )
 
 
 def read(path: Path) -> Node:
-    """A hardware file, checked.
+    """Reads and checks a hardware file.
 
     Raises:
-        ConfigError: names the file, the field, and what it should be.
+        ConfigError: a field is missing, unknown or wrong; the text names the file, the field and its valid values.
     """
     try:
         return parsed(path.read_text(), path)
@@ -106,10 +109,11 @@ def read(path: Path) -> Node:
 
 
 def parsed(text: str, path: Path) -> Node:
-    """What a hardware file says, checked; `path` is how errors name it.
+    """Parses and checks the text of a hardware file; errors name it by `path`.
 
     Raises:
-        ConfigError: as `read`; YAMLError: it is no YAML.
+        ConfigError: as in `read`.
+        YAMLError: the text is not YAML.
     """
     document = yaml.safe_load(text)
     if not isinstance(document, Mapping):
@@ -130,7 +134,7 @@ def parsed(text: str, path: Path) -> Node:
 
 
 class _Reader:
-    """One call of `read`, all fields being there."""
+    """Converts and checks the fields of a document that has all required fields."""
 
     def __init__(self, path: Path, document: Mapping[str, Any]) -> None:
         self._path = path
@@ -143,7 +147,7 @@ class _Reader:
         try:
             has_own_memory = apart(str(device))
         except ConfigError as error:
-            raise self._wrong("device", "cpu, cuda, xpu or what else torch calls it") from error
+            raise self._wrong("device", "cpu, cuda, xpu or another device type of torch") from error
         for name in _SIZES:
             values[name] = self._size(name)
         for name in _COUNTS:
@@ -172,7 +176,7 @@ class _Reader:
         if values["disk_memory"]:
             for name in ("disk_read_bytes_per_s", "disk_write_bytes_per_s"):
                 if values[name] is None:
-                    raise self._wrong(name, "more than 0, for disk_memory is")
+                    raise self._wrong(name, "more than 0, as disk_memory is")
         efficiency = self._rate("compute_efficiency", self._document["compute_efficiency"])
         if efficiency is None or efficiency > 1:
             raise self._wrong("compute_efficiency", "more than 0 and at most 1")
@@ -195,7 +199,8 @@ class _Reader:
             raise self._wrong(name, "more than 0")
         if 0 < size < _LEAST_RAM_BYTES:
             raise ConfigError(
-                f"{self._path}: {name} is {given!r}, which is {size} bytes and holds nothing; write its unit, as in {size}GiB"
+                f"{self._path}: {name} is {given!r}, which is {size} bytes, too few for any page; write its unit, as in "
+                f"{size}GiB"
             )
         return size
 
@@ -208,7 +213,7 @@ class _Reader:
     def _rate(self, name: str, given: object) -> float | None:
         if given is None and name in _MAY_BE_NULL:
             return None
-        # 32e9 is a text to YAML 1.1, which wants 32.0e+9.
+        # YAML 1.1 reads 32e9 as text; a number would be 32.0e+9.
         try:
             rate = math.nan if isinstance(given, bool) else float(given)  # type: ignore[arg-type]
         except (TypeError, ValueError):
@@ -231,7 +236,7 @@ class _Reader:
         if given is None:
             return None
         if given == "auto":
-            raise self._wrong("page_size", "a number of bytes (or null where nobody has measured it)")
+            raise self._wrong("page_size", "a number of bytes (or null where it was not measured)")
         try:
             return Settings(page_size=given).page_bytes
         except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What `plan` says of lock-free updates on a machine that updates with the cores that compute."""
+"""Forecast of a step with lock-free updates, on a machine that updates on the cores that compute."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def beside_compute(
     accumulate: int,
     among_ranks_s: float,
 ) -> SharedCoreTiming:
-    """A step among many.
+    """Returns the timing of a step among many.
 
     Args:
-        trace: with the seconds of its ticks.
-        rates: one rank's.
-        among_ranks_s: in which compute waits for other ranks; updates go on.
+        trace: ticks of a micro-batch, with their seconds.
+        rates: rates of one rank.
+        accumulate: micro-batches in a step.
+        among_ranks_s: seconds in which compute waits for other ranks while updates go on.
     """
     layout = blueprint.layout
     update = rates.update_device_bytes_per_s
@@ -74,7 +75,7 @@ def beside_compute(
 
 
 def _slowed(rates: Hardware, share: float) -> Hardware:
-    """Rates of the cores that all the arithmetic beside compute has."""
+    """Rates of arithmetic on the share of the cores that the updating thread has while compute runs."""
 
     def slower(per_s: Mapping[str, float] | None) -> dict[str, float] | None:
         return None if per_s is None else {word: rate * min(1.0, share) for word, rate in per_s.items()}

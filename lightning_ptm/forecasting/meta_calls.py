@@ -1,10 +1,10 @@
-"""What each call of a forward on the meta device computes and moves; a call like an earlier one is not made again.
+"""Torch mode that reports operations and bytes of each call on the meta device, and caches results of equal calls.
 
-A model of many layers makes the same calls in each of them, and torch works out the shapes of results on the meta device in
-Python: for some functions that takes milliseconds.
+The layers of a model make the same calls, and torch computes shapes of results on the meta device in Python: for some
+functions that takes milliseconds.
 
-I1: what is told and returned is the same as if every call were made. Remembered are calls on the meta device alone that
-    return new tensors, whose shapes and dtypes follow from those of their arguments, and from their numbers.
+I1: reports and results are the same as without the cache. Cached are only calls on the meta device that return new tensors
+    whose shapes and dtypes follow from shapes and dtypes of their tensor arguments and from their other arguments.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _TENSORS = (Tensor, nn.Parameter)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one call did.
+    """Work of one call.
 
     Attributes:
-        flops: by torch's formula; 0 for what has none.
-        moved_bytes: that it read and wrote.
-        curved_numel: elements that it took an exponential function of.
+        flops: operations by torch's formula; 0 for functions without one.
+        moved_bytes: bytes read and written.
+        curved_numel: elements of exponential functions.
     """
 
     flops: int = 0
@@ -51,7 +51,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """How a new tensor is laid out."""
+    """Shape, strides and dtype of a new tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -62,17 +62,17 @@ class _Result:
 
 
 class _NotComparedError(Exception):
-    """An argument of which equality does not tell that results are alike."""
+    """Raised for an argument whose equality does not imply equal results."""
 
 
 class MetaCalls(TorchDispatchMode):
-    """Tells of each call, one after the other."""
+    """Mode in which `tell` gets the `Call` of each operation, in order."""
 
     def __init__(self, tell: Callable[[Call], None]) -> None:
         super().__init__()
         self._tell = tell
         self._known: dict[Hashable, tuple[Call, list[_Result], type | None]] = {}
-        """By function and arguments: what it does, and what it returns, in a tuple or a list or alone."""
+        """By function and arguments: the work, the results, and the type of their container (None: a single tensor)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -106,7 +106,7 @@ def _call(func: Any, args: Any, kwargs: Any, out: Any) -> Call:
 
 
 def _key(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable | None:
-    """Equal for calls with like results; None where nothing says so."""
+    """Cache key, equal for calls with equal results; None if the call cannot be cached."""
     if schema_of(func).is_mutable or any(each.alias_info is not None for each in schema_of(func).returns):
         return None
     try:
@@ -122,12 +122,12 @@ def _compared(value: Any) -> Hashable:
     if kind in (list, tuple):
         return tuple(map(_compared, value))
     if kind in _NUMBERS:
-        return kind, value  # 1, 1.0 and True are equal
+        return kind, value  # with the type, as 1, 1.0 and True are equal
     raise _NotComparedError
 
 
 def _results(out: Any, args: Any, kwargs: Any) -> list[_Result]:
-    """None where these are not new tensors, or hold more memory than their elements take."""
+    """The results of a call; empty if they are not new tensors, or have more memory than their elements need."""
     made = [out] if isinstance(out, Tensor) else list(out) if type(out) in (list, tuple) else []
     if not all(type(each) is Tensor and each.is_meta for each in made):
         return []

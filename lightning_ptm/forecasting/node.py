@@ -1,7 +1,7 @@
-"""A node, as its hardware file describes it, and what a run finds on it.
+"""A node as its hardware file describes it.
 
-Two views of it: `Machine`, by which a run decides (runtime/machine/machine.py), and `Hardware`, by which a plan is
-timed (rates.py).
+It has two views: `Machine`, from which a run decides (runtime/machine/machine.py), and `Hardware`, with which a plan is timed
+(rates.py).
 """
 
 from __future__ import annotations
@@ -21,51 +21,57 @@ from lightning_ptm.runtime.machine.machine import Machine
 from lightning_ptm.terms import Link
 
 _NEVER = 1e-9
-"""Bytes per second of a link that is not there; nothing crosses it in a plan for that machine."""
+"""Bytes per second of a link that does not exist; plans for that machine do not use it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
-    """One node, as its file describes it: sizes in bytes, rates per second.
+    """One node, with the fields of its hardware file: sizes in bytes, rates per second.
 
     Attributes:
-        source: the file; name: how it is called.
-        device: as torch calls it, such as `cuda`; or `cpu`: device memory is then RAM.
-        device_memory: of one device; 0 on a CPU. host_memory, disk_memory, cpu_cores: of the node.
-        compute_flops_per_s: of one rank, by dtype.
-        compute_efficiency: the share of these rates, and of those of attention, functions and memory where they are given,
-            that a model's forward and backward reach.
-        device_memory_bytes_per_s: of one device. host_memory_bytes_per_s: of the node; reads and writes count alike.
-        host_to_device_bytes_per_s, device_to_host_bytes_per_s: of one device; None on a CPU.
-        disk_read_bytes_per_s, disk_write_bytes_per_s: of the node; None without a disk.
-        intra_node_bytes_per_s: of one rank's part in a collective; None with one rank.
-        inter_node_bytes_per_s: of a node; None where there is no other.
-        tensor_exchange_bytes_per_s: of one rank's part in a sum of activations within a node; None: as of other collectives.
-        collective_s, tensor_exchange_s: what a collective of pages, and such a sum, takes beside its bytes; None: nothing.
-            With a sum goes what a step does for it: the layers' code, and the wait for the rank that comes last.
-        round_s: a round in which all ranks agree on what they do next; None: nothing.
-        attention_flops_per_s: of one rank, by dtype; curved_numel_per_s: elements of exponential functions (GELU, softmax),
-            likewise. A forward and a backward count as three forwards in all three. None where compute_efficiency makes up
-            for what is no matrix multiplication.
-        update_bytes_per_s: of one rank's optimizer arithmetic; None: that of the memory where it runs.
-        disk_update_bytes_per_s: of the same on a CPU that computes, while the disk is read and written; None: the same.
-        beside_update_bytes_per_s: of the same in a thread of its own, while all cores of a CPU compute; None: half of it.
-        chunk_s: what a CPU does for each chunk of updates that stream through the disk, a page of fp32 elements, beside
-            arithmetic and transfers; None: nothing.
-        beside_loss: seconds by which compute gets longer for each second of that, with all that goes with it; None: 1, for
+        source: path of the hardware file.
+        name: name of the node.
+        device: torch's device type, such as `cuda`; with `cpu`, device memory is RAM.
+        ranks_per_node: ranks on the node, one for each device.
+        device_memory: memory of one device; 0 on a CPU.
+        host_memory, disk_memory, cpu_cores: RAM, disk and cores of the node.
+        compute_flops_per_s: rate of matrix multiplications of one rank, by dtype.
+        compute_efficiency: the share of the compute rate, and of the rates of attention, exponential functions and memory if
+            given, that a model's forward and backward reach.
+        device_memory_bytes_per_s: memory rate of one device, reads and writes alike.
+        host_memory_bytes_per_s: memory rate of the node's RAM, reads and writes alike.
+        host_to_device_bytes_per_s, device_to_host_bytes_per_s: copy rates of one device; None on a CPU.
+        disk_read_bytes_per_s, disk_write_bytes_per_s: rates of the node's disk; None without a disk.
+        intra_node_bytes_per_s: rate of one rank in a collective within the node; None with one rank.
+        inter_node_bytes_per_s: network rate of a node; None for a single node.
+        tensor_exchange_bytes_per_s: rate of one rank in an all-reduce of activations within a node; None: as in other
+            collectives.
+        collective_s, tensor_exchange_s: seconds of a collective of pages, and of an all-reduce of activations, in addition to
+            those for their bytes; None: 0. The latter include the layers' code for it, and the wait for the last rank.
+        round_s: seconds of a round in which all ranks agree on what they do next; None: 0.
+        attention_flops_per_s: rate of attention of one rank, by dtype. A forward and a backward count as three forwards, also
+            for the two fields below. None if compute_efficiency covers everything that is not matrix multiplication.
+        curved_numel_per_s: elements of exponential functions (GELU, softmax) per second of one rank, by dtype; None likewise.
+        update_bytes_per_s: rate of one rank's optimizer arithmetic; None: the rate of the memory where it runs.
+        disk_update_bytes_per_s: the same on a CPU that computes, while the disk is read and written; None: the same.
+        beside_update_bytes_per_s: the same in its own thread, while all cores of a CPU compute; None: half of it.
+        chunk_s: seconds that a CPU needs for each chunk of an update that streams from disk (a page of fp32 elements), in
+            addition to arithmetic and transfers; None: 0.
+        beside_loss: seconds by which compute gets longer for each second of such arithmetic in its own thread; None: 1, as
             cores that compute in lockstep wait for the slowest of them.
-        learn_numel_per_s, forecast_numel_per_s: elements that such an update learns a forecast of, beside its own
-            arithmetic, and elements that a forecast is added to; None: that takes no time.
-        states_numel_per_s: by word of `optimizer_state_dtype`, elements of states that an update on a CPU decodes and
-        encodes again;
-            None, or no such word: that takes no time.
-        update_flops_per_s: of one rank, by dtype, of matrix products in updates on the CPU (Muon); None: on a CPU as in
+        learn_numel_per_s: elements per second for which an update learns a weight prediction, in addition to its arithmetic;
+            None: it takes no time.
+        forecast_numel_per_s: elements per second to which a weight prediction is added; None: it takes no time.
+        states_numel_per_s: by value of `optimizer_state_dtype`, elements of states per second that an update on a CPU decodes
+            and encodes; None, or without the value: it takes no time.
+        update_flops_per_s: rate of matrix products in updates on the CPU (Muon) of one rank, by dtype; None: on a CPU as in
             training, else they take no time.
-        disk_both_bytes_per_s: of reads and writes that go on together, of the node; None: they do not slow each other.
-        disk_bytes_per_core_s: that one core can read and write a second, the disk being as fast as it likes; None: any.
-        unit_s, step_s: of one rank, what each forward or backward of a unit, and each step, takes beside all this.
-        cpu_threads: with which one rank reaches its rates on a CPU; None: all cores that it has.
-        page_size: bytes of the smallest page that saturates the links; None where nobody has measured it.
+        disk_both_bytes_per_s: rate of concurrent reads and writes of the node's disk; None: they do not slow each other.
+        disk_bytes_per_core_s: bytes per second that one core can read and write, if the disk is fast enough; None: no limit.
+        unit_s, step_s: seconds of one rank for each forward or backward of a unit, and for each step, in addition to all
+            other fields.
+        cpu_threads: threads with which one rank reaches its rates on a CPU; None: all its cores.
+        page_size: bytes of the smallest page that saturates the links; None: not measured.
     """
 
     source: Path
@@ -110,7 +116,7 @@ class Node:
 
     @property
     def apart(self) -> bool:
-        """Its devices have memory of their own."""
+        """Whether the devices have their own memory."""
         return apart(self.device)
 
     @property
@@ -124,7 +130,7 @@ class Node:
         return min(self.cpu_threads or math.inf, self.cores_per_rank)
 
     def machine(self) -> Machine:
-        """What a run would find on it, if nothing else ran there."""
+        """Returns the machine that a run would find, if nothing else ran there."""
         return Machine(
             device_apart=self.apart,
             free_device_bytes=self.device_memory,
@@ -135,16 +141,18 @@ class Node:
         )
 
     def rates(self, nodes: int, holders: ModelSharding | None = None) -> Hardware:
-        """One rank's share. A ring over all ranks is as fast as its slowest part, the network between nodes being shared
-        by nobody else.
+        """Returns one rank's share of the rates.
+
+        A ring over all ranks is as fast as its slowest link; one ring has the network between nodes for itself. Ranks that
+        divide experts send tokens at the same time, and those of a node share its network. Ranks that share parts or experts
+        form rings of their own, which share the network, too.
 
         Args:
-            holders: who holds what; None: all ranks all. Ranks that divide experts send tokens to each other at the same
-                time, those of a node sharing its network; those that share parts, or experts, make rings of their own,
-                which share it, too.
+            nodes: number of nodes.
+            holders: which ranks share which flats; None: all ranks share all flats.
 
         Raises:
-            ConfigError: several ranks or nodes, and no rate of what connects them.
+            ConfigError: there are several ranks or nodes, and the rate of the link between them is missing.
         """
         ranks = self.ranks_per_node
         tensor_groups = _along(holders, Axis.TENSOR)
@@ -182,12 +190,12 @@ class Node:
         )
 
     def _exchange_bytes_per_s(self, nodes: int, groups: Collection[tuple[int, ...]]) -> float | None:
-        """What one rank sends to others a second, as much to each of its group; counted by the group that is slowest.
+        """Bytes per second that one rank sends to the others of its group in an all-to-all, in the slowest group.
 
         Links inside a node and the network work at the same time.
         """
-        slowest_s = 0.0  # of a byte to each other member
-        network: Counter[int] = Counter()  # such bytes that leave a node
+        slowest_s = 0.0  # seconds for one byte to each other member
+        network: Counter[int] = Counter()  # such bytes that leave each node
         for group in groups:
             on_node = self._on_nodes(group)
             for node, members in on_node.items():
@@ -201,14 +209,15 @@ class Node:
     def _ring_bytes_per_s(
         self, nodes: int, groups: Collection[tuple[int, ...]], inside_bytes_per_s: float | None = None
     ) -> float | None:
-        """What one rank sends a second, where each of these groups has a ring of its own; those that leave a node share its
-        network. None: nobody sends.
+        """Bytes per second that one rank sends, if each group has its own ring and rings that leave a node share its network.
+
+        None if no group has several ranks.
 
         Args:
-            inside_bytes_per_s: within a node; None: as of all collectives.
+            inside_bytes_per_s: rate within a node; None: that of all collectives.
         """
         rates = []
-        leave: Counter[int] = Counter()  # rings that do
+        leave: Counter[int] = Counter()  # by node, rings that leave it
         for group in groups:
             on_node = self._on_nodes(group)
             if any(members > 1 for members in on_node.values()):
@@ -220,14 +229,14 @@ class Node:
         return min(rates, default=None)
 
     def _shared_bytes_per_s(self, nodes: int, holders: ModelSharding) -> dict[tuple[Axis, ...], float]:
-        """By axes, of the rings of ranks that share flats: `Hardware.shared_bytes_per_s`."""
+        """`Hardware.shared_bytes_per_s`: rates of the rings of ranks that share flats, by axes."""
         classes = [holders.common, *holders.by_unit.values()]
         along = {sharing.axes for each in classes for sharing in (each.whole, each.parts, each.partial)}
         found = {axes: self._ring_bytes_per_s(nodes, holders.mesh.groups(axes)) for axes in along}
         return {axes: rate for axes, rate in found.items() if rate is not None}
 
     def _on_nodes(self, group: tuple[int, ...]) -> Counter[int]:
-        """By node, how many of these ranks are there."""
+        """By node, the number of ranks of a group."""
         return Counter(rank // self.ranks_per_node for rank in group)
 
     def _inside(self) -> float:
@@ -237,7 +246,7 @@ class Node:
         return self._needed("inter_node_bytes_per_s", f"there are {nodes} nodes")
 
     def seconds(self, work: UnitWork, dtype: str) -> float:
-        """What the forward of a unit takes one rank, if nothing keeps it waiting.
+        """Returns the seconds of a unit's forward on one rank, without waits.
 
         Raises:
             ConfigError: the file has no rate for the dtype.
@@ -250,7 +259,7 @@ class Node:
         return forward_s(work, matrix, attention, self.curved_numel_per_s[dtype], memory) / self.compute_efficiency
 
     def flops_per_s(self, dtype: str) -> float:
-        """What one rank computes a second, in training.
+        """Returns the operations per second of one rank in training.
 
         Raises:
             ConfigError: the file has no rate for the dtype.
@@ -271,7 +280,7 @@ class Node:
 
 
 def _along(holders: ModelSharding | None, axis: Axis) -> tuple[tuple[int, ...], ...]:
-    """Groups of ranks that differ along an axis alone, where some do."""
+    """Groups of ranks that differ only along an axis; empty if the axis has size 1."""
     if holders is None or holders.mesh.sizes.get(axis, 1) == 1:
         return ()
     return holders.mesh.groups((axis,))
@@ -284,7 +293,7 @@ def forward_s(
     curved_per_s: float,
     memory_bytes_per_s: float,
 ) -> float:
-    """Seconds of a unit's forward by the rates of what it is made of; a third of its forward and backward."""
+    """Returns the seconds of a unit's forward from the rates of its parts; a third of its forward and backward."""
     return (
         (work.flops - work.attention_flops) / matrix_flops_per_s
         + work.attention_flops / attention_flops_per_s

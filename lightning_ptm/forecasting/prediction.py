@@ -1,4 +1,4 @@
-"""What `plan` finds for one run, as data; and how homes and bytes of tiers are read off the run's blueprint."""
+"""Result of `lightning-ptm plan` for one run, as data, and the parts of it that come from the run's blueprint."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lightning_ptm.terms import Kind, Tier
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """One tier of one rank.
+    """Forecast bytes in one tier of one rank.
 
     Attributes:
-        page_bytes: of pages in use at the peak.
-        reserved_bytes: of all pages that the run asks for at its start. Page-locked and device memory is then taken; other
-            RAM only as pages are used.
-        gradient_bytes: the most that gradients take which wait in `.grad`, beside the pages.
-        activation_bytes: at the peak, beside both.
-        have_bytes: what there is.
+        page_bytes: bytes of pages in use at the peak.
+        reserved_bytes: bytes of all pages that the run reserves at its start. Page-locked and device memory is allocated
+            then; other RAM only as pages are used.
+        gradient_bytes: peak bytes of gradients that wait in `.grad`, outside of pages.
+        activation_bytes: bytes of activations at the peak, outside of pages.
+        have_bytes: bytes that the tier has.
     """
 
     page_bytes: int
@@ -36,29 +36,36 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What `plan` found for one run; bytes are of one rank.
+    """Forecast for one run; bytes are those of one rank.
 
     Attributes:
-        fits: pages and activations fit their tiers; reason: what does not.
-        homes: for parameters, gradients and master states, bytes of each tier. Gradients that pass through the backward
-            have none.
-        tiers: what is in them at the worst moment.
-        pages: by tier, bytes of the pages that are asked for at the start, by what they are for.
-        optimizers: what each keeps on a rank.
-        batch_size: samples a rank and micro-batch; tokens: of it, where the batch is of tokens.
-        flops: of a step; matrix_flops_per_s: what the hardware file has for the dtype.
-        timing: of an optimizer step; None where it does not fit.
-        seconds: of an optimizer step: the timing's, or more in lock-free mode where updates are slower than compute.
-        binds: what the step waits for most.
-        chosen: what was searched for: an argument of the model, device_memory in bytes.
-        plan: of one micro-batch.
-        page_ticks: bytes of device pages at each tick and after the last; activation_ticks: of activations. Ticks of units
-            that are in no plan are among them.
-        offloaded_bytes: activations of a micro-batch that go to RAM and back (`activations="host"`).
-        largest_batch: the largest that fits, in samples a rank; 0: not even one does; None: the model takes no batch of
-            another size.
-        looked_at: of this machine, what it had free when it was looked at; empty: of another one.
-        deepens: the argument of the config's model that makes it deeper and no wider; empty: none is known.
+        config, hardware: names of the config and of the hardware file.
+        nodes, ranks, tensor_ranks: numbers of nodes, of ranks, and of ranks in a tensor group.
+        numel: parameters of the model.
+        fits: whether pages and activations fit their tiers.
+        reason: what does not fit.
+        homes: for parameters, gradients and master states, bytes by home tier. Gradients that are updated during the backward
+            have no home.
+        tiers: peak bytes by tier.
+        pages: by tier, bytes of the pages that are reserved at the start, by use.
+        optimizers: bytes of each optimizer's states on a rank.
+        batch_size: samples per rank and micro-batch.
+        tokens: tokens of such a batch; None if it is not of tokens.
+        accumulate: micro-batches in a step.
+        flops: operations of a step.
+        matrix_flops_per_s: the hardware file's rate for the dtype.
+        timing: timing of an optimizer step; None if the run does not fit.
+        seconds: seconds of an optimizer step: those of `timing`, or more in lock-free mode with updates slower than compute.
+        binds: the bottleneck of the step, in words.
+        chosen: values that were searched for: an argument of the model, device_memory in bytes.
+        plan: the plan of one micro-batch.
+        page_ticks: bytes of device pages at each tick and after the last, including ticks of units that are in no plan.
+        activation_ticks: bytes of activations, likewise.
+        offloaded_bytes: activations of a micro-batch that are offloaded to RAM (`activations="host"`).
+        largest_batch: the largest batch that fits, in samples per rank; 0: not even one sample fits; None: the model takes
+            only batches of this size.
+        looked_at: free memory of this machine at the time of the plan, in words; empty for another machine.
+        deepens: the argument of the config's model that makes it deeper but not wider; empty: unknown.
     """
 
     config: str
@@ -92,21 +99,23 @@ class Prediction:
 
     @property
     def flops_per_s(self) -> float:
-        """Of one rank, the model's operations: recomputing does not count."""
+        """The model's operations per second on one rank, without recomputation."""
         return self.flops / self.seconds if self.seconds else 0.0
 
     @property
     def samples_per_s(self) -> float:
+        """Samples per second of all ranks."""
         batches = self.ranks // self.tensor_ranks
         return batches * self.batch_size * self.accumulate / self.seconds if self.seconds else 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
+        """Tokens per second of all ranks; None if batches are not of tokens."""
         return None if self.tokens is None else self.samples_per_s * self.tokens / self.batch_size
 
 
 def homes_of(blueprint: Blueprint) -> dict[str, dict[str, int]]:
-    """`Prediction.homes`."""
+    """Returns `Prediction.homes` of a blueprint."""
     kinds = (Kind.PARAMETER, Kind.GRADIENT, Kind.MASTER)
     found = {kind.value: {tier.name.lower(): 0 for tier in blueprint.budget} for kind in kinds}
     for flat in blueprint.layout.flats:
@@ -121,7 +130,7 @@ def homes_of(blueprint: Blueprint) -> dict[str, dict[str, int]]:
 
 
 def pages_by_use(blueprint: Blueprint) -> dict[str, dict[str, int]]:
-    """`Prediction.pages`."""
+    """Returns `Prediction.pages` of a blueprint."""
     return {
         tier.name.lower(): {what.value: size for what, size in blueprint.inventory.by_what(tier).items()}
         for tier in blueprint.budget
@@ -131,7 +140,12 @@ def pages_by_use(blueprint: Blueprint) -> dict[str, dict[str, int]]:
 def tiers_of(
     blueprint: Blueprint, takes: PredictedMemory, node: Node, activations: Mapping[Tier, int]
 ) -> dict[str, TierPlan]:
-    """`Prediction.tiers`."""
+    """Returns `Prediction.tiers` of a blueprint.
+
+    Args:
+        takes: the predicted memory of the run.
+        activations: by tier, bytes of activations.
+    """
     ranks = node.ranks_per_node
     host = node.host_memory // ranks
     have = {

@@ -1,4 +1,4 @@
-"""Links as queues: what each carries, when it is free again, and what it takes from the cores."""
+"""Links as queues: bytes that each carries, when it is free again, and core time that transfers take from compute."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ from lightning_ptm.terms import Link, Operation
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bytes that a link is to carry, or that the arithmetic of an update reads and writes."""
+    """Work for a link: bytes to transfer, or bytes that the arithmetic of an update reads and writes."""
 
     link: Link
     bytes: int
     bytes_per_s: float | None = None
-    """Where it is not the link's."""
+    """Rate of the load; None: the link's."""
     collectives: int = 0
-    """That carry them, of a link between ranks."""
+    """Number of collectives, for a link between ranks."""
     more_s: float = 0.0
-    """Seconds beside those of the bytes."""
+    """Seconds in addition to those for the bytes."""
 
 
 class Queues:
-    """Links, each of which does one thing at a time, in the order in which they are given it."""
+    """The links of one rank, each of which carries one load at a time, in order.
+
+    Args:
+        hardware: rates of the links.
+        record: receives the activities of the links; None: they are not recorded.
+    """
 
     def __init__(self, hardware: Hardware, record: list[Activity] | None) -> None:
         # Configuration.
@@ -38,11 +43,11 @@ class Queues:
         self._disk_free_s = 0.0
 
     def used(self) -> tuple[LinkUse, ...]:
-        """So far."""
+        """Returns the use of each link so far."""
         return tuple(LinkUse(link, self._bytes[link], self._busy_s[link], self._collectives[link]) for link in Link)
 
     def carry(self, operation: Operation, unit: int, loads: Iterable[Load], ready_s: float) -> float:
-        """Put loads on their links; returns when the last one is there."""
+        """Queues loads on their links, from `ready_s` on; returns the time at which the last one ends."""
         end_s = ready_s
         for load in loads:
             start_s = max(ready_s, self._free_s[load.link])
@@ -62,9 +67,11 @@ class Queues:
         return end_s
 
     def taken_by_transfers_s(self, now_s: float, seconds: float) -> float:
-        """By which seconds of compute from now on get longer: threads that read and write the disk take a core, here or, of
-        ranks that compute in lockstep, anywhere. When they do on one rank has nothing to do with when on another, and compute
-        goes on while they do on none."""
+        """Seconds by which `seconds` of compute from now on get longer because disk transfers take core time.
+
+        Threads that read and write the disk occupy a core. Ranks that compute in lockstep wait for the rank whose core is
+        occupied; the ranks' transfers are taken to be independent.
+        """
         per_core = self._hardware.disk_bytes_per_core_s
         if not self._hardware.shared_cores or per_core is None:
             return 0.0
@@ -79,8 +86,10 @@ class Queues:
 
 
 def _longer_s(seconds: float, taken_s: float, ranks: int) -> float:
-    """By what compute gets longer where each of so many ranks is kept from it for `taken_s`, at times of its own: of a time
-    `t`, `t (1 - taken_s / t) ** ranks` are left for it."""
+    """Seconds by which compute gets longer if each of the ranks loses `taken_s` of it at independent times.
+
+    Of a time `t`, `t (1 - taken_s / t) ** ranks` is left for compute; the equation is solved by bisection.
+    """
     least_s, most_s = taken_s, ranks * taken_s
     for _ in range(_HALVINGS if ranks > 1 else 0):
         longer_s = (least_s + most_s) / 2

@@ -1,4 +1,4 @@
-"""Rates of one rank's links, and what they come to in a step: seconds of compute, links and waiting."""
+"""Rates of one rank's links, and the timing of a step: seconds of compute, of links and of waits."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from lightning_ptm.terms import Link, Operation
 class Hardware:
     """One rank's share of a machine: bytes per second of each link.
 
-    The collective rate is of bytes received (gather) or sent (reduce) by one rank. The update rates are of all bytes
-    that an update reads and writes: master states twice, gradients and compute parameters once.
+    The collective rate counts bytes received (gather) or sent (reduce) by one rank. The update rates count all bytes that an
+    update reads and writes: master states twice, gradients and compute parameters once.
 
     Args:
-        disk_both_bytes_per_s: of reads and writes of the disk that go on together; None: neither slows the other.
-        shared_cores: the arithmetic of updates runs on the cores that compute (a CPU).
-        exchange_bytes_per_s: of tokens that one rank sends to others' experts; None: nobody divides experts.
-        tensor_exchange_bytes_per_s: of activations that one rank of a tensor group sends; None: there is none.
-        shared_bytes_per_s: by the axes along which alone ranks differ, of the collectives of those that share a flat; others
-            are as of all ranks.
-        disk_update_bytes_per_s: of that arithmetic, where its reads and writes of the disk go on beside it; None: the same.
-        collective_s: of each link between ranks, what a collective takes beside its bytes; of others, nothing.
-        round_s: a round in which ranks agree on what they do next: compute waits for it.
-        chunk_s: what those cores do for each chunk that is staged, beside that arithmetic.
-        disk_bytes_per_core_s: that one of those cores reads and writes a second: compute, which is in lockstep, gets longer
-            by the time of its transfers; None: they take none.
-        lockstep_ranks: that exchange activations many times in a step, so that each waits for all of them.
-        states_numel_per_s: by word of `optimizer_state_dtype`, elements of states that the arithmetic decodes and
-        encodes again; None,
-            or no such word: that takes no time.
-        update_flops_per_s: by dtype, of matrix products in updates on the CPU; device_flops_per_s: on a device with
-            arithmetic of its own; None: they take no time.
+        disk_both_bytes_per_s: rate of concurrent reads and writes of the disk; None: neither slows the other.
+        shared_cores: whether the arithmetic of updates runs on the cores that compute (a CPU).
+        exchange_bytes_per_s: rate at which one rank sends tokens to others' experts; None: no rank divides experts.
+        tensor_exchange_bytes_per_s: rate at which one rank of a tensor group sends activations; None: there is no group.
+        shared_bytes_per_s: rates of the collectives of ranks that share a flat, by the axes along which these ranks differ;
+            axes that are missing have the rate of all ranks.
+        disk_update_bytes_per_s: rate of updates' arithmetic on shared cores while their disk reads and writes go on; None:
+            the same rate.
+        collective_s: by link between ranks, seconds of a collective in addition to those for its bytes; missing: 0.
+        round_s: seconds of a round in which ranks agree on what they do next; compute waits for it.
+        chunk_s: seconds of shared cores for each staged chunk, in addition to its arithmetic.
+        disk_bytes_per_core_s: bytes per second that one shared core can read and write; compute, which runs in lockstep, gets
+            longer by the time of its transfers. None: transfers take no core time.
+        lockstep_ranks: number of ranks that exchange activations many times in a step, so that each waits for all.
+        states_numel_per_s: by value of `optimizer_state_dtype`, elements of states per second that the arithmetic decodes and
+            encodes; None, or without the value: it takes no time.
+        update_flops_per_s: by dtype, rate of matrix products in updates on the CPU; None: they take no time.
+        device_flops_per_s: the same for updates on a device.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Hardware:
     device_flops_per_s: Mapping[str, float] | None = None
 
     def bytes_per_s(self, link: Link) -> float:
-        """The rate of one link."""
+        """Returns the rate of a link."""
         return {
             Link.HOST_TO_DEVICE: self.host_to_device_bytes_per_s,
             Link.DEVICE_TO_HOST: self.device_to_host_bytes_per_s,
@@ -76,13 +76,13 @@ class Hardware:
         }[link]
 
     def shared_rates(self, flats: Iterable[FlatLayout], holders: ModelSharding) -> dict[int, float | None]:
-        """By flat, bytes per second of its collectives; None: as of all ranks."""
+        """Returns by flat the bytes per second of its collectives; None: the rate of all ranks."""
         return {flat.index: self.shared_bytes_per_s.get(holders.of_flat(flat).axes) for flat in flats}
 
 
 @dataclass(frozen=True, slots=True)
 class LinkUse:
-    """What one link carried, for how long it was busy, and of a link between ranks, in how many collectives."""
+    """Use of one link: bytes, busy seconds and, for a link between ranks, number of collectives."""
 
     link: Link
     bytes: int
@@ -100,8 +100,7 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of the whole plan, of its compute alone, of each link and of each cause of waiting; and rounds of agreement,
-    with what they take."""
+    """Timing of a plan: total seconds, and those of compute, of each link, of each cause of waiting, of agreement rounds."""
 
     seconds: float
     compute_s: float
@@ -113,7 +112,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """One thing that was busy for a time: compute (`link` is None) or a link."""
+    """A time in which compute (`link` is None) or a link was busy."""
 
     link: Link | None
     operation: Operation

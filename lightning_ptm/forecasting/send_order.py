@@ -1,4 +1,4 @@
-"""What ranks send to each other while nothing computes, for it would compute what comes."""
+"""Exchanges of tokens and activations between ranks, for which compute waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_ptm.terms import Link
 
 @dataclass(frozen=True, slots=True)
 class SendOrder:
-    """Exchanges of one rank: bytes that it sends, in so many collectives, before which it meets others in so many rounds."""
+    """Exchanges of one rank: bytes that it sends, number of collectives, and number of agreement rounds before them."""
 
     bytes: int = 0
     collectives: int = 0
@@ -23,4 +23,4 @@ class SendOrder:
 NOTHING_SENT = SendOrder()
 
 Exchanged = Mapping[int, Mapping[Link, SendOrder]]
-"""By tick, what a rank sends to others: tokens, activations."""
+"""By tick and link, the exchanges of one rank: tokens, activations."""

@@ -1,9 +1,9 @@
-"""How long steps take while updates go on in a thread of their own, on the cores that compute (lock-free mode on a CPU).
+"""Simulation of lock-free mode on a CPU: seconds of steps while updates run in their own thread on the cores that compute.
 
-Owns the clock of some steps in a row; what waits for which job, what compute may read, and which chunk is next is decided
-by the objects that a run asks, too (version_policy.py, chunks.py). Compute adopts a version only while it
-is not reading the one before. Each second of the thread's arithmetic makes compute longer by `loss` seconds, for its cores
-work in lockstep.
+Owns the clock of consecutive steps. The classes that a real run uses, too, decide which gradients wait for which job, which
+version compute may read and which chunk is next (planning/version_policy.py, planning/chunks.py). Compute adopts a version
+only while it is not reading the one before. Each second of the thread's arithmetic makes compute longer by `loss` seconds, as
+compute's cores work in lockstep.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from lightning_ptm.planning.version_policy import Begin, Flat, GradientEvent, Re
 from lightning_ptm.terms import Phase
 
 _MERGED_PASSES = 1.4
-"""Passes that more steps take at once: one of 28 bytes an element, and a correction that reads and writes a moment and reads
-a gradient, 12 bytes (update/merged_steps.py)."""
+"""Passes over the states that several merged steps take (update/merged_steps.py): one of 28 bytes an element, and a
+correction of 12 bytes an element, which reads and writes a moment and reads a gradient."""
 _NO_EXTRA = UpdateExtra()
 _STEPS = 12
-"""Steps that count, at least; before them as many, and as many as parameters may lack."""
+"""Steps whose mean is taken; before them as many are run, plus `max_staleness` steps."""
 _MOST_STEPS = 96
-"""A bound beyond that hardly changes a mean."""
+"""Upper bound for the latter; more would hardly change the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedCoreRates:
-    """Of the thread, beside compute; elements and bytes a second.
+    """Rates of the updating thread while compute runs, in elements and bytes per second.
 
     Args:
-        update_bytes_per_s: of master states twice, gradients and compute parameters once.
-        loss: seconds by which compute gets longer for each second of it.
-        learn_numel_per_s: what a forecast takes beyond; None: nothing.
-        forecast_numel_per_s: to which a forecast is added; None: it takes no time.
-        sum_bytes_per_s: of gradients that are added up: two read, one written.
-        disk_bytes_per_s: reads and writes together.
+        update_bytes_per_s: rate of updates, counting master states twice, gradients and compute parameters once.
+        loss: seconds by which compute gets longer for each second of the thread's arithmetic.
+        learn_numel_per_s: rate at which an update learns a weight prediction, in addition; None: it takes no time.
+        forecast_numel_per_s: rate at which a weight prediction is added to parameters; None: it takes no time.
+        sum_bytes_per_s: rate of sums of gradients: two read, one written.
+        disk_bytes_per_s: rate of disk reads and writes together.
     """
 
     update_bytes_per_s: float
@@ -53,8 +53,18 @@ class SharedCoreRates:
 
 @dataclass(frozen=True, slots=True)
 class SharedCoreFlat:
-    """A trainable flat of this rank: its pages are of one kind with those of other flats of the same `kind`; `can_forecast`:
-    its updates are forecast; `extra`: what its updates take beside a pass over bytes."""
+    """A trainable flat of this rank.
+
+    Attributes:
+        unit: unit of the flat.
+        numel: elements of the shard.
+        bytes_per_element, master_bytes_per_element: bytes of compute parameters, and of master states, per element.
+        on_disk: whether master states are on disk.
+        kind: flats of the same kind share spare pages.
+        can_forecast: whether its updates are predicted (weight prediction).
+        cuts: bounds of its chunks; None: even ones.
+        extra: work of its updates in addition to a pass over bytes.
+    """
 
     unit: int
     numel: int
@@ -69,7 +79,7 @@ class SharedCoreFlat:
 
 @dataclass(frozen=True, slots=True)
 class SharedCoreTiming:
-    """Means of a step: seconds, those of them that compute waited for versions, and how often a flat was updated."""
+    """Means per step: seconds, seconds in which compute waited for versions, and updates per flat."""
 
     seconds: float
     stall_s: float
@@ -89,7 +99,7 @@ class _Flat(Flat):
         self.is_ = flat
         self.have = Reading()
         self.published = False
-        """Whether there is a version that compute has not seen."""
+        """Whether a version is published that compute has not adopted."""
         self.read = False
         """Whether compute is reading the flat."""
         self.job: _Job | None = None
@@ -98,27 +108,28 @@ class _Flat(Flat):
 @dataclass(slots=True)
 class _State:
     now_s: float = 0.0
-    """Of compute."""
+    """Time of compute."""
     stall_s: float = 0.0
     thread: Moment = field(default_factory=Moment)
-    """Until then the thread is busy, or waits for the disk."""
+    """Time until which the thread is busy, or waits for the disk."""
     disk_free_s: float = 0.0
     longer_s: float = 0.0
-    """By which the tick in progress gets longer."""
+    """Seconds by which the current tick gets longer."""
     updates: int = 0
     ended: deque[tuple[float, _Job]] = field(default_factory=deque)
-    """Jobs whose last chunk is computed at this time."""
+    """Jobs whose last chunk is computed, with the time of that."""
 
 
 class SharedCores:
-    """One run.
+    """Simulation of one run; `run` returns the means of its steps.
 
     Args:
-        flats: all trainable ones.
-        spares: pages for versions in the making, by kind.
-        rates: of this rank.
-        chunk_numel: elements that travel together; staging: chunks that hold buffers at once.
-        max_staleness: steps whose gradients a parameter in use may lack.
+        flats: all trainable flats.
+        spares: by kind, number of spare sets of pages for new versions.
+        rates: rates of this rank.
+        chunk_numel: elements of a chunk.
+        staging: most chunks that have buffers at once.
+        max_staleness: most steps whose gradients parameters in use may lack.
     """
 
     def __init__(
@@ -145,10 +156,12 @@ class SharedCores:
         self.chunks: Chunks[_Flat, _Job, TimedChunk[_Flat]] = Chunks(self, staging=staging)
 
     def run(self, trace: Trace, *, micro_batches: int = 1, step_s: float = 0.0) -> SharedCoreTiming:
-        """Steps of these ticks, one after the other.
+        """Runs steps of these ticks until their mean is steady, and returns it.
 
         Args:
-            trace: with seconds; step_s: what a step takes beside its ticks.
+            trace: ticks of a micro-batch, with their seconds.
+            micro_batches: micro-batches in a step.
+            step_s: seconds of a step in addition to its ticks.
         """
         last = {tick.unit: index for index, tick in enumerate(trace.ticks) if tick.phase is Phase.BACKWARD}
         steps = 2 * _STEPS + min(self._max_staleness, _MOST_STEPS)
@@ -194,7 +207,7 @@ class SharedCores:
             flat.read = True
 
     def _let_go(self) -> None:
-        """Nothing is being read any more."""
+        """Marks all flats as no longer read by compute, and adopts published versions."""
         for flat in self._flats:
             flat.read = False
         self._adopt_all()
@@ -221,7 +234,7 @@ class SharedCores:
             flat.have.receive()
             self._offer(flat, step)
 
-    # -- what waits ----------------------------------------------------------------------------------------------------
+    # -- gradients and versions ----------------------------------------------------------------------------------------
 
     def _offer(self, flat: _Flat, step: int) -> None:
         offered = self.waiting.offer(flat, step, unseen=flat.applied if flat.published and flat.learned else None)
@@ -259,7 +272,7 @@ class SharedCores:
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _work_until(self, until_s: float) -> None:
-        """What the thread begins before then."""
+        """Does the thread's work that begins before `until_s`."""
         at = self._at
         while True:
             while at.ended and at.ended[0][0] <= min(at.thread.s, until_s):
@@ -271,7 +284,7 @@ class SharedCores:
                 at.thread.go_to(until_s if awaited is None else comes_s(awaited))
 
     def _work_for_news(self) -> bool:
-        """Compute waits until a job has ended; whether there is one."""
+        """Lets compute wait until a job has ended; returns False if there is none."""
         at = self._at
         longer_s = at.longer_s
         while not at.ended:
@@ -284,22 +297,22 @@ class SharedCores:
         ends_s, job = at.ended.popleft()
         at.stall_s += max(0.0, ends_s - at.now_s)
         at.now_s = max(at.now_s, ends_s)
-        at.longer_s = longer_s  # nothing is computed that could get longer
+        at.longer_s = longer_s  # compute stood still, so no tick got longer
         self._finish(job)
         return True
 
     def chunk(self, flat: _Flat, start: int, numel: int) -> TimedChunk[_Flat]:
-        """A chunk of which nothing has been read."""
+        """Makes a chunk of which nothing has been read."""
         return TimedChunk(flat, start, numel, now=self._at.thread)
 
     def read(self, job: _Job | None, chunk: TimedChunk[_Flat]) -> bool:
-        """Read its master states."""
+        """Reads a chunk's master states."""
         chunk.read_until(self._transfer(chunk))
         chunk.note_reads(all_reads_begun=True)
         return True
 
     def update(self, job: _Job, chunk: TimedChunk[_Flat]) -> bool:
-        """The thread's arithmetic, which makes compute longer; then its writes."""
+        """Does a chunk's arithmetic in the thread, which makes compute longer; then starts its writes."""
         flat, begun, rates = chunk.flat.is_, job.begun, self._rates
         element_bytes = 2 * (flat.master_bytes_per_element + flat.bytes_per_element)
         passes = _MERGED_PASSES if begun.at_once else begun.steps
@@ -315,10 +328,10 @@ class SharedCores:
         return flat.on_disk
 
     def free(self, chunk: TimedChunk[_Flat]) -> None:
-        """Its buffers are only counted."""
+        """Does nothing: buffers are only counted."""
 
     def end(self, job: _Job) -> None:
-        """The buffers hear of it when the thread is there."""
+        """Notes the end of a job; it takes effect once compute's time has come to the thread's."""
         self._at.ended.append((self._at.thread.s, job))
 
     def _transfer(self, chunk: TimedChunk[_Flat]) -> float:

@@ -1,4 +1,4 @@
-"""Seconds of a step: links and ticks replayed, activations that travel, cores that updates and compute share."""
+"""Forecast seconds of a step: replayed links and ticks, exchanges between ranks, offloaded activations, shared cores."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from lightning_ptm.terms import Link, Operation, Phase
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of an optimizer step.
+    """Forecast seconds of an optimizer step.
 
     Attributes:
-        timing: of compute and links; None where nothing runs.
-        seconds: the timing's, or more: see `Prediction`.
-        binds: what the step waits for most, in words.
+        timing: timing of compute and links; None if nothing runs.
+        seconds: seconds of the step: those of `timing`, or more (see `Prediction`).
+        binds: the bottleneck of the step, in words.
     """
 
     timing: Timing | None
@@ -49,15 +49,18 @@ def step_time(
     exchanged: Exchanged,
     record: list[Activity] | None,
 ) -> StepTime:
-    """How long a step takes among many.
+    """Returns the time of a step among many.
 
     Args:
-        plan: of one micro-batch; trace: with the seconds of its ticks.
-        rates: of a rank of `node`.
+        blueprint: blueprint of the run.
+        plan: plan of one micro-batch.
+        trace: ticks of the micro-batch, with their seconds.
+        node: the node.
+        rates: rates of one rank of `node`.
         accumulate: micro-batches in a step.
-        offloaded: bytes of activations that go to RAM and back.
-        exchanged: what a rank sends to others (`exchanges`).
-        record: as `steady` takes it.
+        offloaded: bytes of activations that are offloaded to RAM.
+        exchanged: a rank's exchanges with others (`exchanges`).
+        record: as in `steady`.
     """
     lock_free = blueprint.lock_free
     timing = steady(
@@ -66,7 +69,7 @@ def step_time(
         plan,
         trace,
         blueprint.budget,
-        # Lock-free updates have a thread of their own: see `beside_compute`.
+        # Lock-free updates have their own thread: see `beside_compute`.
         rates if lock_free is None else dataclasses.replace(rates, shared_cores=False),
         staging_chunks=blueprint.staging_chunks if blueprint.placement.staging_bytes else math.inf,
         gradient_room_bytes=blueprint.gradient_room_bytes,
@@ -99,15 +102,15 @@ def _among_ranks_s(timing: Timing) -> float:
 def _with_copies(
     seconds: float, timing: Timing, trace: Trace, offloaded: int, accumulate: int, rates: Hardware
 ) -> float:
-    """Seconds of a step whose activations go to RAM behind its forward and come back behind its backward.
+    """Seconds of a step whose activations are copied to RAM during the forward and back during the backward.
 
-    Where a pass is shorter than its copies it waits for them; and a link carries pages, too.
+    A pass that is shorter than its copies waits for them; and the links carry pages, too.
     """
     found = seconds
     for link, phase in ((Link.DEVICE_TO_HOST, Phase.FORWARD), (Link.HOST_TO_DEVICE, Phase.BACKWARD)):
         copies_s = offloaded * accumulate / rates.bytes_per_s(link)
-        behind_s = accumulate * sum(tick.seconds for tick in trace.ticks if tick.phase is phase)
-        found += max(0.0, copies_s - behind_s)
+        pass_s = accumulate * sum(tick.seconds for tick in trace.ticks if tick.phase is phase)
+        found += max(0.0, copies_s - pass_s)
     for use in timing.links:
         if use.link in (Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE):
             found = max(found, use.busy_s + offloaded * accumulate / rates.bytes_per_s(use.link))
@@ -115,12 +118,11 @@ def _with_copies(
 
 
 def exchanges(blueprint: Blueprint, works: Sequence[UnitWork], trace: Trace, again: Collection[int]) -> Exchanged:
-    """By tick, what one rank sends of tokens to experts of others, or back to where they came from, before it computes; and,
-    in it, of activations that the ranks of a tensor group add up and gather.
+    """Returns by tick the exchanges of one rank: tokens sent to other ranks' experts and back, and a tensor group's sums.
 
-    A layer with experts exchanges before its first expert and behind its last one, in the forward and in the backward; and
-    where it is computed again (its experts are in `again`), so often once more. What a tensor group has added up is kept for
-    that.
+    Tokens are exchanged before a tick, activations of a tensor group within it. A layer with experts exchanges before its
+    first expert and after its last one, in the forward and in the backward, and once more if it is recomputed (its experts
+    are in `again`). The results of a tensor group's exchanges are stored for a recomputation.
     """
     tokens = _tokens(blueprint, works, trace, again) if blueprint.experts is not None else {}
     found: dict[int, dict[Link, SendOrder]] = {}
@@ -143,7 +145,7 @@ def _tokens(
         if layer is None:
             continue
         places, units = zip(*((at, tick.unit) for at, tick in run), strict=True)
-        # What leaves a rank is as much as what comes to it from others; counted is what the busiest has.
+        # A rank sends as much as it receives; the busiest rank counts.
         rows = sum(works[unit].row_bytes for unit in units) * (size - 1) // size
         times = 3 if phase is Phase.BACKWARD and units[0] in again else 1
         found[places[0]] += SendOrder(times * rows, times, times)
@@ -152,7 +154,7 @@ def _tokens(
 
 
 def timed(trace: Trace, forward_s: Sequence[float], recomputed: frozenset[int], unit_s: float) -> Trace:
-    """A trace with seconds: what a forward of each unit takes, by unit, and `unit_s` for each tick."""
+    """Returns a trace with seconds, from the seconds of each unit's forward and `unit_s` for each tick."""
     return Trace(
         tuple(
             dataclasses.replace(
@@ -165,10 +167,10 @@ def timed(trace: Trace, forward_s: Sequence[float], recomputed: frozenset[int], 
 
 
 def _beside_updates(seconds: float, timing: Timing, lock_free: LockFreeNeeds) -> float:
-    """Seconds of a step whose updates go on beside it, on cores of their own.
+    """Seconds of a step whose updates run concurrently on other cores.
 
-    Gradients of as many steps as may be lacking are applied in one pass over the master states, so a step takes a share of
-    a pass at least.
+    The gradients of up to `max_staleness` steps are applied in one pass over the master states, so a step takes at least that
+    share of a pass.
     """
     a_pass = max(use.busy_s for use in timing.links)
     return max(seconds, a_pass / max(1, lock_free.max_staleness))

@@ -1,4 +1,4 @@
-"""Chunks and jobs of a forecast: what is read, written or computed ends at a known time (hands for `planning/chunks.py`)."""
+"""Chunks and jobs of a forecast, for planning/chunks.py: their reads, writes and arithmetic end at computed times."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ F = TypeVar("F")
 
 @dataclass(slots=True)
 class Moment:
-    """Of a forecast: when it looks whether something has come, in seconds."""
+    """The current time of a forecast, in seconds; shared by all chunks and jobs that compare with it."""
 
     s: float = 0.0
 
     def go_to(self, s: float) -> None:
-        """It is then."""
+        """Sets the time."""
         self.s = s
 
     def pass_by(self, seconds: float) -> None:
-        """It is so much later."""
+        """Advances the time."""
         self.s += seconds
 
 
@@ -31,8 +31,10 @@ class TimedChunk(Chunk[F]):
     """A chunk whose reads and writes end at known times.
 
     Attributes:
-        now: of whoever looks.
-        begun: its first reads have; `ready_s`: when those that have begun end.
+        now: the current time.
+        begun: whether its first reads have started.
+        ready_s: when the reads that have started end.
+        written_s: when its writes end.
     """
 
     now: Moment = field(default_factory=Moment)
@@ -41,16 +43,16 @@ class TimedChunk(Chunk[F]):
     written_s: float = 0.0
 
     def begin(self) -> bool:
-        """Its reads begin; returns whether none has begun before."""
+        """Starts its reads; returns whether none had started before."""
         first, self.begun = not self.begun, True
         return first
 
     def read_until(self, ready_s: float) -> None:
-        """The reads that have begun end then."""
+        """Sets the time at which the started reads end."""
         self.ready_s = ready_s
 
     def write_until(self, written_s: float) -> None:
-        """So do its writes."""
+        """Sets the time at which its writes end."""
         self.written_s = written_s
 
     def readable(self) -> bool:
@@ -61,10 +63,14 @@ class TimedChunk(Chunk[F]):
 
 
 class TimedJob(Job[F, TimedChunk[F]]):
-    """A job on all of a flat whose gradient comes at a known time; one that does not stream is computed at once.
+    """A job on a whole flat whose gradient is complete at a known time.
 
     Args:
-        cuts: where it is cut where it streams; now: of whoever looks; ready_s: when the gradient is there.
+        flat: the flat.
+        cuts: bounds of its chunks, if it streams.
+        now: the current time.
+        ready_s: when the gradient is complete.
+        streams: whether chunks stream through staging; otherwise the job is a single chunk.
     """
 
     def __init__(self, flat: F, cuts: ChunkBounds, now: Moment, ready_s: float, *, streams: bool) -> None:
@@ -79,7 +85,7 @@ class TimedJob(Job[F, TimedChunk[F]]):
 
 
 def comes_s(awaited: TimedChunk[F] | TimedJob[F]) -> float:
-    """When what is awaited comes."""
+    """Returns the time at which an awaited chunk or gradient is complete."""
     if isinstance(awaited, TimedJob) or not awaited.readable():
         return awaited.ready_s
     return awaited.written_s

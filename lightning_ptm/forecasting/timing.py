@@ -1,5 +1,6 @@
-"""The time of one step among many on a machine that need not be here. Knows tasks and bytes, not whether they are right:
-simulate.py checks that.
+"""Steady-state time of one optimizer step on a given machine, from a replay of its plan.
+
+Knows tasks and bytes. Does not check the plan: simulate.py does.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from lightning_ptm.planning.sharding import ModelSharding
 from lightning_ptm.planning.trace import Trace
 
 _STEPS_BEFORE = 3
-"""Steps that are replayed before the one that counts, at least: the first waits for no updates, the second for no earlier
-writes, the third reads nothing ahead that the second has left. With updates on the cores that compute, as many more as it
-takes until a step is like the one before: what staging holds back from step to step grows until it is full."""
+"""Least number of steps that are replayed before the one that counts: the first waits for no updates, the second for no
+earlier writes, the third finds no staging left by the second. With updates on the cores that compute, more steps follow until
+one takes as long as the one before: the backlog in staging grows from step to step until staging is full."""
 _MOST_STEPS = 16
-"""Where steps differ by turns, these but for the first count, as their mean."""
+"""Most steps that are replayed; if they still differ, the mean of all but the first ones counts."""
 _ALIKE = 1e-3
-"""Of its seconds, by which a step may differ."""
+"""Relative difference up to which two steps take equally long."""
 
 
 def steady(
@@ -46,18 +47,21 @@ def steady(
     holders: ModelSharding | None = None,
     extras: Mapping[int, UpdateExtra] = NO_EXTRAS,
 ) -> Timing:
-    """The time of one optimizer step among many: a step begins while updates of the one before are still under way.
+    """Returns the time of one optimizer step among many; a step begins while updates of the one before still run.
 
     Args:
-        plan: of one micro-batch, one that `simulate` accepts; trace: with the seconds of its ticks.
-        staging_chunks: of updates, which staging between disk and CPU holds at once.
-        gradient_room_bytes: of gradients that wait for updates behind the backward.
-        micro_batches: in one optimizer step; updates belong to the last.
-        wait_for_updates: a unit's next use waits for its update; not so in lock-free mode.
-        record: takes what happened in the step that counts, its start at 0.
-        exchanged: by tick, what one rank sends to others before it computes.
-        holders: which ranks share which flats; None: the layout's ranks all.
-        extras: by flat, of those whose updates are more than a pass over bytes.
+        layout, placement, budget: layout, homes and budget of the plan.
+        plan: plan of one micro-batch, which `simulate` accepts.
+        trace: ticks of the micro-batch, with their seconds.
+        hardware: rates of one rank.
+        staging_chunks: most chunks of updates in staging between disk and CPU at once.
+        gradient_room_bytes: most bytes of gradients that wait for updates after their backward.
+        micro_batches: micro-batches in one optimizer step; updates belong to the last.
+        wait_for_updates: whether a unit's next use waits for its update; False in lock-free mode.
+        record: receives the activities of the step that counts, whose start is 0.
+        exchanged: by tick, the exchanges of one rank before it computes.
+        holders: which ranks share which flats; None: all ranks share all flats.
+        extras: by flat, work of updates in addition to a pass over bytes.
     """
     activities: list[Activity] | None = None if record is None else []
     clock = Clock(
@@ -91,7 +95,7 @@ def steady(
 
 
 def _a_step(before: Timing, after: Timing, steps: int) -> Timing:
-    """The mean of the steps between two marks."""
+    """Returns the mean of the steps between two marks."""
     stalled = {stall.cause: stall.seconds for stall in before.stalls}
     return Timing(
         (after.seconds - before.seconds) / steps,

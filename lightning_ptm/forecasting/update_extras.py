@@ -1,6 +1,8 @@
-"""What updates take beside one pass over bytes: encoded optimizer states (`optimizer_state_dtype`) are decoded and
-encoded, and the
-arithmetic is on more bytes than travel; optimizers of whole parameters (Muon) multiply matrices."""
+"""Work of updates in addition to one pass over bytes: coding of optimizer states, and matrix products (Muon).
+
+Encoded optimizer states (`optimizer_state_dtype`) are decoded and encoded, and the arithmetic reads and writes more bytes
+than are transferred. Optimizers of whole parameters multiply matrices.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,12 @@ _WORDS = {encoding: word for word, encoding in ENCODINGS.items()}
 
 @dataclass(frozen=True, slots=True)
 class UpdateExtra:
-    """Of one update of a rank's shard of a flat, by all its optimizers.
+    """Additional work of one update of a rank's shard of a flat, by all its optimizers.
 
     Attributes:
-        more_bytes: by which encoded states are larger where they are computed than in pages.
-        cpu_s: of decoding, encoding and matrix products on a CPU; device_s: of products on a device with arithmetic of
-            its own, where coding counts for nothing.
+        more_bytes: bytes by which decoded states are larger than encoded ones.
+        cpu_s: seconds of decoding, encoding and matrix products on a CPU.
+        device_s: seconds of matrix products on a device, where coding counts as free.
     """
 
     more_bytes: int = 0
@@ -37,12 +39,14 @@ class UpdateExtra:
 
 
 NO_EXTRAS: Mapping[int, UpdateExtra] = MappingProxyType({})
-"""Of element-wise optimizers with states as they are."""
+"""The extras of element-wise optimizers without encoded states: none."""
 
 
 def update_extras(blueprint: Blueprint, hardware: Hardware) -> Mapping[int, UpdateExtra]:
-    """By flat, of those that have any. Where ranks own whole parameters, the seconds are those of the rank that takes
-    longest, for which the others wait."""
+    """Returns the additional work by flat, of flats that have any.
+
+    Where ranks own whole parameters, the seconds are those of the slowest rank, for which the others wait.
+    """
     found = {}
     for flat in blueprint.layout.flats:
         slots = [slot for traits in blueprint.traits[flat.index] for slot in traits.slots if slot.encoding is not None]
@@ -62,7 +66,7 @@ def update_extras(blueprint: Blueprint, hardware: Hardware) -> Mapping[int, Upda
 
 
 def products_of(blueprint: Blueprint, flat: FlatLayout) -> list[Counter[str]]:
-    """By rank of those that share the flat, operations of its updates' matrix products by name of their dtype."""
+    """Returns, for each rank that shares the flat, the operations of its updates' matrix products, by name of the dtype."""
     found = [Counter[str]() for _ in range(max(1, len(flat.shares) - 1))]
     for number, traits in zip(flat.optimizers, blueprint.traits[flat.index], strict=True):
         for slot in flat.slots if traits.whole else ():
@@ -74,7 +78,7 @@ def products_of(blueprint: Blueprint, flat: FlatLayout) -> list[Counter[str]]:
 
 
 def with_extra(arithmetic: Load, extra: UpdateExtra | None, hardware: Hardware, share: float = 1.0) -> Load:
-    """The arithmetic of an update on a share of a flat, with what it takes beside a pass over bytes."""
+    """Returns the load of an update's arithmetic on a share of a flat, with the additional work."""
     if extra is None:
         return arithmetic
     on_cpu = hardware.shared_cores or arithmetic.link is Link.UPDATE_HOST
@@ -93,7 +97,7 @@ def _coding_s(flat: FlatLayout, slots: list[SlotTraits], numel_per_s: Mapping[st
 
 
 def _seconds(products: Mapping[str, int], flops_per_s: Mapping[str, float] | None) -> float:
-    """A dtype of which nothing is known is as slow as the slowest."""
+    """Seconds of matrix products; a dtype without a rate counts as slow as the slowest."""
     if not flops_per_s:
         return 0.0
     slowest = min(flops_per_s.values())

@@ -1,4 +1,4 @@
-"""Models for the main jobs and for benchmarks: ordinary LightningModules that know nothing of pages."""
+"""Language models for examples and benchmarks: ordinary LightningModules that know nothing of pages."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What the language models share: building on the meta device, the steps that a Trainer calls, and the optimizer.
+"""Base class of the language models: building on the meta device, the steps that a Trainer calls, and the optimizer.
 
-It knows nothing of pages: any strategy trains these models. I1: parameters exist only after `configure_model`, which
-builds once. I2: every parameter is owned by a module of a type that `init_weights` handles, so initialising module by
-module, in any order, does the whole model.
+Knows nothing of pages: any strategy trains these models.
+I1: parameters exist only after `configure_model`, which builds once.
+I2: every parameter is owned by a module of a type that `init_weights` handles, so initialising module by module, in any
+    order, initialises the whole model.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lightning_ptm.trainer.internals import data_module_of_call
 
 
 class TokenLoss(Metric):
-    """Mean loss of a token, in nats: batches count by their tokens. NaN stays NaN; without a batch it is NaN."""
+    """Mean loss per token, in nats: batches are weighted by their tokens. NaN stays NaN; without a batch it is NaN."""
 
     full_state_update = False
     nats: Tensor
@@ -33,58 +34,59 @@ class TokenLoss(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        # float64: a long evaluation adds small numbers to a large one.
+        # float64, as a long evaluation adds small numbers to a large one.
         self.add_state("nats", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("tokens", default=torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, mean_nats: Tensor, token_count: int) -> None:
-        """Adds a batch: its mean loss (a scalar, not kept) and the number of tokens that it is the mean of."""
+        """Adds a batch: its mean loss (a scalar) and the number of tokens that it is the mean of."""
         self.nats += mean_nats.detach().double() * token_count
         self.tokens += token_count
 
     def compute(self) -> Tensor:
-        """The mean, float32."""
+        """Returns the mean, float32."""
         return (self.nats / self.tokens).float()
 
 
 class TokenPerplexity(TokenLoss):
-    """exp of the mean loss of a token."""
+    """Perplexity: exp of the mean loss per token."""
 
     def compute(self) -> Tensor:
-        """The perplexity, float32."""
+        """Returns the perplexity, float32."""
         return super().compute().exp()
 
 
 Batch = tuple[Tensor, Tensor]
-"""What the model reads and what it is to predict, both of shape (batch, tokens) and of an integer dtype."""
+"""Input tokens and target tokens of a batch, both of shape (batch, tokens) and of an integer dtype."""
 
 
 class LanguageModel(LightningModule):
-    """Logs `train_loss` (nats per token), and at the end of an evaluation `val_loss` and `val_perplexity` (`test_...` in
-    a test), averaged over tokens and ranks.
+    """Base class of a language model, with AdamW, a warm-up and a cosine of the learning rate.
 
-    A subclass says what is built (`build`), how it is initialised (`init_weights`) and what a batch costs (`loss`).
+    Logs `train_loss` (nats per token), and at the end of an evaluation `val_loss` and `val_perplexity` (`test_...` in a
+    test), averaged over tokens and ranks. A subclass implements `build` (creates modules), `init_weights` (initialises them)
+    and `loss`.
 
     Args:
-        learning_rate: Its peak, reached at the end of the warm-up.
+        learning_rate: Peak learning rate, reached at the end of the warm-up.
         warmup_steps: Optimizer steps of linear warm-up.
-        final_learning_rate_fraction: What the cosine ends at, as a fraction of the peak.
-        betas: AdamW's.
-        weight_decay: AdamW's, on matrices only: biases and norms have none.
-        meta: `configure_model` builds on the meta device, without memory. The strategy then materialises one unit at a
-            time and fills it with `init_weights`. Under Lightning's strategies that put whole models on each device
-            (single device, DDP) it builds in memory all the same, since they materialise nothing.
+        final_learning_rate_fraction: End of the cosine, as a fraction of the peak.
+        betas: Betas of AdamW.
+        weight_decay: Weight decay of AdamW, on matrices only; biases and norms have none.
+        meta: Whether `configure_model` builds on the meta device, without memory. The strategy then materialises one unit at
+            a time and fills it with `init_weights`. Under Lightning's strategies that put whole models on each device
+            (single device, DDP) the model is built in memory all the same, as they materialise nothing.
 
     Raises:
-        ConfigError: a rate, a number of steps or a probability that makes no sense; in `setup`, a data module whose tokens
-            or lengths the model does not know.
+        ConfigError: a rate, a number of steps or a probability is out of range; in `setup`, the data module has more tokens
+            or longer sequences than the model knows.
     """
 
     vocab_size: int | None = None
-    """Number of tokens; None: the model does not say, and no data is refused for its tokens."""
+    """Number of tokens; None: unknown, and no data is refused for its tokens."""
 
     longest: int | None = None
-    """Tokens of the longest sequence that can be read; None: any."""
+    """Tokens of the longest sequence that the model can read; None: any."""
 
     def __init__(
         self,
@@ -101,12 +103,12 @@ class LanguageModel(LightningModule):
             raise ConfigError(
                 f"{type(self).__name__} got learning_rate={learning_rate}, warmup_steps={warmup_steps}, "
                 f"final_learning_rate_fraction={final_learning_rate_fraction}, with which the rate would be negative or rise "
-                f"to its end; the first two start at 0, the third lies between 0 and 1"
+                f"to its end; give 0 or more for the first two, and 0 to 1 for the third"
             )
         if not (all(0 <= beta < 1 for beta in betas) and weight_decay >= 0):
             raise ConfigError(
-                f"{type(self).__name__} got betas={betas}, weight_decay={weight_decay}, with which AdamW cannot work; betas "
-                f"are in [0, 1) and weight_decay starts at 0"
+                f"{type(self).__name__} got betas={betas}, weight_decay={weight_decay}, with which AdamW cannot work; give "
+                f"betas in [0, 1) and a weight_decay of 0 or more"
             )
         self.learning_rate = learning_rate
         self.warmup_steps = warmup_steps
@@ -120,7 +122,7 @@ class LanguageModel(LightningModule):
         self.test_loss = TokenLoss()
         self.test_perplexity = TokenPerplexity()
 
-    # ---- what a subclass says ----
+    # ---- implemented by subclasses ----
 
     @abstractmethod
     def build(self) -> None:
@@ -132,10 +134,10 @@ class LanguageModel(LightningModule):
 
     @abstractmethod
     def loss(self, batch: Batch) -> Tensor:
-        """Mean cross-entropy of a batch, in nats per token."""
+        """Returns the mean cross-entropy of a batch, in nats per token."""
 
     def token_count(self, batch: Batch) -> int:
-        """The number of tokens that the loss of a batch is the mean of."""
+        """Returns the number of tokens that the loss of a batch is the mean of."""
         return batch[1].numel()
 
     # ---- building ----
@@ -153,8 +155,10 @@ class LanguageModel(LightningModule):
             self.apply(self.init_weights)
 
     def setup(self, stage: str) -> None:
-        """Compares the model with this run's data module, if there is one that says what its samples are: `tokens_used`
-        (or else `vocab_size`) and `input_length`."""
+        """Checks that the model knows the tokens and lengths of this run's data module.
+
+        Compared are the data module's `tokens_used` (or else `vocab_size`) and `input_length`, if it has them.
+        """
         data = data_module_of_call(self.trainer)
         tokens = getattr(data, "tokens_used", getattr(data, "vocab_size", None))
         length = getattr(data, "input_length", None)
@@ -172,7 +176,7 @@ class LanguageModel(LightningModule):
             )
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Builds meta parameters again, in memory, in `load_from_checkpoint`: no strategy is there to do it."""
+        """Builds the model in memory in `load_from_checkpoint`, where no strategy materialises meta parameters."""
         if self.meta and self._trainer is None:
             self.meta = self._built = False
             self.configure_model()
@@ -180,7 +184,7 @@ class LanguageModel(LightningModule):
     # ---- computing ----
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Loss of one micro-batch."""
+        """Returns the loss of one micro-batch."""
         loss = self.loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
@@ -204,7 +208,7 @@ class LanguageModel(LightningModule):
     # ---- optimizing ----
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW in two parameter groups (with and without decay), its rate set at each step."""
+        """Returns AdamW with two parameter groups (with and without decay), and a scheduler that runs at each step."""
         total_steps = self.trainer.estimated_stepping_batches
         if math.isinf(total_steps):
             raise ConfigError(
@@ -228,7 +232,7 @@ class LanguageModel(LightningModule):
 
 
 def check_heads(name: str, width: int, heads: int, head_width: int | None) -> None:
-    """Raises ConfigError: heads without a width of their own would not be equally wide."""
+    """Raises a ConfigError if heads without a `head_width` would not be equally wide."""
     if head_width is None and width % heads:
         raise ConfigError(
             f"{name} got width={width} and heads={heads}: heads of equal width are impossible; "
@@ -237,19 +241,16 @@ def check_heads(name: str, width: int, heads: int, head_width: int | None) -> No
 
 
 def check_dropout(name: str, dropout: float) -> None:
-    """
-    Raises:
-        ConfigError: no probability, or one with which nothing would be left.
-    """
+    """Raises a ConfigError if a dropout probability is not in [0, 1)."""
     if not 0 <= dropout < 1:
         raise ConfigError(
-            f"{name} got dropout={dropout}, with which no activation or none in scale would be left; give a probability in "
+            f"{name} got dropout={dropout}, which is no probability, or would drop every activation; give a probability in "
             f"[0, 1)"
         )
 
 
 def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, final_fraction: float) -> float:
-    """Learning rate of a step as a fraction of its peak: linear up, then half a cosine down to `final_fraction`.
+    """Returns the learning rate of a step as a fraction of its peak: linear up, then half a cosine down to `final_fraction`.
 
     The first step is above 0 and step `warmup_steps` is the peak; from `total_steps` on it stays at `final_fraction`.
     """

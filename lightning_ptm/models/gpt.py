@@ -1,7 +1,7 @@
-"""A GPT: the model of the main job, of the examples and of the benchmarks.
+"""A GPT in plain PyTorch, for examples and benchmarks.
 
-Plain PyTorch with pre-norm blocks, learned positions and GPT-2's initialisation. It knows nothing of pages: any
-strategy trains it. The invariants are those of `base.py`.
+Pre-norm blocks, learned positions and GPT-2's initialisation. It knows nothing of pages: any strategy trains it. The
+invariants are those of `base.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INIT_STD = 0.02
 
 
 class ResidualLinear(nn.Linear):
-    """A linear layer that adds to the residual stream: two a block, whose sum must not grow with depth."""
+    """Linear layer that adds to the residual stream; initialised smaller, so that the stream does not grow with depth."""
 
 
 class Attention(nn.Module):
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers, wider in between, with GELU in its tanh form as in GPT-2."""
+    """Feed-forward of two linear layers, with GELU in its tanh form as in GPT-2."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block, normalised before each part: the unit in which the model is fetched and released."""
+    """Pre-norm transformer block: the unit in which the model is fetched and released."""
 
     def __init__(self, width: int, heads: int, head_width: int, inner: int, dropout: float) -> None:
         super().__init__()
@@ -75,9 +75,9 @@ class Block(nn.Module):
 
 
 class GPT(LanguageModel):
-    """Predicts the next token; bytes by default, so that any text will do.
+    """GPT that predicts the next token; tokens are bytes by default, so that it reads any text.
 
-    A batch is tokens and the tokens that follow them. What is logged is said in `LanguageModel`.
+    A batch is tokens and the tokens that follow them. `LanguageModel` describes what is logged.
 
     Args:
         vocab_size: Number of tokens; 256 reads bytes.
@@ -88,17 +88,17 @@ class GPT(LanguageModel):
         feed_forward_width: Elements between the two layers of a feed-forward; by default `4 * width`.
         sequence_length: Longest sequence, in tokens.
         dropout: Probability in residual branches, attention weights and the embedding.
-        tie_head: The output layer uses the token embedding's weight.
-        learning_rate: Its peak, reached at the end of the warm-up.
+        tie_head: Whether the output layer uses the token embedding's weight.
+        learning_rate: Peak learning rate, reached at the end of the warm-up.
         warmup_steps: Optimizer steps of linear warm-up.
-        final_learning_rate_fraction: What the cosine ends at, as a fraction of the peak.
-        betas: AdamW's.
-        weight_decay: AdamW's, on matrices only: biases and norms have none.
-        meta: `configure_model` builds on the meta device, without memory. The strategy then materialises one unit at a
-            time and fills it with `init_weights`.
+        final_learning_rate_fraction: End of the cosine, as a fraction of the peak.
+        betas: Betas of AdamW.
+        weight_decay: Weight decay of AdamW, on matrices only; biases and norms have none.
+        meta: Whether `configure_model` builds on the meta device, without memory. The strategy then materialises one unit at
+            a time and fills it with `init_weights`.
 
     Raises:
-        ConfigError: sizes that do not fit together.
+        ConfigError: sizes do not fit together.
     """
 
     vocab_size: int
@@ -196,7 +196,7 @@ class GPT(LanguageModel):
 
     @property
     def parameter_numel(self) -> int:
-        """Number of parameters, known before they exist; a tied weight counts once."""
+        """Number of parameters, computed from the sizes; a tied weight counts once."""
         attention = self.heads * self.head_width
         biases_and_norms = 3 * attention + self.feed_forward_width + 6 * self.width
         block = self._block_matrix_numel + biases_and_norms
@@ -221,10 +221,10 @@ class GPT(LanguageModel):
     # ---- computing ----
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of shape (batch, sequence, vocab_size) for tokens of shape (batch, sequence).
+        """Returns logits of shape (batch, sequence, vocab_size) for tokens of shape (batch, sequence).
 
         Raises:
-            UsageError: sequences longer than `sequence_length`.
+            UsageError: the sequences are longer than `sequence_length`.
         """
         if tokens.shape[1] > self.sequence_length:
             raise UsageError(
@@ -238,13 +238,13 @@ class GPT(LanguageModel):
         return self.head(self.norm(x))
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean cross-entropy of a batch, in nats per token."""
+        """Returns the mean cross-entropy of a batch, in nats per token."""
         tokens, targets = batch
         logits = self(tokens)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The cross-entropy of each sequence, shape (batch,), in nats per token."""
+        """Returns the cross-entropy of each sequence, shape (batch,), in nats per token."""
         tokens, targets = batch
         losses = F.cross_entropy(self(tokens).float().transpose(1, 2), targets, reduction="none")
         return losses.mean(dim=1)

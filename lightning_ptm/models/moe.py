@@ -1,12 +1,13 @@
-"""A mixture of experts in place of a feed-forward: tokens are divided over experts by a learned router.
+"""Mixture of experts in place of a feed-forward: a learned router sends each token to one or two experts.
 
-After Switch Transformers (Fedus et al. 2022) for one expert a token, and GShard (Lepikhin et al. 2021) for two.
+After Switch Transformers (Fedus et al. 2022) for one expert per token, and GShard (Lepikhin et al. 2021) for two.
 
-I1: an expert computes at most `capacity` tokens of a rank's batch; which ones is decided by their order (first choices before
-second ones), so the same batch gives the same bits. I2: a token that finds no room adds nothing here: what its block
-gives is its residual. I3: memory for dispatch grows with tokens, not with tokens times experts times capacity: tokens
-are sorted by expert and gathered, there and back, without atomics. I4: an expert that gets no token is not called: it is
-not fetched if it is a unit of its own, and has no gradient, as if this step did not know of it.
+I1: an expert computes at most `capacity` tokens of a rank's batch, chosen by their order (first choices before second ones),
+    so the same batch gives bitwise the same result.
+I2: a token without room at its expert gets zero from it: its block passes on the residual.
+I3: memory for dispatch grows with tokens, not with tokens times experts times capacity: tokens are sorted by expert and
+    gathered, there and back, without atomics.
+I4: an expert without tokens is not called: it is not fetched if it is a unit of its own, and it has no gradient.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 class ExpertGroup(Protocol):
-    """Ranks that divide experts among them. A strategy puts one into a layer's `expert_group` for the time of a run."""
+    """Interface to the ranks that divide experts. A strategy sets a layer's `expert_group` for the time of a run."""
 
     def compute(self, rows: Tensor, counts: Sequence[int], call: Callable[[Tensor, list[int]], Tensor]) -> Tensor:
-        """(n, width) results of (n, width) rows that are sorted by expert, wherever the experts are. All ranks of the group
-        call it.
+        """Returns the experts' results, (n, width), on whatever ranks the experts are. Collective in the group.
 
         Args:
-            counts: per expert how many of `rows` are its.
-            call: computes rows of experts that are here, given such counts for all experts.
+            rows: (n, width), sorted by expert.
+            counts: by expert, the number of its rows.
+            call: computes rows of this rank's experts, given such counts for all experts.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What a layer's router did with a batch.
+    """Statistics of a layer's router for a batch.
 
     Attributes:
-        balance_loss: scalar with a gradient; 1 when tokens are spread evenly, the number of experts when one gets all
-            (equation 4 of Switch Transformers, without its factor); 0 of no tokens.
-        load: (experts,), float32: choices that fell on each expert, whether it had room or not.
-        dropped: scalar, float32: choices that found no room.
+        balance_loss: scalar with a gradient; 1 if tokens are spread evenly, the number of experts if one gets all (equation
+            4 of Switch Transformers, without its factor); 0 without tokens.
+        load: (experts,), float32: choices of each expert, including those without room.
+        dropped: scalar, float32: choices without room at their expert.
     """
 
     balance_loss: Tensor
@@ -52,26 +53,26 @@ class Routing:
 
     @property
     def dropped_fraction(self) -> Tensor:
-        """Scalar: the part of all choices that found no room."""
+        """Scalar: the fraction of choices without room at their expert."""
         return self.dropped / self.load.sum()
 
     @property
     def load_entropy(self) -> Tensor:
-        """Scalar: entropy of the load over that of an even one; 1 is even, 0 is all on one expert."""
+        """Scalar: entropy of the load relative to that of an even load; 1: even, 0: all on one expert."""
         share = self.load / self.load.sum()
         return torch.special.entr(share).sum() / math.log(self.load.numel())
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Who computes what, for n tokens of which each has chosen k experts.
+    """Assignment of tokens to experts, for n tokens that have each chosen k experts.
 
     Attributes:
         rows: (kept,): the token of each choice that is computed, sorted by expert.
         choices: (kept,): the same choices as indices into the flat (k, n) list of all choices.
-        slots: (k, n): the place of each choice in `rows`; `kept` for one that found no room.
-        counts: per expert how many of `rows` are its.
-        load: (experts,): choices that fell on each expert.
+        slots: (k, n): the index of each choice in `rows`; `kept` for a choice without room.
+        counts: by expert, the number of its rows.
+        load: (experts,): choices of each expert, including those without room.
     """
 
     rows: Tensor
@@ -82,12 +83,12 @@ class Dispatch:
 
 
 def dispatch(chosen: Tensor, experts: int, capacity: int) -> Dispatch:
-    """Gives each expert the first `capacity` choices that fell on it.
+    """Assigns to each expert the first `capacity` choices of it.
 
     Args:
-        chosen: (k, n), int64: for each rank of choice the expert of each token.
+        chosen: (k, n), int64: for first choices, second choices, ..., the expert of each token.
     """
-    flat = chosen.flatten()  # all first choices, then all second ones: that is their priority
+    flat = chosen.flatten()  # all first choices before all second ones: that is their priority
     order = torch.argsort(flat, stable=True)
     load = torch.bincount(flat, minlength=experts)
     per_expert: list[int] = load.tolist()
@@ -102,7 +103,7 @@ def dispatch(chosen: Tensor, experts: int, capacity: int) -> Dispatch:
 
 
 def _gather_sum(values: Tensor, slots: Tensor) -> Tensor:
-    """(n, width): for each token the sum of its choices' rows of `values`."""
+    """Returns for each token the sum of its choices' rows of `values`, (n, width)."""
     total = values.index_select(0, slots[0])
     for more in slots[1:]:
         total += values.index_select(0, more)
@@ -110,7 +111,7 @@ def _gather_sum(values: Tensor, slots: Tensor) -> Tensor:
 
 
 class _Scatter(torch.autograd.Function):
-    """(n, width) tokens to (kept, width) rows sorted by expert. Its backward gathers, too: no atomics, the same bits."""
+    """(n, width) tokens -> (kept, width) rows sorted by expert. The backward gathers, too: no atomics, deterministic."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
@@ -121,12 +122,12 @@ class _Scatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (slots,) = ctx.saved_tensors
-        none = gradient.new_zeros(1, gradient.shape[1])  # what a choice without room adds
+        none = gradient.new_zeros(1, gradient.shape[1])  # the row of choices without room
         return _gather_sum(torch.cat([gradient, none]), slots), None, None
 
 
 class _Combine(torch.autograd.Function):
-    """(kept + 1, width) rows, the last of them zero, to the sum of each token's rows, (n, width)."""
+    """(kept + 1, width) rows, the last of them zero -> the sum of each token's rows, (n, width)."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, y: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
@@ -142,16 +143,16 @@ class _Combine(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """Probabilities of the experts for each token, in fp32 whatever the model computes in ("selective precision").
+    """Router: probabilities of the experts for each token, in fp32 in every precision ("selective precision").
 
     Args:
         width: elements of a token.
-        experts: their number.
+        experts: number of experts.
         jitter: in training, inputs are multiplied by uniform noise from 1 - jitter to 1 + jitter.
     """
 
     keep_in_fp32 = True
-    """Under mixed precision the strategy keeps this module's parameters, too, in fp32."""
+    """Tells the strategy to keep this module's parameters in fp32 under mixed precision, too."""
 
     def __init__(self, width: int, experts: int, jitter: float) -> None:
         super().__init__()
@@ -159,12 +160,12 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, experts) for (n, width)."""
+        """Returns probabilities, (n, experts), for tokens, (n, width)."""
         with torch.autocast(x.device.type, enabled=False):
             return self.probabilities(x)
 
     def probabilities(self, x: Tensor) -> Tensor:
-        """What `forward` gives where no autocast is on; on the meta device, which has none, too."""
+        """Returns what `forward` does, without turning autocast off; for the meta device, which has no autocast."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.training and self.jitter:
             x = x * torch.empty_like(x).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
@@ -172,9 +173,9 @@ class Router(nn.Module):
 
 
 class Expert(nn.Module):
-    """A feed-forward without biases; `gated` makes it the gated GELU of T5 1.1 instead of ReLU.
+    """Expert: a feed-forward without biases, with ReLU or, if `gated`, the gated GELU of T5 1.1.
 
-    One flat module with its own two or three matrices: thousands of them are built in seconds on the meta device.
+    A single module with its own two or three matrices, so that thousands are built in seconds on the meta device.
     """
 
     def __init__(self, width: int, inner: int, *, gated: bool, dropout: float) -> None:
@@ -194,14 +195,15 @@ class Expert(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """The experts of a layer; called with rows, those that have any compute them."""
+    """The experts of a layer; a call computes rows with the experts that have any."""
 
     def forward(self, rows: Tensor, counts: Sequence[int], zeros: int = 0) -> Tensor:
-        """(n + zeros, width) results of (n, width) rows that are sorted by expert.
+        """Returns the experts' results, (n + zeros, width).
 
         Args:
-            counts: per expert how many of `rows` are its.
-            zeros: so many rows of zeros come last.
+            rows: (n, width), sorted by expert.
+            counts: by expert, the number of its rows.
+            zeros: number of rows of zeros at the end of the result.
         """
         parts = [
             expert(part)
@@ -212,28 +214,28 @@ class Experts(nn.ModuleList):
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token is computed by the `choices` experts that its router finds most probable, weighted by probability.
+    """Mixture of experts: the `choices` most probable experts compute each token, weighted by their probability.
 
-    Experts are modules of their own in a ModuleList, not slices of one batched weight: what is fetched, reduced and
-    updated together is a unit, a unit is a module, and so an expert can be one (`units=["Block", "Expert"]`): of
-    thousands only those with tokens are fetched. Ranks may divide them among them (`expert_group`) and hold whole ones. The
-    loop is over experts that have tokens, never over tokens.
+    Experts are modules of their own in a ModuleList, not slices of one batched weight. A unit is a module, so an expert can
+    be a unit (`units=["Block", "Expert"]`), and of thousands of experts only those with tokens are fetched. Ranks may divide
+    the experts (`expert_group`); each then has some experts whole. The loop is over experts that have tokens, never over
+    tokens.
 
-    Routing, capacity included, is each rank's own, of its own tokens, and the same whether ranks divide experts or not: an
-    expert then computes up to its capacity for each rank of the group. Where they do, a loss must depend on experts by
-    this layer's output alone: under 16-mixed a term of their weights themselves, e.g. an L2 penalty, counts more than it says
-    (the loss scale's gradients are kept smaller inside of the exchange only). Use the optimizer's weight decay.
+    Each rank routes its own tokens, with its own capacity, whether ranks divide experts or not: a divided expert computes up
+    to its capacity for each rank of the group. With divided experts, a loss must depend on experts only through this layer's
+    output: under 16-mixed a term of their weights, e.g. an L2 penalty, would have too large a gradient (gradients under the
+    loss scale are reduced inside of the exchange only). Use the optimizer's weight decay.
 
     Args:
-        width, inner, gated, dropout: of each expert.
-        experts: their number, at least 2.
-        choices: experts a token, 1 (Switch) or 2 (GShard; their two probabilities are made to add up to 1).
-        capacity_factor, eval_capacity_factor: an expert has room for so many times its even share of the choices.
-        jitter: of the router.
+        width, inner, gated, dropout: Arguments of each expert.
+        experts: number of experts, at least 2.
+        choices: experts per token, 1 (Switch) or 2 (GShard; their two probabilities are normalised to add up to 1).
+        capacity_factor, eval_capacity_factor: room of an expert, in multiples of its even share of the choices.
+        jitter: jitter of the router.
     """
 
     expert_group: ExpertGroup | None = None
-    """The ranks that divide the experts among them; None where each calls all of them itself."""
+    """The ranks that divide the experts; None if each rank has all experts."""
 
     def __init__(
         self,
@@ -256,12 +258,12 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(Expert(width, inner, gated=gated, dropout=dropout) for _ in range(experts))
 
     def capacity(self, tokens: int) -> int:
-        """The most choices that an expert computes of a batch of so many tokens."""
+        """Returns the most choices that an expert computes of a batch of so many tokens."""
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
         return math.ceil(tokens * self.choices * factor / len(self.experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
-        """The experts' output, of the shape (..., width) of `x`, and what the router did."""
+        """Returns the experts' output, of the shape (..., width) of `x`, and the router's statistics."""
         tokens = x.flatten(0, -2)
         probabilities = self.router(tokens)
         weights, chosen = probabilities.topk(self.choices, dim=-1)  # (n, k)
@@ -283,7 +285,7 @@ class MixtureOfExperts(nn.Module):
     def _routing(self, probabilities: Tensor, chosen: Tensor, plan: Dispatch) -> Routing:
         experts = len(self.experts)
         load = plan.load.to(probabilities.dtype)
-        # Of first choices only, as in GShard; with one choice they are the load.
+        # First choices only, as in GShard; with one choice they are the load.
         first = load if self.choices == 1 else torch.bincount(chosen[:, 0], minlength=experts).to(load.dtype)
         balance = (
             experts * (first / len(chosen) * probabilities.mean(dim=0)).sum() if len(chosen) else probabilities.sum()

@@ -1,9 +1,8 @@
-"""T5: an encoder and a decoder that predict what was taken out of a text (Raffel et al. 2020).
+"""T5 in plain PyTorch: an encoder and a decoder for text-to-text tasks (Raffel et al. 2020).
 
-Plain PyTorch as version 1.0 of T5: RMS norms before each part, relative position biases shared by the blocks of a stack,
-no biases in linear layers, attention without scaling, the head tied to the embedding and its logits scaled by
-1/sqrt(width), and Mesh TensorFlow's initialisation. It knows nothing of pages: any strategy trains it. The invariants
-are those of `base.py`.
+As in version 1.0 of T5: RMS norms before each part, relative position biases shared by the blocks of a stack, no biases in
+linear layers, attention without scaling, the head tied to the embedding and its logits scaled by 1/sqrt(width), and Mesh
+TensorFlow's initialisation. It knows nothing of pages: any strategy trains it. The invariants are those of `base.py`.
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ from lightning_ptm.parallel import ColwiseParallel, Part, RowwiseParallel, Rule,
 
 NORM_EPS = 1e-6
 PAD = 0
-"""Token that starts every target, and that the loss leaves out where it is a target itself."""
+"""Token before the first target; targets that are this token do not count in the loss."""
 
 
 class QueryLinear(nn.Linear):
-    """The linear layer that makes queries: its initial weights stand in for attention's scaling."""
+    """Linear layer of queries: its smaller initial weights replace attention's scaling."""
 
 
 class BucketEmbedding(nn.Embedding):
-    """One number a head for each bucket of distances."""
+    """Embedding of distance buckets: one number per head and bucket."""
 
 
 class TiedHead(nn.Linear):
-    """The output layer: its weight is the token embedding's, which initialises it."""
+    """Output layer whose weight is the token embedding's; it is initialised there."""
 
 
 class RelativePosition(nn.Module):
-    """What attention adds to its scores for the distance from query to key.
+    """Relative position bias: numbers added to attention scores, by the distance from query to key.
 
     The first half of the buckets are exact distances, the others grow logarithmically up to `max_distance`.
 
     Args:
-        heads: attention heads, each with numbers of its own.
-        buckets: kinds of distances; with `bidirectional` half of them are for keys that come later.
-        max_distance: from here on all distances are alike.
-        bidirectional: keys may come after queries (an encoder).
+        heads: attention heads, each with its own numbers.
+        buckets: number of distance buckets; with `bidirectional`, half of them are for keys after the query.
+        max_distance: distance from which on all distances share a bucket.
+        bidirectional: whether keys may come after queries (an encoder).
     """
 
     def __init__(self, heads: int, buckets: int, max_distance: int, *, bidirectional: bool) -> None:
@@ -59,7 +58,7 @@ class RelativePosition(nn.Module):
         self.embedding = BucketEmbedding(buckets, heads)
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """The bucket of each `distance`, which is a key's position less a query's."""
+        """Returns the bucket of each `distance` (the key's position minus the query's)."""
         buckets = self.buckets
         first = torch.zeros_like(distance)
         if self.bidirectional:
@@ -69,20 +68,20 @@ class RelativePosition(nn.Module):
         else:
             distance = (-distance).clamp(min=0)
         exact = buckets // 2
-        # In float32 as in T5's own code: another precision puts some distances into another bucket.
+        # In float32 as in T5's own code: another precision would put some distances into another bucket.
         logarithm = torch.log(distance.float().clamp(min=1) / exact) / math.log(self.max_distance / exact)
         far = (exact + (logarithm * (buckets - exact)).long()).clamp(max=buckets - 1)
         return first + torch.where(distance < exact, distance, far)
 
     def forward(self, length: int, device: torch.device) -> Tensor:
-        """(1, heads, length, length)."""
+        """Returns the bias, (1, heads, length, length)."""
         position = torch.arange(length, device=device)
         bias: Tensor = self.embedding(self.bucket(position[None, :] - position[:, None]))
         return bias.permute(2, 0, 1).unsqueeze(0)
 
 
 class Attention(nn.Module):
-    """Attention of `x`, (batch, queries, width), over `source`, (batch, keys, width); itself for self-attention."""
+    """Attention of `x`, (batch, queries, width), over `source`, (batch, keys, width); for self-attention they are equal."""
 
     def __init__(self, width: int, heads: int, head_width: int, dropout: float) -> None:
         super().__init__()
@@ -92,10 +91,14 @@ class Attention(nn.Module):
         self.key_value = nn.Linear(width, 2 * heads * head_width, bias=False)
         self.project = nn.Linear(heads * head_width, width, bias=False)
         self.bias_of_heads = nn.Identity()
-        """Named by the plan of tensor parallelism: of a bias for all heads, those of this module's."""
+        """Takes this rank's heads of the bias under tensor parallelism; the plan has a rule for it."""
 
     def forward(self, x: Tensor, source: Tensor, bias: Tensor | None) -> Tensor:
-        """`bias` is added to the scores: (1 or batch, 1 or heads, 1 or queries, keys)."""
+        """Returns the attention's output.
+
+        Args:
+            bias: added to the scores, (1 or batch, 1 or heads, 1 or queries, keys).
+        """
         query = self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         split = self.key_value(source).unflatten(-1, (2, self.heads, -1))
         key, value = split.permute(2, 0, 3, 1, 4).unbind(0)  # each (batch, heads, keys, head_width)
@@ -107,7 +110,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with ReLU in between, or, `gated`, the gated GELU of T5 1.1."""
+    """Feed-forward of two linear layers, with ReLU or, if `gated`, the gated GELU of T5 1.1."""
 
     def __init__(self, width: int, inner: int, *, gated: bool, dropout: float) -> None:
         super().__init__()
@@ -124,7 +127,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One block of the encoder or, with attention over the encoder's output, of the decoder: a unit.
+    """Block of the encoder or, with attention over the encoder's output, of the decoder: a unit.
 
     `feed_forward` is a FeedForward or a MixtureOfExperts.
     """
@@ -144,12 +147,13 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, bias: Tensor, source: Tensor | None = None, source_bias: Tensor | None = None
     ) -> tuple[Tensor, Routing | None]:
-        """The new `x`, and what the router did if there is one.
+        """Returns the new `x`, and the router's statistics if there is a router.
 
         Args:
             x: (batch, tokens, width).
             bias: added to the scores of self-attention.
-            source: the encoder's output, for a block of the decoder; source_bias: added to the scores over it.
+            source: the encoder's output, for a block of the decoder.
+            source_bias: added to the scores of attention over `source`.
         """
         normed = self.attention_norm(x)
         x = x + self.dropout(self.attention(normed, normed, bias))
@@ -163,7 +167,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """The encoder or the decoder: blocks that share one bias for relative positions, and a last norm."""
+    """Encoder or decoder: blocks that share one relative position bias, and a last norm."""
 
     def __init__(self, blocks: list[Block], position: RelativePosition, width: int, dropout: float) -> None:
         super().__init__()
@@ -175,11 +179,11 @@ class Stack(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None, source: Tensor | None = None, source_mask: Tensor | None = None
     ) -> tuple[Tensor, list[Routing]]:
-        """What the last norm gives, and what each router did.
+        """Returns the output of the last norm, and the statistics of each router.
 
         Args:
             x: embedded tokens, (batch, tokens, width).
-            mask: 0 where a query may look and -inf elsewhere, (1 or batch, 1, 1 or tokens, tokens).
+            mask: 0 for keys that a query may attend to and -inf for others, (1 or batch, 1, 1 or tokens, tokens).
             source, source_mask: the encoder's output and the mask of its tokens, for a decoder.
         """
         bias = self.position(x.shape[1], x.device)
@@ -199,32 +203,32 @@ def _attention_plan(name: str) -> dict[str, Rule]:
         f"{name}.query": ColwiseParallel(heads="heads"),
         f"{name}.key_value": ColwiseParallel(parts=2),
         f"{name}.project": RowwiseParallel(),
-        # Biases are computed whole: a block takes and gives what is whole, and there are few of them.
+        # Position biases are computed whole and cut here: blocks take whole inputs, and there are few biases.
         f"{name}.bias_of_heads": Part(1),
     }
 
 
 class T5(LanguageModel):
-    """Predicts the targets of a text-to-text task; `lightning_ptm.data.SpanCorruption` makes them from any text.
+    """T5 for text-to-text tasks; `lightning_ptm.data.SpanCorruption` makes such a task from any text.
 
-    A batch is (tokens, targets), whose lengths may differ. Token 0 pads: it is left out of the loss, and, moved in front
-    of the targets, is what the decoder starts from. What is logged is said in `LanguageModel`.
+    A batch is (tokens, targets), whose lengths may differ. Token 0 is padding: it does not count in the loss, and the decoder
+    starts from it. `LanguageModel` describes what is logged.
 
     Args:
-        vocab_size: Number of tokens; by default room for SpanCorruption's bytes, two marks and 100 sentinels.
+        vocab_size: Number of tokens; the default is enough for SpanCorruption's bytes, two marks and 100 sentinels.
         width: Elements of a token's vector, a multiple of `heads` unless `head_width` is given.
         layers: Number of blocks of the encoder, and of the decoder.
         heads: Attention heads of a block.
         head_width: Elements of a head's vectors; by default `width / heads`.
         feed_forward_width: Elements between the two layers of a feed-forward; by default `4 * width`.
-        gated: Feed-forwards are the gated GELU of T5 1.1 instead of ReLU.
+        gated: Whether feed-forwards have the gated GELU of T5 1.1 instead of ReLU.
         dropout: Probability in residual branches, attention weights, feed-forwards and at both ends of a stack.
-        buckets: Kinds of relative positions.
-        max_distance: Relative positions from here on are alike.
+        buckets: Number of buckets of relative positions.
+        max_distance: Distance from which on all relative positions share a bucket.
         learning_rate, warmup_steps, final_learning_rate_fraction, betas, weight_decay, meta: See `LanguageModel`.
 
     Raises:
-        ConfigError: sizes that do not fit together.
+        ConfigError: sizes do not fit together.
     """
 
     vocab_size: int
@@ -311,7 +315,7 @@ class T5(LanguageModel):
         return Stack(blocks, position, self.width, self.dropout)
 
     def make_feed_forward(self, index: int) -> nn.Module:
-        """The feed-forward of block `index` of either stack."""
+        """Returns the feed-forward of block `index` of either stack."""
         return FeedForward(self.width, self.feed_forward_width, gated=self.gated, dropout=self.dropout)
 
     @torch.no_grad()
@@ -334,23 +338,23 @@ class T5(LanguageModel):
             nn.init.ones_(module.weight)  # type: ignore[arg-type]
 
     def init_matrix(self, weight: Tensor, inputs: int) -> None:
-        """Fills a matrix in place whose outputs are sums of `inputs` terms."""
+        """Initialises in place a matrix whose outputs are sums of `inputs` terms."""
         nn.init.normal_(weight, std=inputs**-0.5)
 
     # ---- computing ----
 
     def forward(self, tokens: Tensor, previous: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Logits of shape (batch, targets, vocab_size).
+        """Returns logits of shape (batch, targets, vocab_size).
 
         Args:
-            tokens: what the encoder reads, (batch, tokens).
+            tokens: the encoder's input, (batch, tokens).
             previous: for each target the one before it, (batch, targets); token 0 for the first.
-            padding: (batch, tokens), True where `tokens` only pads; by default nothing does.
+            padding: (batch, tokens), True for padding in `tokens`; by default there is none.
         """
         return self.run(tokens, previous, padding)[0]
 
     def run(self, tokens: Tensor, previous: Tensor, padding: Tensor | None = None) -> tuple[Tensor, list[Routing]]:
-        """As `forward`, with what each router did."""
+        """Returns logits as `forward` does, and the statistics of each router."""
         mask = None
         if padding is not None:
             mask = torch.zeros(padding.shape, device=padding.device).masked_fill(padding, -math.inf)[:, None, None, :]
@@ -362,22 +366,22 @@ class T5(LanguageModel):
         return logits, encoder_routings + decoder_routings
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean cross-entropy of a batch, in nats per target."""
+        """Returns the mean cross-entropy of a batch, in nats per target."""
         return self.loss_and_routings(batch)[0]
 
     def loss_and_routings(self, batch: Batch) -> tuple[Tensor, list[Routing]]:
-        """As `loss`, with what each router did."""
+        """Returns the loss as `loss` does, and the statistics of each router."""
         tokens, targets = batch
         logits, routings = self.run(tokens, shifted(targets))
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=PAD)
         return loss, routings
 
     def token_count(self, batch: Batch) -> int:
-        """Targets that are not padding."""
+        """Returns the number of targets that are not padding."""
         return int((batch[1] != PAD).sum())
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Cross-entropy of each sequence, shape (batch,), in nats per target: how surprising the model finds it."""
+        """Returns the cross-entropy of each sequence, shape (batch,), in nats per target."""
         tokens, targets = batch
         logits = self(tokens, shifted(targets)).float()
         losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=PAD)
@@ -385,5 +389,5 @@ class T5(LanguageModel):
 
 
 def shifted(targets: Tensor) -> Tensor:
-    """For each target the one before it; padding before the first."""
+    """Returns for each target the one before it; padding for the first."""
     return F.pad(targets[:, :-1], (1, 0), value=PAD)

@@ -1,4 +1,4 @@
-"""T5-MoE: T5 with experts in every other feed-forward, after Switch Transformers (Fedus et al. 2022)."""
+"""T5-MoE: T5 with a mixture of experts in every other block, after Switch Transformers (Fedus et al. 2022)."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from lightning_ptm.models.t5 import T5
 from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel, Rule, Summed
 
 INIT_SCALE = 0.1
-"""Of the truncated normal that Switch Transformers start from: a tenth of the usual one keeps routers stable."""
+"""Scale of the truncated normal initialisation of Switch Transformers: a tenth of the usual one keeps routers stable."""
 
 
 class T5MoE(T5):
     """T5 whose blocks 1, 3, 5... of either stack have experts instead of one feed-forward.
 
-    Beside what T5 logs, each training step logs `moe/balance_loss`, `moe/dropped` (the part of the choices that found
-    no room at their expert) and `moe/load_entropy` (1: experts have equally many tokens), means over the layers.
+    In addition to T5's values, each training step logs `moe/balance_loss`, `moe/dropped` (the fraction of choices without
+    room at their expert) and `moe/load_entropy` (1: experts have equally many tokens), as means over the layers.
 
     Args:
         experts: Experts of a layer that has them, at least 2.
         choices: Experts that compute a token: 1 or 2.
-        capacity_factor: In training, an expert has room for so many times its even share of the batch's tokens; those
-            that find none are passed on by their block's residual.
+        capacity_factor: Room of an expert in training, in multiples of its even share of the batch's tokens; tokens without
+            room are passed on by their block's residual.
         eval_capacity_factor: The same for evaluation.
-        balance_weight: Of the loss that keeps experts evenly busy.
+        balance_weight: Weight of the loss that keeps experts evenly busy.
         jitter: In training, a router's inputs are multiplied by uniform noise of this size.
         settings: Arguments of T5.
 
     Raises:
-        ConfigError: sizes that do not fit together.
+        ConfigError: sizes do not fit together.
     """
 
     tensor_parallel_plan: ClassVar[Mapping[str, Rule]] = {
@@ -70,8 +70,8 @@ class T5MoE(T5):
             )
         if not balance_weight >= 0:
             raise ConfigError(
-                f"T5MoE got balance_weight={balance_weight}: training would drive all tokens to one expert; give 0, which "
-                f"leaves them alone, or more"
+                f"T5MoE got balance_weight={balance_weight}: training would drive all tokens to one expert; give 0 (no "
+                f"balance loss) or more"
             )
         if self.layers < 2:
             raise ConfigError(
@@ -87,7 +87,7 @@ class T5MoE(T5):
         self.jitter = jitter
 
     def make_feed_forward(self, index: int) -> nn.Module:
-        """Experts in every other block, the second first."""
+        """Returns experts for every other block, starting with the second."""
         if index % 2 == 0:
             return super().make_feed_forward(index)
         return MixtureOfExperts(
@@ -104,7 +104,7 @@ class T5MoE(T5):
 
     @torch.no_grad()
     def init_weights(self, module: nn.Module) -> None:
-        """As T5's, with matrices from Switch Transformers' smaller, truncated normal."""
+        """Initialises as T5 does, with matrices from Switch Transformers' smaller, truncated normal."""
         if isinstance(module, Router):
             self.init_matrix(module.weight, self.width)
         elif isinstance(module, Expert):
@@ -114,12 +114,12 @@ class T5MoE(T5):
             super().init_weights(module)
 
     def init_matrix(self, weight: Tensor, inputs: int) -> None:
-        """Fills a matrix in place: section 2.4 of Switch Transformers."""
+        """Initialises a matrix in place (section 2.4 of Switch Transformers)."""
         std = (INIT_SCALE / inputs) ** 0.5
         nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Loss of one micro-batch: cross-entropy, and what keeps the experts evenly busy."""
+        """Returns the loss of one micro-batch: cross-entropy plus the weighted balance loss."""
         loss, routings = self.loss_and_routings(batch)
         balance = torch.stack([routing.balance_loss for routing in routings]).mean()
         self.log("train_loss", loss, prog_bar=True)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers whose parameters ranks divide, over the same pages as everything else."""
+"""Tensor parallelism: layers whose parameters are sharded over the ranks of a tensor group and stored in pages."""
 
 from lightning_ptm.parallel.rules import (
     ColwiseParallel,

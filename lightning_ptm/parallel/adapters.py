@@ -1,9 +1,9 @@
-"""Layers with low-rank adapters (LoRA, as PEFT builds it): a rule for such a layer is one for the layers inside of it.
+"""Tensor parallelism of layers with PEFT's LoRA adapters: a rule for such a layer becomes rules for the layers inside it.
 
-Knows the names that PEFT gives: `base_layer`, and `lora_A` and `lora_B` with a linear layer for each adapter. The adapters
-add B(A(x)) to what the base layer gives, so that outputs are cut in the base and in B, inputs in the base and in A, and the
-other one is whole. A module of which PEFT trains a copy (`modules_to_save`: a head, an embedding with new tokens) is not
-adapted.
+Knows PEFT's names: `base_layer`, and `lora_A` and `lora_B` with a linear layer for each adapter. The adapters add B(A(x)) to
+the output of the base layer. So outputs are cut in the base layer and in B, inputs in the base layer and in A; the other
+adapter matrix stays whole. A module of which PEFT trains a copy (`modules_to_save`: a head, an embedding with new tokens) is
+not an adapted layer.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from lightning_ptm.torch_internals import children_in
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a layer is a base layer with something around it."""
+    """Whether a module wraps a base layer, as PEFT's adapted layers do."""
     return isinstance(children_in(module).get("base_layer"), nn.Module)
 
 
 def is_copied(module: nn.Module) -> bool:
-    """Whether PEFT trains a copy of a module, which is called in its place."""
+    """Whether PEFT trains a copy of a module and calls it in the module's place."""
     copies = isinstance(children_in(module).get("modules_to_save"), nn.ModuleDict)
     return copies and isinstance(children_in(module).get("original_module"), nn.Module)
 
 
 def with_adapters(place: Place) -> Iterator[Place]:
-    """The place itself and, where it is an adapted layer, those of the layers inside.
+    """Yields the place itself and, for an adapted layer, the places of the layers inside it.
 
     Raises:
-        ConfigError: it is adapted in a way that is not known here.
+        ConfigError: the layer has adapters of an unknown kind.
     """
     if place.parameter is not None or not is_adapted(place.module):
         yield place
@@ -48,10 +48,10 @@ def with_adapters(place: Place) -> Iterator[Place]:
     cuts = isinstance(place.rule, (ColwiseParallel, RowwiseParallel)) and not of_embedding
     if not (lora and plain and (cuts or isinstance(place.rule, VocabParallel))):
         raise ConfigError(
-            f"tensor_parallel_plan has {place.rule} for {place.name}, a {type(module).__name__} around a "
-            f"{type(module.base_layer).__name__}; of adapted layers, linear ones with plain LoRA adapters are cut (no DoRA) "
-            f"and no others; use such adapters, or give a tensor_parallel_plan without this layer: it is then whole on every "
-            f"rank"
+            f"tensor_parallel's plan has {place.rule} for {place.name}, a {type(module).__name__} around a "
+            f"{type(module.base_layer).__name__}; the only adapted layers that can be cut are linear layers with plain LoRA "
+            f"adapters (no DoRA); use such adapters, or give a plan of tensor_parallel without this layer: it is then whole "
+            f"on every rank"
         )
     yield place
     yield Place(f"{place.name}.base_layer", module.base_layer, None, place.around, place.rule, inside=True)

@@ -1,6 +1,7 @@
-"""What lies between layers that are cut, and how such a layer takes its input from there and gives its output back.
+"""Interface between cut layers and the activations around them: whole values here, parts of the sequence elsewhere.
 
-Layers ask and do not know which it is: whole on every rank (here), or this rank's part of the sequence (`sequence.py`).
+A cut layer takes its input and gives its output through this interface. It does not know whether activations between layers
+are whole on every rank (this class) or this rank's part of the sequence (subclasses in `sequence_parts.py`).
 """
 
 from __future__ import annotations
@@ -12,35 +13,35 @@ from lightning_ptm.parallel.exchange import TensorGroup
 
 
 class BetweenLayers:
-    """What is whole on every rank, and so is its gradient."""
+    """Activations between cut layers that are whole on every rank, as are their gradients."""
 
     partial = False
-    """Of parameters here that no rule cuts, every rank's gradient is a part of the sum."""
+    """Whether each rank has only a part of the gradients' sum for parameters here that no rule cuts."""
 
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
 
     def enter(self, value: Tensor) -> Tensor:
-        """A value for what ranks compute with their parts."""
+        """Passes a whole value to layers that each rank computes with its part."""
         return self.group.enter(value)
 
     def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """This rank's outputs of a linear layer.
+        """Returns this rank's outputs of a linear layer.
 
         Args:
-            weight: (its outputs, inputs).
+            weight: (this rank's outputs, inputs).
         """
         return F.linear(self.enter(x), weight, bias)
 
     def leave(self, value: Tensor) -> Tensor:
-        """A value of which every rank has computed a part of the sum."""
+        """Sums a value of which every rank has computed one summand."""
         return self.group.add_up(value)
 
     def begin(self, *, training: bool) -> None:
-        """What follows is divided, and may draw random numbers where it is trained."""
+        """Begins a divided region; in training, each rank draws its own random numbers there (dropout)."""
         if training:
             self.group.begin_divided()
 
     def end(self) -> None:
-        """What follows is as it was before `begin`."""
+        """Ends the divided region."""
         self.group.end_divided()

@@ -1,6 +1,6 @@
-"""Which modules around the layers of a plan are proven in one piece, and which of them prove each other.
+"""Blocks of a model for the check of a tensor-parallel plan: which modules are checked, and which are equal in kind.
 
-Knows names, shapes and attributes, computes nothing.
+A check of one block holds for all blocks of its kind. Knows names, shapes and attributes, computes nothing.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 
 _OWN = "a function of its own:"
-"""In what is told of a block that only itself proves."""
+"""Marker in the description of a block with a function that may differ between blocks: it is a kind of its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckedBlock:
-    """What is proven in one piece.
+    """A module that is checked as a whole.
 
     Attributes:
-        plan: the rules inside, by names inside of it.
+        plan: the rules of the layers inside, by their names relative to the block.
     """
 
     name: str
@@ -43,59 +43,67 @@ class CheckedBlock:
 
     @property
     def kind(self) -> str:
-        """Equal for blocks of which one proves the other."""
+        """Digest of the block's description; a check of one block holds for all blocks with the same digest."""
         index = next((int(part) for part in reversed(self.name.split(".")) if part.isdecimal()), -1)
         shapes = [(name, tuple(each.shape)) for name, each in self.module.named_parameters()]
         buffers = [(name, tuple(each.shape)) for name, each in self.module.named_buffers()]
         modules = [(name, type(each), _attributes(each, index)) for name, each in self.module.named_modules()]
-        told = repr((modules, shapes, buffers, sorted(map(repr, self.plan.items()))))
-        if _OWN in told:
-            told += self.name
-        return hashlib.blake2b(told.encode()).hexdigest()
+        text = repr((modules, shapes, buffers, sorted(map(repr, self.plan.items()))))
+        if _OWN in text:
+            text += self.name
+        return hashlib.blake2b(text.encode()).hexdigest()
 
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""Names of attributes that torch gives each module."""
+"""Names of the attributes of every nn.Module."""
 
 
 def _attributes(module: nn.Module, index: int) -> list[tuple[str, str]]:
-    """What a module's own attributes say of what it computes, such as flags and counts.
+    """Describes the attributes by which a module's computation may differ from another's, such as flags and counts.
 
     Args:
-        index: of its block among others, which many know; it is left out.
+        index: index of the module's block, which many modules keep as an attribute; it is left out.
     """
-    return sorted((name, _told(value, index)) for name, value in vars(module).items() if name not in OF_EVERY_MODULE)
+    return sorted(
+        (name, _description(value, index)) for name, value in vars(module).items() if name not in OF_EVERY_MODULE
+    )
 
 
 _FLAGS = (bool, str, float, Enum, type(None), torch.dtype, FunctionType, BuiltinFunctionType)
 
 
-def _told(value: Any, index: int) -> str:
+def _description(value: Any, index: int) -> str:
     if type(value) is int and value == index:
         return "its number"
-    if isinstance(value, str):  # it may be a name with the number in it
+    if isinstance(value, str):  # it may be a name that contains the block's index
         return re.sub(rf"\b{index}\b", "its number", value)
     if value is None or isinstance(value, (bool, int, float, complex, Enum, torch.dtype)):
         return repr(value)
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(_told(each, index) for each in value)})"
+        return f"({', '.join(_description(each, index) for each in value)})"
     if isinstance(value, Mapping):
-        return f"({', '.join(f'{_told(key, index)}: {_told(each, index)}' for key, each in value.items())})"
+        return (
+            f"({', '.join(f'{_description(key, index)}: {_description(each, index)}' for key, each in value.items())})"
+        )
     if callable(value) and not isinstance(value, (nn.Module, torch.Tensor)):
         return _function(value, index)
-    # Flags of a configuration; not its counts, of which one may be equal to the number of a block by chance.
+    # The flags of a configuration; not its counts, as one may equal the block's index by chance.
     flags = vars(value) if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, torch.Tensor)) else {}
-    told = sorted((name, _told(each, index)) for name, each in flags.items() if isinstance(each, _FLAGS))
-    return f"{type(value).__qualname__}{told}"
+    text = sorted((name, _description(each, index)) for name, each in flags.items() if isinstance(each, _FLAGS))
+    return f"{type(value).__qualname__}{text}"
 
 
 def _function(value: Any, index: int) -> str:
-    """A function by its name, and by what is bound to it. One that no name leads to (a lambda, a function of a function, an
-    object that is called) may be another in each block, and says so."""
+    """Describes a function by its name and its bound arguments.
+
+    A function that cannot be found by its name (a lambda, a closure, a callable object) may differ between blocks: its
+    description contains `_OWN`.
+    """
     if isinstance(value, partial):
-        return f"partial({_function(value.func, index)}, {_told(value.args, index)}, {_told(value.keywords, index)})"
+        bound = f"{_description(value.args, index)}, {_description(value.keywords, index)}"
+        return f"partial({_function(value.func, index)}, {bound})"
     if isinstance(value, MethodType):
-        return f"{_function(value.__func__, index)} of {_told(value.__self__, index)}"
+        return f"{_function(value.__func__, index)} of {_description(value.__self__, index)}"
     name = getattr(value, "__qualname__", "")
     found: Any = sys.modules.get(getattr(value, "__module__", None) or "")
     for part in name.split("."):
@@ -105,10 +113,12 @@ def _function(value: Any, index: int) -> str:
 
 
 def blocks_of(root: nn.Module, places: Sequence[Place]) -> tuple[CheckedBlock, ...]:
-    """The blocks in which layers that need others to be whole again lie: elements of a container, or what is around the rest.
+    """Returns the blocks around layers whose outputs only other layers make whole again.
+
+    A block is an element of a container (ModuleList, ...), or the innermost module around the layers that are in none.
 
     Raises:
-        ConfigError: nothing but the whole model is around some, or a layer is in two of them.
+        ConfigError: only the whole model is around some layers, or a layer is in two blocks.
     """
     modules = dict(root.named_modules())
     _refuse_layers_of_two(root, places)
@@ -126,13 +136,13 @@ def blocks_of(root: nn.Module, places: Sequence[Place]) -> tuple[CheckedBlock, .
         if not around:
             names = ", ".join(place.name for place in others[:3])
             raise ConfigError(
-                f"tensor_parallel_plan names {names}, which nothing is around but the {type(root).__name__} itself, and a "
-                f"plan is proven on a module that can be called by itself; put these layers into a module of their own, with "
-                f"the forward that calls them"
+                f"tensor_parallel's plan names {names}, which no module contains but the {type(root).__name__} itself, and a "
+                f"plan is checked on a module that can be called by itself; put these layers into a module of their own, "
+                f"with the forward that calls them"
             )
         inside = {place.name.removeprefix(f"{around}."): place.rule for place in others}
         found.setdefault(around, {}).update(inside)
-    for place in places:  # what is whole again by itself is proven, too, where it is inside
+    for place in places:  # layers whose outputs are whole are checked, too, if they are inside a block
         inner = next((name for name in found if place.name.startswith(f"{name}.")), None)
         if inner is not None:
             found[inner][place.name.removeprefix(f"{inner}.")] = place.rule
@@ -140,28 +150,28 @@ def blocks_of(root: nn.Module, places: Sequence[Place]) -> tuple[CheckedBlock, .
 
 
 def _refuse_layers_of_two(root: nn.Module, places: Sequence[Place]) -> None:
-    """A layer is cut together with what is around it, and has one name in a plan, that of the first of two modules."""
+    """Refuses a layer that two modules contain: it is cut together with the module around it, and has one name in a plan."""
     found = {id(place.module): place for place in places if place.parameter is None and not _alone(place.rule)}
     for name, module in root.named_modules(remove_duplicate=False):
         place = found.get(id(module))
         around = name.rpartition(".")[0]
         if place is not None and root.get_submodule(around) is not place.around:
             raise ConfigError(
-                f"{name} is the module {place.name} once more, in another {type(root.get_submodule(around)).__name__}, and "
-                f"tensor_parallel_plan cuts a layer together with what is around it, which of {around} it does not know; let "
-                f"both have all of {place.name.rpartition('.')[0]} in common, or a layer each with one weight (`b.weight = "
-                f"a.weight`), or leave out of the plan this layer and those that compute with its part"
+                f"{name} is the same module as {place.name}, in another {type(root.get_submodule(around)).__name__}, and "
+                f"tensor_parallel's plan cuts a layer together with the module around it, so {around} would compute with a "
+                f"part; let both places share all of {place.name.rpartition('.')[0]}, or have a layer each with one weight "
+                f"(`b.weight = a.weight`), or leave this layer, and those that compute with its part, out of the plan"
             )
 
 
 def _alone(rule: Rule) -> bool:
-    """Whether what the rule leaves behind is whole, whatever is around it."""
+    """Whether a layer with the rule gives a whole output, independent of the layers around it."""
     gathers = isinstance(rule, ColwiseParallel) and rule.gather
     return gathers or isinstance(rule, VocabParallel) or (isinstance(rule, RowwiseParallel) and rule.split)
 
 
 def _element(modules: Mapping[str, nn.Module], name: str) -> str | None:
-    """The outermost element of a container around something that can be called, or None."""
+    """Name of the outermost container element around a module that can be called, or None."""
     parts = name.split(".")
     for end in range(1, len(parts)):
         element = ".".join(parts[:end])
@@ -174,7 +184,7 @@ def _element(modules: Mapping[str, nn.Module], name: str) -> str | None:
 
 
 def _around(modules: Mapping[str, nn.Module], places: Sequence[Place]) -> str:
-    """The name of the innermost module around all of them that can be called."""
+    """Name of the innermost module around all places that can be called."""
     paths = [place.name.split(".")[:-1] for place in places]
     common: list[str] = []
     for names in zip(*paths, strict=False):

@@ -1,6 +1,6 @@
-"""A tensor group that is planned for: nothing is exchanged, and what ranks would exchange is counted.
+"""Tensor group for planning: exchanges nothing, and counts the bytes that ranks would exchange.
 
-For modules on the meta device that are cut as the first rank's are (`lightning-ptm plan`).
+For modules on the meta device that are cut as on the first rank (`lightning-ptm plan`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from lightning_ptm.parallel.exchange import TensorGroup
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a rank has exchanged with others.
+    """Counters of a rank's exchanges with other ranks.
 
     Attributes:
-        forward_bytes: that it has sent in forwards, by rings; backward_bytes: that it would send in their backward passes.
-        forwards, backwards: in how many exchanges.
-        kept_bytes: of results that a recomputed forward is given again.
+        forward_bytes: bytes sent in forwards, by ring collectives.
+        backward_bytes: bytes that the backward passes of these forwards would send.
+        forwards, backwards: numbers of exchanges.
+        kept_bytes: bytes of results that are stored for recomputed forwards.
     """
 
     forward_bytes: int = 0
@@ -31,7 +32,7 @@ class Sent:
     kept_bytes: int = 0
 
     def since(self, before: Sent) -> Sent:
-        """What has been added to `before`."""
+        """Returns the difference to earlier counters."""
         return Sent(
             self.forward_bytes - before.forward_bytes,
             self.backward_bytes - before.backward_bytes,
@@ -42,12 +43,12 @@ class Sent:
 
 
 class CountedTensorGroup(TensorGroup):
-    """The first rank of a group, alone."""
+    """The first rank of a group, without the others: results have the right shapes, bytes are counted."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, 0)
         self.sent = Sent()
-        """So far."""
+        """Counters so far."""
 
     @override
     def sum(self, value: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ class CountedTensorGroup(TensorGroup):
         return result
 
     @override
-    def sends_back(self, sent_bytes: int) -> None:
+    def count_backward(self, sent_bytes: int) -> None:
         sent = self.sent
         self.sent = replace(sent, backward_bytes=sent.backward_bytes + sent_bytes, backwards=sent.backwards + 1)
 

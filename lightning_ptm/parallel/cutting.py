@@ -1,10 +1,10 @@
-"""A module whose parameters are cut over the ranks of a tensor group, for as long as a run lasts.
+"""Tensor parallelism applied to a module: cuts its parameters over the ranks of a tensor group, and undoes it after the run.
 
-Owns what was changed of the module: shapes of parameters, forwards, counts of heads. Parameters keep their identity and are
-plain tensors: an optimizer, a norm, a page sees a smaller parameter. Which part of which whole each is, `boxes` tells.
+Owns the changes to the module: shapes of parameters, forwards, counts of heads. Parameters keep their identity and are plain
+tensors: optimizers, norms and pages see a smaller parameter. `boxes` maps each cut parameter to its part of the whole.
 
-I1: what a module of the plan computes is what it computed whole, but for rounding; `plan_check.py` sees to it.
-I2: `undo` gives back whole parameters, or parameters of the whole shape without values.
+I1: a module of the plan computes what it computed whole, except for rounding; `plan_check.py` checks it.
+I2: `undo` restores whole parameters, or parameters of the whole shape without values.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from lightning_ptm.torch_internals import is_executed, not_traced, parameters_in
 
 
 class CutModule:
-    """Cuts a module.
+    """A module whose parameters are cut; the constructor cuts, `undo` restores.
 
     Args:
-        root: with whole parameters, on the meta device or in RAM.
-        plan: see rules.py.
-        strict: every entry of the plan has to name something.
-        sequence_parallel: inside of blocks, ranks have parts of the sequence between layers that are cut.
-        proven: each kind of block is proven when it is first called (I1).
-        of_block: the root is a block.
+        root: the module, with whole parameters, on the meta device or in RAM.
+        plan: rules by name (rules.py).
+        group: the ranks over which parameters are cut.
+        strict: whether every entry of the plan must match a module or parameter.
+        sequence_parallel: whether ranks have parts of the sequence between cut layers inside of blocks.
+        proven: whether each kind of block is checked when it is first called (I1).
+        root_is_block: whether the root itself is a block.
 
     Raises:
-        ConfigError: a module cannot be cut as the plan says, or nothing would be.
+        ConfigError: a module cannot be cut as the plan says, or the plan cuts nothing.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class CutModule:
         strict: bool,
         sequence_parallel: bool = False,
         proven: bool = True,
-        of_block: bool = False,
+        root_is_block: bool = False,
     ) -> None:
         self.root = root
         self.group = group
@@ -65,28 +66,33 @@ class CutModule:
         self._undo: list[Callable[[], None]] = []
         self._sequence: SequenceParallel | None = None
         if sequence_parallel:
-            blocks = (CheckedBlock("", root, plan),) if of_block else blocks_of(root, named)
+            blocks = (CheckedBlock("", root, plan),) if root_is_block else blocks_of(root, named)
             self._sequence = SequenceParallel(blocks, group, self.places)
-            if not of_block:
+            if not root_is_block:
                 self._sequence.refuse_idle()
-            self._sequence.refuse_elsewhere(root)
+            self._sequence.refuse_shared_parameters(root)
             self.places += self._sequence.uncut
         layers = [layer(place, self._between(place)) for place in self.places]
         self._by_parameter = self._agreed(layers)
-        """Of each parameter that is cut, by id: it, and its box."""
+        """By id, each cut parameter and its box."""
         self._partial = self._partial_of(layers)
         if not self._by_parameter:
             raise ConfigError(
-                f"tensor_parallel_size={group.size} and nothing of the {type(root).__name__} can be cut: its plan names no "
-                f"layer that it has; use tensor_parallel_size=1, or give a plan of tensor_parallel"
+                f"tensor_parallel_size={group.size} and no parameter of the {type(root).__name__} can be cut: its plan names "
+                f"no layer that it has; use tensor_parallel_size=1, or give a plan of tensor_parallel"
             )
         if proven:
             divide = partial(
-                CutModule, group=group, strict=True, sequence_parallel=sequence_parallel, proven=False, of_block=True
+                CutModule,
+                group=group,
+                strict=True,
+                sequence_parallel=sequence_parallel,
+                proven=False,
+                root_is_block=True,
             )
             self._undo.append(PlanCheck(blocks_of(root, named), group, divide, of_parts=sequence_parallel).close)
         try:
-            self._apply(layers, watched=not of_block)
+            self._apply(layers, watched=not root_is_block)
         except BaseException:
             self.undo()
             raise
@@ -103,8 +109,8 @@ class CutModule:
                 _, known = found.setdefault(id(parameter), (parameter, box))
                 if known != box:
                     raise ConfigError(
-                        f"{place.name} shares {name} with another module, and tensor_parallel_plan cuts it in two ways "
-                        f"({box.cut}, and {known.cut}); cut both in the same way, or leave both out"
+                        f"{place.name} shares {name} with another module, and tensor_parallel's plan cuts it in two ways "
+                        f"({box.cut}, and {known.cut}); cut both in the same way, or leave both out of the plan"
                     )
         names = [(place.module, (*each.boxes, *each.partial)) for place, each in self._with(layers)]
         inside = {id(parameters_in(module)[name]) for module, of_module in names for name in of_module}
@@ -113,9 +119,9 @@ class CutModule:
             for attribute, parameter in parameters_in(module).items():
                 if parameter is not None and id(parameter) in inside and id(module) not in holders:
                     raise ConfigError(
-                        f"{name}.{attribute} is one parameter with another that tensor_parallel's plan has a rule for, and "
-                        f"this module is not in the plan; put both into it (for a head that is tied to an embedding: "
-                        f"ColwiseParallel(gather=True) and VocabParallel()), or leave both out"
+                        f"{name}.{attribute} is tied to a parameter that tensor_parallel's plan has a rule for, and the plan "
+                        f"has no rule for {name}; give both a rule (for a head that is tied to an embedding: "
+                        f"ColwiseParallel(gather=True) and VocabParallel()), or leave both out of the plan"
                     )
         return found
 
@@ -132,9 +138,9 @@ class CutModule:
         return found
 
     def _apply(self, layers: list[Layer], *, watched: bool) -> None:
-        with torch.no_grad(), torch.DisableTorchFunctionSubclass():  # some may be closed
+        with torch.no_grad(), torch.DisableTorchFunctionSubclass():  # some may be guarded
             for parameter, box in self._by_parameter.values():
-                if isinstance(parameter, GuardedParameter):  # its values ended with an earlier run
+                if isinstance(parameter, GuardedParameter):  # an earlier run left it without values
                     _give(parameter, _nothing(parameter, box.part_shape))
                 else:
                     _give(parameter, cut(parameter.data, box).clone(memory_format=torch.contiguous_format))
@@ -148,12 +154,12 @@ class CutModule:
             self._undo.append(replace(module, forward=forward))
 
     def _watch(self, layers: list[Layer]) -> None:
-        """What would find this rank's part where the user means the whole is refused."""
+        """Makes code of the user's that would read this rank's part as if it were whole raise an error."""
         cut_here = [named for named in self.root.named_parameters() if id(named[1]) in self._by_parameter]
         for name, parameter in cut_here:
             if parameter.requires_grad:
                 self._undo.append(parameter.register_hook(partial(_refuse_part_of_gradient, name, parameter)).remove)
-        # Where a plan cuts a parameter by itself, a forward of the user's own computes with it.
+        # A parameter that the plan names directly is used by a forward of the user's own.
         users_own = {
             id(parameters_in(place.module)[name])
             for place, each in self._with(layers)
@@ -162,10 +168,10 @@ class CutModule:
         }
         watch([named for named in cut_here if id(named[1]) not in users_own], self.group)
 
-    # -- what others need ---------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
 
     def boxes(self) -> dict[str, TensorSlice]:
-        """By name, which part of which whole each parameter that is cut is."""
+        """By name, the part of the whole that each cut parameter is."""
         return {
             name: self._by_parameter[id(parameter)][1]
             for name, parameter in self.root.named_parameters(remove_duplicate=False)
@@ -174,23 +180,23 @@ class CutModule:
 
     @property
     def partial(self) -> frozenset[int]:
-        """Ids of whole parameters of which every rank's gradient is a part of the sum."""
+        """Ids of whole parameters whose gradient is the sum of the ranks' gradients."""
         return frozenset(self._partial)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def undo(self, whole: Callable[[Tensor, TensorSlice], Tensor] | None = None) -> None:
-        """The module is as it was.
+        """Restores the module.
 
         Args:
-            whole: puts the parts of a parameter together; None: they have no values to be put together.
+            whole: gathers the parts of a parameter; None: the parameters have no values.
         """
         while self._undo:
             self._undo.pop()()
         self.group.forget()
         if self._sequence is not None:
             self._sequence.parts.forget()
-        with torch.no_grad(), torch.DisableTorchFunctionSubclass():  # some may be closed
+        with torch.no_grad(), torch.DisableTorchFunctionSubclass():  # some may be guarded
             for parameter, box in self._by_parameter.values():
                 forget(parameter)
                 if tuple(parameter.shape) != box.part_shape:
@@ -202,30 +208,33 @@ class CutModule:
 
 @not_traced
 def _refuse_part_of_gradient(name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-    """A backward pass comes to a parameter that is cut: one that leaves the gradient in `.grad` is a step's, and
-    `torch.autograd.grad` would return it."""
+    """Hook on a cut parameter's gradient: refuses torch.autograd.grad, which would return this rank's part to the user.
+
+    A backward pass that accumulates into `.grad` belongs to a step and is allowed.
+    """
     with torch.DisableTorchFunctionSubclass():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         is_executed(node)
-    except RuntimeError as error:  # torch's answer where the gradient of a leaf is returned
+    except RuntimeError as error:  # torch raises it if the gradient of a leaf is to be returned
         raise UsageError(
-            f"torch.autograd.grad asks for the gradient of {name}, of which tensor_parallel_size has this rank compute a "
-            f"part alone; leave its layer out of tensor_parallel's plan, compute with it on one rank, or call backward() and "
-            f"take norms from trainer.strategy.gradient_norm(optimizer)"
+            f"torch.autograd.grad asks for the gradient of {name}, of which this rank computes only a part "
+            f"(tensor_parallel_size); leave its layer out of tensor_parallel's plan, or call backward() and take norms from "
+            f"trainer.strategy.gradient_norm(optimizer)"
         ) from error
 
 
 def _give(parameter: nn.Parameter, value: Tensor) -> None:
     """Gives a parameter a value of another shape.
 
-    A graph of before, which somebody keeps (a loss in a list), keeps the parameter's node, which expects gradients of the
-    shape that it had, and torch would use it in graphs to come: it makes a new one where the dtype changes.
+    An earlier autograd graph that is still referenced (a loss in a list) keeps the parameter's AccumulateGrad node, which
+    expects gradients of the old shape, and torch would use that node in later graphs, too. A change of dtype makes torch
+    create a new node.
     """
     parameter.data = value.new_empty(0, dtype=torch.float16 if value.dtype is torch.float32 else torch.float32)
     parameter.data = value
 
 
 def _nothing(parameter: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
-    """NaN in a shape, without memory for it."""
+    """NaN expanded to a shape, without memory for it."""
     return parameter.data.new_full((), float("nan")).expand(shape)

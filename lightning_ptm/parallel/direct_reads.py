@@ -1,9 +1,10 @@
-"""Parameters that are cut, read by code that is not their layer's: a class that each of them has while a module is cut.
+"""Guard against reads of cut parameters by code other than their layer's.
 
-In a step such a read finds this rank's part, where the user means the whole: it is refused. Outside of steps a part is what a
-run's module has, and may be read (`gathered`, `state_dict()`, a callback's norms). Knows tensors and the group, never pages.
+In a step, such a read would get this rank's part where the user expects the whole parameter; it raises a UsageError. Outside
+of steps the part may be read (`gathered`, `state_dict()`, a callback's norms). Knows tensors and the group, never pages.
 
-I1: it is the same object, of a subclass of its own class. I2: a layer's own forward reads it as any parameter.
+I1: a guarded parameter is the same object, its class a subclass of its former class.
+I2: a layer's own forward reads the parameter as any other.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter, is_a
 
 
 class CutParameter:
-    """Base of the classes of parameters that are cut; see `watch`."""
+    """Base of the classes of cut parameters; see `watch`."""
 
     is_whole: type[nn.Parameter]
-    """The class that the parameter has when it is whole."""
+    """Class of the parameter when it is whole."""
 
 
 def watch(parameters: Iterable[tuple[str, nn.Parameter]], group: TensorGroup) -> None:
-    """From now on these parameters, by name, refuse to be read in a step by other code than their layers'."""
+    """Makes reads of these named parameters in a step, by code other than their layers', raise a UsageError."""
     known = {id(parameter): name for name, parameter in parameters}
     classes: dict[type[nn.Parameter], type[nn.Parameter]] = {}
     for _, parameter in parameters:
         kind = type(parameter)
-        if not isinstance(parameter, GuardedParameter | CutParameter):  # closed ones are watched more closely already
+        if not isinstance(parameter, GuardedParameter | CutParameter):  # GuardedParameter refuses more reads already
             parameter.__class__ = classes.setdefault(kind, _part_class(kind, known, group))
 
 
 def forget(parameter: nn.Parameter) -> None:
-    """A parameter is whole again, and of its own class."""
+    """Gives a parameter that is whole again its former class."""
     kind: type = type(parameter)
     if issubclass(kind, GuardedParameter):
         if issubclass(kind.opens_to, CutParameter):
@@ -66,7 +67,7 @@ def _refusal(given: tuple[Any, ...], known: dict[int, str]) -> UsageError:
     inside = (each for item in given for each in (item if isinstance(item, (list, tuple)) else (item,)))
     name = next((known[id(each)] for each in inside if id(each) in known), "a parameter")
     return UsageError(
-        f"{name} was read in a step by code that is not its layer's, and tensor_parallel_size has cut it, so that code would "
-        f"compute with this rank's part alone; call the layer, or leave it out of tensor_parallel_plan: it is then whole on "
-        f"every rank"
+        f"{name} was read in a step by code other than its layer's, and tensor_parallel_size has cut it, so that code would "
+        f"compute with this rank's part alone; call the layer, or leave it out of tensor_parallel's plan: it is then whole "
+        f"on every rank"
     )

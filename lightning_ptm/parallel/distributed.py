@@ -1,4 +1,4 @@
-"""Modules that somebody else has distributed over ranks (torch's parallelize_module, fully_shard, wrappers) are refused."""
+"""Check that a model is not distributed already by torch (parallelize_module, fully_shard, DDP and FSDP wrappers)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from lightning_ptm.errors import ConfigError
 
 
 def refuse_distributed(root: nn.Module) -> None:
-    """Raises ConfigError: see `distributed_by_others`."""
+    """Raises a ConfigError if `distributed_by_others` finds anything."""
     if (why := distributed_by_others(root)) is not None:
         raise ConfigError(why)
 
 
 def distributed_by_others(root: nn.Module) -> str | None:
-    """What is a DTensor, or wrapped for other ranks or devices, and what to do; None if nothing is."""
+    """Returns an error text for the first DTensor or DDP/FSDP wrapper in a module, with the remedy; None without any."""
     for name, each in chain(root.named_parameters(), root.named_buffers()):
         if isinstance(each, DTensor):
             return (
                 f"{name} is a DTensor: torch's parallelize_module, distribute_module or fully_shard has distributed it, and "
-                f"AngelPTMStrategy divides whole parameters over ranks itself; leave out fully_shard, and in place of the "
-                f"others set tensor_parallel_size and say the same as a plan of tensor_parallel (ColwiseParallel and "
-                f"RowwiseParallel of "
-                f"lightning_ptm.parallel mean the same)"
+                f"AngelPTMStrategy shards whole parameters over ranks itself; leave out fully_shard, and in place of the "
+                f"others set tensor_parallel_size and give the same layers as a plan of tensor_parallel (ColwiseParallel and "
+                f"RowwiseParallel of lightning_ptm.parallel mean the same)"
             )
     wrappers: tuple[type[nn.Module], ...] = (DistributedDataParallel, DataParallel)
-    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:  # else nobody can have used it
+    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:  # not imported means not used
         wrappers += (fsdp.FullyShardedDataParallel,)
     for name, module in root.named_modules():
         if isinstance(module, wrappers):

@@ -1,11 +1,12 @@
-"""What the ranks of a tensor group exchange: differentiable sums and gathers of activations that are whole.
+"""Tensor groups: differentiable sums and gathers of activations between ranks, and random numbers for divided regions.
 
-Owns a rank's place in its group, and the random numbers of what is divided. Ranks of a group compute the same on the same
-data, each with its parts of parameters. What is *whole* is the same on all of them, and so is its gradient; of what is
-*divided*, each has its part.
+Owns a rank's index in its group, and the random states of divided regions. The ranks of a group compute on the same data,
+each with its parts of parameters. A *whole* value is the same on all ranks, and so is its gradient; of a *divided* value,
+each rank has its part.
 
-I1: a gradient that leaves `enter` is whole. I2: outside of divided regions all ranks draw the same random numbers; inside
-each draws its own, and how many it drew there changes nothing outside but that some were drawn.
+I1: a gradient that leaves `enter` is whole.
+I2: outside of divided regions all ranks draw the same random numbers. Inside, each rank draws its own; the random state
+    after the region depends only on whether the rank drew any, not on how many.
 """
 
 from __future__ import annotations
@@ -32,77 +33,78 @@ from lightning_ptm.torch_internals import version_of
 
 
 class TensorGroup:
-    """The ranks among which parameters are cut, and what layers ask of them.
+    """The ranks over which parameters are cut, with the exchanges that layers need.
 
     Args:
-        size: how many they are.
-        index: which one this is: the part that it has.
+        size: number of ranks.
+        index: index of this rank, and of its part.
     """
 
     def __init__(self, size: int, index: int) -> None:
         self.size = size
         self.index = index
         self.layer = ""
-        """The layer whose exchanges these are now, by its name in the plan: by it ranks tell exchanges of one shape apart."""
+        """Name in the plan of the layer that exchanges now; the ranks compare it, to detect exchanges that do not match."""
         self.in_step = False
-        """Whether a step of the user's is in progress."""
+        """Whether a training step or an evaluation batch is in progress."""
         self._entered: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
     # -- differentiable -----------------------------------------------------------------------------------------------
 
     def enter(self, value: Tensor) -> Tensor:
-        """A whole value for layers that are divided: itself. Their gradients are added up over the ranks; of layers that
-        take the same value one after the other, together."""
+        """Passes a whole value on to divided layers; its gradient is the sum over the ranks.
+
+        Layers that take the same value one after the other share one sum.
+        """
         if not (torch.is_grad_enabled() and value.requires_grad):
             return value
         if self._entered is not None:
             known, version, entered = self._entered
             if known() is value and version_of(value) == version:
                 return entered
-        self.sends_back(self._summed(value))
+        self.count_backward(self._summed(value))
         out: Tensor = _Enter.apply(value, self)
         self._entered = (weakref.ref(value), version_of(value), out)
         return out
 
-    def leave_entered(self) -> None:
-        """Layers behind take another value: what has entered is forgotten, which would keep a graph alive."""
+    def forget_entered(self) -> None:
+        """Forgets the value that entered last, which later layers do not take, as it would keep its graph alive."""
         self._entered = None
 
     def add_up(self, value: Tensor) -> Tensor:
-        """The sum over the ranks: whole."""
-        self.leave_entered()
+        """Returns the sum over the ranks, which is whole."""
+        self.forget_entered()
         out: Tensor = _AddUp.apply(value, self)
         return out
 
     def put_together(self, value: Tensor) -> Tensor:
-        """The ranks' parts along the last dimension, one after the other: whole."""
-        self.leave_entered()
+        """Returns the ranks' parts concatenated along the last dimension, which is whole."""
+        self.forget_entered()
         out: Tensor = _PutTogether.apply(value, self)
         return out
 
     def part_of(self, value: Tensor) -> Tensor:
-        """This rank's part of a whole value along the last dimension."""
-        self.sends_back(value.nbytes * (self.size - 1) // self.size)
+        """Returns this rank's part of a whole value along the last dimension."""
+        self.count_backward(value.nbytes * (self.size - 1) // self.size)
         out: Tensor = _PartOf.apply(value, self)
         return out
 
-    # -- what a kind of group does ------------------------------------------------------------------------------------
+    # -- implemented by subclasses ------------------------------------------------------------------------------------
 
     @abstractmethod
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over the ranks, in memory of its own."""
+        """Returns the sum over the ranks, in new memory."""
 
     @abstractmethod
     def gather(self, value: Tensor) -> Tensor:
-        """All ranks' values, (size, *shape)."""
+        """Returns all ranks' values, (size, *shape)."""
 
     def meet_again(self) -> None:
-        """Code that the ranks may not have in common comes next, or has come: they meet before their next exchange."""
+        """Has the ranks synchronize before their next exchange: user code that may run on one rank alone comes between."""
 
     @contextmanager
-    def asked_for(self) -> Iterator[None]:
-        """What is exchanged within, the user's code asks for, maybe on one rank alone: the ranks meet for each, and for what
-        they exchange next."""
+    def user_exchange(self) -> Iterator[None]:
+        """Context of exchanges that user code may cause on one rank alone: the ranks synchronize before each and after."""
         self.meet_again()
         try:
             yield
@@ -111,16 +113,19 @@ class TensorGroup:
 
     @abstractmethod
     def sum_of_piece(self, pieces: Tensor) -> Tensor:
-        """Of (size, *shape), a piece for each rank, of one dimension at least: the sum over the ranks of this one's, in
-        memory of its own."""
+        """Reduce-scatter: returns the sum over the ranks of this rank's piece, in new memory.
+
+        Args:
+            pieces: (size, *shape), a piece of at least one dimension for each rank.
+        """
 
     def kept(self, exchange: Callable[[], Tensor]) -> Tensor:
-        """What an exchange results in; a forward that is recomputed is given the result of the first."""
+        """Returns the result of an exchange; a recomputed forward gets the result of the first forward, without exchange."""
         return once(exchange)
 
     @contextmanager
     def of_layer(self, layer: str) -> Iterator[None]:
-        """What is exchanged within is a layer's."""
+        """Context in which exchanges belong to a layer."""
         before, self.layer = self.layer, layer
         try:
             yield
@@ -129,43 +134,43 @@ class TensorGroup:
 
     @contextmanager
     def of_step(self) -> Iterator[None]:
-        """A step of the user's, or a batch of an evaluation."""
+        """Context of a training step or an evaluation batch."""
         self.in_step = True
         try:
             yield
         finally:
             self.in_step = False
 
-    def sends_back(self, sent_bytes: int) -> None:
-        """Is told how many bytes the backward pass of a forward will send to other ranks, by rings."""
+    def count_backward(self, sent_bytes: int) -> None:
+        """Notes the bytes that the backward pass of a forward will send to other ranks, by ring collectives."""
 
     def _summed(self, value: Tensor) -> int:
         """Bytes that a rank sends for a sum."""
         return 2 * value.nbytes * (self.size - 1) // self.size
 
     def begin_divided(self) -> None:
-        """From now on this rank draws random numbers of its own, until `end_divided`; nothing within such a region."""
+        """Begins a divided region, in which this rank draws its own random numbers; no effect inside such a region."""
 
     def end_divided(self) -> None:
-        """Ends what `begin_divided` began; nothing where it did not."""
+        """Ends the divided region; no effect outside of one."""
 
     def forget(self) -> None:
-        """What a forward that an error has ended left behind: a divided region, and what has entered, with its graph."""
-        self.leave_entered()
+        """Cleans up after a forward that raised: ends its divided region and forgets the value that entered last."""
+        self.forget_entered()
         self.end_divided()
 
     @contextmanager
-    def drawing_apart(self, seed: int) -> Iterator[None]:
-        """Random numbers within are those of a seed; those behind go on as if nothing had been drawn."""
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Context with random numbers of a seed; afterwards the random states are as before."""
         yield
 
 
 class RankGroup(TensorGroup):
-    """Of processes. In a run, ranks meet before they exchange (`connect`); outside of one nobody needs them elsewhere.
+    """Tensor group of processes. In a run (`connect`), the ranks check that they agree before they exchange.
 
     Args:
-        group: of torch.distributed; this rank's.
-        backend: of the device that computes.
+        group: this rank's process group of torch.distributed.
+        backend: backend of the device that computes.
     """
 
     def __init__(self, group: dist.ProcessGroup, backend: Backend) -> None:
@@ -173,12 +178,12 @@ class RankGroup(TensorGroup):
         self._group = group
         self._run: ActivationExchange | None = None
         self.exchanges = 0
-        """Collectives so far."""
+        """Number of collectives so far."""
         self._backend = backend
         self._draws = [torch.device("cpu"), *([] if backend.random_state() is None else [backend.device])]
-        """Devices with random numbers of their own."""
+        """Devices that have a random state."""
         self._outside: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
-        """In a divided region, the random states before it and at its start."""
+        """In a divided region: the random states before it, and those with which it began."""
 
     @override
     def sum(self, value: Tensor) -> Tensor:
@@ -204,11 +209,11 @@ class RankGroup(TensorGroup):
         )
 
     def connect(self, run: ActivationExchange | None) -> None:
-        """What is exchanged from here on is of a run; None: of none."""
+        """Sends further exchanges through a run's `ActivationExchange`; None: directly through the process group."""
         self._run = run
 
     def computes(self, batch: str) -> None:
-        """What the ranks compute next, in words that have to be the same on all of them."""
+        """Announces the batch that the ranks compute next, as a text that must be the same on all ranks."""
         if self._run is not None:
             self._run.computes(batch)
 
@@ -220,7 +225,7 @@ class RankGroup(TensorGroup):
     @override
     def sum_of_piece(self, pieces: Tensor) -> Tensor:
         pieces = pieces.contiguous()
-        if self._backend.collectives == "gloo":  # its reduce-scatter moves all to all ranks, and adds in 16 bits
+        if self._backend.collectives == "gloo":  # its reduce-scatter sends all pieces to all ranks, and adds in 16 bits
 
             def all_to_all(group: dist.ProcessGroup, later: bool) -> tuple[Tensor, Any]:
                 out = torch.empty_like(pieces)
@@ -237,13 +242,13 @@ class RankGroup(TensorGroup):
         return self._exchange("sum of pieces", pieces, reduce_scatter)
 
     def _exchange(self, name: str, value: Tensor, collective: Exchange, near: NearExchange | None = None) -> Tensor:
-        """The one way to the other ranks; what the exchange results in.
+        """Runs a collective and returns its result; every exchange of the group goes through this method.
 
         Args:
-            name: of the collective.
-            value: what it sends.
-            collective: issues it on a process group, asynchronously or not.
-            near: the same among ranks of one machine.
+            name: name of the collective.
+            value: tensor to send.
+            collective: issues the collective on a process group, asynchronously or not.
+            near: does the same over shared memory, between ranks of one machine.
         """
         self.exchanges += 1
         if self._run is None:
@@ -273,12 +278,12 @@ class RankGroup(TensorGroup):
         self._set_random_states(outside)
         for device, some in zip(self._draws, drawn, strict=True):
             if some:
-                # Of one dtype: the default is another in a backward pass, where a forward may be computed again.
+                # With an explicit dtype: the default differs in a backward pass, where a forward may be recomputed.
                 torch.rand((), dtype=torch.float32, device=device)
 
     @override
     @contextmanager
-    def drawing_apart(self, seed: int) -> Iterator[None]:
+    def seeded(self, seed: int) -> Iterator[None]:
         before = self._random_states()
         self._set_random_states([torch.Generator(device).manual_seed(seed).get_state() for device in self._draws])
         try:

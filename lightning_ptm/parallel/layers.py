@@ -1,7 +1,7 @@
-"""How modules compute with parts of their parameters: what of a module is cut, and what is put around its forward.
+"""Forwards of cut layers: for each rule and kind of module, which parameters are cut and how the forward changes.
 
-One function for each rule and kind of module; what is known of a kind of module is told here alone. Parameters stay plain
-tensors: a layer computes its own forward with the part that it has, between exchanges.
+One function for each rule and kind of module; all knowledge of kinds of modules is in this file. Parameters stay plain
+tensors: a layer computes its own forward with its part, between exchanges.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from lightning_ptm.torch_internals import parameters_in
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layer:
-    """What becomes of a module.
+    """Changes to a module under a rule.
 
     Attributes:
-        boxes: by its own parameters' names, which parts they are.
-        partial: its own parameters of which every rank's gradient is a part of the sum.
-        forward: in the place of its own; None: its own stays.
-        counts: attributes of the module around it, and what they become.
+        boxes: by name of a parameter of the module, its part of the whole.
+        partial: names of whole parameters of the module whose gradient is the sum of the ranks' gradients.
+        forward: forward that replaces the module's own; None: its own stays.
+        counts: by name of an attribute of the module around it (numbers of heads), the new value.
     """
 
     boxes: dict[str, TensorSlice] = dataclasses.field(default_factory=dict)
@@ -55,13 +55,13 @@ class Layer:
 
 
 def layer(place: Place, between: BetweenLayers) -> Layer:
-    """What a rule makes of a module.
+    """Returns the changes to a module under its rule.
 
     Args:
-        between: what is around it.
+        between: interface to the activations around the layer.
 
     Raises:
-        ConfigError: it cannot be cut so.
+        ConfigError: the module cannot be cut by the rule.
     """
     made = _layer(place, between)
     own, group = made.forward, between.group
@@ -99,17 +99,17 @@ def _layer(place: Place, between: BetweenLayers) -> Layer:
 
 def _unknown(place: Place) -> ConfigError:
     return ConfigError(
-        f"tensor_parallel's plan has {place.rule} for {place.name}, a {type(place.module).__name__}; Columns and "
-        f"Rows are for "
-        f"torch's Linear and Transformers' Conv1D with their own forward and plain weights (no quantized ones), Vocabulary "
-        f"is for Embeddings; name the layers inside of it, or leave it out of the plan: it is then whole on every rank"
+        f"tensor_parallel's plan has {place.rule} for {place.name}, a {type(place.module).__name__}; ColwiseParallel and "
+        f"RowwiseParallel are for torch's Linear and Transformers' Conv1D with their own forward and plain weights (not "
+        f"quantized ones), VocabParallel is for Embeddings; name the layers inside of it, or leave it out of the plan: it is "
+        f"then whole on every rank"
     )
 
 
 def _outputs_first(module: nn.Module) -> bool | None:
-    """Of a linear layer, whether the first dimension of its weight is that of the outputs; None: it is no linear layer."""
+    """Whether the first dimension of a linear layer's weight is that of the outputs; None: it is not a linear layer."""
     weight = parameters_in(module).get("weight")
-    # Quantized weights are packed integers, or tensors of a kind of their own; one that a run left without values is plain.
+    # Quantized weights are packed integers or tensors of special classes. A GuardedParameter stands for a plain one.
     kind_of = type(weight).opens_to if isinstance(weight, GuardedParameter) else type(weight)
     if "forward" in vars(module) or kind_of is not nn.Parameter or weight is None or not weight.is_floating_point():
         return None
@@ -131,10 +131,10 @@ def _box(name: str, shape: torch.Size, dimension: int, sections: int, group: Ten
 
 
 def divides(place: Place, size: int, *, strict: bool) -> bool:
-    """Whether what may be whole as well (a vocabulary, a layer around which everything is whole) has equal parts.
+    """Whether a layer that may as well stay whole (a vocabulary, a layer with whole input and output) has equal parts.
 
     Args:
-        strict: it has them where it is a kind of module that cannot be cut, too: who wants it cut is told.
+        strict: whether to return True for a module that cannot be cut, too, so that cutting it raises an error.
     """
     rule, module = place.rule, getattr(place.module, "base_layer", place.module)
     free = (
@@ -154,20 +154,20 @@ def divides(place: Place, size: int, *, strict: bool) -> bool:
 
 
 _WIDTHS = ("head_dim", "head_size")
-"""Attributes of attention modules that say how wide a head is."""
+"""Attributes of attention modules with the width of a head."""
 
 
 def _whole_heads(place: Place, rule: ColwiseParallel, outputs: int, group: TensorGroup) -> None:
-    """Refuses a part of a head."""
+    """Refuses a cut that does not give each rank a whole number of heads."""
     found = ((name, getattr(place.around, name, None)) for name in _WIDTHS)
     for name, width in found:
         if isinstance(width, int) and width > 0 and not outputs % (width * rule.parts) and not rule.gather:
             heads = outputs // (width * rule.parts)
             if heads % group.size:
                 raise ConfigError(
-                    f"{place.name} has {heads} heads of {name}={width}, and tensor_parallel_size={group.size} divides them "
-                    f"over as many ranks; use a number of ranks that divides {heads} (of keys and values there may be fewer "
-                    f"heads than of queries), or give a plan of tensor_parallel that leaves this attention whole"
+                    f"{place.name} has {heads} heads of {name}={width}, which tensor_parallel_size={group.size} ranks cannot "
+                    f"divide equally; use a number of ranks that divides {heads} (keys and values may have fewer heads than "
+                    f"queries), or give a plan of tensor_parallel that leaves this attention whole"
                 )
 
 
@@ -192,7 +192,8 @@ def _columns(place: Place, rule: ColwiseParallel, between: BetweenLayers) -> Lay
         boxes["bias"] = _box(f"{place.name}.bias", module.bias.shape, 0, rule.parts, group)
     if rule.gather and rule.parts > 1:
         raise ConfigError(
-            f"tensor_parallel's plan has {rule} for {place.name}: gathered outputs are those of one projection"
+            f"tensor_parallel's plan has {rule} for {place.name}, and the outputs of packed projections cannot be gathered; "
+            f"use parts=1, or gather=False"
         )
     weight = _weight(module, outputs_first=outputs == 0)
 
@@ -217,7 +218,7 @@ def _rows(place: Place, rule: RowwiseParallel, between: BetweenLayers) -> Layer:
     def forward(x: Tensor) -> Tensor:
         part = group.part_of(x) if rule.split else x
         if not place.inside:
-            # Before the product, which draws nothing: a forward that is recomputed may end at what the product saves.
+            # Before the product, which draws no random numbers: a recomputed forward may stop once the product is saved.
             between.end()
         out = between.leave(F.linear(part, weight()))
         return out if module.bias is None else out + module.bias.to(out.dtype)
@@ -227,12 +228,12 @@ def _rows(place: Place, rule: RowwiseParallel, between: BetweenLayers) -> Layer:
 
 
 def _weight(module: Any, *, outputs_first: bool) -> Callable[[], Tensor]:
-    """(outputs, inputs), whichever is first in the module."""
+    """Returns a function for the weight as (outputs, inputs), whichever is first in the module."""
     return lambda: module.weight if outputs_first else module.weight.t()
 
 
 def _adapted(place: Place, between: BetweenLayers) -> Layer:
-    """The layer around a base layer and its adapters, which draw random numbers alike until all have computed."""
+    """Layer around a base layer and its adapters: all of them compute in one random region, before it changes."""
     module, rule = place.module, place.rule
     own = type(module).forward
     if isinstance(rule, VocabParallel) or (isinstance(rule, ColwiseParallel) and rule.gather):
@@ -250,7 +251,7 @@ def _adapted(place: Place, between: BetweenLayers) -> Layer:
 
 
 class _Lookup(TorchFunctionMode):
-    """While an embedding computes, its rows are found by `find`."""
+    """Context in which an embedding's forward finds rows by `find` instead of F.embedding."""
 
     def __init__(self, weight: Tensor, find: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -270,8 +271,8 @@ def _embedding(place: Place, group: TensorGroup) -> Layer:
         raise _unknown(place)
     if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
         raise ConfigError(
-            f"{place.name} is an Embedding with max_norm, sparse or scale_grad_by_freq, which look at all of its rows; leave "
-            f"it out of tensor_parallel's plan: it is then whole on every rank"
+            f"{place.name} is an Embedding with max_norm, sparse or scale_grad_by_freq, which need all of its rows; leave it "
+            f"out of tensor_parallel's plan: it is then whole on every rank"
         )
     find = _rows_of(place, group) if isinstance(rule, VocabParallel) else _columns_of(place, rule, group)
     box = _box(f"{place.name}.weight", module.weight.shape, 0 if isinstance(rule, VocabParallel) else 1, 1, group)
@@ -280,7 +281,7 @@ def _embedding(place: Place, group: TensorGroup) -> Layer:
     def forward(tokens: Tensor) -> Tensor:
         if own is nn.Embedding.forward:
             return find(tokens)
-        with _Lookup(module.weight, find):  # one that scales what it finds
+        with _Lookup(module.weight, find):  # a subclass, e.g. one that scales the rows
             return own(module, tokens)
 
     return Layer({"weight": box}, forward=forward)
@@ -295,7 +296,7 @@ def _rows_of(place: Place, group: TensorGroup) -> Callable[[Tensor], Tensor]:
 
     def find(tokens: Tensor) -> Tensor:
         here = (tokens >= first) & (tokens < first + rows)
-        # A token that no rank has a row for is an error on each, as where the embedding is whole.
+        # A token outside of the vocabulary is an error on every rank, as with a whole embedding.
         unknown = (tokens < 0) | (tokens >= rows * group.size)
         found = F.embedding(torch.where(here, tokens - first, 0).masked_fill(unknown, rows), module.weight, own_padding)
         return group.add_up(found.masked_fill(~here.unsqueeze(-1), 0))
@@ -331,7 +332,7 @@ def _entering(rule: Entering, place: Place, between: BetweenLayers) -> Forward:
     if not isinstance(last, int) or "forward" in vars(module):
         raise ConfigError(
             f"tensor_parallel's plan has {rule} for {place.name}, and the {type(place.around).__name__} around it has no "
-            f"number {rule.last}; name an attribute that says how many of its outputs ranks use with their parts"
+            f"integer attribute {rule.last}; name an attribute with the number of outputs that ranks use with their parts"
         )
     own = type(module).forward
 
@@ -379,10 +380,9 @@ def _parameter(place: Place, group: TensorGroup) -> Layer:
         or (parameter.dim() == 1 and isinstance(rule, RowwiseParallel))
     ):
         raise ConfigError(
-            f"tensor_parallel's plan has {rule} for {place.name}, a parameter of shape {tuple(parameter.shape)}; a parameter "
-            f"can have ColwiseParallel() or RowwiseParallel(), which cut the dimension before the last (of a "
-            f"vector its only one) and the "
-            f"last, or Partial()"
+            f"tensor_parallel's plan has {rule} for {place.name}, a parameter of shape {tuple(parameter.shape)}; the rules "
+            f"for a parameter are ColwiseParallel(), which cuts the last but one dimension (of a vector its only one), "
+            f"RowwiseParallel(), which cuts the last, and Partial()"
         )
     dimension = max(0, parameter.dim() - (2 if isinstance(rule, ColwiseParallel) else 1))
     return Layer({name: _box(place.name, parameter.shape, dimension, rule.parts, group)})

@@ -1,12 +1,13 @@
-"""Logits of which every rank has a part of the vocabulary, in the place of whole ones: a tensor that is put together when
-somebody asks for more than its cross-entropy.
+"""Vocabulary-parallel logits: a tensor subclass that stands for whole logits and stores this rank's part of the vocabulary.
 
-Owns which questions need no exchange. What is exchanged for a loss, loss.py knows. Everything else is asked of the whole
-logits, which all ranks of the group put together, once, and keep as long as they keep these.
+It gathers the whole logits only if code uses them for more than their cross-entropy. Owns the list of operations that need
+no gather; loss.py does the exchange of a loss. Every other operation runs on the whole logits, which all ranks of the group
+gather together, once; they stay in memory as long as the tensor does.
 
-I1: what anybody gets is what whole logits give, to the bit; the cross-entropy, up to the rounding of sums.
-I2: the gradient of the part is all of it, whichever way losses took. So what is asked of the graph (hooks, gradients), is
-asked of the part. I3: the part is never written to. Who writes, writes to whole logits; from then on these are what counts.
+I1: every result is bitwise that of whole logits; the cross-entropy's is so up to the rounding of sums.
+I2: the gradient of the part is complete, whichever way losses were computed. So requests about the autograd graph (hooks,
+    gradients) go to the part.
+I3: the part is never written to. Writes go to the whole logits, which from then on are the values.
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ Each = Callable[[Tensor], Tensor]
 
 
 def logits_of(part: Tensor, group: TensorGroup) -> Tensor:
-    """What stands for whole logits of shape (..., vocabulary).
+    """Returns a tensor that stands for whole logits of shape (..., vocabulary).
 
     Args:
-        part: this rank's, of shape (..., vocabulary / ranks).
+        part: this rank's part, of shape (..., vocabulary / ranks).
     """
     traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
     if traced or in_transform() or not part.is_floating_point() or not part.dim():
         return group.put_together(part)
-    group.leave_entered()
+    group.forget_entered()
     group.meet_again()
-    return _anew(part, group, part.dim() - 1)
+    return _divided_logits(part, group, part.dim() - 1)
 
 
 def whole(value: Value) -> Value:
-    """The same, in nested containers too, with whole logits in the place of divided ones: ordinary tensors. Collective."""
+    """Returns a value, or nested containers, with divided logits replaced by whole ones, ordinary tensors. Collective."""
     result: Value = tree_map_only(DividedLogits, DividedLogits._whole, value)
     return result
 
 
-def _anew(part: Tensor, group: TensorGroup, vocabulary: int) -> DividedLogits:
+def _divided_logits(part: Tensor, group: TensorGroup, vocabulary: int) -> DividedLogits:
     source, views = _source_of(part, group, vocabulary)
     return DividedLogits._made(source, part, vocabulary, views)
 
@@ -71,42 +72,43 @@ def _source_of(part: Tensor, group: TensorGroup, vocabulary: int) -> tuple[_Sour
 
 
 class _Source:
-    """What logits and their views have in common: the part, with the vocabulary last, and the whole once it is there.
+    """State shared by logits and their views: the part, with the vocabulary last, and the whole once it is gathered.
 
     Args:
-        dtype: of the logits; the part may be what they were widened from.
+        dtype: dtype of the logits; the part may have the narrower dtype that they were cast from.
     """
 
     def __init__(self, part: Tensor, group: TensorGroup, dtype: torch.dtype) -> None:
         self.part, self.group, self.dtype = part, group, dtype
-        self.together: Tensor | None = None
+        self.gathered: Tensor | None = None
 
     def whole(self) -> Tensor:
-        if self.together is None:
+        if self.gathered is None:
             try:
-                with self.group.asked_for(), torch.enable_grad():  # others may ask for it with a graph later
-                    self.together = self.group.put_together(self.part).to(self.dtype)
+                with self.group.user_exchange(), torch.enable_grad():  # later operations may need its graph
+                    self.gathered = self.group.put_together(self.part).to(self.dtype)
             except RankError as error:
                 raise RankError(
-                    f"{error}. This rank asked for logits of which every rank of a tensor group has a part, for more than "
-                    f"their cross-entropy, so all of them have to: do it on each rank, and look at the rank afterwards"
+                    f"{error}. This rank used logits, of which every rank of a tensor group has a part, for more than their "
+                    f"cross-entropy, which gathers them on all ranks: do it on each rank, and test for the rank afterwards"
                 ) from error
-        return self.together
+        return self.gathered
 
 
 class DividedLogits(Tensor):
-    """Stands for whole logits, and has a part.
+    """Tensor that stands for whole logits and stores this rank's part of the vocabulary.
 
-    Shape, dtype and device are those of the whole. `F.cross_entropy` of class indices, reshaping and slicing of what is not
-    the vocabulary, casts, scaling by numbers and `detach` exchange at most a few numbers a row. Everything else puts the
-    logits together and gives ordinary tensors: it is collective in the tensor group. Printing is not: it tells what this is.
+    Shape, dtype and device are those of the whole. `F.cross_entropy` with class indices, reshaping and slicing of dimensions
+    other than the vocabulary, casts, scaling by numbers and `detach` exchange at most a few numbers a row. Every other
+    operation gathers the logits and gives ordinary tensors: it is a collective of the tensor group. Printing is not: it
+    shows a description.
     """
 
     _source: _Source
     _part: Tensor
-    """As the source's, through the views."""
+    """The source's part after the views."""
     _vocabulary: int
-    """Its dimension."""
+    """Dimension of the vocabulary."""
     _views: tuple[Each, ...]
 
     @classmethod
@@ -116,7 +118,7 @@ class DividedLogits(Tensor):
         return made
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Of what needs no whole logits; None: this does."""
+        """Result of an operation that needs no whole logits; None: the operation needs them."""
         if func in _DIVIDED:
             return _DIVIDED[func](self, *args, **kwargs)
         view = view_of(func, tuple(self.shape), self._vocabulary, args, kwargs)
@@ -127,17 +129,17 @@ class DividedLogits(Tensor):
         vocabulary = view.vocabulary % part.dim()
         if is_alias(part, self._part):
             return self._made(self._source, part, vocabulary, (*self._views, view.of))
-        copied = _anew(part, self._source.group, vocabulary)
+        copied = _divided_logits(part, self._source.group, vocabulary)
         return copied if self.dtype is part.dtype else copied._widened(self.dtype)
 
     def _widened(self, dtype: torch.dtype) -> DividedLogits:
-        """The loss widens parts; nothing is copied for it."""
+        """The logits in a wider dtype, without a copy: the loss casts the part."""
         source = _Source(self._source.part, self._source.group, dtype)
         return self._made(source, self._part, self._vocabulary, self._views)
 
     def _each(self, compute: Each) -> DividedLogits:
-        """Of what is computed of each element."""
-        return _anew(compute(self._part.to(self.dtype)), self._source.group, self._vocabulary)
+        """Result of an element-wise function."""
+        return _divided_logits(compute(self._part.to(self.dtype)), self._source.group, self._vocabulary)
 
     def _whole(self) -> Tensor:
         value = self._source.whole()
@@ -157,7 +159,7 @@ class DividedLogits(Tensor):
                     return func(*args, **kwargs)
             if func in _OF_THE_GRAPH:
                 return _OF_THE_GRAPH[func](first, *args[1:], **kwargs)
-            found = None if first._source.together is not None else first._answer(func, args[1:], kwargs)
+            found = None if first._source.gathered is not None else first._answer(func, args[1:], kwargs)
             if found is not None:
                 return found
         if func is torch.autograd.grad:
@@ -168,7 +170,7 @@ class DividedLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """What comes past the above: code that turns it off, or asks no Python."""
+        """Handles operations that bypass __torch_function__: under DisableTorchFunctionSubclass, or called from C++."""
         return func(*whole(args), **whole(kwargs or {}))
 
     @override
@@ -186,11 +188,11 @@ class DividedLogits(Tensor):
         return format(repr(self), spec)
 
 
-stop_compiled_code_before(DividedLogits)
+stop_compiled_code_before(DividedLogits)  # a graph break before it in compiled code
 
 
 class _Stand(torch.autograd.Function):
-    """Logits without elements, connected with their part for functions that take tensors as they are."""
+    """Makes the wrapper tensor, and connects it to the part in the autograd graph, for functions that bypass Python."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, source: _Source, vocabulary: int) -> Tensor:
@@ -215,19 +217,19 @@ def _part_of(gradient: Tensor, group: TensorGroup, vocabulary: int) -> Tensor:
     return whole(gradient).chunk(group.size, vocabulary)[group.index]
 
 
-# -- what is asked of the part ----------------------------------------------------------------------------------------
+# -- autograd operations, done on the part ----------------------------------------------------------------------------
 
 
 def _gradient(logits: DividedLogits) -> Tensor | None:
     gradient = logits._part.grad
-    return None if gradient is None else _anew(gradient, logits._source.group, logits._vocabulary)
+    return None if gradient is None else _divided_logits(gradient, logits._source.group, logits._vocabulary)
 
 
 def _register_hook(logits: DividedLogits, hook: Callable[[Tensor], Tensor | None]) -> Any:
     group, vocabulary = logits._source.group, logits._vocabulary
 
     def called(gradient: Tensor) -> Tensor | None:
-        found = hook(_anew(gradient, group, vocabulary))
+        found = hook(_divided_logits(gradient, group, vocabulary))
         return None if found is None else _part_of(found, group, vocabulary)
 
     return logits._part.register_hook(called)
@@ -240,18 +242,18 @@ def _set_gradient(logits: DividedLogits, gradient: Tensor | None) -> None:
 
 def _require_grad(logits: DividedLogits, requires_grad: bool = True) -> DividedLogits:
     if not logits._part.is_leaf:
-        logits._part.requires_grad_(requires_grad)  # torch's own answer
+        logits._part.requires_grad_(requires_grad)  # raises torch's own error
     elif logits._part.requires_grad is not requires_grad:
         _become(logits, requires_grad)
         if requires_grad:
-            with torch.DisableTorchFunctionSubclass():  # for functions that take tensors as they are
+            with torch.DisableTorchFunctionSubclass():  # for functions that bypass Python
                 logits.requires_grad_()
                 logits.register_post_accumulate_grad_hook(_hand_over)
     return logits
 
 
 def _hand_over(logits: Tensor) -> None:
-    """What has arrived at the stand-in is the part's."""
+    """Moves a gradient that was accumulated in the wrapper to the part."""
     assert isinstance(logits, DividedLogits)
     with torch.DisableTorchFunctionSubclass():
         gradient, logits.grad = logits.grad, None
@@ -268,28 +270,28 @@ def _detach_in_place(logits: DividedLogits) -> DividedLogits:
 
 
 def _become(logits: DividedLogits, requires_grad: bool) -> None:
-    """A leaf of its own, with the values that count now."""
+    """Makes the logits a new leaf with their current values."""
     group, vocabulary = logits._source.group, logits._vocabulary
-    written = None if logits._source.together is None else logits._whole().detach()
+    written = None if logits._source.gathered is None else logits._whole().detach()
     part = logits._part.to(logits.dtype) if written is None else _part_of(written, group, vocabulary)
     logits._part = part.detach().requires_grad_(requires_grad)
     logits._source, logits._views = _source_of(logits._part, group, vocabulary)
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch.autograd.grad, of inputs that may be divided (I2)."""
+    """torch.autograd.grad for inputs that may be divided logits (I2)."""
     wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     parts = [each._part if isinstance(each, DividedLogits) else each for each in wanted]
     found = torch.autograd.grad(whole(outputs), parts, *whole(args), **whole(kwargs))
     return tuple(
-        _anew(gradient, each._source.group, each._vocabulary)
+        _divided_logits(gradient, each._source.group, each._vocabulary)
         if isinstance(each, DividedLogits) and gradient is not None
         else gradient
         for each, gradient in zip(wanted, found, strict=True)
     )
 
 
-# -- what needs no whole logits; None: this does ----------------------------------------------------------------------
+# -- operations without a gather; they return None where they need one ------------------------------------------------
 
 
 def _loss(
@@ -327,9 +329,9 @@ def _cast(logits: DividedLogits, dtype: Any) -> DividedLogits | None:
 
 
 def _to(logits: DividedLogits, *args: Any, **kwargs: Any) -> DividedLogits | None:
-    told = [*args, *kwargs.values()]
+    given = [*args, *kwargs.values()]
     if kwargs.keys() - {"device", "dtype"} or not all(
-        isinstance(each, (str, torch.device, torch.dtype)) for each in told
+        isinstance(each, (str, torch.device, torch.dtype)) for each in given
     ):
         return None
     device, dtype, *_ = parse_to(*args, **kwargs)
@@ -345,12 +347,12 @@ def _scaled(way: Callable[..., Tensor]) -> Callable[..., DividedLogits | None]:
 
 
 def _read(name: str) -> Any:
-    """What torch's protocol calls the reading of an attribute."""
+    """The function by which __torch_function__ names the read of an attribute."""
     return getattr(Tensor, name).__get__
 
 
 def _written(name: str) -> Any:
-    """What it calls the setting of one."""
+    """The function by which __torch_function__ names the assignment of an attribute."""
     return getattr(Tensor, name).__set__
 
 

@@ -1,10 +1,11 @@
-"""The cross-entropy of logits of which every rank has a part of the vocabulary: the sum of the parts, never put together.
+"""Cross-entropy of vocabulary-parallel logits, without gathering them.
 
-Knows rows of logits and their targets; which tensors these are, logits.py knows. Each rank's largest logit, the sum of its
-exponentials and the target's logit, three numbers a row, are exchanged in one sum; the backward pass exchanges nothing.
+Knows rows of logits and their targets, not the tensor subclass of logits.py. The ranks exchange three numbers a row in one
+sum: each rank's largest logit, the log of its sum of exponentials, and the target's logit. The backward pass exchanges
+nothing.
 
-I1: rounded as torch rounds: computed in fp32 where logits are in 16 bits, and log-probabilities are rounded to the dtype that
-the loss is asked for in. I2: what is saved is the part as the layer computed it, its dtype too, and three numbers a row.
+I1: rounding is torch's: 16-bit logits are computed in fp32, and log-probabilities are rounded to the dtype of the loss.
+I2: the saved tensors are the part as the layer computed it, in its dtype, and three numbers a row.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.runtime.autograd.recompute import once
 
 _ELSEWHERE = torch.iinfo(torch.int64).min
-"""In the place of targets that are another rank's, or ignored."""
+"""Marker for targets that are in another rank's part, or ignored."""
 
 
 def cross_entropy(
@@ -33,16 +34,15 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """As torch's function of the same name, of whole logits in `dtype` without weights of classes.
+    """Returns torch's `F.cross_entropy` of whole logits in `dtype`, without class weights.
 
     Args:
-        part: this rank's of the logits: (classes,), or (samples, classes, ...), in `dtype` or one that it was widened
-            from.
+        part: this rank's part of the logits: (classes,), or (samples, classes, ...), in `dtype` or a narrower one.
         targets: indices of classes, (), or (samples, ...); the same on all ranks.
-        dtype: of the result.
+        dtype: dtype of the result.
 
     Raises:
-        IndexError: as torch's: a target is no class. Of a GPU it is an assertion of the device.
+        IndexError: a target is not a class (on a GPU: a device-side assertion), as in torch.
     """
     ahead = min(1, part.dim() - 1)  # dimensions before that of the classes
     rows = part.movedim(ahead, -1)
@@ -50,14 +50,14 @@ def cross_entropy(
     ignored = targets == ignore_index
     classes, first = width * group.size, group.index * width
     elsewhere = (targets >= 0) & (targets < classes) & ((targets < first) | (targets >= first + width))
-    # A target that no rank has stays what it is, which is an error on each.
+    # A target that is no class stays as it is, which is an error on every rank.
     here = torch.where((targets >= first) & (targets < first + width), targets - first, targets)
     here = here.masked_fill(elsewhere | ignored, _ELSEWHERE)
     found: Tensor = _Probabilities.apply(rows.reshape(-1, width), here.flatten(), group, dtype, label_smoothing > 0)
     counted = torch.zeros_like(targets).masked_fill(ignored, _ELSEWHERE)
 
     def reduced(each: Tensor) -> Tensor:
-        # By torch's own loss of one class, for its order of sums and what it makes of rows that are all ignored.
+        # By torch's own loss with one class, for its order of sums and its result for rows that are all ignored.
         of_targets = each.view(targets.shape).unsqueeze(ahead)
         return F.nll_loss(of_targets, counted, ignore_index=_ELSEWHERE, reduction=reduction)
 
@@ -67,29 +67,29 @@ def cross_entropy(
 
 
 class _Probabilities(torch.autograd.Function):
-    """Log-probabilities of rows' targets, and, if they are smoothed, their sums over all classes: (1 or 2, rows)."""
+    """Log-probabilities of the rows' targets and, with label smoothing, their sums over all classes: (1 or 2, rows)."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, here: Tensor, group: TensorGroup, dtype: torch.dtype, smoothed: bool) -> Tensor:
         wide = torch.promote_types(part.dtype, torch.float32)
         largest = part.amax(-1).to(wide)
-        # What torch takes off the largest: as it sums exponentials, so do we. A part may be all -inf where others are not.
+        # The log of the sum of exponentials, summed by torch itself. A part may be all -inf where others are not.
         off = F.log_softmax(part, -1, dtype=wide).amax(-1).neg_().masked_fill_(largest == -torch.inf, 0)
-        told = [largest, off, F.nll_loss(part, here, ignore_index=_ELSEWHERE, reduction="none").to(wide)]
+        numbers = [largest, off, F.nll_loss(part, here, ignore_index=_ELSEWHERE, reduction="none").to(wide)]
         if smoothed:
-            told.append((part - largest.unsqueeze(-1)).sum(-1))
-        # A sum and no gather: if another rank puts logits together meanwhile, the ranks are told, not mixed up.
-        all_told = part.new_zeros((group.size, len(told), len(part)), dtype=wide)
-        torch.stack(told, out=all_told[group.index])
-        with group.asked_for():
-            all_told = once(lambda: group.sum(all_told))
-        largest = all_told[:, 0].amax(0)
-        above = all_told[:, 0] - largest
-        off = (above + all_told[:, 1]).logsumexp(0)
-        found = [(-all_told[:, 2].sum(0) - largest) - off]
+            numbers.append((part - largest.unsqueeze(-1)).sum(-1))
+        # A sum, not a gather: if another rank gathers its logits meanwhile, the mismatch raises instead of mixing values.
+        of_all = part.new_zeros((group.size, len(numbers), len(part)), dtype=wide)
+        torch.stack(numbers, out=of_all[group.index])
+        with group.user_exchange():
+            of_all = once(lambda: group.sum(of_all))
+        largest = of_all[:, 0].amax(0)
+        above = of_all[:, 0] - largest
+        off = (above + of_all[:, 1]).logsumexp(0)
+        found = [(-of_all[:, 2].sum(0) - largest) - off]
         classes = part.shape[-1] * group.size
         if smoothed:
-            found.append((all_told[:, 3] + above * part.shape[-1]).sum(0) - classes * off)
+            found.append((of_all[:, 3] + above * part.shape[-1]).sum(0) - classes * off)
         ctx.save_for_backward(part, here, largest, off)
         ctx.dtype, ctx.classes = dtype, classes
         return torch.stack(found).to(dtype)

@@ -1,4 +1,4 @@
-"""Tensors in the arguments and results of a block, wherever they are in these."""
+"""Search and copy of tensors in nested arguments and results of a module: containers, data classes and objects."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 def tensors_in(value: Any, around: frozenset[int] = frozenset()) -> Iterator[Tensor]:
-    """Each of mappings, sequences and data classes, in order.
+    """Yields the tensors in nested mappings, sequences and data classes, in order.
 
     Args:
-        around: ids of objects that this one is in, which are not gone through again.
+        around: ids of the enclosing objects, which are not entered again.
     """
     if isinstance(value, Tensor):
         yield value
@@ -26,10 +26,10 @@ def tensors_in(value: Any, around: frozenset[int] = frozenset()) -> Iterator[Ten
 
 
 def results_in(value: Any, around: frozenset[int] = frozenset()) -> Iterator[Tensor]:
-    """Each that is a floating one, in order; of other objects, those in their attributes that have a gradient.
+    """Yields the floating-point tensors in nested results, in order, and those with a graph in attributes of other objects.
 
     Args:
-        around: as `tensors_in`.
+        around: as in `tensors_in`.
     """
     if isinstance(value, Tensor):
         if value.is_floating_point():
@@ -45,11 +45,11 @@ def results_in(value: Any, around: frozenset[int] = frozenset()) -> Iterator[Ten
 
 
 def copied(value: Any, tracked: Collection[int], known: dict[int, Any] | None = None) -> Any:
-    """The same arguments for another call: numbers in fp32, everything else a copy.
+    """Returns a deep copy of arguments for another call, with floating-point tensors in fp32.
 
     Args:
-        tracked: ids of tensors that become leaves with a gradient.
-        known: by id, copies of the data classes around this.
+        tracked: ids of tensors whose copies are leaves that require a gradient.
+        known: by id, copies of the enclosing data classes.
     """
     known = {} if known is None else known
     if isinstance(value, Tensor):
@@ -62,7 +62,7 @@ def copied(value: Any, tracked: Collection[int], known: dict[int, Any] | None = 
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(copied(each, tracked, known) for each in value)
     if _keeps_what_was_read(value):
-        return None  # nothing that a block needs
+        return None  # a cache is not needed for the check
     if id(value) in known:
         return known[id(value)]
     if _is_data(value) and any(True for _ in tensors_in(value)):
@@ -73,11 +73,11 @@ def copied(value: Any, tracked: Collection[int], known: dict[int, Any] | None = 
     return copy.deepcopy(value)
 
 
-def told(value: Any, around: frozenset[int] = frozenset()) -> str:
-    """What arguments say but for numbers: flags, names, and which tensors there are. Equal on ranks that call alike.
+def structure_of(value: Any, around: frozenset[int] = frozenset()) -> str:
+    """Describes arguments without their numbers: flags, names, and kinds of tensors. Equal on ranks that call alike.
 
     Args:
-        around: as `tensors_in`.
+        around: as in `tensors_in`.
     """
     if isinstance(value, Tensor):
         return f"{'floating' if value.is_floating_point() else 'other'} tensor of {value.dim()}"
@@ -87,7 +87,7 @@ def told(value: Any, around: frozenset[int] = frozenset()) -> str:
         return "None"  # as `copied`
     elements = [] if id(value) in around else _elements(value)
     names = [str(key) for key in value] if isinstance(value, Mapping) and elements else []
-    inside = [*names, *(told(each, around | {id(value)}) for each in elements)]
+    inside = [*names, *(structure_of(each, around | {id(value)}) for each in elements)]
     return f"{type(value).__qualname__}({', '.join(inside)})"
 
 
@@ -106,5 +106,5 @@ def _is_data(value: Any) -> bool:
 
 
 def _keeps_what_was_read(value: Any) -> bool:
-    """Whether it is one of Transformers' objects for keys and values, which ranks have for their own heads."""
+    """Whether a value is one of Transformers' caches of keys and values, which ranks have for their own heads."""
     return type(value).__name__.endswith("Cache")

@@ -1,15 +1,16 @@
-"""A plan of tensor parallelism is proven, not trusted: blocks that ranks divide are computed once whole and once cut.
+"""Check of a tensor-parallel plan: each kind of block is computed once whole and once cut, and the results are compared.
 
-A plan that cuts a packed projection in one piece, or leaves a count of heads as it was, runs, and trains something else: its
-loss is off by a thousandth, its gradients by a tenth. So the first call of each kind of block brings its inputs here, where
-two copies of the block with random weights compute them in fp32, forward and backward, one whole and one cut; a difference
-beyond rounding is refused by name.
+A wrong plan (one that cuts a packed projection as one, or forgets a count of heads) runs without an error and trains
+something else: its loss is off by a thousandth, its gradients by a tenth. So a hook takes the inputs of the first call of
+each kind of block. Two copies of the block with random weights, one whole and one cut, compute forward and backward from
+them in fp32; a difference beyond rounding raises an error that names the tensor.
 
-Owns copies of blocks without weights, made before anything was cut. I1: nothing of the run changes: no weight, no random
-number, nothing that is saved for its backward pass. I2: a kind is proven by all ranks of a group in the same calls: the first
-one, those with other flags or other kinds of arguments, those in which inputs have gradients that had none, and, of parts of
-the sequence, the first one in training. I3: what is computed in training is compared, too, without dropout; not of a block
-that draws other random numbers there, since ranks draw their own.
+Owns copies of blocks without weights, made before anything was cut.
+I1: the run does not change: no weight, no random number, no tensor that is saved for its backward pass.
+I2: all ranks of a group check a kind in the same calls: the first call, calls with other flags or other kinds of arguments,
+    calls in which more inputs have gradients and, with sequence parallelism, the first call in training.
+I3: with sequence parallelism, results in training are compared, too, without dropout. Blocks that draw other random numbers
+    in training are left out, as ranks draw their own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_ptm.errors import ConfigError, RankError, some
 from lightning_ptm.parallel.checked_blocks import OF_EVERY_MODULE, CheckedBlock
 from lightning_ptm.parallel.exchange import TensorGroup
-from lightning_ptm.parallel.nested_tensors import copied, results_in, tensors_in, told
+from lightning_ptm.parallel.nested_tensors import copied, results_in, structure_of, tensors_in
 from lightning_ptm.parallel.rules import Rule
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.autograd.recompute import ignoring_stored_exchanges
@@ -37,25 +38,26 @@ from lightning_ptm.runtime.tensors.parts import cut
 from lightning_ptm.torch_internals import CALL, buffers_in, parameters_in, put_compiled_call
 
 _TOLERANCE = 1e-3
-"""Of the largest element: fp32 rounds to 1e-6 of it, wrong plans are off by 1e-2 and more."""
+"""Largest difference, relative to the largest element: fp32 rounds to 1e-6, wrong plans are off by 1e-2 and more."""
 _SMALL_GRADIENT = 1e-2
-"""Of the largest gradient of a block's parameters: what is smaller is compared with so much of it. Some are nothing but what
-fp32 rounds (a bias of keys, which a softmax takes away again)."""
+"""Least scale for differences of gradients, relative to the largest gradient of a block's parameters. Some gradients are
+nothing but fp32 rounding (a bias of keys, which the softmax cancels)."""
 
 _IN_TRAINING = -1
-"""Among the numbers of inputs of a call: the block is in training."""
+"""Marker among the indices of a call's inputs: the block is in training."""
 
 Divided = Callable[[nn.Module, Mapping[str, Rule]], Any]
-"""Cuts a module by a plan whose names are those inside of it; what comes back tells boxes and partial ones (`CutModule`)."""
+"""Cuts a module by a plan with names relative to it; returns the `CutModule`."""
 
 
 class PlanCheck:
-    """Proves blocks when they are first called.
+    """Checks blocks when they are first called, by forward pre-hooks.
 
     Args:
-        blocks: with whole parameters, before anything is cut.
-        divide: cuts a copy.
-        of_parts: between layers that are cut, ranks have parts of the sequence.
+        blocks: blocks with whole parameters, before anything is cut.
+        group: the ranks over which parameters are cut.
+        divide: cuts a copy of a block.
+        of_parts: whether ranks have parts of the sequence between cut layers (sequence parallelism).
 
     Raises:
         ConfigError: a block cannot be copied.
@@ -68,11 +70,11 @@ class PlanCheck:
         self._of_parts = of_parts
         self._divide = divide
         self._handles: list[Any] = []
-        """Of blocks: any call may be the first of its kind."""
+        """Hooks of blocks, which stay: any call may be the first of its kind."""
         self._inside: dict[str, list[Any]] = {}
-        """By block, of layers in those that have not been called."""
+        """By name of a block that has not been called, hooks of the layers inside."""
         self._proven: dict[str, list[_Call]] = {}
-        """By kind."""
+        """Checked calls by kind of block."""
         skeletons: dict[str, nn.Module] = {}
         for block in blocks:
             kind = block.kind
@@ -87,7 +89,7 @@ class PlanCheck:
                     handles.append(module.register_forward_pre_hook(unproven))
 
     def close(self) -> None:
-        """What has not been called is not proven."""
+        """Removes all hooks; blocks that were not called stay unchecked."""
         for name in list(self._inside):
             self._forget(name)
         while self._handles:
@@ -102,11 +104,11 @@ class PlanCheck:
         def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
             tracked = {at for at, each in enumerate(given) if torch.is_grad_enabled() and each.requires_grad}
-            # A token alone does not tell what is made of several (I2: its length is the same).
+            # A call with a single token does not cover calls with several (the length is the same on all ranks: I2).
             alone = self._of_parts and not any(each.dim() > 1 and each.shape[-2] > 1 for each in given[:1])
             if self._of_parts and module.training:
                 tracked.add(_IN_TRAINING)
-            call = _Call(told((args, kwargs)), tracked, alone)
+            call = _Call(structure_of((args, kwargs)), tracked, alone)
             proven = self._proven.setdefault(kind, [])
             self._forget(block.name)
             if not any(each.covers(call) for each in proven):
@@ -120,8 +122,8 @@ class PlanCheck:
         def called(module: nn.Module, args: tuple[Any, ...]) -> None:
             if block.name in self._inside and kind not in self._proven:
                 raise ConfigError(
-                    f"layers inside of {block.name} ({type(block.module).__name__}) are called, and it is not, so that what "
-                    f"tensor_parallel_plan makes of it cannot be proven; call the module itself, as in `block(x)` and not "
+                    f"layers inside of {block.name} ({type(block.module).__name__}) are called while the block itself is "
+                    f"not, so tensor_parallel's plan cannot be checked on it; call the module itself, as in `block(x)`, not "
                     f"`block.forward(x)` or another of its methods, or leave its layers out of the plan"
                 )
 
@@ -144,20 +146,20 @@ class PlanCheck:
             whole = _with_weights(skeleton, device, int(kind[:12], 16))
             divided = copy.deepcopy(whole)
             try:
-                of_whole = self._drawn_alike(whole, args, kwargs)
-            except RankError:  # nothing about this plan: another rank has failed
+                of_whole = self._computed_seeded(whole, args, kwargs)
+            except RankError:  # not about this plan: another rank has failed
                 raise
             except Exception as error:
                 raise self._not_alone(block, error) from error
             if not of_whole.outputs:
                 raise ConfigError(
-                    f"{block.name} ({type(block.module).__name__}) gives no tensor of floating-point numbers that its cut "
-                    f"could be proven by; let its forward return tensors, or mappings, sequences or data classes of them, or "
-                    f"leave its layers out of tensor_parallel's plan"
+                    f"{block.name} ({type(block.module).__name__}) returns no floating-point tensor, so "
+                    f"tensor_parallel's plan cannot be checked on it; let its forward return tensors, or mappings, sequences "
+                    f"or data classes of them, or leave its layers out of the plan"
                 )
             try:
                 known = self._divide(divided, block.plan)
-                of_divided = self._drawn_alike(divided, args, kwargs)
+                of_divided = self._computed_seeded(divided, args, kwargs)
                 differs = list(self._differences(block, of_whole, of_divided, known, divided))
                 if self._of_parts and block.module.training:
                     differs += self._in_training(block, whole, args, kwargs)
@@ -165,7 +167,7 @@ class PlanCheck:
                 raise
             except Exception as error:  # the user's forward may raise anything
                 raise self._refusal(block, f"cannot be computed ({type(error).__name__}: {error})") from error
-        # Of many that differ, those of layers that are cut tell most.
+        # Among several differences, those in cut layers are the most informative.
         beyond = [(off, name) for off, name in differs if off > _TOLERANCE]
         cut_ones = [(off, name) for off, name in beyond if any(f".{each}." in name for each in block.plan)]
         worst = max(cut_ones or beyond, default=(0.0, ""))
@@ -174,52 +176,50 @@ class PlanCheck:
             where = f", most in {worst[1]}" if beyond else ""
             raise self._refusal(block, f"computes something else (off by {float(of_all.max()):.2g}{where})")
 
-    def _drawn_alike(
+    def _computed_seeded(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int = 1
     ) -> _Computed:
-        with self._group.drawing_apart(seed=seed):
+        with self._group.seeded(seed=seed):
             return _computed(module, args, kwargs)
 
     def _in_training(
         self, block: CheckedBlock, whole: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[tuple[float, str]]:
-        """What differs in training (I3)."""
+        """Differences in training mode (I3)."""
         for name, module in block.module.named_modules():
             whole.get_submodule(name).training = module.training
         divided = copy.deepcopy(whole)
         with _NoDropout():
-            # Each of a copy: buffers change in training.
-            once, again = (self._drawn_alike(copy.deepcopy(whole), args, kwargs, seed) for seed in (1, 2))
+            # On copies, as buffers change in training.
+            once, again = (self._computed_seeded(copy.deepcopy(whole), args, kwargs, seed) for seed in (1, 2))
             random = torch.tensor([0 if once.same_as(again) else 1], device=once.outputs[0].device)
             if bool(self._group.gather(random).any()):
                 return []
             known = self._divide(divided, block.plan)
-            of_divided = self._drawn_alike(divided, args, kwargs)
+            of_divided = self._computed_seeded(divided, args, kwargs)
         return list(self._differences(block, once, of_divided, known, divided))
 
     def _not_alone(self, block: CheckedBlock, error: Exception) -> ConfigError:
         return ConfigError(
-            f"{block.name} ({type(block.module).__name__}) cannot be proven: a copy of it, made when the run was set up, "
-            f"does not compute ({type(error).__name__}: {error}); hand it what it needs as arguments of its forward, not in "
+            f"{block.name} ({type(block.module).__name__}) cannot be checked: a copy of it, made when the run was set up, "
+            f"does not compute ({type(error).__name__}: {error}); pass its inputs as arguments of its forward, not in "
             f"attributes that are set before a call, or leave its layers out of tensor_parallel's plan"
         )
 
     def _refusal(self, block: CheckedBlock, what: str) -> ConfigError:
         rules = some([f"{name}: {rule}" for name, rule in block.plan.items()], 6)
         between = (
-            "; what is between them must take tokens one by one, or sequence_parallel=False be given"
+            "; modules between cut layers must treat tokens one by one, or set sequence_parallel=False"
             if self._of_parts
             else ""
         )
         return ConfigError(
             f"with tensor_parallel_size={self._group.size}, {block.name} ({type(block.module).__name__}) {what} when it is "
-            f"cut as tensor_parallel's plan says ({rules}): packed projections need ColwiseParallel(parts=how "
-            f"many), attributes that "
-            f"count heads ColwiseParallel(heads=their names), norms of a rank's own heads Partial(), and what "
-            f"follows ColwiseParallel() "
-            f"without gather=True must work on a part until a layer with RowwiseParallel(), what a forward sets "
-            f"in attributes too; "
-            f"heads have to divide{between}; mend the plan, or leave these layers out of it"
+            f"cut as tensor_parallel's plan says ({rules}): packed projections need ColwiseParallel(parts=how many), "
+            f"attributes that count heads ColwiseParallel(heads=their names), norms of a rank's own heads Partial(); modules "
+            f"after ColwiseParallel() without gather=True must work on a part until a layer with RowwiseParallel(), "
+            f"including tensors that a forward sets in attributes; the ranks must divide the heads{between}; correct the "
+            f"plan, or leave these layers out of it"
         )
 
     def _differences(
@@ -244,32 +244,32 @@ class PlanCheck:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Call:
-    """Of a block.
+    """A call of a block, as far as a check depends on it.
 
     Attributes:
-        told: its arguments but for numbers.
-        tracked: numbers of the inputs that had gradients.
-        alone: of a sequence that is one token long.
+        structure: description of the arguments without their numbers.
+        tracked: indices of the inputs that require a gradient.
+        alone: whether the sequence has a single token.
     """
 
-    told: str
+    structure: str
     tracked: set[int]
     alone: bool
 
     def covers(self, other: _Call) -> bool:
-        return self.told == other.told and other.tracked <= self.tracked and self.alone <= other.alone
+        return self.structure == other.structure and other.tracked <= self.tracked and self.alone <= other.alone
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Computed:
-    """Outputs, and the gradients of inputs and parameters."""
+    """Results of a block: outputs, and the gradients of inputs and parameters."""
 
     outputs: list[Tensor]
     inputs: list[Tensor | None]
     parameters: dict[str, Tensor | None]
 
     def same_as(self, other: _Computed) -> bool:
-        """To the bit."""
+        """Whether two results are bitwise equal."""
         pairs = (
             *zip(self.outputs, other.outputs, strict=True),
             *zip(self.inputs, other.inputs, strict=True),
@@ -282,7 +282,7 @@ class _Computed:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Within, functions of torch drop nothing."""
+    """Context in which torch's dropout functions drop nothing."""
 
     _DROPOUTS = (
         F.dropout,
@@ -305,10 +305,10 @@ class _NoDropout(TorchFunctionMode):
 
 
 def _difference(ours: Tensor | None, theirs: Tensor | None, least: float = 0.0) -> float:
-    """The largest difference, as a part of the largest element.
+    """Returns the largest difference relative to the largest element.
 
     Args:
-        least: what that counts as if it is smaller.
+        least: least scale, used if the largest element is smaller.
     """
     if ours is None or theirs is None:
         known = ours if theirs is None else theirs
@@ -338,7 +338,7 @@ def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _left_behind(module: nn.Module) -> list[Tensor]:
-    """What a forward has left in attributes for others to train with, such as a loss of its own."""
+    """Tensors with a graph that a forward has left in attributes, such as an auxiliary loss."""
     values = [value for each in module.modules() for name, value in vars(each).items() if name not in OF_EVERY_MODULE]
     return [each for each in tensors_in(values) if each.is_floating_point() and each.grad_fn is not None]
 
@@ -354,7 +354,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _without_weights(block: CheckedBlock) -> nn.Module:
-    """A copy whose parameters are on the meta device, without what others have hooked to it."""
+    """Returns a copy of a block with parameters on the meta device and without hooks."""
     try:
         memo: dict[int, Any] = {
             id(each): nn.Parameter(torch.empty(each.shape, dtype=torch.float32, device="meta"))
@@ -364,9 +364,9 @@ def _without_weights(block: CheckedBlock) -> nn.Module:
         made = copy.deepcopy(block.module, memo)
     except Exception as error:
         raise ConfigError(
-            f"{block.name} ({type(block.module).__name__}) cannot be copied ({type(error).__name__}: {error}), and a plan of "
-            f"tensor parallelism is proven on a copy of each block; leave it out of tensor_parallel's plan, or "
-            f"let it be copied"
+            f"{block.name} ({type(block.module).__name__}) cannot be copied ({type(error).__name__}: {error}), and "
+            f"tensor_parallel's plan is checked on a copy of each block; leave the block out of the plan, or make it "
+            f"copyable (copy.deepcopy)"
         ) from error
     for module in made.modules():
         for name, value in list(vars(module).items()):
@@ -378,7 +378,7 @@ def _without_weights(block: CheckedBlock) -> nn.Module:
 
 
 def _with_weights(skeleton: nn.Module, device: torch.device, seed: int) -> nn.Module:
-    """A copy with random weights, the same on all ranks."""
+    """Returns a copy with random weights, the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     made = copy.deepcopy(skeleton)
     known: dict[int, nn.Parameter] = {}

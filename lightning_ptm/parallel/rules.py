@@ -1,8 +1,8 @@
-"""What tensor parallelism does with a module: the rules of a plan, and which module each is for.
+"""Rules of tensor parallelism, and the modules of a model that the rules of a plan match.
 
-Knows names and shapes, computes nothing. A plan maps names of modules (or of parameters that a module holds itself), with
-`*` for any one part of a name, to rules. Where a user gives none, it is that of the classes in the model: our own models
-say theirs in `tensor_parallel_plan`, Transformers' in their configurations.
+Knows names and shapes, computes nothing. A plan maps names of modules (or of a module's own parameters) to rules, with `*`
+for any one component of a name. The default plan comes from the classes in the model: this package's models define it in
+`tensor_parallel_plan`, Transformers' models in their configurations.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.torch_internals import parameters_in
 
 ATTRIBUTE = "tensor_parallel_plan"
-"""Of a class whose modules bring a plan; names in it are those inside of the module."""
+"""Class attribute with the plan of a module class; names in it are relative to the module."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ColwiseParallel:
-    """A linear layer, or an embedding, whose outputs ranks divide: each computes its part of them, from the whole input.
+    """Linear layer, or embedding, whose outputs are divided over ranks: each computes its part from the whole input.
 
     Args:
-        parts: how many projections of equal size are packed in it, each of which is divided: 3 for queries, keys and values.
-        heads: attributes of the module around it that count what is divided (its heads); each is divided, too.
-        gather: the outputs are put together at once; otherwise a layer with `RowwiseParallel` takes each rank's part.
+        parts: number of equal projections packed in the layer, each of which is divided (3 for queries, keys and values).
+        heads: names of attributes of the module around it that count its heads; their values are divided, too.
+        gather: whether the outputs are gathered at once; otherwise a layer with `RowwiseParallel` takes each rank's part.
     """
 
     parts: int = 1
@@ -43,11 +43,10 @@ class ColwiseParallel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowwiseParallel:
-    """A linear layer whose inputs ranks divide, as a layer with `ColwiseParallel` gives them; the ranks' outputs are
-    added up.
+    """Linear layer whose inputs are divided over ranks; the ranks' outputs are summed.
 
     Args:
-        split: the input is whole, and each rank takes its part of it.
+        split: whether the input is whole and each rank takes its part; otherwise a layer with `ColwiseParallel` gives parts.
         parts: as for `ColwiseParallel`.
     """
 
@@ -57,30 +56,34 @@ class RowwiseParallel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VocabParallel:
-    """An embedding of which each rank has some rows; the ranks' outputs are added up."""
+    """Embedding whose rows are divided over ranks; the ranks' outputs are summed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Partial:
-    """A module that every rank has whole and uses on its part of something (a norm of its own heads): the ranks' gradients
-    of its parameters are added up."""
+    """Module that every rank has whole and applies to its own part of the activations (a norm of its own heads).
+
+    The ranks' gradients of its parameters are summed.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summed:
-    """A module that holds parts of parameters itself (a layer of experts): its inputs are whole, and the ranks' outputs are
-    added up. Which of its parameters are cut, rules with their names say: `ColwiseParallel` cuts the dimension before
-    the last (of a
-    vector its only one), `RowwiseParallel` the last."""
+    """Module with a forward of its own that computes with cut parameters (a layer of experts).
+
+    Its inputs are whole, and the ranks' outputs are summed. Separate rules with the parameters' names cut them:
+    `ColwiseParallel` cuts the last but one dimension (of a vector its only one), `RowwiseParallel` the last.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """A module that gives what it is given (nn.Identity), a whole value: each rank takes its part of it, such as its heads of
-    an attention's bias. In the backward pass the ranks' gradients are added up, with zeros where they have no part.
+    """nn.Identity with a whole input, of which each rank takes its part, such as its heads of an attention bias.
+
+    In the backward pass the ranks' gradients are summed, with zeros outside of their parts.
 
     Args:
-        dimension: that is divided; a value with one element there is for everybody, and stays.
+        dimension: the dimension that is divided; a value of size 1 there is broadcast, and stays whole.
     """
 
     dimension: int
@@ -88,12 +91,12 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entering:
-    """A module that every rank has whole, and of whose output ranks use some with their parts of something, without a layer
-    with `ColwiseParallel` in between: gradients of that are added up (the rotated part of keys that all heads have in
-    common).
+    """Whole module of whose output the last elements go directly to divided computation, without `ColwiseParallel` between.
+
+    The gradients of these elements are summed over the ranks. Example: the rotary part of keys that all heads share.
 
     Args:
-        last: an attribute of the module around it: how many of the last elements of the output these are.
+        last: name of an attribute of the module around it, with the number of these elements.
     """
 
     last: str
@@ -116,21 +119,22 @@ _STYLES: Mapping[str, Rule | None] = {
     "moe_tp_experts": Summed(),
     "mla_kv_a_proj": Entering(last="qk_rope_head_dim"),
     "replicate": None,
-    "local_params": None,  # of parameters that have entries of their own; here all parameters are plain tensors
+    "local_params": None,  # its parameters have entries of their own; here all parameters are plain tensors
 }
-"""By Transformers' word for it; None: nothing is done with such a module."""
+"""Rules by Transformers' names of styles; None: the module is left as it is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rule applies.
+    """A module or parameter that a rule applies to.
 
     Attributes:
-        name: of a module, or of a parameter.
-        module: that module, or the one that holds the parameter.
-        parameter: its name in the module; None where the rule is the whole module's.
+        name: name of the module or parameter.
+        module: the module, or the module that has the parameter.
+        parameter: name of the parameter in the module; None if the rule is for the whole module.
         around: the module around it.
-        inside: of an adapted layer, whose own place says where the ranks' own random numbers begin and end.
+        rule: the rule.
+        inside: whether it is inside an adapted layer; the place of that layer begins and ends the divided region.
     """
 
     name: str
@@ -142,13 +146,13 @@ class Place:
 
 
 def plan_of(root: nn.Module, wanted: Any) -> dict[str, Rule]:
-    """The plan of a model: rules by names with `*`.
+    """Returns the plan of a model: rules by names with `*`.
 
     Args:
         wanted: the user's setting: "auto" or a plan.
 
     Raises:
-        ConfigError: nothing in the model brings a plan, or one has a rule that is not known here.
+        ConfigError: no module of the model has a plan, or a plan has an unknown rule.
     """
     if wanted != "auto":
         return {name: known for name, rule in wanted.items() if (known := _known(name, rule)) is not None}
@@ -185,22 +189,21 @@ def _known(name: str, rule: Any) -> Rule | None:
     if isinstance(rule, Rule):
         return rule
     raise ConfigError(
-        f"tensor_parallel's plan has {rule!r} for {name}, which is no rule that is known here; use "
-        f"ColwiseParallel(), RowwiseParallel(), "
-        f"VocabParallel(), Partial(), Summed(), Part() or Entering() of lightning_ptm.parallel, or one of "
-        f"Transformers' words "
-        f"({', '.join(_STYLES)})"
+        f"tensor_parallel's plan has {rule!r} for {name}, which is not a known rule; use ColwiseParallel(), "
+        f"RowwiseParallel(), VocabParallel(), Partial(), Summed(), Part() or Entering() of lightning_ptm.parallel, or one of "
+        f"Transformers' styles ({', '.join(_STYLES)})"
     )
 
 
 def places(root: nn.Module, plan: Mapping[str, Rule], *, strict: bool) -> Iterator[Place]:
-    """Where the rules of a plan apply, in the order of the model's modules.
+    """Yields the modules and parameters that the rules of a plan match, in the order of the model's modules.
 
     Args:
-        strict: an entry that names nothing is refused: a user's; plans of classes have some for variants of a model.
+        strict: whether an entry that matches nothing is an error. It is in users' plans; plans of classes have entries for
+            variants of a model.
 
     Raises:
-        ConfigError: an entry names nothing.
+        ConfigError: an entry matches nothing, with `strict`.
     """
     patterns = {name: re.compile(r"[^.]+".join(map(re.escape, name.split("*")))) for name in plan}
     used: set[str] = set()
@@ -212,7 +215,7 @@ def places(root: nn.Module, plan: Mapping[str, Rule], *, strict: bool) -> Iterat
         for full, parameter in [(name, None), *own]:
             matching = [key for key, pattern in patterns.items() if pattern.fullmatch(full)]
             used.update(matching)
-            if matching:  # the most particular one counts
+            if matching:  # the most specific one applies
                 rule = plan[min(matching, key=lambda key: key.count("*"))]
                 yield Place(full, module, parameter, around, rule)
     missing = next((name for name in plan if name not in used), None)

@@ -1,9 +1,9 @@
-"""Exchanges along the sequence, the dimension before the last, of which each rank of a tensor group has a part.
+"""Differentiable exchanges along the sequence, the last but one dimension, for sequence parallelism.
 
-Differentiable: what is whole becomes parts and is put together again, and parts of sums become sums of parts. Knows nothing
+Split, gather and reduce-scatter of activations, of which each rank of a tensor group has a part of the tokens. Knows nothing
 of modules.
 
-I1: a part has as many tokens on each rank: behind the last token stand copies of it, whose gradients are zero.
+I1: all ranks have the same number of tokens: the sequence is padded with copies of its last token, whose gradients are zero.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from lightning_ptm.runtime.tensors.autograd_graphs import user_receives_gradient
 
 @dataclasses.dataclass(slots=True)
 class Again:
-    """Has a part gathered again in a backward pass, once for all layers that have kept it.
+    """Second gather of a part, in the backward pass, once for all layers that have saved the part.
 
     Attributes:
-        length: of the whole sequence.
-        whole: between the first of these layers and the end of their region's backward pass.
-        counted: the bytes are.
+        group: the tensor group.
+        length: length of the whole sequence.
+        whole: the gathered value, from the first of these layers to the end of their region's backward pass.
+        counted: whether the bytes of the second gather are counted.
     """
 
     group: TensorGroup
@@ -39,18 +40,18 @@ class Again:
     counted: bool = False
 
     def count(self) -> None:
-        """The bytes are counted."""
+        """Marks the bytes as counted."""
         self.counted = True
 
     def of(self, part: Tensor) -> Tensor:
-        """The whole value, without a graph."""
+        """Returns the whole value, without a graph."""
         if self.whole is None or self.whole.dtype is not part.dtype:  # autocast may be off for some of the layers
             self.whole = _together(self.group.gather(part), self.length)
         return self.whole
 
 
 class Split(torch.autograd.Function):
-    """Whole -> this rank's part; gradients are of parts."""
+    """Whole value -> this rank's part; each rank's gradient is that of its part."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: TensorGroup) -> Tensor:
@@ -65,10 +66,10 @@ class Split(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """Parts -> whole, whose gradient is whole; and the part, for who needs no more.
+    """Parts -> whole value, whose gradient is whole, and the part itself, for a next block that needs no more.
 
-    Both are of one node: who waits for the gradient of the whole hears when that of the part has come. What the node has of
-    the `whole`, a weak reference, is for who asks for its gradient when the part has been taken.
+    Both outputs belong to one autograd node, so a hook on the gradient of the whole fires after the part's gradient, too.
+    The node's weak reference `whole` serves to refuse hooks on the whole's gradient once the next block has taken the part.
     """
 
     @staticmethod
@@ -87,15 +88,15 @@ class Join(torch.autograd.Function):
         whole = None if ctx.whole is None else ctx.whole()
         if of_part is not None and whole is not None and user_receives_gradient(whole):
             raise UsageError(
-                "sequence_parallel=True, and the gradient of what a block gave was asked for (register_hook, retain_grad) "
-                "when the next block had taken it, so that no rank has all of it; ask before the next block is called"
+                "sequence_parallel=True, and register_hook or retain_grad was called on a block's output after the next "
+                "block had taken it, so that no rank has its whole gradient; call it before the next block is called"
             )
         own = None if of_whole is None else _own(of_whole, ctx.group, torch.zeros_like).contiguous()
         return (own if of_part is None else of_part if own is None else own + of_part), None, None, None
 
 
 class Gather(torch.autograd.Function):
-    """Parts -> whole; gradients are parts of a sum."""
+    """Parts -> whole value; the gradient is the sum of the ranks' gradients, reduce-scattered."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, again: Again) -> Tensor:
@@ -112,7 +113,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """Parts of a sum -> this rank's part of the sequence; the gradient is of parts."""
+    """Summands of a whole value -> this rank's part of the sum (reduce-scatter); each rank's gradient is that of its part."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
@@ -127,10 +128,10 @@ class Scatter(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-    """A linear layer that keeps a part of its input.
+    """Linear layer that saves only this rank's part of its input for the backward pass.
 
-    Inside of a checkpoint it keeps the whole, which is there when the forward has been computed again, and at no other time:
-    so the backward pass has as many exchanges as without.
+    Inside of an activation checkpoint it saves the whole input, which then exists only after the recomputation: so the
+    backward pass has no further exchange.
     """
 
     @staticmethod
@@ -161,7 +162,7 @@ class Product(torch.autograd.Function):
 # -- tokens -----------------------------------------------------------------------------------------------------------
 
 Filler = Callable[[Tensor], Tensor]
-"""Makes what stands behind a last token of it (I1)."""
+"""Makes the padding from the last token (I1)."""
 
 
 def _last_token(token: Tensor) -> Tensor:
@@ -169,7 +170,7 @@ def _last_token(token: Tensor) -> Tensor:
 
 
 def of_each(length: int, size: int) -> int:
-    """How many tokens each rank has, copies of the last among them."""
+    """Number of tokens on each rank, with padding."""
     return -(-length // size)
 
 
@@ -181,7 +182,7 @@ def _filled(value: Tensor, size: int, filler: Filler) -> Tensor:
 
 
 def _pieces(value: Tensor, size: int, filler: Filler) -> Tensor:
-    """(size, ..., tokens of each, features)."""
+    """The ranks' parts, stacked: (size, ..., tokens of each, features)."""
     return torch.stack(_filled(value, size, filler).chunk(size, -2))
 
 
@@ -191,7 +192,7 @@ def _own(value: Tensor, group: TensorGroup, filler: Filler) -> Tensor:
 
 
 def _together(parts: Tensor, length: int) -> Tensor:
-    """Of (size, ..., tokens of each, features), the first tokens, one rank's after the other's."""
+    """The whole sequence from the ranks' parts, (size, ..., tokens of each, features), without padding."""
     whole = torch.cat(parts.unbind(0), -2)
-    # No view: whoever gets it may write to it.
+    # Not a view: the user's code may write to it.
     return whole if whole.shape[-2] == length else whole[..., :length, :].clone(memory_format=torch.contiguous_format)

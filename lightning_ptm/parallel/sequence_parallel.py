@@ -1,6 +1,6 @@
-"""Sequence parallelism of one module: which forwards its blocks and their regions get, and what its layers find around them.
+"""Sequence parallelism of one module: the forwards of its blocks and regions, and the interfaces of its layers.
 
-Where ranks have parts, sequence_regions.py decides; what they compute there, sequence_parts.py.
+sequence_regions.py decides where ranks have parts of the sequence; sequence_parts.py has the forwards.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from lightning_ptm.parallel.checked_blocks import CheckedBlock
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import Place
 from lightning_ptm.parallel.sequence_parts import InBlock, InRegion, SequenceParts
-from lightning_ptm.parallel.sequence_regions import SequenceBlock, is_in, sequence_block, whole_because_of
+from lightning_ptm.parallel.sequence_regions import SequenceBlock, is_in, layers_computing_whole, sequence_block
 from lightning_ptm.runtime.autograd.forward_wrappers import Forward
 from lightning_ptm.torch_internals import BatchNorm, parameters_in
 
 
 class SequenceParallel:
-    """Sequence parallelism of one module: what is between its layers, and the forwards of its blocks and regions.
+    """Sequence parallelism of one module: the interfaces between its layers, and the forwards of its blocks and regions.
 
     Args:
-        cut: where rules apply.
+        blocks: the blocks of the plan.
+        group: the tensor group.
+        cut: modules and parameters with rules.
 
     Raises:
-        ConfigError: statistics of a batch would be of a part.
+        ConfigError: a batch norm would compute statistics of a part of the sequence.
     """
 
     def __init__(self, blocks: Sequence[CheckedBlock], group: TensorGroup, cut: Sequence[Place]) -> None:
@@ -38,38 +40,35 @@ class SequenceParallel:
         for each in self._blocks:
             _refuse_statistics(each)
         self.uncut = tuple(place for each in self._blocks for place in each.uncut(cut))
-        """Modules that every rank has whole, and of whose parameters it has parts of the gradients."""
+        """Whole modules whose parameters' gradients are the sum of the ranks' gradients."""
 
     def refuse_idle(self) -> None:
-        """Of a whole model; a block of one may be without.
+        """Checks that sequence parallelism has an effect. For whole models; a single block may be without.
 
         Raises:
-            ConfigError: in no block there is anything between layers that are cut.
+            ConfigError: no block has anything between layers that are cut.
         """
         if self._blocks:
             return
-        names = [each for each in map(whole_because_of, self._all_blocks) if each]
+        names = [each for each in map(layers_computing_whole, self._all_blocks) if each]
         if names:
             raise ConfigError(
-                f"sequence_parallel=True and {names[0]} compute, beside pairs of ColwiseParallel() and "
-                f"RowwiseParallel() in the same module, "
-                f"what is whole, so that there is nothing that ranks could have parts of the sequence of; use "
-                f"sequence_parallel=False, or leave these layers out of tensor_parallel's plan, or have each pair "
-                f"in a module "
-                f"of its own"
+                f"sequence_parallel=True and {names[0]} compute whole values in the same module as pairs of "
+                f"ColwiseParallel() and RowwiseParallel(), so that ranks cannot have parts of the sequence anywhere; use "
+                f"sequence_parallel=False, or leave these layers out of tensor_parallel's plan, or put each pair into a "
+                f"module of its own"
             )
         raise ConfigError(
-            "sequence_parallel=True and no block has layers with ColwiseParallel() and, behind them, "
-            "RowwiseParallel() in modules that are "
-            "called with a sequence, so that there is nothing that ranks could have parts of the sequence of; use "
+            "sequence_parallel=True and no block has layers with ColwiseParallel() followed by RowwiseParallel() in modules "
+            "that are called with a sequence, so that ranks cannot have parts of the sequence anywhere; use "
             "sequence_parallel=False, or a plan of tensor_parallel with such pairs"
         )
 
-    def refuse_elsewhere(self, root: nn.Module) -> None:
-        """What blocks have in common with code around them, where its gradients are whole.
+    def refuse_shared_parameters(self, root: nn.Module) -> None:
+        """Refuses parameters that code inside and outside of the blocks shares.
 
         Raises:
-            ConfigError: a parameter would have parts of gradients and whole ones.
+            ConfigError: a parameter would get partial gradients inside and whole gradients outside.
         """
         of_parts = {
             id(parameter): place.name
@@ -80,13 +79,13 @@ class SequenceParallel:
         for name, parameter in root.named_parameters(remove_duplicate=False):
             if id(parameter) in of_parts and not self.between(name.rpartition(".")[0]).partial:
                 raise ConfigError(
-                    f"sequence_parallel=True and {name} is a parameter of {of_parts[id(parameter)]}, too: one has gradients "
+                    f"sequence_parallel=True and {name} is a parameter of {of_parts[id(parameter)]}, too: one gets gradients "
                     f"of the whole sequence, the other of each rank's part; give each a parameter of its own, or use "
                     f"sequence_parallel=False"
                 )
 
     def between(self, name: str) -> BetweenLayers:
-        """What is around a layer."""
+        """Returns the interface of a layer to the activations around it."""
         for each in self._blocks:
             if is_in(name, each.block.name):
                 region = each.region_of(name.removeprefix(f"{each.block.name}.") if each.block.name else name)
@@ -98,7 +97,7 @@ class SequenceParallel:
         return self._whole
 
     def forwards(self) -> Iterator[tuple[nn.Module, Forward]]:
-        """Modules, and forwards in the place of their own; to be asked when layers have theirs."""
+        """Yields modules and the forwards that replace theirs; call it after layers have got theirs."""
         for each in self._blocks:
             for region in each.regions:
                 if region.name:

@@ -1,13 +1,13 @@
-"""Sequence parallelism: between layers that are cut, each rank of a tensor group has its part of the sequence.
+"""Forwards of sequence parallelism: between cut layers, each rank of a tensor group has its part of the sequence.
 
-A block takes what is whole and gives what is whole; inside, norms, dropout and residuals are computed on this rank's part. A
-divided region gathers its input and leaves parts of its output, so that one sum of what is whole becomes a gather and a
-reduce-scatter, and what autograd keeps between regions is divided. What the first layers of a region keep for their weights'
-gradients is the part; it is gathered again in the backward pass.
+A block takes and returns whole values; inside, norms, dropout and residuals are computed on this rank's part. A divided
+region gathers its input and reduce-scatters its output. So the all-reduce of a whole value becomes a gather and a
+reduce-scatter, and the tensors that autograd saves between regions are divided. The first layers of a region save only the
+part for their weights' gradients; it is gathered again in the backward pass.
 
-I1: a block whose input *is* what the block before gave takes the part that this was gathered from, and the backward pass
-    exchanges nothing there. Where somebody else hears of the gradient of the whole, it is exchanged.
-I2: a recomputed forward exchanges nothing but what the backward pass would otherwise: the inputs of divided regions.
+I1: a block whose input *is* the output of the block before takes the part from which that was gathered, and the backward
+    pass exchanges nothing there. If a hook or other code observes the gradient of the whole, it is exchanged.
+I2: a recomputed forward exchanges only what the backward pass would exchange otherwise: the inputs of divided regions.
 """
 
 from __future__ import annotations
@@ -33,31 +33,33 @@ from lightning_ptm.torch_internals import version_of
 
 
 class SequenceParts:
-    """The parts of the sequence of one module's blocks: forwards of blocks and regions, and what layers find inside.
+    """Sequence parallelism in one module's blocks: forwards of blocks and regions, and exchanges for their layers.
 
     Args:
-        group: that divides sequences.
+        group: the tensor group over which sequences are divided.
     """
 
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
         self._length: int | None = None
-        """Of the whole sequence in the block that computes; None outside of blocks."""
+        """Length of the whole sequence in the block that computes; None outside of blocks."""
         self._joined: dict[int, _Joined] = {}
-        """By id, whole values that blocks gave and that somebody has."""
+        """By id, outputs of blocks that are still referenced."""
         self._gathered: _Gathered | None = None
-        """What the innermost region, or the last layer that gathers for itself, has gathered."""
+        """Value gathered last by the innermost region, or by the last layer that gathers its input."""
 
     def forget(self) -> None:
-        """What a run has left behind."""
+        """Forgets the state of an earlier run."""
         self._joined.clear()
         self._length = self._gathered = None
 
     # -- forwards -----------------------------------------------------------------------------------------------------
 
     def block(self, module: nn.Module, name: str) -> Forward:
-        """Of a block: takes and gives what is whole, and computes its own forward on this rank's part, which alone is kept
-        where the block is recomputed."""
+        """Forward of a block: takes and returns whole values, and runs the block's own forward on this rank's part.
+
+        If the block is recomputed in the backward pass, only the part is saved.
+        """
         own = module.forward
 
         def around(inside: Forward) -> Forward:
@@ -67,14 +69,15 @@ class SequenceParts:
                 if x is None or x.dim() < 2:
                     raise _refused(
                         name,
-                        "takes no sequence (its first floating argument has to be one, tokens before the last dimension)",
+                        "takes no sequence (its first floating-point argument must be one, with tokens in the last but one "
+                        "dimension)",
                     )
                 part = self._part_of(x)
                 given = _exchanged((args, kwargs), x, part)
                 out = inside(x.shape[-2], *given[0], **given[1])
                 of_part = _hidden(out)
                 if of_part is None or of_part.shape[:-1] != part.shape[:-1]:
-                    raise _refused(name, "gives something else than a sequence of the tokens that it takes")
+                    raise _refused(name, "does not return a sequence of the tokens that it takes")
                 return _exchanged(out, of_part, self._join(of_part, x.shape[-2]))
 
             return forward
@@ -94,13 +97,15 @@ class SequenceParts:
         return RecomputedForwardWrapper(around, of_part)
 
     def within(self, module: nn.Module, name: str) -> Forward:
-        """Of what is between regions: of what is whole, outside of its block, its gradients would be whole on every rank, and
-        these are added up."""
+        """Forward of a module between regions: refuses a call outside of its block.
+
+        Its gradients are summed over the ranks, which would be wrong for whole gradients outside of the block.
+        """
         own = module.forward
 
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Compiled code is a block's; in a backward pass it is computed again.
+            # Not checked in compiled code, which is inside a block, nor in a recomputation in the backward pass.
             counts = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not in_backward()
             if counts and any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
                 self.length(name)
@@ -109,7 +114,7 @@ class SequenceParts:
         return forward
 
     def divided_region(self, module: nn.Module, name: str) -> Forward:
-        """Of a region whose input is gathered and whose last layers leave parts."""
+        """Forward of a divided region: gathers the input; the region's last layers reduce-scatter."""
         own = module.forward
 
         @functools.partial(torch.compiler.disable, recursive=False)
@@ -127,7 +132,7 @@ class SequenceParts:
         return forward
 
     def whole_region(self, module: nn.Module, name: str) -> Forward:
-        """Of a region that computes what is whole: each rank takes its part of what it gives."""
+        """Forward of a region that computes whole values: gathers the input, and each rank takes its part of the output."""
 
         def around(own: Forward) -> Forward:
             @functools.partial(torch.compiler.disable, recursive=False)
@@ -142,7 +147,7 @@ class SequenceParts:
                     self.group.begin_divided()
                 result = _hidden(out)
                 if result is None or result.shape[:-1] != whole.shape[:-1]:
-                    raise _refused(name, "gives something else than a sequence of the tokens that it takes")
+                    raise _refused(name, "does not return a sequence of the tokens that it takes")
                 return _exchanged(out, result, self._split(result))
 
             return forward
@@ -152,19 +157,19 @@ class SequenceParts:
     # -- parts and wholes ---------------------------------------------------------------------------------------------
 
     def length(self, name: str) -> int:
-        """Of the whole sequence.
+        """Length of the whole sequence in the block that computes.
 
         Raises:
             ConfigError: no block computes.
         """
         if self._length is None:
-            raise _refused(name, "is called, and the block around it is not")
+            raise _refused(name, "is called while the block around it is not")
         return self._length
 
     def _checked(self, x: Tensor | None, name: str) -> Tensor:
         each = of_each(self.length(name), self.group.size)
         if x is None or x.dim() < 2 or x.shape[-2] != each:
-            raise _refused(name, f"takes something else than the {each} tokens that each rank has in its block")
+            raise _refused(name, f"does not take the {each} tokens that each rank has in its block")
         return x
 
     @torch.compiler.disable
@@ -175,7 +180,7 @@ class SequenceParts:
     @torch.compiler.disable
     def _split(self, x: Tensor) -> Tensor:
         each = of_each(x.shape[-2], self.group.size)
-        self.group.sends_back(x.nbytes // max(1, x.shape[-2]) * each * (self.group.size - 1))
+        self.group.count_backward(x.nbytes // max(1, x.shape[-2]) * each * (self.group.size - 1))
         out: Tensor = Split.apply(x, self.group)
         return out
 
@@ -200,7 +205,7 @@ class SequenceParts:
     @torch.compiler.disable
     def _gather(self, part: Tensor) -> _Gathered:
         group = self.group
-        group.sends_back(part.nbytes * (group.size - 1))  # the reduce-scatter of its gradient
+        group.count_backward(part.nbytes * (group.size - 1))  # the reduce-scatter of its gradient
         again = Again(group, self._length or 0)
         whole: Tensor = Gather.apply(part, again)
         return _Gathered(part, _version(part), whole, _version(whole), again)
@@ -208,62 +213,62 @@ class SequenceParts:
     @torch.compiler.disable
     def _entered(self, value: Tensor) -> Tensor:
         entered = self.group.enter(value)
-        self.group.leave_entered()
+        self.group.forget_entered()
         return entered
 
-    # -- what layers ask ----------------------------------------------------------------------------------------------
+    # -- called by layers ---------------------------------------------------------------------------------------------
 
     def product(self, gathered: _Gathered, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """A linear layer's outputs of a whole value, of which the part is kept."""
+        """Returns a linear layer's outputs for a gathered value, of which only the part is saved."""
         if weight.requires_grad and not gathered.again.counted:
             gathered.again.count()
-            self.group.sends_back(gathered.part.nbytes * (self.group.size - 1))
+            self.group.count_backward(gathered.part.nbytes * (self.group.size - 1))
         out: Tensor = Product.apply(gathered.whole, gathered.part.detach(), weight, bias, gathered.again)
         return out
 
     def gathered_from(self, x: Tensor, name: str) -> _Gathered:
-        """What is gathered from a part: once for layers that take it one after the other."""
+        """Gathers a part; layers that take the same part one after the other share one gather."""
         known = self._gathered
         if known is None or known.part is not x or known.part_version != _version(x):
             self._gathered = known = self._gather(self._checked(x, name))
         return known
 
     def gathered_as(self, x: Tensor) -> _Gathered | None:
-        """How a whole value has been gathered; None: it is another, or not what it was any more."""
+        """The last gather if it made the value `x` and `x` was not changed since, else None."""
         known = self._gathered
         same = known is not None and known.whole is x and known.whole_version == _version(x)
         return known if same else None
 
     def leave(self, value: Tensor, name: str) -> Tensor:
-        """This rank's part of the sum over the ranks of a whole sequence."""
+        """Reduce-scatter along the sequence: returns this rank's part of the sum over the ranks."""
         each = of_each(self.length(name), self.group.size)
-        self.group.sends_back(value.nbytes // max(1, value.shape[-2]) * each * (self.group.size - 1))
+        self.group.count_backward(value.nbytes // max(1, value.shape[-2]) * each * (self.group.size - 1))
         out: Tensor = Scatter.apply(value, self.group)
         return out
 
     def forget_gathered(self) -> None:
-        """No layer will take it again; to remember it would keep its graph alive."""
+        """Forgets the last gather, which no further layer takes, as it would keep its graph alive."""
         self._gathered = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Joined:
-    """What a block has given, how often it had been written to, and the part that it was gathered from."""
+    """A block's output, its version counter, and the part that it was gathered from."""
 
     whole: weakref.ref[Tensor]
     version: int
     part: Tensor
 
     def stands_for(self, x: Tensor) -> bool:
-        """Whether who takes the part in the place of `x` computes the same, and so does autograd."""
-        # A checkpoint gives the same tensor a node of its own.
+        """Whether the part can replace `x`, with the same results in forward and backward."""
+        # An activation checkpoint gives the same tensor a different autograd node.
         same = self.whole() is x and self.version == version_of(x) and self.part.grad_fn is x.grad_fn
         return same and self.part.requires_grad == x.requires_grad and not user_receives_gradient(x)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Gathered:
-    """A part, what was gathered from it, and how often they had been written to."""
+    """A part, the whole value gathered from it, and their version counters."""
 
     part: Tensor
     part_version: int
@@ -273,7 +278,7 @@ class _Gathered:
 
 
 class InRegion(BetweenLayers):
-    """In a divided region values are whole, and gradients parts of sums; its last layers leave parts of the sequence."""
+    """Interface of layers in a divided region: values are whole, gradients are summands; the last layers reduce-scatter."""
 
     partial = True
 
@@ -283,7 +288,7 @@ class InRegion(BetweenLayers):
 
     @override
     def enter(self, value: Tensor) -> Tensor:
-        return value  # the region has
+        return value  # the region has passed it on already
 
     @override
     def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -296,15 +301,15 @@ class InRegion(BetweenLayers):
 
     @override
     def begin(self, *, training: bool) -> None:
-        self.parts.length(self.name)  # the block has begun
+        self.parts.length(self.name)  # only a check: the block has begun the divided region
 
     @override
     def end(self) -> None:
-        """The block does."""
+        """Does nothing: the block ends the divided region."""
 
 
 class InBlock(InRegion):
-    """Directly in a block: a layer is given a part of the sequence, and gathers it for itself."""
+    """Interface of layers directly in a block: a layer gets a part of the sequence, and gathers it."""
 
     @override
     def enter(self, value: Tensor) -> Tensor:
@@ -316,7 +321,7 @@ class InBlock(InRegion):
 
     @override
     def leave(self, value: Tensor) -> Tensor:
-        self.group.leave_entered()
+        self.group.forget_entered()
         self.parts.forget_gathered()
         return super().leave(value)
 
@@ -325,7 +330,7 @@ class InBlock(InRegion):
 
 
 def _hidden(value: Any) -> Tensor | None:
-    """The first floating tensor in arguments or results."""
+    """The first floating-point tensor in arguments or results."""
     if isinstance(value, Tensor):
         return value if value.is_floating_point() else None
     if isinstance(value, dict):
@@ -336,10 +341,10 @@ def _hidden(value: Any) -> Tensor | None:
 
 
 def _exchanged(value: Any, known: Tensor, new: Tensor, other: Callable[[Tensor], Tensor] | None = None) -> Any:
-    """The same arguments or results with another tensor in the place of `known`.
+    """Returns arguments or results with the tensor `known` replaced by `new`.
 
     Args:
-        other: what becomes of other floating tensors.
+        other: function for the other floating-point tensors; None: they stay.
     """
     if isinstance(value, Tensor):
         if value is known:

@@ -1,8 +1,8 @@
-"""Where in a block each rank has its part of the sequence, and where it has all of it.
+"""Regions of a block: where each rank has its part of the sequence, and where it has the whole sequence.
 
-Knows names and shapes, computes nothing. Inside of a block with sequence parallelism each rank has a part, but for *regions*
-around layers that are cut. A region that is *divided* computes parts of sums: its input is gathered, and its last layer
-leaves each rank's part of the sum. One that is not computes what is whole, as without sequence parallelism.
+Knows names and shapes, computes nothing. Inside of a block with sequence parallelism each rank has a part of the sequence,
+except in *regions* around cut layers. In a *divided* region the input is gathered, ranks compute summands, and the last layer
+reduce-scatters the sum. In a region that is not divided, ranks compute whole values, as without sequence parallelism.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lightning_ptm.torch_internals import parameters_in
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModuleRegion:
-    """A module inside of a block; the block itself where layers directly inside of it gather for themselves.
+    """A region: a module inside of a block, or the block itself if layers directly inside of it gather their inputs.
 
     Attributes:
-        name: inside of the block.
-        divided: see above.
+        name: name of the module relative to the block.
+        divided: whether ranks compute summands in it (see the module's docstring).
     """
 
     name: str
@@ -36,19 +36,20 @@ class SequenceBlock:
     """A block inside of which ranks have parts of the sequence.
 
     Attributes:
-        regions: none inside of another, but for the block itself.
+        block: the block.
+        regions: its regions; none is inside of another, except the block itself around the others.
     """
 
     block: CheckedBlock
     regions: tuple[ModuleRegion, ...]
 
     def region_of(self, name: str) -> ModuleRegion | None:
-        """The innermost region around a module, given by its name in the block; None: it has parts."""
+        """The innermost region around a module, named relative to the block; None: ranks have parts of the sequence there."""
         around = [each for each in self.regions if is_in(name, each.name)]
         return max(around, key=lambda each: len(each.name), default=None)
 
     def uncut(self, cut: Sequence[Place]) -> Iterator[Place]:
-        """Modules with parameters whose gradients are of a part of the sequence, or of what a divided region computes."""
+        """Yields the uncut modules whose parameters get a part of the gradient on each rank."""
         ruled = {
             id(place.module) for place in cut if place.parameter is None and isinstance(place.rule, _OF_PARAMETERS)
         }
@@ -61,11 +62,11 @@ class SequenceBlock:
 
 
 _OF_PARAMETERS = (ColwiseParallel, RowwiseParallel, Partial, VocabParallel)
-"""Rules that say what becomes of all parameters of a module."""
+"""Rules that cover all parameters of a module."""
 
 
 def sequence_block(block: CheckedBlock) -> SequenceBlock | None:
-    """How ranks divide the sequence in a block; None: there is nothing in it between layers that are cut."""
+    """Returns the regions of a block; None if sequence parallelism has no effect in it."""
     modules = dict(block.module.named_modules())
     rules = {name: rule for name, rule in block.plan.items() if name in modules}
     columns = [name for name, rule in rules.items() if isinstance(rule, ColwiseParallel) and not rule.gather]
@@ -83,7 +84,7 @@ def sequence_block(block: CheckedBlock) -> SequenceBlock | None:
             if not any(is_in(each, around) for each in columns):
                 return None
             found.setdefault(around, True)
-    # What is inside of another, or has another inside, is whole with it; the block itself has all inside.
+    # Nested regions become one region that is not divided; the block itself, around all, does not count.
     outermost = [
         name for name in found if name and not any(is_in(name, other) for other in found if other not in ("", name))
     ]
@@ -96,9 +97,11 @@ def sequence_block(block: CheckedBlock) -> SequenceBlock | None:
     return SequenceBlock(block, tuple(regions)) if any(each.divided for each in regions) else None
 
 
-def whole_because_of(block: CheckedBlock) -> str:
-    """Which layers keep ranks from having parts of a sequence around pairs of ColwiseParallel() and
-    RowwiseParallel(); "" without such pairs."""
+def layers_computing_whole(block: CheckedBlock) -> str:
+    """Names of the layers that prevent sequence parallelism around pairs of ColwiseParallel() and RowwiseParallel().
+
+    Empty if the block has no such pairs.
+    """
     rules = block.plan.values()
     columns = any(isinstance(rule, ColwiseParallel) and not rule.gather for rule in rules)
     if not columns or not any(isinstance(rule, RowwiseParallel) and not rule.split for rule in rules):
@@ -116,12 +119,12 @@ def _parent(name: str) -> str:
 
 
 def is_in(name: str, around: str) -> bool:
-    """Whether a module is another, or inside of it, by their names."""
+    """Whether the module `name` is the module `around` or inside of it."""
     return not around or name == around or name.startswith(f"{around}.")
 
 
 def _called(modules: dict[str, nn.Module], name: str) -> str:
-    """The innermost module around, or itself, that can be called."""
+    """Name of the innermost callable module that is or contains the module."""
     while name and type(modules[name]).forward is nn.Module.forward:
         name = _parent(name)
     return name

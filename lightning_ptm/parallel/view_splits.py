@@ -1,7 +1,7 @@
-"""Which views of a tensor are of each part of one dimension what they are of all of it: reshaping, slicing and exchanging
-dimensions, as long as the divided one stays what it is.
+"""View operations that can be applied to each part of a divided tensor: reshape, slice, permute.
 
-Knows shapes and arguments of torch's functions, no values. In words of logits: the divided dimension is the vocabulary.
+A view qualifies if it leaves the divided dimension as it is. Knows shapes and arguments of torch's functions, no values. The
+divided dimension is called the vocabulary, as in logits.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class View:
-    """What a call does with a part, and with the whole.
+    """A view that can be applied to a part and to the whole.
 
     Attributes:
+        of: applies the view to a tensor.
         vocabulary: the divided dimension of the result; -1: its last.
     """
 
@@ -31,12 +32,13 @@ Shape = tuple[int, ...]
 
 
 def view_of(function: Any, shape: Shape, vocabulary: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> View | None:
-    """What a call of one of torch's functions does; None where it asks for more than parts.
+    """Returns the view that a call of a torch function makes; None if it cannot be made on parts.
 
     Args:
-        shape: of the whole.
+        function: the function of torch.
+        shape: shape of the whole tensor.
         vocabulary: the divided dimension.
-        args, kwargs: behind the tensor.
+        args, kwargs: arguments after the tensor.
     """
     known = _KNOWN.get(function)
     return None if known is None else known(shape, vocabulary, *args, **kwargs)
@@ -66,7 +68,7 @@ def _flattened(shape: Shape, vocabulary: int, start_dim: int = 0, end_dim: int =
 
 
 def _items(shape: Shape, vocabulary: int, index: Any) -> View | None:
-    """Positions and slices of what is before the vocabulary."""
+    """Indexing and slicing of the dimensions before the vocabulary."""
     entries = list(index) if isinstance(index, tuple) else [index]
     if not all(each is None or each is ... or type(each) in (int, slice) or _is_index(each) for each in entries):
         return None

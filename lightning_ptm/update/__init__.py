@@ -1,1 +1,1 @@
-"""The update: the user's optimizer, run page by page where the master states live."""
+"""Optimizer updates: the user's optimizer runs page by page on master states in their home tier."""

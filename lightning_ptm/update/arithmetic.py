@@ -1,10 +1,10 @@
-"""One chunk's arithmetic: gradient into scratch, optimizer, compute copy, all while the bytes are hot in the cache.
+"""Arithmetic of one chunk's update: gradient into scratch, optimizer step, compute copy, while the bytes are in the cache.
 
-Owns the scratch. Knows views, never transfers.
-I1: what a chunk reads and writes lies in the windows that it is given; nothing else is touched.
-I2: the compute copy of an element is the rounding of its master after the step, for updated elements, and for the
-    whole chunk where the compute pages are staged (unchanged elements then get the same bytes again). Of a job with a
-    forecast it is what momentum alone makes of the master next.
+Owns the scratch tensors. Knows tensor views, never transfers.
+I1: a chunk reads and writes only the windows that it is given.
+I2: the compute copy of an element is its master value after the step, rounded. It is written for updated elements, and for
+    the whole chunk where the compute pages are staged (unchanged elements then get the same bytes again). A job with a
+    weight prediction writes instead what momentum alone would make of the master values next.
 I3: where a chunk is cut into optimizer calls depends on the flat alone, never on the tiers, so the tiers cannot change bits.
     A parameter that is updated whole is a call of its own.
 """
@@ -26,7 +26,7 @@ from lightning_ptm.update.update_job import GRADIENT, PARAMETER, SCRATCH, TARGET
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A chunk's windows and the step that is taken: 1-D tensors of the shard's elements from `start` on."""
+    """A chunk's windows and the optimizer step to take. The tensors are 1-D, elements of the shard from `start` on."""
 
     progress: JobUnderWay
     hyper: GroupValues
@@ -39,10 +39,11 @@ class _Chunk:
 
 
 class Arithmetic:
-    """Updates chunks. One thread at a time, without autograd (the caller's no_grad).
+    """Runs the optimizer on chunks. Used by one thread at a time, under the caller's no_grad.
 
     Args:
-        block_numel: most elements per optimizer call, a multiple of ALIGN_NUMEL; what a call touches should fit the cache.
+        block_numel: most elements per optimizer call, a multiple of ALIGN_NUMEL; the bytes that a call touches should fit
+            the cache.
     """
 
     def __init__(self, block_numel: int) -> None:
@@ -54,14 +55,14 @@ class Arithmetic:
     def update(
         self, progress: JobUnderWay, start: int, numel: int, windows: Mapping[str, torch.Tensor], *, whole_target: bool
     ) -> None:
-        """Run a job's optimizer steps over elements [start, start + numel) of its shard.
+        """Runs a job's optimizer steps over elements [start, start + numel) of its shard.
 
         Args:
             progress: the job.
             start: first element in the shard.
             numel: elements.
             windows: for each column role a 1-D tensor of exactly these elements.
-            whole_target: rewrite the compute copy of elements without a gradient too.
+            whole_target: rewrite the compute copy of elements without a gradient, too.
         """
         job, states = progress.job, progress.job.states
         parameter = windows[PARAMETER]
@@ -86,7 +87,7 @@ class Arithmetic:
                 runs_now = [dataclasses.replace(run, scalars=known[run.group, id(run.scalars)]) for run in runs]
             else:
                 runs_now = runs
-            if job.forecast is not None and hyper is job.hyper:
+            if job.prediction is not None and hyper is job.hyper:
                 before = self._copy_of(parameter)
             self._step(_Chunk(progress, hyper, start, parameter, slots, target, reader), runs_now)
         _end(progress, start, runs_now, before, windows, whole_target=whole_target)
@@ -95,7 +96,7 @@ class Arithmetic:
     def _update_whole(
         progress: JobUnderWay, start: int, numel: int, windows: Mapping[str, torch.Tensor], *, whole_target: bool
     ) -> None:
-        """As `update`, of parameters that lie in the chunk as a whole, one after the other, each through all steps."""
+        """`update` for parameters that are updated whole: each in turn goes through all steps of the job."""
         job, states = progress.job, progress.job.states
         reader = _reader(progress, start, windows)
         firsts = {name: states.layouts[name].stretch(start, numel)[0] for name in states.slots if name in windows}
@@ -142,7 +143,7 @@ class Arithmetic:
         return dataclasses.replace(run, scalars=frozen_scalars({**run.scalars.values, "step": counted}))
 
     def _step(self, chunk: _Chunk, runs: Sequence[StateRun]) -> None:
-        """One optimizer step."""
+        """Runs one optimizer step over the chunk."""
         small: list[StateRun] = []
         small_numel = 0
         for run in runs:
@@ -158,7 +159,7 @@ class Arithmetic:
             self._update_small(chunk, small)
 
     def _update_small(self, chunk: _Chunk, runs: list[StateRun]) -> None:
-        """Several runs in one call."""
+        """Updates several runs in one optimizer call."""
         views: list[RunViews] = []
         offset = 0
         for run in runs:
@@ -178,7 +179,7 @@ class Arithmetic:
                 chunk.target.narrow(0, run.start - chunk.start, run.numel).copy_(view.parameter)
 
     def _update_large(self, chunk: _Chunk, run: StateRun) -> None:
-        """One run in several calls."""
+        """Updates one run in several optimizer calls."""
         whole = chunk.reader.view(run)
         if whole is None:
             for part in self._cut(run):
@@ -207,7 +208,7 @@ class Arithmetic:
 
     @staticmethod
     def _optimize(chunk: _Chunk, views: Sequence[RunViews]) -> None:
-        """One call of the optimizer."""
+        """Calls the optimizer once."""
         job = chunk.progress.job
         job.shadow.step(chunk.hyper, views)
         if job.states.traits.writes_gradient and isinstance(job.gradient, ParameterGradients):
@@ -230,11 +231,11 @@ class Arithmetic:
 
     @staticmethod
     def _direct(chunk: _Chunk, view: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient itself, where the optimizer can take it as it is."""
+        """The gradient itself where the optimizer can read it without a copy, else None."""
         return view if view is not None and _is_direct(chunk.progress.job, chunk.parameter, view) else None
 
     def _copy_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A copy that is good until the next chunk."""
+        """A copy of `parameter`, valid until the next chunk."""
         key = (parameter.device, parameter.dtype)
         known = self._before.get(key)
         if known is None or known.numel() < parameter.numel():
@@ -257,25 +258,25 @@ def _end(
     *,
     whole_target: bool,
 ) -> None:
-    """A chunk is updated: its forecast is learned, and the target written.
+    """Ends a chunk's update: the weight prediction learns from it, and the compute copy is written.
 
     Args:
-        runs: with their scalars before the last step.
-        before: what a forecast needs: the parameters before that step.
+        runs: the runs, with their scalars before the last step.
+        before: the parameters before that step, which a weight prediction needs; None without one.
     """
     job, parameter = progress.job, windows[PARAMETER]
-    if job.forecast is not None and before is not None:
+    if job.prediction is not None and before is not None:
         for run in runs:
             place = (run.start - start, run.numel)
-            compute_timing = {name: windows[name].narrow(0, *place) for name in job.states.slot_names[run.group]}
-            job.forecast.learn(run, before.narrow(0, *place), parameter.narrow(0, *place), compute_timing)
+            slots = {name: windows[name].narrow(0, *place) for name in job.states.slot_names[run.group]}
+            job.prediction.learn(run, before.narrow(0, *place), parameter.narrow(0, *place), slots)
         windows[TARGET].copy_(before)
     elif whole_target:
         windows[TARGET].copy_(parameter)
 
 
 def _is_direct(job: UpdateJob, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether the optimizer can take a gradient as it is."""
+    """Whether the optimizer can read a gradient as it is, without a cast, a factor or a copy."""
     return (
         gradient.dtype == parameter.dtype
         and gradient.device == parameter.device

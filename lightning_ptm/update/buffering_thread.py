@@ -1,9 +1,9 @@
-"""The buffering thread: alone owns lock-free mode's buffers, between compute and the updating thread (Algorithm 2).
+"""The buffering thread of lock-free mode: owner of the buffers between compute and the updating thread (Algorithm 2).
 
-Owns the thread and the queue of messages to it. Gradients and versions are in lock_free_buffers.py; reads,
-arithmetic and writes are the updater's, which runs in a thread of its own.
-I1: compute and the updating thread only put messages into the queue; nobody but this thread touches a buffer.
-I2: after an error in either thread nothing is updated any more, and every later call of compute raises that error.
+Owns the thread and the queue of messages to it. Gradients and parameter versions are in lock_free_buffers.py; reads,
+arithmetic and writes are the updater's, which runs in its own thread.
+I1: compute and the updating thread only put messages into the queue; this thread alone touches the buffers.
+I2: after an error in either thread nothing is updated any more, and every later call from compute raises that error.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from lightning_ptm.memory.paged_tensor import PagedTensor
 
 _LOOK_S = 0.1
-"""How often a waiting thread looks whether those that it waits for are alive."""
+"""Interval at which a waiting thread checks that the threads that it waits for are alive."""
 _DRAIN_LOOK_S = 0.005
-"""How often a drain looks for versions; it may miss the notification of one."""
+"""Interval at which a drain looks for versions; it may miss the notification of one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LockFreeFlat:
-    """A flat as the buffering thread knows it: its buffer, its master states, and the optimizer that they belong to."""
+    """What the buffering thread knows of a flat: its buffer, its master states, and the optimizer that updates them."""
 
     buffer: FlatBuffer
     states: FlatStates
@@ -45,7 +45,7 @@ class LockFreeFlat:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Count:
-    """Contributions of one flat, as the buffering thread has counted them."""
+    """Numbers of one flat's gradient contributions: received, applied and pending."""
 
     name: str
     received: int
@@ -54,15 +54,15 @@ class Count:
 
 
 class BufferingThread:
-    """Takes gradients from compute, has the updater apply them, and publishes what comes of it.
+    """Takes gradients from compute, has the updater apply them, and publishes the new parameter versions.
 
     Args:
-        updater: not running yet; between `start` and `stop` in a thread of its own. Closed by its owner.
-        flats: in the order in which a forward pass uses them; a flat is named by its place here.
+        updater: not running yet; runs in its own thread between `start` and `stop`. Closed by its owner.
+        flats: the flats, in the order in which a forward pass uses them; methods name a flat by its index here.
         spares: pages for new versions.
-        room: chunks of all jobs in hand at once, about.
+        room: chunks that all running jobs may have at once, about.
         cores: CPU cores that the updater's arithmetic may use, and this thread's.
-        learns: whether updates learn forecasts from the first on.
+        learns: whether updates learn weight predictions from the first update on.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class BufferingThread:
         self.updates = 0
         """Jobs finished since the start; written by the thread."""
 
-        # State: `_handles` and `_when_idle` are the thread's; `_failure` is written by it once.
+        # `_handles` and `_when_idle` belong to the thread; it writes `_failure`, once.
         self._handles: dict[int, JobHandle] = {}
         self._when_idle: list[threading.Event] = []
         self._failure: BaseException | None = None
@@ -92,52 +92,52 @@ class BufferingThread:
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    # Compute's side.
+    # Called by compute.
 
     def start(self) -> None:
-        """Start both threads; call once."""
+        """Starts both threads; call once."""
         self._updater.run_in_thread(self._cores)
         thread = threading.Thread(target=self._work, name="lightning_ptm buffering", daemon=True)
         thread.start()
-        self._thread = thread  # now that it is one: `stop` joins it
+        self._thread = thread  # only once it has started: `stop` joins it
 
     def offer(self, flat: int, contribution: Contribution) -> None:
-        """Hand over a reduced gradient of a step; it is applied exactly once, some time later."""
+        """Hands over a reduced gradient of a step; it is applied exactly once, some time later."""
         self.check()
         self._messages.put(partial(self._offer, self._flats[flat].buffer, contribution))
 
     def learn(self, step: int) -> None:
-        """Updates with gradients of this step, and of later ones, learn forecasts."""
+        """Lets updates with gradients of this step and later steps learn weight predictions."""
         self._messages.put(partial(self._buffers.learn, step))
 
     def hurry(self, flat: int, needed: int) -> None:
-        """Compute waits for a version of this flat that includes `needed` contributions: serve it first."""
+        """Serves this flat first: compute waits for a version of it that includes `needed` contributions."""
         self._messages.put(partial(self._hurry, self._flats[flat].buffer, needed))
 
     def give_back(self, pages: PagedTensor) -> None:
-        """Pages that a newer version has replaced, and that nobody reads any more."""
+        """Returns pages that a newer version has replaced and that compute reads no more."""
         self._messages.put(partial(self._buffers.give_back, pages))
 
     def collect(self, flat: int, received: int) -> Version | None:
-        """The newest version of a flat, unless it was collected before, or lacks a forecast of the last of so many
-        contributions. Never blocks."""
+        """Takes the newest version of a flat; None if it was collected before, or neither includes nor predicts all of the
+        `received` contributions. Never blocks."""
         return self._flats[flat].buffer.slot.collect(received)
 
     def peek(self, flat: int, received: int) -> Version | None:
-        """What `collect` would return, or soon would. Never blocks."""
+        """What `collect` would return now, or soon. Never blocks."""
         return self._flats[flat].buffer.slot.peek(received)
 
     def published(self, flat: int) -> bool:
-        """Whether there is a version of a flat to collect. Never blocks."""
+        """Whether a version of a flat can be collected. Never blocks."""
         return self._flats[flat].buffer.slot.published
 
     def offers(self, flat: int) -> int:
-        """Calls of `offer` for a flat that the thread has come to. Never blocks."""
+        """Calls of `offer` for a flat that the thread has processed. Never blocks."""
         return self._flats[flat].buffer.offers
 
     def waiting(self, flat: int) -> int:
-        """Sums of gradients of a flat that wait, as far as the thread has come; never more later, but by `offer`. Several
-        where they cannot be added. Never blocks."""
+        """Sums of gradients of a flat that wait for an update, among the messages processed so far; several where gradients
+        cannot be added. Only `offer` makes it grow. Never blocks."""
         return len(self._flats[flat].buffer.waiting)
 
     def applied(self, flat: int) -> int:
@@ -145,10 +145,10 @@ class BufferingThread:
         return self._flats[flat].buffer.slot.applied
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """Block until `until`, which looks at versions, is true.
+        """Blocks until `until`, a condition on versions, is true.
 
         Raises:
-            What ended one of the threads, e.g. PageIOError.
+            The error that ended one of the threads, e.g. PageIOError.
         """
         with self._news:
             while not until():
@@ -157,10 +157,10 @@ class BufferingThread:
         self.check()
 
     def drain(self, collect: Callable[[], None]) -> None:
-        """Block until every contribution is in a version and at home. Raises as `wait` does.
+        """Blocks until every contribution is applied and the master states are in their home tier. Raises as `wait` does.
 
         Args:
-            collect: collects versions and gives old pages back: without it updates would run out of spare pages.
+            collect: collects versions and gives old pages back; without it updates would run out of spare pages.
         """
         self.check()
         idle = threading.Event()
@@ -168,14 +168,14 @@ class BufferingThread:
         while not idle.is_set():
             collect()
             with self._news:
-                # Versions that are published from now on notify; what was published before is collected in a moment.
+                # Versions published from now on notify; those published before are collected at the next turn.
                 self._news.wait(_DRAIN_LOOK_S)
             self.check()
         collect()
         self._updater.drain()
 
     def counts(self) -> list[Count]:
-        """Of each flat, counted after all that was handed over before this call."""
+        """Numbers of contributions of each flat, counted after everything that was offered before this call."""
         self.check()
         answer: queue.SimpleQueue[list[Count]] = queue.SimpleQueue()
         self._messages.put(lambda: answer.put([_count(flat.buffer) for flat in self._flats]))
@@ -186,7 +186,7 @@ class BufferingThread:
                 self.check()
 
     def check(self) -> None:
-        """Raise the error that ended one of the threads, if one has."""
+        """Raises the error that ended one of the threads, if one has ended."""
         if self._failure is not None:
             raise self._failure
         self._updater.pump()
@@ -194,14 +194,14 @@ class BufferingThread:
             raise InternalError("the buffering thread has ended; nothing is updated any more")
 
     def stop(self) -> None:
-        """End both threads; what is pending stays undone. Idempotent, never raises."""
+        """Ends both threads; pending updates are not done. Idempotent, never raises."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._messages.put(None)
             thread.join()
         self._updater.stop()
 
-    # The thread's side.
+    # Called in the thread.
 
     def _work(self) -> None:
         use_cores(self._cores)
@@ -221,7 +221,7 @@ class BufferingThread:
         buffer = begun.flat
         flat = self._of_buffer[id(buffer)]
         steps, transform = combined(contribution)
-        forecast = WeightPrediction(flat.states, steps[-1], begun.ahead, buffer.forecast) if begun.ahead else None
+        prediction = WeightPrediction(flat.states, steps[-1], begun.ahead, buffer.prediction) if begun.ahead else None
         job = UpdateJob(
             flat.states,
             flat.shadow,
@@ -233,8 +233,8 @@ class BufferingThread:
             merge=begun.at_once,
             after=contribution.after,
             fresh_target=True,
-            forecast=forecast,
-            on_done=lambda: self._messages.put(partial(self._finish, buffer, forecast, bool(steps))),
+            prediction=prediction,
+            on_done=lambda: self._messages.put(partial(self._finish, buffer, prediction, bool(steps))),
         )
         handle = self._updater.submit(job)
         self._handles[id(buffer)] = handle
@@ -247,11 +247,11 @@ class BufferingThread:
 
     def _offer(self, buffer: FlatBuffer, contribution: Contribution) -> None:
         self._buffers.offer(buffer, contribution)
-        self._notify()  # compute may have waited for the forecast, or to know what waits
+        self._notify()  # compute may have waited for the weight prediction, or to learn which gradients wait
 
-    def _finish(self, buffer: FlatBuffer, forecast: WeightPrediction | None, update: bool) -> None:
+    def _finish(self, buffer: FlatBuffer, prediction: WeightPrediction | None, update: bool) -> None:
         del self._handles[id(buffer)]
-        self._buffers.finish(buffer, forecast)
+        self._buffers.finish(buffer, prediction)
         self.updates += update
         self._notify()
 

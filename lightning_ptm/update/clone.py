@@ -1,12 +1,12 @@
-"""Clones of the user's optimizer: other objects of its class, with its settings and without its parameters, states and hooks.
+"""Clones of the user's optimizer: objects of its class with its settings, without its parameters, states and hooks.
 
-The trial and updates page by page call `step` far more often than training does. They call it on clones, so that what a class
-counts, caches or logs on its object is not the user's.
+The optimizer trial and the page-by-page updates call `step` far more often than training does. They call it on clones, so
+that counters, caches or logs that the class keeps on its object do not change on the user's.
 
 I1: plain data in attributes is copied, and so are bound methods of the optimizer and partials of them; every other object
-    (functions, modules, handles, process groups) is shared with the user's optimizer, of which nothing is written.
-I2: the class is the user's own, and so is what it keeps outside of its objects; trial/side_effects.py refuses classes whose
-    steps change that.
+    (functions, modules, handles, process groups) is shared with the user's optimizer. The user's optimizer is never written.
+I2: the class is the user's own, and so is the state that it keeps outside of its objects; trial/side_effects.py refuses
+    classes whose steps change such state.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NUMBERS = (int, float, complex, bool, str, bytes, type(None))
 
 
 def clone_of(optimizer: Optimizer) -> Optimizer:
-    """An object of the optimizer's class with its attributes, and with no parameter group, state or hook."""
+    """A new object of the optimizer's class with its attributes, without parameter groups, states or hooks."""
     clone: Optimizer = object.__new__(type(optimizer))
     hooks = {name: type(value)() for name, value in vars(optimizer).items() if _holds_hooks(name)}
     vars(clone).update(hooks, state=defaultdict(dict), param_groups=[])
@@ -46,7 +46,7 @@ def clone_of(optimizer: Optimizer) -> Optimizer:
 
 
 def constructed_clone(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """An object that went through the constructor of the optimizer's class, with the optimizer's attributes afterwards."""
+    """A new object made by the constructor of the optimizer's class, which then gets the optimizer's attributes."""
     cls = type(optimizer)
     made = cls(groups, **_accepted(cls, optimizer.defaults))
     _copy_attributes(optimizer, made)
@@ -54,7 +54,7 @@ def constructed_clone(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Opt
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes that the optimizer's own class or its user has set."""
+    """The attributes that the optimizer's own class or its user set, without those of torch.optim.Optimizer."""
     return {
         name: value for name, value in vars(optimizer).items() if name not in _OF_THE_RUN and not _holds_hooks(name)
     }
@@ -69,7 +69,7 @@ def _copy_attributes(source: Optimizer, target: Optimizer) -> None:
 
 
 def _accepted(cls: type[Optimizer], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Those of an optimizer's defaults that its constructor takes."""
+    """The defaults of an optimizer that its constructor accepts as arguments."""
     code = cls.__init__.__code__ if isinstance(cls.__init__, types.FunctionType) else None
     if code is None or code.co_flags & 0x08:  # **anything
         return dict(defaults)
@@ -81,7 +81,7 @@ def _accepted(cls: type[Optimizer], defaults: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_container(value: Any) -> bool:
-    """Whether a value is a list, dictionary, set or deque, or an object with numbers and containers alone (statistics)."""
+    """Whether a value is a list, dictionary, set or deque, or an object whose attributes are numbers and containers."""
     if isinstance(value, _CONTAINERS):
         return type(value).__module__ in ("builtins", "collections")
     attributes = getattr(value, "__dict__", None)
@@ -93,14 +93,14 @@ def is_container(value: Any) -> bool:
 
 
 def is_large(value: Any) -> bool:
-    """Whether a value is a table, which code reads and does not change: a container or tensor of many items."""
+    """Whether a value has so many items (a container or tensor) that it is taken for a read-only table."""
     if isinstance(value, torch.Tensor):
         return value.numel() > _MAX_ITEMS
     return isinstance(value, (*_CONTAINERS, tuple)) and len(value) > _MAX_ITEMS
 
 
 def parts_of(value: Any) -> list[Any]:
-    """What a container, a bound method or a partial holds; nothing for other values."""
+    """The objects inside a container, a bound method or a partial; none for other values."""
     if isinstance(value, types.MethodType):
         return [value.__self__]
     if isinstance(value, functools.partial):
@@ -113,7 +113,7 @@ def parts_of(value: Any) -> list[Any]:
 
 
 def walk(value: Any, *, tables: bool = False) -> Iterator[Any]:
-    """A value and all that it holds, each object once; with `tables` also what large containers hold."""
+    """A value and all objects inside it, each once; those inside large containers only with `tables`."""
     seen: set[int] = set()
     todo = [value]
     while todo:
@@ -126,10 +126,10 @@ def walk(value: Any, *, tables: bool = False) -> Iterator[Any]:
 
 
 def copy_plain(values: Mapping[str, Any], replaced: Mapping[int, Any] = types.MappingProxyType({})) -> dict[str, Any]:
-    """A deep copy of plain data that shares all other objects, and tables.
+    """A deep copy of plain data; tables (`is_large`) and all other objects are shared.
 
     Args:
-        replaced: objects to put in the places of others, by the identity of those.
+        replaced: by the id of an object, the object that the copy has in its place.
     """
     memo: dict[int, Any] = dict(replaced)
     for each in walk(list(values.values())):
@@ -143,7 +143,7 @@ def copy_plain(values: Mapping[str, Any], replaced: Mapping[int, Any] = types.Ma
 
 
 def same_plain(now: Any, before: Any) -> bool:
-    """Whether plain data is what it was before, bit for bit; other objects and tables are not compared."""
+    """Whether plain data is bitwise what it was before; tables (`is_large`) and other objects are not compared."""
     if now is before or is_large(now):
         return True
     if isinstance(now, _NUMBERS) or type(now) is torch.Tensor:

@@ -1,7 +1,7 @@
-"""How many cores one thread's tensor arithmetic uses.
+"""Limits on the CPU cores that one thread's tensor arithmetic uses.
 
-torch.set_num_threads is the process's: in a background thread it would slow compute down. What OpenMP keeps is each
-thread's own number, so the OpenMP library that PyTorch has loaded is asked directly.
+torch.set_num_threads holds for the process: called for a background thread, it would slow compute down. OpenMP keeps a
+number for each thread, so this module calls the OpenMP library that PyTorch has loaded.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 
 
 def use_cores(count: int) -> bool:
-    """Run the tensor arithmetic of the calling thread, and of no other, on at most `count` cores.
+    """Limits the tensor arithmetic of the calling thread, and of no other, to `count` cores.
 
     Returns:
-        False where PyTorch's OpenMP library is not found: the thread then uses as many as any other.
+        False where PyTorch's OpenMP library is not found: the thread then uses as many cores as any other.
     """
     library = _openmp()
     if library is None:
@@ -32,7 +32,7 @@ def use_cores(count: int) -> bool:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Inside, the tensor arithmetic of the calling thread runs on one core."""
+    """Context in which the tensor arithmetic of the calling thread runs on one core."""
     before = torch.get_num_threads()
     use_cores(1)
     try:

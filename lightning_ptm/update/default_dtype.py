@@ -1,12 +1,13 @@
-"""A default dtype for tensors that a stretch of code makes, in one thread.
+"""A default dtype for one thread, as a torch function mode.
 
-A forward in a true 16- or 64-bit precision runs with its dtype as torch's default (Lightning's rule, so that what a module
-makes is of that dtype). The default is the process's: an update beside a forward, or one that a forward waits for, would
-make numbers of that dtype, where an optimizer's step behind the backward makes them of the ordinary one.
+Lightning runs a forward in a true 16- or 64-bit precision with that dtype as torch's default, so that tensors made by the
+module get it. The default holds for the process: an update that runs during a forward would make its tensors in that dtype,
+whereas an optimizer step after the backward makes them in the ordinary one.
 
-I1: with `DefaultDtype(dtype)`, what makes tensors makes them as it would with this default, where the caller names no dtype;
-    everything else goes by as it is. Not seen: what asks for the default itself (`torch.get_default_dtype`), as torch's own
-    optimizers do when they make their states, and promotion (an integer tensor times a float).
+I1: under `DefaultDtype(dtype)`, factory functions make tensors as they would with this default, where the caller names no
+    dtype; all other functions are unchanged. Two things are not covered: code that reads the default itself
+    (`torch.get_default_dtype`), as torch's own optimizers do when they make their states, and type promotion (an integer
+    tensor times a float).
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _ALWAYS: frozenset[Callable[..., Any]] = frozenset(
         torch.scalar_tensor,
     )
 )
-"""Functions that make tensors of the default dtype, whatever they are given."""
+"""Functions that make tensors of the default dtype for all arguments."""
 _OF_FLOATS: frozenset[Callable[..., Any]] = frozenset((torch.full, torch.arange))
 _OF_DATA: frozenset[Callable[..., Any]] = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
-"""Functions that make tensors of the default dtype where they are given Python's floats, or data of these."""
+"""Functions that make tensors of the default dtype if their arguments are Python floats, or data of Python floats."""
 
 
 class DefaultDtype(TorchFunctionMode):
-    """Makes `dtype` the default of what makes tensors in this thread, while it is entered; see I1."""
+    """Context in which `dtype` is the default dtype of new tensors in this thread; see I1 for its limits."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class DefaultDtype(TorchFunctionMode):
 
 
 def _is_of_floats(data: Any) -> bool:
-    """Whether data are Python's floats, among integers maybe, or nothing at all. NumPy's floats have a dtype of their own."""
+    """Whether data are empty or Python floats, possibly among integers. NumPy's floats have a dtype of their own."""
     if isinstance(data, list | tuple):
         return not data or any(map(_is_of_floats, data))
     return type(data) is float

@@ -1,11 +1,11 @@
-"""Master states of one flat shard: which pages hold what, and which scalars each parameter has.
+"""Master states of one flat's shard: the paged tensors of master parameter and optimizer slots, and the scalar states.
 
-Owns the scalars of the flat's parameters; names, but does not move, the paged tensors of the master parameter and of
-every slot. Knows a flat's layout and nothing of steps in flight.
+Owns the scalar states of the flat's parameters. Refers to the paged tensors of the master parameter and of every slot, but
+does not move them. Knows a flat's layout; knows nothing of steps in flight.
 I1: element i of the master parameter and of every slot belongs to element i of this rank's shard; where parameters are
-    updated whole, slots are laid out as state_layout.py has it.
-I2: parameters with the same history share one ScalarState object, so comparing runs is comparing identities. Where parameters
-    are updated whole, each has its own.
+    updated whole, state_layout.py defines the layout of slots.
+I2: parameters with the same history share one ScalarState object, so runs are compared by identity. Where parameters are
+    updated whole, each has its own object.
 I3: a run never ends inside the ragged tail of a parameter, nor goes on past it: kernels treat the last, partial vector of a
     tensor differently, and it must be the parameter's own last one.
 """
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of one parameter in a shard; all in elements.
+    """A stretch of one parameter in a shard, in elements.
 
     Attributes:
         parameter: index of the parameter in its flat.
         start: first element in the shard.
         parameter_start: first element in the parameter.
         numel: length.
-        ragged: it holds the parameter's last element and the parameter's length is no multiple of ALIGN_NUMEL.
+        ragged: whether it has the parameter's last element and the parameter's length is no multiple of ALIGN_NUMEL.
     """
 
     parameter: int
@@ -56,7 +56,7 @@ class Segment:
         return self.start + self.numel
 
     def cut(self, start: int, stop: int) -> Segment:
-        """The part of it in [start, stop) of the shard; itself when that is all of it."""
+        """The part of the segment in [start, stop) of the shard; the segment itself if it is all inside."""
         begin, end = max(start, self.start), min(stop, self.stop)
         if begin == self.start and end == self.stop:
             return self
@@ -80,7 +80,7 @@ class StateRun:
 
 
 def shard_segments(flat: FlatLayout, rank: int) -> tuple[Segment, ...]:
-    """The parameters' stretches in a rank's shard, by position; stretches that touch in both are joined."""
+    """The parameters' stretches in a rank's shard, in order; those adjacent in both parameter and shard are joined."""
     found: list[Segment] = []
     starts = [slot.start for slot in flat.slots]
     for piece in flat.pieces(rank):
@@ -123,12 +123,11 @@ class FlatStates:
     Args:
         flat: the flat's layout.
         rank: this rank, which chooses the shard.
-        traits: what the optimizer keeps.
-        master: the master parameter, or None when the compute parameter is the truth and is updated in place
-            ("true" precisions).
-        slots: by name, the paged tensors that `lay_out_states` names.
-        groups: parameter group of each of the flat's parameters within the optimizer, None for one that this optimizer
-            does not update. Defaults to the layout's groups: right when there is one optimizer.
+        traits: the states that the optimizer keeps, as the trial found them.
+        master: the master parameter, or None where the compute parameter is updated in place ("true" precisions).
+        slots: by name, the paged tensors of the states that `lay_out_states` lists.
+        groups: parameter group of each of the flat's parameters within the optimizer, None for a parameter that this
+            optimizer does not update. Defaults to the layout's groups, which are right when there is one optimizer.
     """
 
     def __init__(
@@ -143,14 +142,14 @@ class FlatStates:
     ) -> None:
         self.groups = tuple(groups) if groups is not None else layout_groups(flat)
         self.everywhere = {layout.name: layout for layout in states_of_all_ranks(flat, traits, self.groups)}
-        """Where states lie, by name; of some of them, only other ranks may have any."""
+        """Layouts of all states by name, also of those of which only other ranks have elements."""
         self.layouts = {name: layout for name, layout in self.everywhere.items() if layout.numel}
-        """Where what is in which of `slots`, by name."""
+        """Layouts of this rank's `slots`, by name."""
         if flat.shares and flat.rank != rank:
             raise InternalError(f"flat {flat.unit}/{flat.index} is laid out for rank {flat.rank}, not for {rank}")
         known = {name: layout.encoding for name, layout in self.layouts.items()}
         self.encodings = {name: encoding for name, encoding in known.items() if encoding is not None}
-        """Of the slots that are not in pages as the optimizer keeps them, by name."""
+        """Encodings of the slots that are stored in another form than the optimizer's, by name."""
         if self.layouts.keys() != slots.keys():
             raise InternalError(
                 f"flat {flat.unit}/{flat.index} got slots {sorted(slots)}, the optimizer keeps {sorted(self.layouts)}"
@@ -168,14 +167,14 @@ class FlatStates:
         self.slots = dict(slots)
         self.segments = shard_segments(flat, rank)
         self.whole = dict(flat.whole_slots()) if traits.whole else {}
-        """By place in the flat, the parameters that this rank updates as a whole; they start in its shard where told."""
+        """Slots of the parameters that this rank updates whole, by index in the flat, with their starts in its shard."""
         self.slot_names = tuple(tuple(slot.name for slot in group.slots) for group in traits.groups)
         """Names of the slots of each parameter group."""
         self._segment_stops = [segment.stop for segment in self.segments]
         self._within: dict[tuple[int, int], tuple[Segment, ...]] = {}
 
         self._scalars: list[ScalarState | None] = [None] * len(flat.slots)
-        self._updated_elsewhere: set[int] = set()  # parameters that their owner, another rank, has updated
+        self._updated_elsewhere: set[int] = set()  # parameters that another rank, their owner, has updated
 
     @classmethod
     def allocate(
@@ -189,9 +188,9 @@ class FlatStates:
         master_dtype: torch.dtype | None,
         groups: Sequence[int | None] | None = None,
     ) -> FlatStates:
-        """Take pages in `tier` for the master parameter (unless `master_dtype` is None) and every slot.
+        """Allocates pages in `tier` for the master parameter (unless `master_dtype` is None) and every slot.
 
-        The bytes are not initialised: the master parameter is the caller's to fill, slots are filled by the first step.
+        The bytes are not initialised: the caller fills the master parameter, the first step fills the slots.
 
         Raises:
             CapacityError: the tier has too few pages.
@@ -207,35 +206,35 @@ class FlatStates:
         return cls(flat, rank, traits, master=master, slots=slots, groups=groups)
 
     def release(self, allocator: Allocator) -> None:
-        """Give the pages back. The object is of no use afterwards."""
+        """Releases the pages. The object must not be used afterwards."""
         for tensor in self.tensors():
             allocator.release(tensor)
 
     def tensors(self) -> tuple[PagedTensor, ...]:
-        """The master parameter, when there is one, and the slots."""
+        """The paged tensors: the master parameter, if there is one, and the slots."""
         return (*((self.master,) if self.master is not None else ()), *self.slots.values())
 
     def elements(self, name: str) -> PagedTensor | EncodedTensor:
-        """A slot, as the optimizer's elements."""
+        """A slot as the optimizer's elements: the paged tensor, or one that decodes."""
         slot, encoding = self.slots[name], self.encodings.get(name)
         return slot if encoding is None else EncodedTensor(slot, encoding)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """As the optimizer has a state, on whatever rank it lies."""
+        """Dtype of a state as the optimizer has it, whichever rank stores it."""
         layout = self.everywhere[name]
         return layout.dtype if layout.encoding is None else VALUES_DTYPE
 
     def home(self) -> Tier | None:
-        """Tier of the master states; None when there are none (plain SGD in a true precision)."""
+        """Tier of the master states; None if there are none (plain SGD in a true precision)."""
         tensors = self.tensors()
         return tensors[0].tier if tensors else None
 
     def owns(self, parameter: int) -> bool:
-        """Whether this rank keeps the scalars of the flat's parameter at an index: every rank does, or its owner alone."""
+        """Whether this rank keeps the scalars of a parameter of the flat: its owner does or, without owners, every rank."""
         return not self.flat.shares or parameter in self.whole
 
     def state_names(self, parameter: int) -> tuple[str, ...]:
-        """Names of the slots that have a state of the flat's parameter at an index."""
+        """Names of the slots that have a state of a parameter of the flat."""
         group = self.groups[parameter]
         if group is None:
             return ()
@@ -244,13 +243,13 @@ class FlatStates:
         return tuple(self.traits.groups[group].state_shapes[self.flat.slots[parameter].spec.shape])
 
     def own_shape(self, name: str, parameter: int) -> Shape | None:
-        """Shape of a state of a parameter that has it, where that is not the parameter's."""
+        """Shape of a parameter's state where states have shapes of their own, else None."""
         own = self.everywhere[name].own
         return None if own is None else own.shapes[parameter]
 
     def bytes_of_ranks(self, ranks: int) -> int:
-        """Bytes of the states of so many ranks, all of which have a shard like this or own some of its parameters, as the
-        optimizer has them."""
+        """Bytes of the states, as the optimizer has them, of `ranks` ranks that each have a shard like this one or own some
+        of the flat's parameters."""
         return sum(
             self.dtype_of(name).itemsize
             * (self.flat.shard_numel * ranks if layout.own is None else layout.own.shares[-1])
@@ -258,14 +257,14 @@ class FlatStates:
         )
 
     def own_state(self, name: str, parameter: int, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """A state of a parameter, in its own shape, as a view of elements of its slot from `first` on."""
+        """A parameter's state in its own shape, as a view of `tensor`, the elements of its slot from `first` on."""
         own = self.layouts[name].own
         if own is None:
             raise InternalError(f"states {name!r} of {self.flat.unit}/{self.flat.index} have no shapes of their own")
         return own.view(tensor, parameter, own.first + first)
 
     def state_segments(self, name: str) -> Sequence[Segment]:
-        """Which parameters' states lie where in a slot; of those that this rank owns."""
+        """The stretches of a slot by parameter, of parameters that this rank owns."""
         own = self.everywhere[name].own
         if own is None:
             return self.segments
@@ -276,20 +275,20 @@ class FlatStates:
         ]
 
     def scalars(self, parameter: int) -> ScalarState | None:
-        """Scalars of the flat's parameter at an index; None before its first update, and where another rank owns it."""
+        """Scalars of a parameter of the flat; None before its first update, and where another rank owns it."""
         return self._scalars[parameter]
 
     def remembers(self, parameter: int) -> bool:
-        """Whether this rank, or the owner, keeps anything of earlier updates of the flat's parameter at an index."""
+        """Whether this rank, or the owner, has any state from earlier updates of a parameter of the flat."""
         scalars, names = self._scalars[parameter], self.state_names(parameter)
         if scalars is not None:
             return bool(scalars.values or names)
-        kept = names or any(group.scalars for group in self.traits.groups)
-        return bool(kept) and parameter in self._updated_elsewhere
+        has_state = names or any(group.scalars for group in self.traits.groups)
+        return bool(has_state) and parameter in self._updated_elsewhere
 
     def set_scalars(self, parameter: int, values: Mapping[str, Any] | None) -> None:
-        """Restore a parameter's scalars (None: as if never updated), if they are kept here. Its slots are the caller's to
-        restore."""
+        """Restores a parameter's scalars (None: as if never updated) if this rank keeps them. The caller restores its
+        slots."""
         self._scalars[parameter] = None
         self._updated_elsewhere.discard(parameter)
         if values is None or not self.owns(parameter):
@@ -303,13 +302,13 @@ class FlatStates:
         self._scalars[parameter] = state
 
     def regroup(self, groups: Sequence[int | None]) -> None:
-        """Parameters are in other groups from now on; no job of the flat is in hand.
+        """Moves parameters to other parameter groups. No job of the flat may be running.
 
         Raises:
             UsageError: a new group keeps other states than the old one; nothing has changed.
         """
         for index, (old, new) in enumerate(zip(self.groups, groups, strict=True)):
-            if old is not None and new is not None and self._kept(index, old) != self._kept(index, new):
+            if old is not None and new is not None and self._states_in(index, old) != self._states_in(index, new):
                 raise UsageError(
                     f"parameter {self.flat.slots[index].spec.name} was moved from parameter group {old} to {new} of "
                     f"{self.traits.name}, which keep different states ({_listed(self.slot_names[old])}, and "
@@ -318,14 +317,19 @@ class FlatStates:
                 )
         self.groups = tuple(groups)
 
-    def _kept(self, parameter: int, group: int) -> object:
-        """What a parameter has in a group: names of states, and their shapes where these are own."""
-        kept = self.traits.groups[group].state_shapes.get(self.flat.slots[parameter].spec.shape)
-        return kept if self.traits.whole else set(self.slot_names[group])
+    def _states_in(self, parameter: int, group: int) -> object:
+        """Names of the states that a parameter has in a group, with their shapes if states have shapes of their own."""
+        shapes = self.traits.groups[group].state_shapes.get(self.flat.slots[parameter].spec.shape)
+        return shapes if self.traits.whole else set(self.slot_names[group])
 
     def advance_whole(self, scalars: Mapping[int, ScalarState | None], present: Sequence[bool]) -> None:
-        """Parameters that were updated whole have these scalars from now on, by index; of those that had a gradient
-        (`present`, by index), owners have updated the others."""
+        """Sets the scalars of parameters that were updated whole, after their step.
+
+        Args:
+            scalars: by index in the flat, the scalars of the parameters that this rank updated. Their owners have updated
+                the others that had a gradient.
+            present: for each parameter, whether it had a gradient.
+        """
         for index, group in enumerate(self.groups):
             if index in scalars:
                 self._scalars[index] = scalars[index]
@@ -333,10 +337,10 @@ class FlatStates:
                 self._updated_elsewhere.add(index)
 
     def advance(self, successors: Mapping[tuple[int, int], ScalarState | None], present: Sequence[bool]) -> None:
-        """Move every updated parameter's scalars on by one step.
+        """Sets every updated parameter's scalars to those after the step.
 
         Args:
-            successors: scalars after the step by `clock(parameter)`.
+            successors: by `clock(parameter)`, the scalars after the step.
             present: for each parameter, whether it had a gradient.
         """
         for index, group in enumerate(self.groups):
@@ -344,7 +348,7 @@ class FlatStates:
                 self._scalars[index] = successors[self.clock(index)]
 
     def clock(self, parameter: int) -> tuple[int, int]:
-        """Group and identity of the scalars: parameters with equal clocks go through the same update."""
+        """Group and identity of a parameter's scalars: parameters with equal clocks go through the same update."""
         group = self.groups[parameter]
         if group is None:
             raise UsageError(
@@ -353,11 +357,11 @@ class FlatStates:
         return group, id(self._scalars[parameter])
 
     def started(self, start: int, numel: int) -> bool:
-        """Whether any slot element in this stretch of the shard holds state already."""
+        """Whether any slot element in [start, start + numel) of the shard has state already."""
         return any(self._scalars[each.parameter] is not None for each in self.segments_within(start, start + numel))
 
     def runs(self, start: int, numel: int, present: Sequence[bool]) -> list[StateRun]:
-        """Runs of a stretch of the shard, in order (I3).
+        """The runs of elements [start, start + numel) of the shard, in order (I3).
 
         Args:
             start: first element, a multiple of ALIGN_NUMEL.
@@ -394,7 +398,7 @@ class FlatStates:
     def segments_within(self, start: int, stop: int) -> tuple[Segment, ...]:
         """The parameters' stretches in [start, stop) of the shard."""
         if (start, stop) not in self._within:  # cut once: all steps have the same chunks
-            behind = itertools.islice(self.segments, bisect.bisect_right(self._segment_stops, start), None)
-            inside = itertools.takewhile(lambda segment: segment.start < stop, behind)
+            after = itertools.islice(self.segments, bisect.bisect_right(self._segment_stops, start), None)
+            inside = itertools.takewhile(lambda segment: segment.start < stop, after)
             self._within[start, stop] = tuple(segment.cut(start, stop) for segment in inside)
         return self._within[start, stop]

@@ -1,9 +1,9 @@
-"""Where a flat's gradient comes from, and what is done to it on its way into the optimizer.
+"""Sources of a flat's gradient (pages or `.grad` tensors), and the unscaling and clipping before the optimizer reads it.
 
-Owns no pages. Reads stretches of a shard's gradient into scratch, so that no full-size copy is ever made.
+Owns no pages. Reads stretches of a shard's gradient into scratch, so that a full-size copy is never made.
 I1: a reader returns the same elements by `view` and by `read_into`, in shard order, in the gradient's own dtype or cast.
 I2: Transform does to each element what torch.amp.GradScaler.unscale_, clip_grad_norm_ and clip_grad_value_ do, in that
-    order, each as a rounding of its own, so that bits equal those of a plain loop.
+    order, each rounded separately, so that the result is bitwise that of a plain training loop.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transform:
-    """What happens to a gradient before the optimizer sees it.
+    """Unscaling and clipping of a gradient before the optimizer reads it.
 
     Attributes:
         unscale: 0-dim tensor, 1 / loss scale.
         clip: 0-dim tensor, the coefficient of clipping by norm (norms.py: `clip_coefficient`).
         clamp: bound of clipping by value.
-        then: further clips, one after the other, each of what those before it leave.
-        share: last factor of all; not 1 where gradients of several steps were added (lock_free_buffers.py).
+        then: further clips, each applied to the result of the one before.
+        share: the last factor; not 1 where gradients of several steps were added (lock_free_buffers.py).
     """
 
     unscale: torch.Tensor | None = None
@@ -51,12 +51,12 @@ class Transform:
 
     @property
     def factor(self) -> float:
-        """All factors in one; a device's are waited for."""
+        """Product of all factors. Waits for factors on a device."""
         later = math.prod(each.factor for each in self.then)
         return self.share * _value(self.unscale) * _value(self.clip) * later
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every factor that is a tensor."""
+        """The factors that are tensors."""
         for factor in (self.unscale, self.clip):
             if factor is not None:
                 yield factor
@@ -64,10 +64,10 @@ class Transform:
             yield from each.tensors()
 
     def apply_(self, gradient: torch.Tensor) -> None:
-        """Transform `gradient` in place."""
+        """Transforms `gradient` in place."""
         for factor in (self.unscale, self.clip):
             if factor is not None and not _is_one(factor):
-                # From RAM a number goes to the device without stopping the host.
+                # A number in RAM is copied to the device without stopping the host.
                 gradient.mul_(factor.to(gradient.device, non_blocking=in_ram(factor)))
         if self.clamp is not None:
             gradient.clamp_(min=-self.clamp, max=self.clamp)
@@ -81,7 +81,7 @@ NO_TRANSFORM = Transform()
 
 
 def _is_one(factor: torch.Tensor | None) -> bool:
-    # Asking a device tensor for its value would stop the host: there, multiply by one.
+    # Reading a device tensor's value would stop the host: such a factor is multiplied even if it is one.
     return factor is None or (in_ram(factor) and bool(factor == 1))
 
 
@@ -90,17 +90,17 @@ def _value(factor: torch.Tensor | None) -> float:
 
 
 class GradientReader(Protocol):
-    """A shard's gradient, readable where the arithmetic runs."""
+    """A shard's gradient, readable on the device where the arithmetic runs."""
 
     def view(self, run: StateRun) -> torch.Tensor | None:
-        """The run's elements without a copy, 1-D; None when they do not lie in one piece."""
+        """The run's elements without a copy, 1-D; None where they are not contiguous."""
 
     def read_into(self, target: torch.Tensor, run: StateRun) -> None:
-        """Copy and cast the run's elements into `target`, shape (run.numel,). Alignment gaps become finite or zero."""
+        """Copies and casts the run's elements into `target`, shape (run.numel,). Alignment gaps become finite or zero."""
 
 
 class TensorGradient:
-    """Gradient elements [start, start + tensor.numel()) of a shard in one 1-D tensor."""
+    """Elements [start, start + tensor.numel()) of a shard's gradient in one 1-D tensor."""
 
     def __init__(self, tensor: torch.Tensor, start: int = 0) -> None:
         self._tensor = tensor
@@ -118,8 +118,8 @@ class ShardGradient:
     """Reduced gradients of this rank's shard in pages of any tier, in flat order.
 
     Args:
-        paged: `flat.shard_numel` elements. Must stay as it is until the job's handle is done.
-        present: for each parameter of the flat, whether it has a gradient at all; None: all have.
+        paged: `flat.shard_numel` elements. Must not change until the job's handle is done.
+        present: for each parameter of the flat, whether it has a gradient; None: all have.
     """
 
     def __init__(self, paged: PagedTensor, present: Sequence[bool] | None = None) -> None:
@@ -138,12 +138,12 @@ class ShardGradient:
         return None if self._present is None or all(self._present) else tuple(self._present)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All elements where they lie; pages in RAM only."""
+        """The shard's elements as one view of the pages, which must be in RAM."""
         return [self.paged.tensor()]
 
 
 class ParameterGradients:
-    """The parameters' own gradients, when one rank holds the flat whole (world size 1): no shard is made.
+    """The parameters' own `.grad` tensors, where one rank has the whole flat (world size 1) and no shard is made.
 
     Args:
         gradients: for each parameter of the flat, in order, its dense `.grad` (any shape, elements in the order of the flat)
@@ -155,11 +155,11 @@ class ParameterGradients:
         self._versions: list[int] | None = None
 
     def watch(self) -> None:
-        """Somebody else has these tensors, too, and may change them before they are used: they are refused then."""
+        """Records the tensors' versions: if the user's code, which has them too, changes one, its use raises a UsageError."""
         self._versions = [0 if gradient is None else version_of(gradient) for gradient in self._flat]
 
     def watch_on(self) -> None:
-        """The optimizer itself has changed some of them, as its class does, and nobody else."""
+        """Accepts the changes so far: the optimizer's own step wrote into the gradients."""
         if self._versions is not None:
             self.watch()
 
@@ -186,7 +186,7 @@ class ParameterGradients:
         return None if all(here) else here
 
     def tensors(self) -> list[torch.Tensor]:
-        """The gradients that there are, where they lie."""
+        """The gradients that are not None, each as a 1-D view."""
         return [gradient for gradient in self._flat if gradient is not None]
 
     def view(self, run: StateRun) -> torch.Tensor | None:
@@ -198,11 +198,11 @@ class ParameterGradients:
         _zero_gaps(target, run)
 
     def has(self, parameter: int) -> bool:
-        """Whether the flat's parameter at an index has a gradient."""
+        """Whether a parameter of the flat has a gradient."""
         return self._flat[parameter] is not None
 
     def forget(self, backend: Backend) -> None:
-        """Drop the gradients: the job has used them, or has queued their use on the current stream."""
+        """Drops the gradients after the job has used them, or has queued their use on the current stream."""
         for gradient in self._flat:
             if gradient is not None:
                 backend.record_use(gradient)  # made by another stream
@@ -216,7 +216,7 @@ class ParameterGradients:
         if self._versions is not None and version_of(gradient) != self._versions[segment.parameter]:
             raise UsageError(
                 f"the gradient of parameter {segment.parameter} of a flat was changed in place after the optimizer's step, "
-                f"when the update was still to read it; change it before the step, or set it to None; between steps of two "
+                f"before the update had read it; change it before the step, or set it to None; between steps of two "
                 f"optimizers that share it, clip with self.clip_gradients, which waits for the update"
             )
         return gradient.narrow(0, segment.parameter_start, segment.numel)
@@ -226,17 +226,17 @@ GradientSource = ShardGradient | ParameterGradients
 
 
 def add_(ours: GradientSource, our: Transform, theirs: GradientSource, their: Transform) -> Transform:
-    """Add another step's gradients of the same parameters, each transformed by its own step's transform.
+    """Adds another step's gradients of the same parameters, each first transformed by its own step's transform.
 
-    Rounded to the gradients' dtype. float16 has not the range for gradients without their loss scale, nor for sums of
-    scaled ones, which come near its largest number: there `ours` becomes a mean of both, weighted by their factors. It is
-    no larger than the larger of both, and what is small loses no more than it had lost when it became float16.
+    The sum is rounded to the gradients' dtype. float16 lacks the range for gradients without their loss scale and for sums
+    of scaled ones, which come near its largest number. For float16, `ours` becomes the mean of both, weighted by their
+    factors: it is no larger than the larger of both, and small elements lose no more precision than in the cast to float16.
 
     Args:
-        ours: gets the sum, up to what is returned. In RAM, as is `theirs`, which is changed too.
+        ours: gets the sum. In RAM, as is `theirs`, which is changed, too.
 
     Returns:
-        What is still to be done to `ours`.
+        The transform that is still to be applied to `ours`.
     """
     pairs = list(zip(ours.tensors(), theirs.tensors(), strict=True))
     if any(mine.dtype is torch.float16 for mine, _ in pairs):
@@ -255,7 +255,7 @@ def add_(ours: GradientSource, our: Transform, theirs: GradientSource, their: Tr
 
 
 def _clamp_scaled_(gradient: torch.Tensor, how: Transform) -> None:
-    """Clamp a gradient that is still to be multiplied by the factors where it will exceed a bound then."""
+    """Clamps a gradient that is not yet multiplied by its factors, as if clamped afterwards."""
     factor = 1.0
     for each in (dataclasses.replace(how, then=()), *how.then):
         factor *= each.factor

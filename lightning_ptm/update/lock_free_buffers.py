@@ -1,12 +1,11 @@
-"""Lock-free mode's buffers: gradients that wait for the updater, and parameter versions that wait for compute
-(section 4.3 and Algorithm 2 of the paper, mended: see ARCHITECTURE.md).
+"""Lock-free mode's buffers: gradients that wait for the updater, and parameter versions that wait for compute.
 
-Owns the gradients and the pages; what waits for which job, and which comes next, is decided in
-planning/version_policy.py. Passive,
-and driven by one thread (buffering_thread.py; by hand in tests). Only a `VersionSlot` has two sides.
-I1: a contribution is in one place, as `VersionPolicy` counts it: waiting, taken by one job, or applied.
-I2: no half updates. A job writes pages that nobody reads. They are published at once, when all are written; the pages
-    that they replace are used again only after compute has given them back.
+Section 4.3 and Algorithm 2 of the paper, with corrections (see ARCHITECTURE.md). Owns the gradients and the pages of new
+versions; planning/version_policy.py decides which job takes which gradients, and which job is next. Passive, and driven by
+one thread (buffering_thread.py; the test itself in tests). Two threads use `VersionSlot`, one all other classes.
+I1: a contribution is in one state, as `VersionPolicy` counts it: waiting, taken by one job, or applied.
+I2: compute never reads a half-written version. A job writes pages that no other thread reads. They are published together,
+    when all are written; the pages that they replace are used again only after compute has given them back.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """The optimizer step that a gradient came from: its number, and the hyper-parameters as they were then."""
+    """The optimizer step that a gradient came from: its number, and the hyper-parameters at that step."""
 
     step: int
     hyper: GroupValues
@@ -38,14 +37,15 @@ class Origin:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Contribution:
-    """Gradients of one flat, from one step or, once added up, from several.
+    """Gradients of one flat from one step, or the sum of those of several steps.
 
     Attributes:
-        source: the gradients; owned by whoever has the contribution.
-        origins: a step each, oldest first; none: there is no gradient, the parameters are to be published again.
-        transform: still to be done to the gradients: the clip factor and loss scale of their step, or what sums need.
-        after: what the gradients wait for.
-        discard: gives their memory back; called once, after the update.
+        source: the gradients; owned by the holder of the contribution.
+        origins: the steps, oldest first; empty for a job without a gradient, which publishes the parameters again.
+        transform: the transform that is still to be applied to the gradients: clip factor and loss scale of their step, or
+            what is left of those after adding.
+        after: transfers and reductions that must end before the gradients are complete.
+        discard: releases the gradients' memory; called once, after the update.
     """
 
     source: GradientSource
@@ -56,17 +56,17 @@ class Contribution:
 
     @property
     def step(self) -> int:
-        """The oldest step in it."""
+        """The oldest step of the contribution; -1 if there is none."""
         return self.origins[0].step if self.origins else -1
 
     def settle(self) -> None:
-        """Wait until the gradients are there."""
+        """Waits until the gradients are complete."""
         for pending in self.after:
             pending.wait()
         self.after = ()
 
     def add(self, other: Contribution) -> None:
-        """Take in a later step's gradients of the same parameters. Each step's transform is done to its own first."""
+        """Adds a later step's gradients of the same parameters, each first transformed by its own step's transform."""
         for contribution in (self, other):
             contribution.settle()
         self.transform = add_(self.source, self.transform, other.source, other.transform)
@@ -75,15 +75,15 @@ class Contribution:
 
 
 def combined(contribution: Contribution) -> tuple[tuple[GroupValues, ...], Transform]:
-    """How one update applies a contribution: the hyper-parameters of its steps, and what is done to the gradient first.
+    """Returns how one update applies a contribution: the hyper-parameters of its steps, and the gradient's transform.
 
-    From a single step: with that step's hyper-parameters and transform, so the bits are those of a synchronous update.
-    From k steps: as k steps of the optimizer, in one pass over the pages, each with the hyper-parameters of its own step and
-    with the mean of the k gradients (each clipped by its own step's factor). So they go as far, decay weights as much and
-    count as many steps as they would have one by one. Of more than `REACH` steps, those of Adam and AdamW are taken in one
-    call where that can be, once there have been some (merged_steps.py, which says how near it comes): all that is
-    said here holds
-    but that the second moment of the last step is used for all. benchmarks/lock_free_loss.py compares rules.
+    A contribution of one step is applied with that step's hyper-parameters and transform, so the result is bitwise that of a
+    synchronous update. A contribution of k steps is applied as k steps of the optimizer, in one pass over the pages, each
+    with the hyper-parameters of its own step and with the mean of the k gradients (each clipped by its own step's factor).
+    The k steps move as far, decay weights as much and count as many steps as they would one by one. More than `REACH` steps
+    of Adam or AdamW are taken in one optimizer call where possible, once the parameters have had some steps
+    (merged_steps.py, which states the error): the same holds, except that the second moment of the last step is used for
+    all. benchmarks/lock_free_loss.py compares rules.
     """
     origins = contribution.origins
     if len(origins) < 2:
@@ -94,29 +94,29 @@ def combined(contribution: Contribution) -> tuple[tuple[GroupValues, ...], Trans
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Version:
-    """Compute parameters of a flat's shard.
+    """One version of the compute parameters of a flat's shard.
 
     Attributes:
-        pages: they are in.
-        applied: contributions that they include.
-        seen: contributions that they include or forecast, where they forecast any and lack no more than `REACH`.
-        forecast: of the next update; None: there is none.
-        exact: they are the master parameters, rounded.
+        pages: the pages with the values.
+        applied: number of contributions that the values include.
+        seen: number of contributions that the values include or predict, if they predict any and lack at most `REACH`.
+        prediction: weight prediction of the next update; None: there is none.
+        exact: whether the values are the master parameters, rounded.
     """
 
     pages: PagedTensor
     applied: int
     seen: int
-    forecast: WeightPrediction | None = None
+    prediction: WeightPrediction | None = None
     exact: bool = True
 
     def fits(self, received: int) -> bool:
-        """Whether it forecasts all of so many contributions, as far as can be."""
-        return self.forecast is None or forecasts_all(received, self.applied, self.seen)
+        """Whether the version includes or predicts all of the `received` contributions, as far as prediction reaches."""
+        return self.prediction is None or forecasts_all(received, self.applied, self.seen)
 
 
 class VersionSlot:
-    """Hands the newest version of one flat from the buffering thread to compute."""
+    """Slot in which the buffering thread publishes the newest version of one flat and compute collects it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -125,7 +125,7 @@ class VersionSlot:
         """Contributions in the newest version, published or collected before."""
 
     def publish(self, version: Version) -> Version | None:
-        """Put a version there. Returns the one that it replaces, which compute has not seen and now never will."""
+        """Publishes a version. Returns the one that it replaces if compute has not collected that, and now never will."""
         with self._lock:
             replaced, self._published = self._published, version
             self.applied = version.applied
@@ -133,19 +133,19 @@ class VersionSlot:
 
     @property
     def published(self) -> bool:
-        """Whether there is a version to collect."""
+        """Whether a version can be collected."""
         return self._published is not None
 
     def peek(self, received: int) -> Version | None:
-        """What `collect` would return now, or soon."""
+        """The version that `collect` would return now, or soon."""
         version = self._published
         return version if version is not None and version.fits(received) else None
 
     def collect(self, received: int = 0) -> Version | None:
-        """Take the newest version, if there is one that was not taken before: from now on it is the caller's.
+        """Takes the newest version, or None if it was taken before. The caller owns the version.
 
         Args:
-            received: contributions that it must include or forecast.
+            received: number of contributions that the version must include or predict.
         """
         with self._lock:
             version = self._published
@@ -156,13 +156,14 @@ class VersionSlot:
 
 
 class FlatBuffer(Flat):
-    """The gradients, and the pages in the making, of one flat. `slot` is shared with compute; the rest is the buffering
-    thread's.
+    """Waiting gradients of one flat, and the pages that its job writes.
+
+    Compute shares `slot` and reads `offers`; the rest belongs to the buffering thread.
 
     Args:
-        name: for messages and audits.
-        numel, dtype: of the shard's compute parameters.
-        parameters: how many there are in the flat.
+        name: name of the flat in messages and audits.
+        numel, dtype: elements and dtype of the shard's compute parameters.
+        parameters: number of parameters in the flat.
         size, can_forecast: see `Flat`.
     """
 
@@ -182,37 +183,37 @@ class FlatBuffer(Flat):
         self.slot = VersionSlot()
 
         self.waiting: list[Contribution] = []
-        """One for each of `sums`."""
+        """Contributions that wait for a job, one for each of `sums`."""
         self.applying: Contribution | None = None
         self.target: PagedTensor | None = None
         """Pages that the job of `applying` writes."""
         self.offers = 0
-        """Contributions that the thread has come to; compute looks at it."""
-        self.forecast: WeightPrediction | None = None
-        """The newest."""
+        """Contributions that the buffering thread has processed; compute reads it."""
+        self.prediction: WeightPrediction | None = None
+        """The newest weight prediction."""
 
     def predict_weights(self, pages: PagedTensor, contribution: Contribution) -> None:
-        """Bring parameters to where a contribution is expected to take them."""
-        if self.forecast is not None and contribution.origins:
+        """Changes parameters as the update with a contribution is expected to change them."""
+        if self.prediction is not None and contribution.origins:
             contribution.settle()
-            predict_weights(self.forecast, pages.tensor(), contribution)
+            predict_weights(self.prediction, pages.tensor(), contribution)
 
 
-def predict_weights(forecast: WeightPrediction, values: torch.Tensor, contribution: Contribution) -> None:
-    """`WeightPrediction.add_` of a contribution that has settled."""
-    forecast.add_(values, contribution.source, contribution.transform, len(contribution.origins))
+def predict_weights(prediction: WeightPrediction, values: torch.Tensor, contribution: Contribution) -> None:
+    """Calls `WeightPrediction.add_` with a contribution whose gradients are complete."""
+    prediction.add_(values, contribution.source, contribution.transform, len(contribution.origins))
 
 
 Submit = Callable[[Begin[FlatBuffer], Contribution, "PagedTensor"], None]
 
 
 class LockFreeBuffers:
-    """All flats' buffers.
+    """The buffers of all flats.
 
     Args:
-        flats: in the order in which a forward pass uses them.
+        flats: the flats' buffers, in the order in which a forward pass uses the flats.
         spares: pages for new versions.
-        submit: starts a flat's job, which writes the pages; `finish` is to be called when it has ended.
+        submit: starts a flat's job, which writes the pages; the caller calls `finish` when the job has ended.
         room, learns: see `VersionPolicy`.
     """
 
@@ -233,8 +234,8 @@ class LockFreeBuffers:
         self.policy = VersionPolicy(flats, kinds, room=room, learns=learns)
 
     def offer(self, flat: FlatBuffer, contribution: Contribution) -> None:
-        """A reduced, eligible gradient of a step has come."""
-        # Taken back: compute has not seen it, and shall see this contribution in it.
+        """Takes in a step's reduced gradient."""
+        # A published version that compute has not collected is taken back, so that it can predict this contribution, too.
         unseen = flat.slot.collect() if flat.learned else None
         offered = self.policy.offer(
             flat,
@@ -245,7 +246,7 @@ class LockFreeBuffers:
         if unseen is not None:
             if offered.is_forecast:
                 flat.predict_weights(unseen.pages, contribution)
-            flat.slot.publish(dataclasses.replace(unseen, seen=flat.received, forecast=flat.forecast, exact=False))
+            flat.slot.publish(dataclasses.replace(unseen, seen=flat.received, prediction=flat.prediction, exact=False))
         if offered.event is GradientEvent.ADDED:
             flat.waiting[-1].add(contribution)
         else:
@@ -254,42 +255,50 @@ class LockFreeBuffers:
         self._feed()
 
     def learn(self, step: int) -> None:
-        """Jobs of this step's gradients, and of later ones, learn forecasts."""
+        """Lets jobs with gradients of this step and later steps learn weight predictions."""
         self.policy.learn(step)
 
     def hurry(self, flat: FlatBuffer, needed: int) -> bool:
-        """Compute waits until a version of this flat includes `needed` contributions; returns whether a job is in hand."""
+        """Serves a flat first, as compute waits for a version that includes `needed` contributions.
+
+        Returns:
+            Whether a job of the flat is running.
+        """
         self.policy.hurry(flat, needed)
         self._feed()
         return flat.taken is not None
 
     def give_back(self, pages: PagedTensor) -> None:
-        """Compute has replaced these pages and reads them no more."""
+        """Takes back pages that compute has replaced and reads no more."""
         self._take_back(pages)
         self._feed()
 
-    def finish(self, flat: FlatBuffer, forecast: WeightPrediction | None = None) -> None:
-        """A flat's job has written its target, and has learned this: it is published."""
-        ended = self.policy.finish(flat, learned=forecast is not None)
+    def finish(self, flat: FlatBuffer, prediction: WeightPrediction | None = None) -> None:
+        """Publishes the pages that a flat's job has written.
+
+        Args:
+            prediction: the weight prediction that the job has learned, if any.
+        """
+        ended = self.policy.finish(flat, learned=prediction is not None)
         applied, target = flat.applying, flat.target
         assert applied is not None and target is not None
         flat.applying = flat.target = None
         applied.discard()
-        flat.forecast = forecast or flat.forecast
+        flat.prediction = prediction or flat.prediction
         if ended.is_forecast:
             for contribution in flat.waiting:
                 flat.predict_weights(target, contribution)
-        version = Version(target, flat.applied, flat.received, flat.forecast, flat.exact)
+        version = Version(target, flat.applied, flat.received, flat.prediction, flat.exact)
         unseen = flat.slot.publish(version)
         if unseen is not None:
             self._take_back(unseen.pages)
         self._feed()
 
     def publish_exact(self) -> bool:
-        """Nothing waits: start to publish master parameters as they are, of flats whose newest version is a forecast.
+        """Starts to publish the master parameters of flats whose newest version is a prediction. No gradient may wait.
 
         Returns:
-            Whether there are any.
+            Whether there are such flats.
         """
         inexact = self.policy.want_exact()
         for flat in inexact:
@@ -299,7 +308,7 @@ class LockFreeBuffers:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits and nothing is in hand."""
+        """Whether no contribution waits and no job is running."""
         return self.policy.idle
 
     def _take_back(self, pages: PagedTensor) -> None:

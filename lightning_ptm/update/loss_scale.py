@@ -1,6 +1,7 @@
-"""Dynamic loss scale for 16-bit gradients of small range: the rules of torch.amp.GradScaler, without its per-tensor work.
+"""Dynamic loss scale for float16 gradients: the rules of torch.amp.GradScaler, without its per-tensor work.
 
-Owns two numbers. Which gradients are finite is found by norms.py, and is the same on all ranks before it comes here.
+Owns the scale and the growth counter. norms.py finds out whether gradients are finite; the ranks agree on the result before
+they pass it to `update`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from lightning_ptm.errors import ConfigError
 
 
 class LossScale:
-    """Grow the scale after `growth_interval` steps without overflow, shrink it at each overflow.
+    """Loss scale that grows after `growth_interval` steps without overflow and shrinks at each overflow.
 
     Args:
         init_scale: scale of the first step.
@@ -48,19 +49,19 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The scale of the step in hand."""
+        """The scale of the current step."""
         return self._scale
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call `backward` on."""
+        """Returns the scaled loss, on which to call `backward`."""
         return loss * self._scale
 
     def unscale_factor(self) -> torch.Tensor:
-        """0-dim float32 factor that undoes the scale, for `Transform.unscale`."""
+        """Returns the 0-dim float32 factor that undoes the scale, for `Transform.unscale`."""
         return torch.tensor(self._scale, dtype=torch.float64).reciprocal().float()
 
     def update(self, found_inf: bool) -> None:
-        """End a step: `found_inf` says whether any rank's gradients held inf or NaN (the step was then skipped)."""
+        """Ends a step: `found_inf` says whether any rank's gradients had inf or NaN (the step was then skipped)."""
         if found_inf:
             self._scale *= self.backoff_factor
             self._growth_tracker = 0
@@ -68,12 +69,12 @@ class LossScale:
         self._growth_tracker += 1
         if self._growth_tracker == self.growth_interval:
             grown = float(torch.tensor(self._scale * self.growth_factor, dtype=torch.float32))
-            # As GradScaler: a scale that float32 cannot hold is not taken.
+            # As in GradScaler: the scale does not grow past the range of float32.
             self._scale = grown if grown != float("inf") else self._scale
             self._growth_tracker = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The keys of torch.amp.GradScaler's, so that either reads the other's."""
+        """Returns the state with the keys of torch.amp.GradScaler's, so that each class loads the other's."""
         return {
             "scale": self._scale,
             "growth_factor": self.growth_factor,
@@ -83,7 +84,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state of this class or of torch.amp.GradScaler.
+        """Loads a state of this class or of torch.amp.GradScaler.
 
         Raises:
             ConfigError: the state is empty.

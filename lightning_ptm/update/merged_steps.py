@@ -1,11 +1,11 @@
-"""Several steps of Adam with the same gradient, as one call of the optimizer (lock-free mode, when the disk is behind).
+"""Several steps of Adam with the same gradient as one optimizer call (lock-free mode, when the disk cannot keep up).
 
 With gradient g and k steps, the moments are known in closed form: m_k = b1^k m + (1 - b1^k) g, v_k = b2^k v + (1 - b2^k) g^2.
-The parameter moves by the sum of lr_j m_j / sqrt(v_j). The mean of the m_j is one step of Adam, too, with another beta, and
-v_j is taken to be v_k (so the move is wrong by 1 % for 3 steps and 3 % for 8 after 100 steps, and by up to 12 % after 20,
-as measured with normal gradients); so a single call with chosen hyper-parameters makes the whole move and v_k, and a
-`lerp` makes m_k of the mean. It costs two passes over the chunk in place of k. For Adam and AdamW; others take their steps
-one by one.
+The parameter moves by the sum of lr_j m_j / sqrt(v_j). The mean of the m_j is a step of Adam with another beta, and v_j is
+approximated by v_k. (The move is then wrong by 1 % for 3 steps and 3 % for 8 after 100 steps, and by up to 12 % after 20, as
+measured with normal gradients.) So one call with chosen hyper-parameters makes the whole move and v_k, and a `lerp` turns the
+mean into m_k. The cost is two passes over the chunk instead of k. For Adam and AdamW; other optimizers take their steps one
+by one.
 
 Pure arithmetic of numbers: no tensors, pages or threads.
 """
@@ -23,17 +23,18 @@ _ADAM = "torch.optim.adam.Adam"
 _ADAMW = "torch.optim.adamw.AdamW"
 
 YOUNG_STEPS = 10
-"""Steps that are always taken one by one: the second moment still changes much in each, by up to a fifth of the move."""
+"""First steps of a parameter that are always taken one by one: the second moment still changes much in each of them, which
+would make the move wrong by up to a fifth."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MergedSteps:
-    """One call for several steps.
+    """One optimizer call that makes several steps.
 
     Attributes:
         group: hyper-parameters of the call.
-        step: the optimizer's count of steps before the call.
-        correction: the first moment becomes `lerp(first moment, gradient, correction)` afterwards.
+        step: the optimizer's `step` before the call.
+        correction: weight of the `lerp` from first moment to gradient that follows the call.
     """
 
     group: Mapping[str, Any]
@@ -42,11 +43,11 @@ class MergedSteps:
 
 
 def merge(traits: OptimizerTraits, groups: Sequence[Mapping[str, Any]], step: float) -> MergedSteps | None:
-    """One call for a step with each of `groups` after `step` steps, with one gradient; None where that cannot be.
+    """Returns one call that makes a step with each of `groups` and the same gradient; None where that is impossible.
 
     Args:
         groups: hyper-parameters of one parameter group at each step, the oldest first.
-        step: steps that the parameters have had.
+        step: number of steps that the parameters have had.
     """
     last, count = groups[-1], len(groups)
     # By the whole name: other libraries' classes of the same name have other formulas.
@@ -64,8 +65,8 @@ def merge(traits: OptimizerTraits, groups: Sequence[Mapping[str, Any]], step: fl
     total = sum(rates)
     powers = [first**taken for taken in range(1, count + 1)]
     share = sum(powers) / count  # of the old first moment in the mean of those after each step
-    # The call counts steps in units of `count`, so that its correction of the second moment is that of the last step; its
-    # correction of the first one is undone, and the mean of the true ones put in its place.
+    # The call counts steps in units of `count`, so that its bias correction of the second moment is that of the last step.
+    # Its bias correction of the first moment is undone by the rate, which has the mean of the true ones instead.
     counted = (step + count) / count
     wanted = sum(rate / (1.0 - first ** (step + taken)) for taken, rate in enumerate(rates, start=1))
     rate = wanted * (1.0 - share**counted)

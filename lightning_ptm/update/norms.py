@@ -1,8 +1,8 @@
-"""Norms of gradients for clipping, and whether all are finite for loss scaling. Reads resident gradients only.
+"""Norms of gradients for clipping, and the test for inf and NaN for loss scaling. Reads resident gradients only.
 
-One rank that holds every parameter whole gets torch.nn.utils.clip_grad_norm_'s bits (norm of the parameters' norms,
-taken on gradients cast to the master dtype). Sharded gradients are summed in powers, in float64, so that the result
-does not depend on where the shards were cut beyond the last bits of float64.
+With world size 1 the norm is bitwise torch.nn.utils.clip_grad_norm_'s (the norm of the parameters' norms, of gradients cast
+to the master dtype). Sharded gradients are summed as powers in float64, so that the result depends on where the shards were
+cut only in the last bits of float64.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def parameter_norms(
     dtype: torch.dtype = torch.float32,
     transform: Transform = NO_TRANSFORM,
 ) -> list[torch.Tensor]:
-    """One 0-dim norm for each parameter with a gradient, in flat order; world size 1 only.
+    """Returns a 0-dim norm for each parameter with a gradient, in flat order; world size 1 only.
 
     Args:
-        states: the flat's states, which say where its parameters lie.
+        states: the flat's states, which have the positions of its parameters.
         reader: the whole flat's gradient.
         present: for each parameter, whether it has a gradient.
         norm_type: p of the p-norm, `inf` included.
-        dtype: dtype that the optimizer gets gradients in; the norm is taken of the gradient cast to it.
-        transform: applied first: the loss scale is taken off, and the clips of this step so far.
+        dtype: dtype in which the optimizer gets gradients; the norm is taken of the gradient cast to it.
+        transform: applied first: the loss scale is undone and earlier clips of this step are applied.
 
     Temporary memory: one parameter's gradient in `dtype`, when a cast or a factor is needed.
     """
@@ -52,10 +52,10 @@ def parameter_norms(
 
 @torch.no_grad()
 def total_norm(norms: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """The global norm (0-dim) of parameters' norms, as torch.nn.utils.get_total_norm combines them."""
+    """Returns the global norm (0-dim) of parameters' norms, combined as in torch.nn.utils.get_total_norm."""
     if not norms:
         return torch.tensor(0.0)
-    if len({norm.dtype for norm in norms}) > 1:  # torch takes them dtype by dtype, which decides how the sum rounds
+    if len({norm.dtype for norm in norms}) > 1:  # torch stacks them grouped by dtype, an order that affects rounding
         groups = group_by_device_and_dtype([list(norms)])
         norms = [norm for (of_one_dtype,), _ in groups.values() for norm in of_one_dtype if norm is not None]
     first = norms[0].device
@@ -72,9 +72,9 @@ def shard_power(
     dtype: torch.dtype = torch.float32,
     transform: Transform = NO_TRANSFORM,
 ) -> torch.Tensor:
-    """This shard's part of the global norm: sum of |g|^p (for `inf` the greatest |g|), 0-dim float64.
+    """Returns this shard's part of the global norm: sum of |g|^p (for `inf` the greatest |g|), 0-dim float64.
 
-    Ranks add these up (`inf`: take the greatest) and give the result to `norm_of_power`. Arguments as `parameter_norms`.
+    The sum over ranks (`inf`: the maximum) goes to `norm_of_power`. Arguments as in `parameter_norms`.
     """
     caster = _Caster(dtype, transform)
     total: torch.Tensor | None = None
@@ -92,19 +92,22 @@ def shard_power(
 
 
 def norm_of_power(power: torch.Tensor, norm_type: float = 2.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The global norm of the powers of all shards, 0-dim in `dtype`."""
+    """Returns the global norm from the sum of all shards' `shard_power`, 0-dim in `dtype`."""
     return (power if math.isinf(norm_type) else power ** (1.0 / norm_type)).to(dtype)
 
 
 def clip_coefficient(total: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The factor of clipping by norm, 0-dim: min(1, max_norm / (total + 1e-6)), as clip_grad_norm_ computes it."""
+    """Returns the factor of clipping by norm, 0-dim: min(1, max_norm / (total + 1e-6)), as clip_grad_norm_ computes it."""
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)
 
 
 @torch.no_grad()
 def greatest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The greatest absolute value of all elements, 0-dim float64: inf or NaN where any element is. On the tensors' device,
-    which is not waited for; 0 in RAM where there are no elements. One pass, no temporary of the tensors' size."""
+    """Returns the greatest absolute value of all elements, 0-dim float64: inf or NaN if any element is.
+
+    The result is on the tensors' device, without a wait for it; it is 0 in RAM if there are no elements. One pass, without a
+    temporary of the tensors' size.
+    """
     total: torch.Tensor | None = None
     for tensor in tensors:
         if tensor.numel():
@@ -114,7 +117,7 @@ def greatest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class _Caster:
-    """Gradients as the optimizer would get them, without a copy where possible, else all in one buffer that grows."""
+    """Gradients as the optimizer would get them: views where possible, else copies in one buffer that grows."""
 
     def __init__(self, dtype: torch.dtype, transform: Transform) -> None:
         self._dtype = dtype
@@ -123,7 +126,7 @@ class _Caster:
         self._buffer = torch.empty(0, dtype=dtype)
 
     def values(self, reader: GradientReader, run: StateRun) -> torch.Tensor:
-        """The run's elements, good until the next call."""
+        """Returns the run's elements, valid until the next call."""
         view = reader.view(run)
         if view is not None and view.dtype == self._dtype and self._transform.is_identity:
             return view

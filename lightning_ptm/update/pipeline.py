@@ -1,10 +1,11 @@
-"""The pipeline: reads, arithmetic and writes of chunks as planning/chunks.py has it (section 7; Algorithm 2, updating part).
+"""Update pipeline: reads, arithmetic and writes of chunks, in the order that planning/chunks.py decides.
 
-Owns what a decision moves: transfers, staging buffers, the scalars of flats. Belongs to one thread at a time; it makes none
-and locks nothing (updater.py does). `advance` never waits; `advance_or_wait` does, for what keeps it from advancing.
+Section 7 of the paper, and the updating part of Algorithm 2. Owns the transfers and staging buffers of chunks, and advances
+the scalars of flats. Used by one thread at a time; it starts no thread and takes no lock (updater.py does). `advance` never
+waits; `advance_or_wait` waits if it cannot advance.
 I1: scalars advance when a job's last chunk is computed.
-I2: a handle is done only when the job's compute parameters are readable where they live; master states may still be on
-    their way home.
+I2: a handle is done only when the job's compute parameters are readable in their tier; writes of master states to their home
+    may still be in flight.
 """
 
 from __future__ import annotations
@@ -47,28 +48,28 @@ if TYPE_CHECKING:
 
 
 BeforeWrite = Callable[["PagedTensor", int, torch.Tensor], None]
-"""(paged tensor, first element, decoded, of what a chunk has of it, what lies in pages of that now) -> None, when it has been
-copied or is of no interest."""
+"""Callback before a stretch of a paged tensor changes: (paged tensor, first element of the stretch, counted in decoded
+elements, the stored elements before the change). The callback returns when it has copied what it needs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blocker:
-    """What the next progress waits for."""
+    """Something unfinished (a transfer or gradient) that the pipeline has to wait for, and the cause for statistics."""
 
     pending: Pending
     cause: Wait
 
 
 class Pipeline:
-    """See the file's contract.
+    """Reads, updates and writes the chunks of jobs; what to do next is decided by `policy`.
 
     Args:
-        allocator: moves the bytes.
-        chunk_numel: elements that travel together.
-        block_numel: elements per optimizer call.
-        staging: chunks that may hold buffers at once.
-        staging_tier: where flats with master states on disk are updated.
-        events: told of the arithmetic on each chunk.
+        allocator: copies the bytes, and allocates staging buffers.
+        chunk_numel: elements of a chunk.
+        block_numel: most elements per optimizer call.
+        staging: most chunks that have staging buffers at once.
+        staging_tier: tier in which flats with master states on disk are updated.
+        events: receives an event for the arithmetic of each chunk.
     """
 
     def __init__(
@@ -87,48 +88,48 @@ class Pipeline:
         self._backend = allocator.backend
 
         self.before_write: BeforeWrite | None = None
-        """Told of every stretch of master states that is about to change."""
+        """Callback before every change of a stretch of master states."""
         self.stats = UpdateStats()
         self.pool = StagingPool(allocator)
         self.chunk_numel = chunk_numel
         self._arithmetic = Arithmetic(min(block_numel, chunk_numel))
         self._encoder = Encoder()
         self.policy: Chunks[FlatStates, JobUnderWay, JobChunk] = Chunks(self, staging=staging)
-        """Takes jobs, and forgets what was read ahead."""
+        """Queue of jobs and decisions about them; also drops chunks that were read ahead."""
         self._landing: list[JobUnderWay] = []
         """Computed jobs whose compute parameters are not readable yet."""
 
-    # Commands: they decide what comes next and start nothing.
+    # Commands: they change what comes next and start nothing.
 
     def watch(self, before_write: BeforeWrite | None) -> None:
         """See `Updater.watch`."""
         self.before_write = before_write
 
     def want(self, order: Sequence[FlatStates]) -> None:
-        """Read these flats ahead, in this order; replaces the order given before."""
+        """Sets the flats whose master states are read ahead, in order; replaces the earlier list."""
         cuts = [(states, chunk_bounds_of(states.flat, self.chunk_numel)) for states in order if self._staged(states)]
         self.policy.want([WantedChunk(states, each) for states, each in cuts])
 
     def to_front(self, handle: JobHandle) -> None:
-        """Serve a job before all others."""
+        """Moves a job to the front of the queue."""
         progress = self._find(handle)
         if progress is not None:
             self.policy.to_front(progress)
 
     @property
     def busy(self) -> bool:
-        """Whether any job is unfinished or any transfer of ours in flight."""
+        """Whether any job is unfinished or any of the pipeline's transfers is in flight."""
         return bool(self._landing) or self.policy.busy
 
     @property
     def idle(self) -> bool:
-        """Whether `advance` changes nothing until something is asked for."""
+        """Whether `advance` has nothing to do until the next command."""
         return not self._landing and self.policy.idle
 
     # Progress.
 
     def advance(self) -> bool:
-        """Do what needs no waiting, one chunk's arithmetic at most; whether anything changed."""
+        """Does what needs no waiting, at most one chunk's arithmetic; returns whether anything changed."""
         landed = [progress for progress in self._landing if all(transfer.done() for transfer in progress.landing)]
         for progress in landed:
             for transfer in progress.landing:
@@ -138,23 +139,22 @@ class Pipeline:
         return self.policy.advance() or bool(landed)
 
     def advance_or_wait(self, handle: JobHandle | None, wait: Callable[[Blocker], None]) -> bool:
-        """Advance; where nothing can, have `wait` called with what is in the way of a job (None: the first).
+        """Advances; if that is impossible, calls `wait` with what blocks the job of `handle` (None: the first job).
 
         Returns:
-            False when nothing is in hand.
+            False if there is no work.
         """
         if self.advance():
             return True
         found = self._blocker(handle)
         if found is None:
-            # Transfers end whenever they like, also between the two looks. What had ended by the second look this
-            # `advance` sees, so that its False is true.
+            # A transfer may have ended between `advance` and `_blocker`. This second `advance` sees it, so False is true.
             return self.advance()
         wait(found)
         return True
 
     def _blocker(self, handle: JobHandle | None) -> Blocker | None:
-        """What is not done yet and in the way of a job (None: the first)."""
+        """The unfinished transfer or gradient that blocks a job (None: the first job); None if there is none."""
         lead = self._find(handle) if handle is not None else None
         for progress in (landing for landing in self._landing if landing.handle is handle):
             for transfer in progress.landing:
@@ -168,11 +168,11 @@ class Pipeline:
         else:
             every = [Blocker(transfer, Wait.READ) for transfer in found.reads.values()]
             every += [Blocker(transfer, Wait.WRITE) for transfer in found.writes.values()]
-        # Where all have ended since the policy looked, there is nothing to wait for, and something to do.
+        # If all have ended since the policy looked, waiting for the last returns at once, and there is something to do.
         return next((blocker for blocker in every if not blocker.pending.done()), every[-1])
 
     def wait(self, blocker: Blocker) -> None:
-        """Wait, count the time, raise the transfer's error."""
+        """Waits, counts the time, and raises the transfer's error."""
         started = perf_counter()
         try:
             blocker.pending.wait()
@@ -180,7 +180,7 @@ class Pipeline:
             self.stats.add_stall(blocker.cause, perf_counter() - started)
 
     def close(self) -> None:
-        """Wait for transfers in flight, whatever their outcome, and release the buffers."""
+        """Waits for transfers in flight, whether or not they fail, and releases the buffers."""
         for chunk in self.policy.clear():
             for transfer in (*chunk.reads.values(), *chunk.writes.values()):
                 with contextlib.suppress(Exception):  # reported before, or of no interest any more
@@ -188,14 +188,14 @@ class Pipeline:
         self._landing.clear()
         self.pool.close()
 
-    # What the policy has done.
+    # Actions that the policy calls.
 
     def chunk(self, states: FlatStates, start: int, numel: int) -> JobChunk:
-        """A chunk of which nothing has been read."""
+        """Makes a chunk of which nothing has been read."""
         return JobChunk(states, start, numel)
 
     def read(self, progress: JobUnderWay | None, chunk: JobChunk) -> bool:
-        """Begin to read the columns that the chunk lacks and that can be read by now; whether there are any."""
+        """Starts reads of the columns that the chunk lacks and that are readable; returns whether there are any."""
         if progress is None:
             tier, columns = self._tier(chunk.flat), self._of(chunk, self._staged(chunk.flat))
         else:
@@ -208,7 +208,7 @@ class Pipeline:
         ]
         reads = any(column.reads for column in missing)
         if reads and progress is not None and progress.submitted is not None:
-            progress.submitted.order()  # copies of what a device holds start behind the current stream
+            progress.submitted.order()  # copies from a device start after the work queued at submission
         for column in missing:
             start, numel = column.stretch(chunk.start, chunk.numel)
             size = max(numel, self.chunk_numel)
@@ -217,14 +217,14 @@ class Pipeline:
             if column.reads and (not is_slot or chunk.flat.started(chunk.start, chunk.numel)):
                 chunk.reads[column.role] = self._allocator.copy(column.home, buffer, source_start=start, numel=numel)
                 self.stats.add_read(numel * column.home.dtype.itemsize)
-        # What was read ahead may be more than the job needs: one without any gradient only copies the master parameter.
+        # A chunk read ahead may have more than the job needs: a job without any gradient only copies the master parameter.
         chunk.note_reads(
             all_reads_begun=progress is not None and all(column.role in chunk.buffers for column in columns)
         )
         return bool(missing)
 
     def free(self, chunk: JobChunk) -> None:
-        """Give its buffers back; raises what went wrong with its writes."""
+        """Gives a chunk's buffers back; raises the error of its writes, if any."""
         for transfer in chunk.writes.values():
             transfer.wait()
         for buffer in chunk.buffers.values():
@@ -235,13 +235,13 @@ class Pipeline:
         return arithmetic_tier(states, None, self.staging_tier)
 
     def _staged(self, states: FlatStates) -> list[JobColumn]:
-        """Columns that are known before a job is, and pass through buffers."""
+        """Columns of the master states that pass through staging buffers; known before the job is."""
         tier = self._tier(states) if states.home() is not None else None
         return [column for column in state_columns(states) if column.home.tier is not tier]
 
     @torch.no_grad()
     def update(self, progress: JobUnderWay, chunk: JobChunk) -> bool:
-        """Update a chunk and begin its writes; whether there are any."""
+        """Updates a chunk and starts its writes; returns whether there are any."""
         if progress.submitted is not None:
             progress.submitted.order()
         for factor in progress.job.transform.tensors():
@@ -282,13 +282,13 @@ class Pipeline:
 
     @staticmethod
     def _of(chunk: JobChunk, columns: list[JobColumn]) -> list[JobColumn]:
-        """Those that a chunk has anything of: of states with own shapes it may have none."""
+        """The columns of which a chunk has elements: it may have none of a state with shapes of its own."""
         if not chunk.flat.traits.whole:
             return columns
         return [column for column in columns if column.stretch(chunk.start, chunk.numel)[1]]
 
     def _windows(self, progress: JobUnderWay, chunk: JobChunk) -> dict[str, torch.Tensor]:
-        """What a chunk has of each column, where the arithmetic addresses it: by role, 1-D."""
+        """The chunk's elements of each column, by role, 1-D, in the pages or staging buffers that the arithmetic uses."""
         windows = {}
         for column in self._of(chunk, progress.columns):
             start, numel = column.stretch(chunk.start, chunk.numel)
@@ -299,7 +299,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _scratch(self, progress: JobUnderWay, chunk: JobChunk) -> Iterator[dict[str, torch.Tensor]]:
-        """Room for the gradient of a parameter that is updated whole; nothing where updates are element-wise."""
+        """A buffer for the gradient of a parameter that is updated whole; empty where updates are element-wise."""
         parameter = next(column.home for column in progress.columns if column.role == PARAMETER)
         if not chunk.flat.traits.whole:
             yield {}
@@ -314,7 +314,7 @@ class Pipeline:
     def _decoded(
         self, progress: JobUnderWay, chunk: JobChunk, windows: dict[str, torch.Tensor]
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """The windows, with what encoded slots stand for in place of what lies in pages; encoded again at the end."""
+        """The windows with encoded slots decoded; the new values are encoded into the pages at the end."""
         states, number = chunk.flat, progress.job.hyper.number
         started = states.started(chunk.start, chunk.numel)
         buffers: dict[str, PagedTensor] = {}
@@ -329,7 +329,7 @@ class Pipeline:
                 if started:
                     self._encoder.decode(encoding, windows[name], values[name])
                 else:
-                    values[name].zero_()  # what is between parameters is encoded, too
+                    values[name].zero_()  # gaps between parameters are encoded, too
             yield windows | values
             for name, value in values.items():
                 encoding = states.encodings[name]
@@ -339,7 +339,7 @@ class Pipeline:
                 self.pool.give_back(buffer)
 
     def end(self, progress: JobUnderWay) -> None:
-        """A job is computed."""
+        """Ends a job whose chunks are all computed."""
         like = torch.empty(
             0,
             dtype=next(column.home.dtype for column in progress.columns if column.role == PARAMETER),

@@ -1,6 +1,6 @@
-"""Buffers between a tier that the arithmetic can address and the homes of what it updates.
+"""Pool of staging buffers, for states whose home the update's arithmetic cannot address.
 
-Owns the staging pages of one tier. Knows no job and no chunk.
+Owns the staging pages. Knows no job and no chunk.
 I1: a buffer that was taken is given back once, when no transfer touches it.
 """
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class StagingPool:
-    """Buffers, kept by tier, dtype and size. Grows on demand; `reserve` makes it grow beforehand.
+    """Pool of buffers by tier, dtype and size. It grows on demand; `reserve` makes it grow in advance.
 
     Args:
-        allocator: where buffers come from.
+        allocator: allocates the buffers.
     """
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
 
         self._free: dict[tuple[Tier, torch.dtype], list[PagedTensor]] = {}
-        """The smaller ones first."""
+        """Free buffers, smallest first."""
         self._owned: dict[tuple[Tier, torch.dtype], list[PagedTensor]] = {}
 
     def reserve(self, tier: Tier, dtype: torch.dtype, numel: int, count: int) -> None:
-        """Own at least `count` buffers of so many elements.
+        """Allocates until the pool owns at least `count` buffers of `numel` elements.
 
         Raises:
             CapacityError: the tier has too few pages.
@@ -43,7 +43,7 @@ class StagingPool:
             self.give_back(self._allocate(tier, dtype, numel))
 
     def take(self, tier: Tier, dtype: torch.dtype, numel: int) -> PagedTensor:
-        """A buffer of `numel` elements or more, with undefined contents.
+        """Takes a buffer of `numel` elements or more, with undefined contents.
 
         Raises:
             CapacityError: none is free and the tier has too few pages for another.
@@ -55,12 +55,12 @@ class StagingPool:
         return self._allocate(tier, dtype, numel)
 
     def give_back(self, buffer: PagedTensor) -> None:
-        """Return a buffer that no transfer touches."""
-        # Of equal ones the last that was used comes first: it may be in the cache.
+        """Returns a buffer that no transfer touches to the pool."""
+        # Among buffers of equal size the last used comes first: it may be in the cache.
         bisect.insort_left(self._free.setdefault((buffer.tier, buffer.dtype), []), buffer, key=attrgetter("numel"))
 
     def close(self) -> None:
-        """Release every buffer. Idempotent."""
+        """Releases every buffer. Idempotent."""
         owned, self._owned, self._free = self._owned, {}, {}
         for buffers in owned.values():
             for buffer in buffers:

@@ -1,13 +1,12 @@
-"""How optimizer states that are smaller than fp32 lie in pages: the encodings, and the noise by which they are rounded.
+"""Encodings of optimizer states in bf16 or 8 bits, and the noise of their stochastic rounding.
 
-Owns how many elements of which dtype a slot takes in pages, and what stands where there. The optimizer itself never sees it:
-an update decodes a chunk, runs the user's class on fp32 elements, and encodes what it has made of them.
-I1: what was decoded encodes to itself, with any noise, so a state that no step changes never does, and a checkpoint holds
-    what the optimizer holds.
+Owns the format of encoded slots: dtype, number and order of elements in pages. The optimizer itself never sees it: an update
+decodes a chunk, runs the user's class on fp32 elements, and encodes the result.
+I1: decoded values encode to the same bytes, with any noise. So a state that no step changes keeps its bytes, and a checkpoint
+    has the values that the optimizer has.
 I2: noise is a function of the parameter, the slot, the element in the parameter and the step. So threads, tiers, chunks
-    and ranks change nothing, a run that goes on from a checkpoint draws what it would have drawn, and nobody's random
-    numbers move.
-I3: codes of a block are of one parameter (block_codec.py): blocks begin where parameters and pieces do.
+    and ranks do not change it, a run resumed from a checkpoint draws the same noise, and no random generator's state moves.
+I3: the codes of a block belong to one parameter (block_codec.py): blocks begin where parameters and pieces do.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ if TYPE_CHECKING:
     from lightning_ptm.update.flat_states import FlatStates
 
 VALUES_DTYPE = torch.float32
-"""Of what is encoded."""
+"""Dtype of decoded values."""
 _STRIP_NUMEL = 1 << 18
-"""Elements that are encoded together: their noise, and what is in between, stay in a core's cache."""
+"""Elements that are encoded together: their noise and intermediate results stay in a core's cache."""
 _TILE_NUMEL = 1 << 18
-"""Elements whose noise is a stretch of one table, from a place on that is drawn anew for each tile."""
+"""Elements of a parameter whose noise is one stretch of the noise table; the stretch's offset is drawn for each tile."""
 _SHORT_NOISE = 1 << 16
 _BF16_NAN = 0x7FC0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoding(abc.ABC):
-    """Of one slot of one shard.
+    """Encoding of one slot of one shard.
 
     Args:
         values_numel: elements of the shard.
@@ -53,37 +52,38 @@ class Encoding(abc.ABC):
     chunk_numel: int
 
     dtype: ClassVar[torch.dtype]
-    """Of what lies in pages."""
+    """Dtype of the stored elements."""
     noise: ClassVar[int]
-    """Noise is uniform in [0, noise)."""
+    """Upper bound of the noise, which is uniform in [0, noise)."""
 
     @property
     @abc.abstractmethod
     def numel(self) -> int:
-        """Elements in pages."""
+        """Stored elements of the shard."""
 
     @abc.abstractmethod
     def stretch(self, start: int, numel: int) -> tuple[int, int]:
-        """(first element, elements) in pages of elements [start, start + numel) of the shard: a chunk."""
+        """(first element, number) of the stored elements of a chunk, elements [start, start + numel) of the shard."""
 
     @abc.abstractmethod
     def encode(
         self, values: Tensor, stored: Tensor, noise: Tensor | None, start: int, stop: int, codec: BlockCodec
     ) -> None:
-        """Write elements [start, stop) of a chunk.
+        """Encodes elements [start, stop) of a chunk into `stored`.
 
         Args:
-            values: (n,), fp32, the chunk's; stored: what lies in pages of it.
-            noise: (stop - start,), int32; None: to the nearest.
+            values: (n,), fp32, the chunk's elements.
+            stored: the chunk's stored elements.
+            noise: (stop - start,), int32; None: round to nearest.
         """
 
     @abc.abstractmethod
     def decode(self, stored: Tensor, values: Tensor, codec: BlockCodec) -> None:
-        """Write all elements of a chunk. Args: as `encode`; `values` is written."""
+        """Decodes all elements of a chunk into `values`. Args: as in `encode`."""
 
 
 class Bf16(Encoding):
-    """The upper half of an fp32 number."""
+    """Encoding as bf16, the upper half of an fp32 number."""
 
     __slots__ = ()
     dtype = torch.bfloat16
@@ -102,11 +102,11 @@ class Bf16(Encoding):
         if noise is None:
             stored[start:stop].copy_(values[start:stop])
             return
-        # What the noise carries over into the upper half is the rounding.
+        # The carry from lower half plus noise into the upper half is the rounding.
         rounded = torch.add(values[start:stop].view(torch.int32), noise, out=codec.scratch(values.device, stop - start))
         rounded >>= 16
         if not in_ram(values) or values[start:stop].sum().isnan():
-            rounded.masked_fill_(values[start:stop].isnan(), _BF16_NAN)  # or the noise may carry one over to 0
+            rounded.masked_fill_(values[start:stop].isnan(), _BF16_NAN)  # else the carry may turn a NaN into 0
         stored[start:stop].view(torch.int16).copy_(rounded)
 
     def decode(self, stored: Tensor, values: Tensor, codec: BlockCodec) -> None:
@@ -114,7 +114,7 @@ class Bf16(Encoding):
 
 
 class Int8(Encoding):
-    """Codes of all elements of a chunk, then the scales of all its blocks."""
+    """Encoding as 8-bit codes: the codes of all elements of a chunk, then the scales of all its blocks."""
 
     __slots__ = ()
     dtype = torch.uint8
@@ -127,7 +127,7 @@ class Int8(Encoding):
 
     def stretch(self, start: int, numel: int) -> tuple[int, int]:
         if start % self.chunk_numel or numel > self.chunk_numel or numel % BLOCK_NUMEL:
-            raise InternalError(f"{numel} elements from {start} on are no chunk of {self.chunk_numel}")
+            raise InternalError(f"{numel} elements from element {start} on are not a chunk of {self.chunk_numel}")
         whole = round_up(_packed_bytes(self.chunk_numel), BLOCK_BYTES)
         return start // self.chunk_numel * whole, whole if numel == self.chunk_numel else _packed_bytes(numel)
 
@@ -147,13 +147,13 @@ def _packed_bytes(numel: int) -> int:
 
 
 def _packed(stored: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a chunk."""
+    """Views of the codes and scales of a chunk."""
     return stored[:numel], stored[numel : _packed_bytes(numel)].view(SCALE_DTYPE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedTensor:
-    """A paged tensor, and the elements that it stands for: what reads or writes states by hand takes it for these."""
+    """A paged tensor of encoded states, with the interface of a paged tensor of the decoded elements."""
 
     paged: PagedTensor
     encoding: Encoding
@@ -172,7 +172,7 @@ class EncodedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of what it stands for."""
+        """Bytes of the decoded elements."""
         return self.numel * VALUES_DTYPE.itemsize
 
     @property
@@ -180,26 +180,26 @@ class EncodedTensor:
         return self.paged.tier
 
     def stretch(self, start: int, numel: int) -> tuple[int, int]:
-        """(first element, elements) in pages of a chunk."""
+        """(first element, number) of the stored elements of a chunk."""
         return self.encoding.stretch(start, numel)
 
     def decoded(self, stored: Tensor, numel: int) -> Tensor:
-        """The `numel` elements of a chunk, in memory of their own."""
+        """Returns the `numel` elements of a chunk, decoded into a new tensor."""
         values = torch.empty(numel, dtype=VALUES_DTYPE, device=stored.device)
         Encoder().decode(self.encoding, stored, values)
         return values
 
     def encode(self, values: Tensor, stored: Tensor) -> None:
-        """Writes what lies in pages of a chunk, each element to the nearest."""
+        """Encodes a chunk into `stored`, rounded to nearest."""
         Encoder().encode(self.encoding, values, stored)
 
 
 ENCODINGS: dict[str, type[Encoding]] = {"bf16": Bf16, "int8": Int8}
-"""By what users call them (`Settings.optimizer_state_dtype`)."""
+"""Encodings by the names that users give in `Settings.optimizer_state_dtype`."""
 
 
 class Encoder:
-    """Encodes and decodes chunks of states. Owns scratch: one thread at a time."""
+    """Encodes and decodes chunks of states. Owns scratch tensors, so one thread at a time may use it."""
 
     def __init__(self) -> None:
         self._codec = BlockCodec()
@@ -207,22 +207,23 @@ class Encoder:
         self._noise: dict[torch.device, Tensor] = {}
 
     def decode(self, encoding: Encoding, stored: Tensor, values: Tensor) -> None:
-        """Write a chunk's elements, (n,), of what lies in pages of it."""
+        """Decodes a chunk's stored elements into `values`, (n,)."""
         encoding.decode(stored, values, self._codec)
 
     def encode(self, encoding: Encoding, values: Tensor, stored: Tensor) -> None:
-        """Write what lies in pages of a chunk's elements, (n,), each to the nearest."""
+        """Encodes a chunk's elements, (n,), into `stored`, rounded to nearest."""
         encoding.encode(values, stored, None, 0, values.numel(), self._codec)
 
     def encode_step(
         self, encoding: Encoding, values: Tensor, stored: Tensor, states: FlatStates, slot: str, start: int, step: int
     ) -> None:
-        """The same by the noise of a step (I2).
+        """Encodes a chunk's elements with stochastic rounding, by the noise of a step (I2).
 
         Args:
-            states: whose chunk it is; slot: the name of these states.
+            states: the states of the flat that the chunk belongs to.
+            slot: name of the slot.
             start: first element of the chunk in the shard.
-            step: its number.
+            step: number of the optimizer step.
         """
         for first in range(0, values.numel(), _STRIP_NUMEL):
             stop = min(first + _STRIP_NUMEL, values.numel())
@@ -232,7 +233,7 @@ class Encoder:
     def _noise_of(
         self, below: int, device: torch.device, states: FlatStates, slot: str, start: int, stop: int, step: int
     ) -> Tensor:
-        """(stop - start,), int32, of elements [start, stop) of the shard; good until the next is asked for."""
+        """Noise of elements [start, stop) of the shard, (stop - start,), int32; valid until the next call."""
         if (device, below) not in self._tables:
             self._tables[device, below] = _table(below).to(device)
         table, found, known = self._tables[device, below], None, 0
@@ -248,7 +249,7 @@ class Encoder:
                 if numel == stop - start:
                     return drawn
                 found = self._room(device).narrow(0, 0, stop - start) if found is None else found
-                found[known:place].zero_()  # padding is 0, and stays so
+                found[known:place].zero_()  # no noise on padding, which stays 0
                 found.narrow(0, place, numel).copy_(drawn)
                 at, place = at + numel, place + numel
                 known = place
@@ -263,13 +264,13 @@ class Encoder:
 
 
 def _random(named: str) -> int:
-    """32 bits that a name stands for, the same for ever."""
+    """A 32-bit hash of a name. It must never change: noise after a resume depends on it."""
     return int.from_bytes(hashlib.blake2b(named.encode(), digest_size=4).digest(), "little")
 
 
 def _table(below: int) -> Tensor:
-    """(2 * _TILE_NUMEL,), int32, the same for ever: numbers below `below`, evenly spaced and shuffled, twice; so an element
-    whose place is drawn has no bias at all."""
+    """The noise table, (2 * _TILE_NUMEL,), int32: evenly spaced numbers below `below`, shuffled, then the same once more. An
+    element at a randomly drawn offset therefore has no bias. The table must never change."""
     keys = bytearray(hashlib.shake_128(b"lightning_ptm rounding").digest(8 * _TILE_NUMEL))
     order = torch.frombuffer(keys, dtype=torch.int64).argsort(stable=True)
     numbers = (order * (below // 64) // (_TILE_NUMEL // 64)).to(torch.int32)

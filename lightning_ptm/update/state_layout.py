@@ -1,10 +1,10 @@
-"""Where the states of a flat's parameters lie in their paged tensors.
+"""Layout of a flat's optimizer states in paged tensors.
 
-A paged tensor for each name of a state. Of an element-wise optimizer it is as long as the shard; where parameters are updated
-whole, it holds the state of one parameter behind that of the other, each in its own shape, of those that the rank owns.
-Encoded states lie there as state_encoding.py has it.
-I1: of own shapes, each begins where a disk block begins, whatever its dtype; so those of neighbouring parameters are one
-    stretch that begins and ends there.
+Each state name has one paged tensor. For an element-wise optimizer it is as long as the shard. Where parameters are updated
+whole, it has the states of the parameters that the rank owns, one after the other, each in its own shape. state_encoding.py
+defines the format of encoded states.
+I1: a state with its own shape begins at a multiple of BLOCK_BYTES elements, so at a disk block whatever its dtype; the states
+    of neighbouring parameters are therefore one stretch that begins and ends at a disk block.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnShapes:
-    """States of one name whose shapes are their own, of the parameters of a flat: those of the first rank's parameters,
-    behind them the second's, and so on. Each rank has its share.
+    """Layout of the states of one name with shapes that are not the parameters' shapes (e.g. factored moments).
+
+    The states of the first rank's parameters come first, then the second rank's, and so on. Each rank stores its share.
 
     Attributes:
-        shapes: by parameter; None of one that has no such state.
-        starts: by parameter, where its state begins, or would; and the end of all.
-        shares: where each rank's share begins; and the end of the last.
-        first: the element with which the rank's own share begins.
-        parameter_starts: where parameters begin in the rank's shard; before or behind it where others own them.
+        shapes: by parameter, the shape of its state; None if it has no such state.
+        starts: by parameter, the first element of its state (counted without storage if it has none); then the end of all.
+        shares: by rank, the first element of its share; then the end of the last share.
+        first: first element of this rank's share.
+        parameter_starts: by parameter, its first element in this rank's shard; outside of the shard if another rank owns it.
     """
 
     shapes: tuple[Shape | None, ...]
@@ -48,27 +49,27 @@ class OwnShapes:
     parameter_starts: tuple[int, ...]
 
     def stretch(self, start: int, numel: int) -> tuple[int, int]:
-        """(first element, elements) in the share of the states of the parameters that begin in [start, start + numel) of the
-        shard."""
+        """(first element, number) in the rank's share of the states of the parameters that begin in [start, start + numel) of
+        the shard."""
         first = self.starts[bisect.bisect_left(self.parameter_starts, start)]
         last = self.starts[bisect.bisect_left(self.parameter_starts, start + numel)]
         return first - self.first, last - first
 
     def view(self, tensor: torch.Tensor, parameter: int, first: int = 0) -> torch.Tensor:
-        """A parameter's state in its shape, as a view of all ranks' states from element `first` on."""
+        """A parameter's state in its shape, as a view of `tensor`, which has all ranks' states from element `first` on."""
         shape = self.shapes[parameter]
         if shape is None:
-            raise InternalError(f"parameter {parameter} has no such state of its own shape")
+            raise InternalError(f"parameter {parameter} has no state in this layout of states with shapes of their own")
         return tensor.narrow(0, self.starts[parameter] - first, math.prod(shape)).view(shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateLayout:
-    """One paged tensor of states, in elements of what lies in pages.
+    """Layout of one paged tensor of states; `dtype` and `numel` are those of the stored elements.
 
     Attributes:
-        own: where their shapes are not those of the parameters.
-        encoding: where they are not what lies in pages.
+        own: the shapes, where they are not the shapes of the parameters.
+        encoding: the encoding, where the stored elements are not the optimizer's.
     """
 
     name: str
@@ -79,22 +80,24 @@ class StateLayout:
 
     @property
     def bytes_by_rank(self) -> tuple[int, ...]:
-        """Of each rank that shares the flat; of one that stands for all, where all have the same."""
+        """Bytes on each rank that shares the flat; a single number if all ranks have the same."""
         shares = (0, self.numel) if self.own is None else self.own.shares
         return tuple((end - start) * self.dtype.itemsize for start, end in itertools.pairwise(shares))
 
     def stretch(self, start: int, numel: int) -> tuple[int, int]:
-        """(first element, elements) of what belongs to elements [start, start + numel) of the shard: whole parameters where
-        shapes are own, a chunk where states are encoded."""
+        """(first element, number) of the stored elements that belong to elements [start, start + numel) of the shard.
+
+        The elements must be whole parameters where states have their own shapes, and a chunk where states are encoded.
+        """
         by = self.own or self.encoding
         return (start, numel) if by is None else by.stretch(start, numel)
 
 
 def lay_out_states(flat: FlatLayout, traits: OptimizerTraits, groups: Sequence[int | None]) -> tuple[StateLayout, ...]:
-    """All states of a flat's shard that are tensors of several elements.
+    """Returns the layouts of all states of a flat's shard that are tensors of several elements.
 
     Args:
-        groups: parameter group of each parameter within its optimizer; None: it updates it not.
+        groups: parameter group of each parameter within its optimizer; None: the optimizer does not update it.
     """
     return tuple(layout for layout in states_of_all_ranks(flat, traits, groups) if layout.numel)
 
@@ -102,7 +105,10 @@ def lay_out_states(flat: FlatLayout, traits: OptimizerTraits, groups: Sequence[i
 def states_of_all_ranks(
     flat: FlatLayout, traits: OptimizerTraits, groups: Sequence[int | None]
 ) -> tuple[StateLayout, ...]:
-    """As `lay_out_states`, with those of which other ranks alone have elements; the same names, dtypes and shapes on all."""
+    """Returns the layouts of `lay_out_states` and of states of which only other ranks have elements.
+
+    Names, dtypes and shapes are the same on all ranks.
+    """
     if not traits.whole:
         return tuple(_like_the_shard(flat, slot) for slot in traits.slots)
     return tuple(_own_shapes(flat, traits, groups))
@@ -117,7 +123,7 @@ def _like_the_shard(flat: FlatLayout, slot: SlotTraits) -> StateLayout:
 
 def _own_shapes(flat: FlatLayout, traits: OptimizerTraits, groups: Sequence[int | None]) -> Iterator[StateLayout]:
     begins = [slot.start for slot in flat.slots]
-    # The first parameter of each rank; behind them, all.
+    # By rank, the index of its first parameter.
     firsts = [bisect.bisect_left(begins, share) for share in flat.shares[:-1]] or [0]
     in_shard = tuple(start - flat.shard_start for start in begins)
     for known in traits.slots:
@@ -135,7 +141,7 @@ def _own_shapes(flat: FlatLayout, traits: OptimizerTraits, groups: Sequence[int 
 
 
 def layout_groups(flat: FlatLayout, optimizer: int | None = None) -> tuple[int | None, ...]:
-    """Parameter group of each of a flat's parameters within one of its optimizers (None: the first), as the layout has it."""
+    """Returns the parameter group of each of a flat's parameters, within one of its optimizers (None: the first)."""
     number = flat.slots[0].spec.optimizer if optimizer is None else optimizer
     groups = (slot.spec.group_in(number) for slot in flat.slots)
     return tuple(group if group >= 0 else None for group in groups)

@@ -1,11 +1,11 @@
-"""What is asked of the updater, and what it has in hand: jobs, their columns, chunks, and the handle of a job.
+"""Update jobs: the request for one flat's update, its handle, its columns and its chunks.
 
-Facts and their bookkeeping only; planning/chunks.py decides what becomes of them, pipeline.py does it.
-I1: a column is one paged tensor that a job reads or writes element by element. It is staged when the arithmetic cannot
-    address it where it lives.
-I2: a chunk is the same stretch of all columns, cut as planning/chunk_bounds.py has it: at multiples of the updater's
-`chunk_numel`,
-    or where a parameter begins, where these are updated whole. States of own shapes are as long as they are then.
+Data and bookkeeping only; planning/chunks.py decides the order of reads, updates and writes, pipeline.py does them.
+I1: a column is one paged tensor that a job reads or writes element by element. It is staged if the arithmetic cannot
+    address it in its tier.
+I2: a chunk is the same stretch of all columns. planning/chunk_bounds.py cuts at multiples of the updater's `chunk_numel` or,
+    where parameters are updated whole, at the starts of parameters. A state with its own shape is then as long as its shape
+    says.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ if TYPE_CHECKING:
     from lightning_ptm.memory.transfer import Transfer
 
 PARAMETER = "<parameter>"
-"""Column that the optimizer updates: the master parameter, or the compute parameter where it is the truth."""
+"""Role of the column that the optimizer updates: the master parameter or, without one, the compute parameter."""
 SCRATCH = "<scratch>"
-"""No column: room for the gradient of a parameter that is updated whole, where it cannot be taken as it is."""
+"""Key of a buffer, not a column, for the gradient of a parameter that is updated whole and needs a cast or a factor."""
 TARGET = "<target>"
-"""Column that gets the compute copy of an updated master parameter."""
+"""Role of the column that gets the compute copy of an updated master parameter."""
 GRADIENT = "<gradient>"
+"""Role of the column that has the shard's gradient."""
 
 
 class Pending(Protocol):
-    """Something that a job has to wait for: a Transfer, a reduction in flight."""
+    """Anything that a job may have to wait for: a Transfer, a reduction in flight."""
 
     def done(self) -> bool: ...
 
@@ -60,23 +61,24 @@ class Pending(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdateJob:
-    """One flat's share of one optimizer step.
+    """A request to the updater: one flat's share of one optimizer step.
 
     Attributes:
         states: the flat's master states.
-        shadow: runs the optimizer that they belong to.
-        gradient: where the gradient comes from; must stay as it is until the handle is done.
-        target: the compute parameter's shard. Its pages must be neither read nor written by others between submission and
-            the end of the job.
+        shadow: the shadow of the optimizer that updates them.
+        gradient: source of the gradient; must not change until the handle is done.
+        target: the compute parameter's shard. No other code may read or write its pages between submission and the end of
+            the job.
         hyper: the step's hyper-parameters.
-        transform: what happens to the gradient first.
+        transform: unscaling and clipping of the gradient.
         earlier: hyper-parameters of steps that are taken before, with the same gradient.
-        merge: take all steps in one call where that can be (merged_steps.py).
-        after: what the gradient waits for, and who still reads the target; master states are read ahead meanwhile.
-        fresh_target: the target's pages hold nothing yet: every element is written, also those without a gradient.
-        forecast: learns from the update, and the target gets what momentum alone would make of the parameters next. Needs
-            a master parameter, a fresh target, and a last step that is taken alone (no `merge`).
-        turn: jobs of earlier turns are served first. All of a flat have the same.
+        merge: whether to take all steps in one call where that is possible (merged_steps.py).
+        after: reductions of the gradient and reads of the target that must end first; master states are read ahead meanwhile.
+        fresh_target: whether the target's pages have no contents yet: every element is written, also those without a
+            gradient.
+        prediction: weight prediction that learns from the update; the target then gets what momentum alone would make of the
+            parameters next. Needs a master parameter, a fresh target, and no `merge`.
+        turn: jobs of earlier turns are served first. All jobs of a flat have the same turn.
         on_done: called by the updater, in its thread, right after the handle is done. Must not raise or block.
     """
 
@@ -90,7 +92,7 @@ class UpdateJob:
     merge: bool = False
     after: Sequence[Pending] = ()
     fresh_target: bool = False
-    forecast: WeightPrediction | None = None
+    prediction: WeightPrediction | None = None
     turn: int = 0
     on_done: Callable[[], None] | None = None
 
@@ -101,7 +103,7 @@ class UpdateJob:
 
 
 class JobHandle:
-    """The end of a job: done when its compute parameters are updated and readable. Written by the updater alone."""
+    """Handle of a job: done when its compute parameters are updated and readable. Written by the updater alone."""
 
     __slots__ = ("_event", "_on_done", "end", "name")
 
@@ -109,15 +111,15 @@ class JobHandle:
         self.name = name
         self._on_done = on_done
         self._event = threading.Event()
-        # What the arithmetic's stream had queued when the job ended; another stream waits for it.
+        # Mark on the arithmetic's stream at the end of the job, for other streams to wait for.
         self.end: Mark | None = None
 
     def computed(self, end: Mark) -> None:
-        """Its arithmetic is queued before this mark."""
+        """Records the mark before which the job's arithmetic is queued."""
         self.end = end
 
     def done(self) -> bool:
-        """True once updated and readable. Never blocks, never raises."""
+        """Whether the compute parameters are updated and readable. Never blocks, never raises."""
         return self._event.is_set()
 
     def mark_done(self) -> None:
@@ -127,13 +129,13 @@ class JobHandle:
             on_done()
 
     def block(self, timeout_s: float | None = None) -> bool:
-        """Wait in another thread than the updater's; True when done."""
+        """Waits, in a thread other than the updater's; returns whether the job is done."""
         return self._event.wait(timeout_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobColumn:
-    """A paged tensor of a job: its role and what is done with it."""
+    """A paged tensor of a job, with its role and whether the job reads and writes it."""
 
     role: str
     home: PagedTensor
@@ -142,18 +144,18 @@ class JobColumn:
     layout: StateLayout | None = None
 
     def stretch(self, start: int, numel: int) -> tuple[int, int]:
-        """(first element, elements) of what it has of elements [start, start + numel) of the shard."""
+        """(first element, number) of its stored elements for elements [start, start + numel) of the shard."""
         return (start, numel) if self.layout is None else self.layout.stretch(start, numel)
 
     def first(self, start: int) -> int:
-        """With which of its elements, decoded, that of the shard from `start` on begins."""
+        """Index of its first element, counted decoded, for elements of the shard from `start` on."""
         own = None if self.layout is None else self.layout.own
         return start if own is None else own.stretch(start, 0)[0]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class JobChunk(chunks.Chunk[FlatStates]):
-    """A stretch of a flat's shard on its way: buffers and transfers by column role (elements)."""
+    """A chunk in the pipeline: its staging buffers and transfers, by column role."""
 
     buffers: dict[str, PagedTensor] = dataclasses.field(default_factory=dict)
     reads: dict[str, Transfer] = dataclasses.field(default_factory=dict)
@@ -167,17 +169,19 @@ class JobChunk(chunks.Chunk[FlatStates]):
 
 
 def arithmetic_tier(states: FlatStates, target: PagedTensor | None, staging_tier: Tier) -> Tier:
-    """Where a flat is updated: where its master states live, or in staging when they are on disk."""
+    """Returns the tier in which a flat is updated: the home of its master states, or the staging tier if that is disk."""
     home = states.home()
     if home is None:
         if target is None:
-            raise InternalError("a flat without master states has no place to be updated in before its target is known")
+            raise InternalError(
+                "the arithmetic tier of a flat without master states is its target's tier, and no target is given"
+            )
         home = target.tier
     return tier_of_arithmetic(home, staging_tier)
 
 
 def state_columns(states: FlatStates) -> list[JobColumn]:
-    """The columns that are known before the job is: the master parameter and the slots."""
+    """Returns the columns that do not depend on the job: the master parameter and the slots."""
     columns = [JobColumn(PARAMETER, states.master, reads=True, writes=True)] if states.master is not None else []
     layouts = states.layouts
     columns.extend(
@@ -187,7 +191,8 @@ def state_columns(states: FlatStates) -> list[JobColumn]:
 
 
 def job_columns(job: UpdateJob, present: Sequence[bool]) -> list[JobColumn]:
-    """All columns of a job. One without any gradient copies the master parameter to its target and changes no state."""
+    """Returns all columns of a job. A job without any gradient copies the master parameter to its target and changes no
+    state."""
     if job.states.master is not None and not any(present):
         master = JobColumn(PARAMETER, job.states.master, reads=True, writes=False)
         return [master, JobColumn(TARGET, job.target, reads=False, writes=True)]
@@ -202,10 +207,12 @@ def job_columns(job: UpdateJob, present: Sequence[bool]) -> list[JobColumn]:
 
 
 def check_every_gradient(states: FlatStates, present: Sequence[bool]) -> None:
-    """Some optimizers treat parameters otherwise when one of them has no gradient.
+    """Checks that all parameters have a gradient, if the optimizer needs one of every parameter.
+
+    Some optimizers update the other parameters differently if one of them has no gradient.
 
     Raises:
-        UsageError: this is one, and a parameter has none.
+        UsageError: a parameter has no gradient.
     """
     reason = states.traits.every_gradient
     for slot, group, here in zip(states.flat.slots, states.groups, present, strict=True):
@@ -218,7 +225,7 @@ def check_every_gradient(states: FlatStates, present: Sequence[bool]) -> None:
 
 
 class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
-    """A submitted job on its way through the updater."""
+    """A submitted job with its progress through the pipeline."""
 
     def __init__(self, job: UpdateJob, handle: JobHandle, *, chunk_numel: int, staging_tier: Tier) -> None:
         flat = job.states.flat
@@ -251,25 +258,25 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
         self.landing: list[Transfer] = []
         """Writes of compute parameters in flight."""
         self.submitted: Mark | None = None
-        """What the submitting stream had queued; the gradient and the compute parameter are older than that."""
+        """Mark on the submitting stream; the gradient and the compute parameter were produced before it."""
         self._scalars: list[dict[tuple[int, int], ScalarState | None]] = []
         self.whole_scalars: dict[int, ScalarState | None] = {}
-        """Of parameters that have been updated whole, by index: what the job has made of their scalars."""
+        """Scalars after the job of parameters that it has updated whole, by index."""
         self.merged: Mapping[int, MergedSteps] = self._merge() if job.merge else {}
-        """By parameter group, the one call that takes all steps; empty: they are taken one by one."""
+        """By parameter group, the one call that takes all steps; empty: the steps are taken one by one."""
 
     def submit(self, queued: Mark) -> None:
-        """Behind what the submitting stream has queued."""
+        """Records the submitting stream's mark, which the job's device work waits for."""
         self.submitted = queued
 
     def has_gradient(self) -> bool:
         return all(pending.done() for pending in self.job.after)
 
     def scalars_after(self, like: torch.Tensor) -> list[dict[tuple[int, int], ScalarState | None]]:
-        """For each step of the job the scalars after it, by the clocks that parameters with a gradient have before the job.
+        """Returns for each step of the job the scalars after it, by the clocks of parameters with a gradient before the job.
 
         Args:
-            like: has the dtype and device of the parameters that are updated.
+            like: a tensor with the dtype and device of the parameters that are updated.
         """
         if not self._scalars:
             shadow, before = self.job.shadow, self._clocks()
@@ -280,7 +287,7 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
         return self._scalars
 
     def _clocks(self) -> dict[tuple[int, int], ScalarState | None]:
-        """Scalars before the job, by the clocks of parameters with a gradient."""
+        """Scalars before the job, by clock, of parameters with a gradient."""
         states = self.job.states
         return {
             states.clock(index): states.scalars(index)
@@ -302,7 +309,7 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
         return found
 
     def advance_scalars(self, like: torch.Tensor) -> None:
-        """All chunks are computed. Args: as `scalars_after`."""
+        """Advances the flat's scalars; called after all chunks are computed. Args: as in `scalars_after`."""
         states = self.job.states
         if states.traits.whole:
             states.advance_whole(self.whole_scalars, self.present)

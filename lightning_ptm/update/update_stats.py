@@ -1,4 +1,4 @@
-"""Counters of the updater: bytes moved, seconds of arithmetic, seconds waited by cause."""
+"""Counters of the updater: bytes moved, seconds of arithmetic, and seconds waited by cause."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import enum
 
 
 class Wait(enum.Enum):
-    """What an update waited for."""
+    """Causes for which an update waits."""
 
     READ = "read"
     WRITE = "write"
@@ -17,7 +17,7 @@ class Wait(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class UpdateStats:
-    """Totals since the updater was made. Written by the thread that does the arithmetic; others may read at any time."""
+    """Totals since the updater was made. Written by the thread that does the arithmetic; any thread may read them."""
 
     bytes_read: int = 0
     bytes_written: int = 0
@@ -29,19 +29,19 @@ class UpdateStats:
     save_stall_s: float = 0.0
 
     def add_read(self, size: int) -> None:
-        """Count bytes of master states read."""
+        """Counts bytes of master states read."""
         self.bytes_read += size
 
     def add_written(self, size: int) -> None:
-        """Count bytes of master states written."""
+        """Counts bytes of master states written."""
         self.bytes_written += size
 
     def add_chunk(self, arithmetic_s: float) -> None:
-        """Count a chunk that was computed."""
+        """Counts a chunk that was computed."""
         self.arithmetic_s += arithmetic_s
         self.chunks += 1
 
     def add_stall(self, cause: Wait, seconds: float) -> None:
-        """Count time waited."""
+        """Counts time waited."""
         name = f"{cause.value}_stall_s"
         setattr(self, name, getattr(self, name) + seconds)

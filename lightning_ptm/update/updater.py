@@ -1,11 +1,11 @@
-"""The updater that the engine talks to: jobs in, handles out; in the caller's thread or in one of its own (section 7).
+"""The updater: takes update jobs and returns handles; works in the caller's thread or in its own (section 7 of the paper).
 
-Owns the thread, when there is one, and the error that ended the work. All else is the pipeline's.
-I1: the pipeline is touched by one thread at a time: the caller's, or, between `run_in_thread` and `stop`, the worker.
+Owns the worker thread, if there is one, and the error that ended the work. Everything else belongs to the pipeline.
+I1: the pipeline is used by one thread at a time: the caller's, or, between `run_in_thread` and `stop`, the worker.
     Callers then only put commands into a queue.
 I2: after an error nothing is updated any more; every later call raises that error, with the traceback of its origin.
-I3: whoever does the work advances, waits for a transfer or a gradient, or raises; a thread waits for commands only when no
-    job is left, so a caller that waits for a job cannot wait for ever.
+I3: the thread that does the work advances, waits for a transfer or a gradient, or raises. The worker waits for commands only
+    if no job is left, so a caller that waits for a job cannot wait for ever.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ BLOCK_NUMEL = 1 << 20
 element) stays there; smaller blocks cost more in dispatch (about 30 us a call) than they save in memory traffic."""
 
 _GRADIENT_WATCH_S = 0.001
-"""How often the worker looks whether a gradient has come, when it has nothing else to do."""
+"""Interval at which a worker without other work checks for a gradient."""
 
 
 class Updater:
     """Runs update jobs page by page.
 
     Args:
-        allocator: moves the bytes. Updates of flats whose master states live in its device tier run on that device.
-        chunk_numel: elements that travel together, unless they are one parameter that is updated whole; a multiple of 4096.
-            Default: one page of float32.
+        allocator: copies the bytes. Flats whose master states are in its device tier are updated on that device.
+        chunk_numel: elements that are read, updated and written together, unless they are one parameter that is updated
+            whole; a multiple of 4096. Default: one page of float32.
         block_numel: elements per optimizer call; a multiple of 64.
-        staging: chunks that may hold staging buffers at once. Each takes chunk_numel elements of every paged tensor that
+        staging: most chunks that have staging buffers at once. Each takes chunk_numel elements of every paged tensor that
             is not in the tier of the arithmetic.
-        staging_tier: where flats with master states on disk are updated: HOST, or DEVICE on a machine without one.
-        stream: of the arithmetic, and of the copies for it; nobody else's. It is behind what was queued when the updater
-            began to run in a thread, each job behind what was queued when it was submitted, and `finish` and `drain` have the
-            current stream wait for it. None: the current stream of whoever pumps.
+        staging_tier: tier in which flats with master states on disk are updated: HOST, or DEVICE on a machine without one.
+        stream: stream of the arithmetic and of its copies, with no other work on it. It waits for work queued before
+            `run_in_thread`, and each job for work queued before its submission; `finish` and `drain` make the current stream
+            wait for it. None: the current stream of the thread that pumps.
+        events: receives an event for the arithmetic of each chunk.
 
     Raises:
         ConfigError: a size that cannot work.
@@ -94,9 +95,9 @@ class Updater:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """Filled by callers, emptied by the worker."""
+        """Commands from callers to the worker."""
         self._stopping = threading.Event()
-        """Set by `stop`; also by the worker when it ends by an error, so that nobody waits for it."""
+        """Set by `stop`."""
 
     @property
     def failure(self) -> BaseException | None:
@@ -110,15 +111,16 @@ class Updater:
 
     @property
     def chunk_numel(self) -> int:
-        """Elements that travel together."""
+        """Elements of a chunk."""
         return self._pipeline.chunk_numel
 
     def take_staging(self, tier: Tier, dtype: torch.dtype, count: int, numel: int | None = None) -> None:
-        """Take so many staging buffers, so that no job fails for want of pages in mid-run. Call before `run_in_thread`. They
-        are shared: flats of the same dtypes and tiers need one set.
+        """Reserves `count` staging buffers, so that no later job fails for lack of pages. Call before `run_in_thread`.
+
+        Flats of the same dtypes and tiers share the buffers.
 
         Args:
-            numel: elements of each; None: those of a chunk of what is cut anywhere.
+            numel: elements of each buffer; None: `chunk_numel`.
 
         Raises:
             CapacityError: the tier is too small.
@@ -126,9 +128,9 @@ class Updater:
         self._pipeline.pool.reserve(tier, dtype, self.chunk_numel if numel is None else numel, count)
 
     def submit(self, job: UpdateJob) -> JobHandle:
-        """Queue a job behind those submitted before.
+        """Queues a job after those submitted before.
 
-        Its arithmetic runs once its gradient is there (`job.after`); master states are read ahead meanwhile.
+        Its arithmetic runs once its gradient is complete (`job.after`); master states are read ahead meanwhile.
         """
         self._check()
         flat = job.states.flat
@@ -139,38 +141,40 @@ class Updater:
         return handle
 
     def prefetch(self, order: Iterable[FlatStates]) -> None:
-        """Read these flats' master states ahead, in this order, as far as staging goes. Jobs on them are to follow."""
+        """Reads these flats' master states ahead, in this order, as far as staging buffers allow. Jobs must follow."""
         self._check()
         flats = list(order)
         self._command(lambda: self._pipeline.want(flats))
 
     def watch(self, before_write: BeforeWrite | None) -> None:
-        """From the next job on, `before_write` is called in the working thread before any stretch of a paged tensor changes.
-        Call after `drain`; None ends it."""
+        """Sets a callback, called in the working thread before any stretch of a paged tensor changes; None removes it.
+
+        Call after `drain`.
+        """
 
         self._command(lambda: self._pipeline.watch(before_write))
 
     @property
     def in_thread(self) -> bool:
-        """Whether a thread of its own does the work."""
+        """Whether the updater's own thread does the work."""
         return self._thread is not None
 
     def promote(self, handle: JobHandle) -> None:
-        """Serve a queued job before all others; no effect on one that is computed."""
+        """Moves a queued job before all others; no effect on a job that is computed."""
         self._check()
         self._command(lambda: self._pipeline.to_front(handle))
 
     def pump(self, limit: int | None = None) -> bool:
-        """Do what needs no waiting: arithmetic of chunks that are there, more reads, more writes. Raises the thread's error.
+        """Does what needs no waiting: arithmetic of chunks that are read, reads and writes. Raises the thread's error.
 
         Args:
-            limit: most advances (one chunk each, at most).
+            limit: most advances (each of one chunk at most).
 
         Returns:
-            Whether anything moved; False when a thread does the work.
+            Whether anything was done; False if a thread does the work.
         """
         self._check()
-        if self._thread is not None or self._pipeline.idle:  # asked at every tick, mostly for nothing
+        if self._thread is not None or self._pipeline.idle:  # a cheap exit: called at every tick, mostly without work
             return False
         moved = False
         with self._working():
@@ -180,12 +184,12 @@ class Updater:
         return moved
 
     def finish(self, handle: JobHandle) -> None:
-        """Block until a job is updated and its compute parameters are readable; serve it before all others.
+        """Blocks until a job is done and its compute parameters are readable; the job is served before all others.
 
         Where a device does the arithmetic, the current stream waits for it; the host need not.
 
         Raises:
-            PageIOError: a read or write failed. The updater is of no further use (I2).
+            PageIOError: a read or write failed. The updater cannot be used any more (I2).
         """
         self._check()
         if self._thread is not None:
@@ -201,9 +205,9 @@ class Updater:
             handle.end.order()
 
     def drain(self) -> None:
-        """Block until every job is done and every write has landed; what was read ahead is dropped.
+        """Blocks until every job is done and every write has ended; drops chunks that were read ahead.
 
-        Afterwards the pages are the truth and may be read, moved or written by others. Raises as `finish` does.
+        Afterwards the pages are up to date, and other code may read, move or write them. Raises as `finish` does.
         """
         self._check()
         self._command(self._pipeline.policy.drop_read_ahead)
@@ -216,19 +220,20 @@ class Updater:
                 while self._pipeline.busy:
                     self._go_on(None, self._pipeline.wait)
         self._stream.join()
-        self._backend.mark().synchronize()  # whoever reads the pages next may do so in another thread, on another stream
+        self._backend.mark().synchronize()  # the next reader of the pages may be in another thread, on another stream
 
     def busy(self) -> bool:
         """Whether any job is unfinished or any write in flight. Not meaningful while a thread does the work."""
         return self._pipeline.busy
 
     def run_in_thread(self, cores: int | None = None) -> None:
-        """From now on a thread does the work, until `stop`.
+        """Starts a thread that does the work until `stop`.
 
         Args:
             cores: CPU cores that its arithmetic may use; None: as many as compute.
+
         Raises:
-            UsageError: it runs already.
+            UsageError: the thread runs already.
         """
         self._check()
         if self._thread is not None:
@@ -237,10 +242,10 @@ class Updater:
         self._stream.follow()
         thread = threading.Thread(target=self._work, args=(cores,), name="lightning_ptm update", daemon=True)
         thread.start()
-        self._thread = thread  # now that it is one: `stop` joins it
+        self._thread = thread  # only once it has started: `stop` joins it
 
     def stop(self) -> None:
-        """End the thread; unfinished jobs stay queued. Does not raise the thread's error: the next call does. Idempotent."""
+        """Ends the thread; unfinished jobs stay queued. Does not raise the thread's error: the next call does. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -251,13 +256,13 @@ class Updater:
             self._commands.get()()
 
     def close(self) -> None:
-        """Stop, wait for transfers in flight whatever their outcome, release staging. Idempotent."""
+        """Stops the thread, waits for transfers in flight, whether or not they fail, and releases staging. Idempotent."""
         self.stop()
         if not self._closed:
             self._closed = True
             self._pipeline.close()
 
-    # The caller's side.
+    # Called by callers.
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -272,7 +277,7 @@ class Updater:
             command()
 
     def _await(self, done: Callable[[], bool], block: Callable[[float], bool]) -> None:
-        """Wait for the worker, with an eye on its life."""
+        """Waits for the worker; raises if its thread has died."""
         while not done():
             block(0.1)
             thread = self._thread
@@ -281,12 +286,15 @@ class Updater:
                 raise InternalError("the update thread ended with work left and without an error")
         self._check()
 
-    # The side of whoever does the work.
+    # Called in the thread that does the work.
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        """Ctrl-C takes effect behind it: a chunk is then whole, and every transfer known to who waits for its end. What an
-        update makes can be changed later, also where an evaluation waits for it in inference mode."""
+        """Context of all work: Ctrl-C takes effect only at its end, and inference mode is off.
+
+        So an interrupt never leaves a chunk half updated or a transfer unknown to the code that waits for it. And tensors
+        made by an update that an evaluation waits for, in inference mode, can be changed later.
+        """
         with interrupted_later(), torch.inference_mode(False), self._noting_failures(), self._stream.entered():
             yield
 
@@ -298,9 +306,11 @@ class Updater:
             self._failure = error
             raise
         except BaseException as error:
-            # A second Ctrl-C, say: a chunk may be half updated, but whoever cleans up must not be interrupted once more.
+            # E.g. a second Ctrl-C. A chunk may be half updated; later calls raise a UsageError, as cleanup code that catches
+            # errors must not get a second KeyboardInterrupt.
             self._failure = UsageError(
-                f"the update was interrupted by {type(error).__name__}; master states are not valid"
+                f"the update was interrupted by {type(error).__name__} and master states may be half updated; go on from "
+                "the last checkpoint"
             )
             self._failure.__cause__ = error
             raise
@@ -308,7 +318,7 @@ class Updater:
     def _go_on(self, handle: JobHandle | None, wait: Callable[[Blocker], None]) -> None:
         if not self._pipeline.advance_or_wait(handle, wait):
             what = handle.name if handle is not None else "the updater"
-            raise InternalError(f"{what} can neither go on nor names anything to wait for")
+            raise InternalError(f"{what} can neither advance nor has a transfer or gradient to wait for")
 
     def _work(self, cores: int | None) -> None:
         near = self._backend.numa_cores()
@@ -317,8 +327,11 @@ class Updater:
             use_cores(min(cores or len(near), torch.get_num_threads(), len(near)))
         elif cores is not None:
             use_cores(cores)
-        self._backend.make_current()  # before a stream is entered, which would go back to the machine's first device
-        with contextlib.suppress(BaseException), self._working():  # I2: kept in _failure, raised by the next call
+        self._backend.make_current()  # before a stream is entered: its exit restores the device that was current
+        with (
+            contextlib.suppress(BaseException),
+            self._working(),
+        ):  # I2: the error is in _failure; the next call raises it
             while not self._stopping.is_set():
                 while not self._commands.empty():
                     self._commands.get()()
@@ -329,14 +342,14 @@ class Updater:
 
     def _wait_or_command(self, blocker: Blocker) -> None:
         if blocker.cause is Wait.GRADIENT:
-            # Only polled: a gradient that never comes must not keep `stop` from ending this thread.
+            # Polled, not waited for: a gradient that never comes must not keep `stop` from ending this thread.
             with contextlib.suppress(queue.Empty):
                 self._commands.get(timeout=_GRADIENT_WATCH_S)()
         else:
             self._pipeline.wait(blocker)
 
     def _when_idle(self, idle: threading.Event) -> None:
-        """Runs in the worker: finish all that is in hand, as drain does."""
+        """Finishes all jobs, in the worker, then sets `idle`."""
 
         def wait(blocker: Blocker) -> None:
             if blocker.cause is Wait.GRADIENT:
@@ -350,4 +363,4 @@ class Updater:
 
 
 def _nothing() -> None:
-    """Wakes the worker."""
+    """Command without effect, which wakes the worker."""

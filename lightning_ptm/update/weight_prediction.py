@@ -1,13 +1,14 @@
-"""What updates that are still to come will do to parameters: so that compute need not use old ones (lock-free mode).
+"""Weight prediction: compute parameters as updates that are still pending are expected to leave them (lock-free mode).
 
-Gradients at old parameters are poor ones: with momentum 0.9 and a delay of one step, descent is stable up to a curvature
-of 1 / lr, without the delay up to 38 / lr. A forecast makes up for it. It has two parts, each cheap in time and memory:
-what momentum will do to each element without a new gradient, which the update writes into the compute copy itself; and how
-a block of `ALIGN_NUMEL` elements answers to a gradient, which is kept (2 bytes a block) until gradients come that no update
-has applied yet. Adam's and SGD's formulas are known here; other optimizers are not forecast.
+Gradients at stale parameters are less useful: with momentum 0.9 and a delay of one step, descent is stable up to a curvature
+of 1 / lr, without the delay up to 38 / lr. Weight prediction makes up for the delay. It has two parts, each cheap in time and
+memory. The first is what momentum will do to each element without a new gradient; the update writes it into the compute copy.
+The second is the response of a block of `ALIGN_NUMEL` elements to a gradient; it is stored (2 bytes a block) and used for
+gradients that no update has applied yet. This module knows the formulas of Adam and SGD; updates of other optimizers are not
+predicted.
 
-Knows views and numbers; no pages, no threads. A forecast changes the copy that compute uses, never master states: the
-update applies each gradient, once, to exact ones.
+Knows views and numbers; no pages, no threads. A prediction changes the copy that compute uses, never master states: the
+update applies each gradient, once, to the exact master states.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from lightning_ptm.update.shadow import GroupValues
 from lightning_ptm.update.trial.traits import OptimizerTraits
 
 _REUSE = 16
-"""Curvature is taken over from an earlier forecast until there have been a 16th more steps: until then the mean over those
-steps, which it is, can hardly have changed, and reading the second moment is a pass over 4 bytes an element."""
+"""Curvature is reused from an earlier prediction until the number of steps has grown by a 16th. It is a mean over all steps
+and hardly changes before that, and reading the second moment is a pass over 4 bytes an element."""
 
-_KEPT = torch.bfloat16
-"""Of curvature: its range is that of float32, and two digits are more than the mean over a block tells."""
+_CURVATURE_DTYPE = torch.bfloat16
+"""Dtype of stored curvature: it has the range of float32, and two digits are more than the mean over a block deserves."""
 
 _TINY_NOISE = 1 / 64
 _WIDE_BLOCKS = 4
-"""Where a gradient hardly adds to curvature, one norm is taken over so many blocks, and each counts as having all of it: no
-block moves further for it, and a norm over 64 elements takes half as long again as one over 256."""
+"""Blocks that share one norm where a gradient hardly adds to curvature. Each block counts the whole norm as its own, so no
+block moves further than it should; norms over 64 elements would take half as long again as norms over 256."""
 
 # By their whole names: other libraries' classes of the same name have other formulas.
 _ADAM = frozenset(
@@ -46,16 +47,17 @@ _SGD = frozenset({"torch.optim.sgd.SGD"})
 
 
 def can_predict_weights(traits: OptimizerTraits) -> bool:
-    """Whether this optimizer's updates can be forecast."""
+    """Whether this optimizer's updates can be predicted."""
     return traits.name in _ADAM | _SGD
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rule:
-    """The next step of one parameter group: x -= gain * g / (sqrt(curvature + noise * mean(g * g)) + eps).
+    """Formula of one parameter group's next step: x -= gain * g / (sqrt(curvature + noise * mean(g * g)) + eps).
 
-    `persistence` is how much of the last change momentum would repeat without a gradient, `echo` how much of what a gradient
-    does in its own step goes on so: all of it, but for Nesterov's momentum, which is ahead of itself in that step.
+    `persistence` is the part of the last change that momentum would repeat without a gradient. `echo` is the part of a
+    gradient's effect in its own step that momentum carries on: all of it, except for Nesterov's momentum, which has added
+    some of the later effect in that step.
     """
 
     gain: float
@@ -64,18 +66,20 @@ class _Rule:
     persistence: float
     second_moment: str | None
     scale: float
-    """Curvature is this times the mean of the second moment."""
+    """Ratio of curvature to the mean of the second moment."""
     echo: float = 1.0
 
     def moved(self, steps: int) -> float:
-        """How far so many steps with the mean of their gradients go, in units of what one does with their sum: after its own
-        step, each is followed by its momentum in those that are left."""
+        """Distance that `steps` steps with the mean of their gradients go, in units of one step with the sum of them.
+
+        The effect of each step includes its momentum in the steps after it.
+        """
         later = sum((steps - later) * self.persistence**later for later in range(1, steps))
         return (steps + self.echo * later) / steps
 
 
 def _rule(kind: str, group: Mapping[str, Any], steps: int) -> _Rule:
-    """The step after `steps` steps."""
+    """Returns the formula of the step that follows `steps` steps."""
     lr = float(group["lr"]) * (-1.0 if group.get("maximize") else 1.0)
     if kind in _SGD:
         momentum = float(group["momentum"])
@@ -95,7 +99,7 @@ def _rule(kind: str, group: Mapping[str, Any], steps: int) -> _Rule:
         gain=lr * (1.0 - first) / then,
         noise=(1.0 - second) / correction(second, steps + 1),
         eps=float(group["eps"]),
-        persistence=first * now / then,  # the next gradient is taken to be as large as those before
+        persistence=first * now / then,  # assumes that the next gradient is as large as those before
         second_moment="exp_avg_sq",
         scale=second / correction(second, steps + 1),
     )
@@ -103,33 +107,35 @@ def _rule(kind: str, group: Mapping[str, Any], steps: int) -> _Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Weight:
-    """How much of a gradient, the sum over `steps`, goes into parameters: it is multiplied by `factor`."""
+    """Weight of a gradient that is the sum over `steps` steps: it is multiplied by `factor`."""
 
     factor: float
     steps: int
 
     def under(self, rule: _Rule) -> float:
-        """In units of what one step does."""
+        """The weight in units of one step under a rule."""
         return self.factor * rule.moved(self.steps)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Stretch:
+    """Elements [start, stop) of the shard with one rule."""
+
     start: int
     stop: int
     rule: _Rule
 
 
 class WeightPrediction:
-    """The next update of one flat, as it looks after the update that learned it.
+    """Prediction of one flat's next update, learned during an update.
 
-    Learned by the updating thread, chunk by chunk; read by any thread once its job is done.
+    The updating thread learns it, chunk by chunk; any thread may read it once the job is done.
 
     Args:
-        states: of the flat, as they are before the update.
-        hyper: hyper-parameters of the (last) step in the update, taken to be those of the next.
-        ahead: steps to come for which momentum is followed.
-        last: an earlier forecast of this flat, whose curvature may still be good; its job is done.
+        states: the flat's states before the update.
+        hyper: hyper-parameters of the (last) step in the update, assumed for the next step, too.
+        ahead: number of future steps for which momentum is followed.
+        last: an earlier prediction of this flat, whose curvature may be reused; its job is done.
     """
 
     def __init__(
@@ -140,14 +146,14 @@ class WeightPrediction:
         self._hyper = hyper
         self._ahead = ahead
         self._learned: dict[tuple[int, int], int] = {}
-        """Stretches as they were learned, by start and stop, and after how many steps their curvature was."""
+        """By (start, stop) of a learned stretch, the number of steps at which its curvature was computed."""
         if last is None:
-            self._curvature = torch.zeros(-(-states.flat.shard_numel // ALIGN_NUMEL), dtype=_KEPT)
+            self._curvature = torch.zeros(-(-states.flat.shard_numel // ALIGN_NUMEL), dtype=_CURVATURE_DTYPE)
         else:
             self._curvature = last._curvature
             self._learned.update(last._learned)
         self._owned = last is None
-        """Whether the curvature may be changed: that of `last` is read by others."""
+        """Whether the curvature may be changed in place: other threads may read that of `last`."""
         self._stretches: list[_Stretch] = []
 
     def learn(
@@ -157,11 +163,12 @@ class WeightPrediction:
         parameter: torch.Tensor,
         slots: Mapping[str, torch.Tensor],
     ) -> None:
-        """A run was updated. Afterwards `before` holds what it will be after `ahead` steps of momentum alone.
+        """Learns from the update of a run, and writes into `before` its values after `ahead` steps of momentum alone.
 
         Args:
-            run: with its scalars before the step.
-            before: its master values before the step; parameter: after; slots: after. All (run.numel,).
+            run: the run, with its scalars before the step.
+            before: its master values before the step; overwritten. parameter: the values after the step. slots: the states
+                after the step. All of shape (run.numel,).
         """
         group = self._hyper.groups[run.group]
         steps = _steps(run, group) + 1
@@ -176,7 +183,7 @@ class WeightPrediction:
         self._insert(_Stretch(run.start, run.stop, rule))
 
     def _insert(self, stretch: _Stretch) -> None:
-        """Chunks come in order, but for some; those that touch and go alike are one, which takes fewer operations."""
+        """Inserts a stretch in order. Adjacent stretches of the same rule are joined, as fewer stretches cost less."""
         place = bisect.bisect(self._stretches, stretch.start, key=lambda other: other.start)
         before = self._stretches[place - 1] if place else None
         if before is not None and before.stop == stretch.start and before.rule == stretch.rule:
@@ -204,13 +211,13 @@ class WeightPrediction:
         transform: Transform,
         steps: int = 1,
     ) -> None:
-        """Change compute parameters as updates with this gradient are expected to.
+        """Changes compute parameters in place as updates with this gradient are expected to change them.
 
         Args:
-            values: the shard's compute parameters, (shard_numel,), which nobody reads now.
-            gradient: of the shard; it has arrived.
-            transform: what an update would do to it first; clipping by value is left out.
-            steps: the gradient is the sum over so many; each is followed by the momentum that those after it see.
+            values: the shard's compute parameters, (shard_numel,); no other code reads them during the call.
+            gradient: the shard's gradient; it is complete.
+            transform: the transform of the update; clipping by value is left out.
+            steps: number of steps over which the gradient is the sum; the momentum of each in the later ones is included.
         """
         weight = _Weight(transform.factor, steps)
         if isinstance(gradient, ParameterGradients):
@@ -225,7 +232,7 @@ class WeightPrediction:
                 self._add(values, segment.start, whole.narrow(0, segment.start, segment.numel), weight)
 
     def _add(self, values: torch.Tensor, start: int, gradient: torch.Tensor, weight: _Weight) -> None:
-        """For a stretch of one parameter, which begins at a multiple of ALIGN_NUMEL."""
+        """`add_` for a stretch of one parameter, which begins at a multiple of ALIGN_NUMEL."""
         gradient = gradient.to(values.device)
         stop = start + gradient.numel()
         place = bisect.bisect_right(self._stretches, start, key=lambda stretch: stretch.start) - 1
@@ -269,8 +276,8 @@ class WeightPrediction:
 
 
 def _squares(blocks: torch.Tensor, *, wide: bool) -> torch.Tensor:
-    """For each block, (count, width) -> (count,), the sum of its squares, or of those of `_WIDE_BLOCKS` that it is among."""
-    # In bfloat16 it takes a third of the time, and is good enough; float16 might overflow.
+    """Sum of squares of each block, (count, width) -> (count,); with `wide` that of its group of `_WIDE_BLOCKS` blocks."""
+    # bfloat16 takes a third of float32's time and is precise enough; float16 might overflow.
     kind = torch.float32 if blocks.dtype is torch.float16 else None
     count, width = blocks.shape
     far = count - count % _WIDE_BLOCKS if wide else 0
@@ -284,6 +291,6 @@ def _squares(blocks: torch.Tensor, *, wide: bool) -> torch.Tensor:
 
 
 def _steps(run: StateRun, group: Mapping[str, Any]) -> int:
-    """Updates of a run's parameters so far."""
+    """Number of updates of a run's parameters so far."""
     step = group.get("step", 0) if run.scalars is None else run.scalars.values.get("step", group.get("step", 0))
     return int(step)

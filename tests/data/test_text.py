@@ -163,7 +163,7 @@ def test_too_short_a_text_says_how_short(tmp_path: Path, text: bytes) -> None:
 def test_fewer_windows_than_a_batch_are_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"a" * 400)
     data = ready(tmp_path / "a.txt", batch_size=100)
-    with pytest.raises(ConfigError, match="a batch takes 100"):
+    with pytest.raises(ConfigError, match="a batch needs 100"):
         data.train_dataloader()
 
 

@@ -122,7 +122,7 @@ def changed(folder: Path, **values: Any) -> Path:
         ),
         (
             {"host_memory": 128},
-            r"host_memory is 128, which is 128 bytes and holds nothing; write its unit, as in 128GiB",
+            r"host_memory is 128, which is 128 bytes, too few for any page; write its unit, as in 128GiB",
         ),
         (
             {"host_to_device_bytes_per_s": 32},
@@ -137,7 +137,7 @@ def changed(folder: Path, **values: Any) -> Path:
         ({"host_memory": "much"}, r"mine\.yaml: host_memory='much' is not a size"),
         ({"host_memori": 5}, r"no field 'host_memori'; did you mean host_memory\?"),
         ({"zebra": 5}, r"no field 'zebra'; the fields are device, "),
-        ({"device": "tpu"}, r"device is 'tpu'; it has to be cpu, cuda, xpu or what else torch"),
+        ({"device": "tpu"}, r"device is 'tpu'; it has to be cpu, cuda, xpu or another device type of torch"),
         ({"device": "cpu"}, r"device_memory is '40GB'; it has to be 0 where device is cpu"),
         ({"ranks_per_node": 0}, r"ranks_per_node is 0; .* from 1 up"),
         ({"ranks_per_node": True}, r"ranks_per_node is True"),

@@ -142,7 +142,7 @@ def fit_asking(name: str) -> list[float]:
 @pytest.mark.parametrize("name", ["blocks.0.expand.weight", "blocks.1.expand.bias", "blocks.1.project.weight"])
 def test_a_gradient_of_a_part_is_not_handed_out(name: str) -> None:
     assert_all_told(
-        watch_ranks(fit_asking, 2, name), f"torch.autograd.grad asks for the gradient of {name}", "a part alone"
+        watch_ranks(fit_asking, 2, name), f"torch.autograd.grad asks for the gradient of {name}", "computes only a part"
     )
 
 
@@ -200,7 +200,7 @@ READS = ["F.linear", "penalty", "norm", "matmul", "bias", "detached", "data", "s
 @pytest.mark.parametrize("kind", READS)
 def test_a_part_that_is_read_by_hand_in_a_step_is_refused_by_its_name(kind: str) -> None:
     found = watch_ranks(fit_reading, 2, kind, False)
-    assert_all_told(found, "was read in a step by code that is not its layer's", "blocks.0.")
+    assert_all_told(found, "was read in a step by code other than its layer's", "blocks.0.")
 
 
 def test_so_it_is_in_an_evaluation() -> None:

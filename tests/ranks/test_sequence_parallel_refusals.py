@@ -124,7 +124,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], list[str]]] = {
             "blocks.*.gate": ColwiseParallel(gather=True),
         },
         [
-            "blocks.0.gate compute, beside pairs of ColwiseParallel() and RowwiseParallel()",
+            "blocks.0.gate compute whole values in the same module as pairs of ColwiseParallel() and RowwiseParallel()",
             "whole",
             "sequence_parallel=False",
         ],
@@ -162,7 +162,7 @@ CALLS: dict[str, tuple[Callable[[], Model], Callable[[Model, Tensor], Tensor], l
     "a region without its block": (
         lambda: Model(Normed(nn.Identity())),
         lambda model, x: model.blocks[0].feed_forward(x),
-        ["blocks.0.feed_forward is called, and the block around it is not", "sequence_parallel=False"],
+        ["blocks.0.feed_forward is called while the block around it is not", "sequence_parallel=False"],
     ),
     "a layer without its block": (
         lambda: Model(Normed(nn.Identity())),
@@ -172,7 +172,7 @@ CALLS: dict[str, tuple[Callable[[], Model], Callable[[Model, Tensor], Tensor], l
     "a norm without its block": (
         lambda: Model(Normed(Tokens())),
         lambda model, x: model.blocks[0].norm(x.transpose(1, 2)),
-        ["blocks.0.norm is called, and the block around it is not", "sequence_parallel=False"],
+        ["blocks.0.norm is called while the block around it is not", "sequence_parallel=False"],
     ),
     "one vector": (
         lambda: Model(Normed(nn.Identity())),
@@ -182,7 +182,7 @@ CALLS: dict[str, tuple[Callable[[], Model], Callable[[Model, Tensor], Tensor], l
     "an output for all tokens": (
         lambda: Model(Pooled(nn.Identity())),
         lambda model, x: model(x),
-        ["blocks.0 gives something else than a sequence", "sequence_parallel=False"],
+        ["blocks.0 does not return a sequence", "sequence_parallel=False"],
     ),
 }
 
@@ -216,7 +216,9 @@ def test_a_gradient_that_is_asked_for_too_late_is_refused(ask: Callable[[Tensor]
     between = first(torch.randn(2, 6, WIDTH, requires_grad=True))
     loss = second(between).sum() + between.sum()
     ask(between)
-    with pytest.raises(UsageError, match=r"asked for .* when the next block had taken it.*ask before the next block"):
+    with pytest.raises(
+        UsageError, match=r"retain_grad was called .* after the next block had taken it.*call it before"
+    ):
         loss.backward()
 
 

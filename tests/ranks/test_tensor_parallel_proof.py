@@ -161,4 +161,4 @@ def test_it_is_proven(found: list[dict[str, tuple[str, bool, bool]]], case: str)
         assert untouched
         assert same == (not expected)
         assert refused.startswith("ConfigError") == bool(expected)
-        assert expected in refused and ("tensor_parallel_plan" in refused) == bool(expected)
+        assert expected in refused and ("tensor_parallel's plan" in refused) == bool(expected)

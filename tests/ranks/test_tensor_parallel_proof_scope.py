@@ -320,14 +320,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Rule], str]] = {
     "data classes": (lambda: OfObjects(Hidden, gated=False), PLAN, ""),
     "a wrong result in a data class": (lambda: OfObjects(Hidden, gated=True), PLAN, "blocks.0 (Wrapped) computes"),
     "a wrong result in an object": (lambda: OfObjects(_in_object, gated=True), PLAN, "blocks.0 (Wrapped) computes"),
-    "no result": (lambda: Stack(Empty()), PLAN, "blocks.0 (Empty) gives no tensor"),
+    "no result": (lambda: Stack(Empty()), PLAN, "blocks.0 (Empty) returns no floating-point tensor"),
     "random numbers": (lambda: Stack(Noisy()), PLAN, ""),
     "a width that a block knows": (lambda: Stack(Checked()), PLAN, "blocks.0 (Checked) cannot be computed"),
     "a block that is told something": (lambda: Telling(Told()), PLAN, "blocks.0 (Told)"),
     "a partial norm that is used elsewhere": (
         shares_a_norm,
         {**PLAN, "blocks.*.norm": Partial()},
-        "shared.weight is one parameter with another",
+        "shared.weight is tied to a parameter",
     ),
 }
 

@@ -81,7 +81,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
     "heads of keys": (
         lambda: Small(Attention(4, 1)),
         {**QUERY, "blocks.*.key": ColwiseParallel()},
-        ["blocks.0.key has 1 heads", "fewer heads than of queries", "leaves this attention whole"],
+        ["blocks.0.key has 1 heads", "fewer heads than queries", "leaves this attention whole"],
     ),
     "an entry for nothing": (
         Small,
@@ -103,7 +103,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
         {"blocks.*": ColwiseParallel()},
         ["blocks.0, a Conv1d", "leave it out of the plan"],
     ),
-    "a quantized layer": (quantized, {"head": ColwiseParallel(gather=True)}, ["head, a Linear", "no quantized ones"]),
+    "a quantized layer": (quantized, {"head": ColwiseParallel(gather=True)}, ["head, a Linear", "not quantized ones"]),
     "tied, cut in two ways": (
         tied,
         {"embedding": VocabParallel(), "head": ColwiseParallel(parts=2)},
@@ -112,12 +112,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
     "tied, one of them left out": (
         tied,
         {"embedding": VocabParallel()},
-        ["head.weight is one parameter with another", "leave both out"],
+        ["head.weight is tied to a parameter", "leave both out"],
     ),
     "a layer of two blocks": (
         with_a_layer_of_two_blocks,
         QUERY,
-        ["blocks.1.query is the module blocks.0.query once more", "all of blocks.0 in common", "b.weight = a.weight"],
+        ["blocks.1.query is the same module as blocks.0.query", "share all of blocks.0", "b.weight = a.weight"],
     ),
     "an embedding that keeps norms": (
         lambda: Small(max_norm=1.0),
@@ -134,11 +134,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
         {"blocks.*": ColwiseParallel()},
         ["blocks.0, a Adapted around a Linear", "plain LoRA"],
     ),
-    "no plan": (Small, "auto", ["no module of the Small says", "give a plan"]),
+    "no plan": (Small, "auto", ["no module of the Small has a plan", "give tensor_parallel=TensorParallel(plan="]),
     "nothing to cut": (
         Small,
         {"embedding": "replicate"},
-        ["nothing of the Small can be cut", "tensor_parallel_size=1"],
+        ["no parameter of the Small can be cut", "tensor_parallel_size=1"],
     ),
     "a part of a layer": (Small, {"head": Part(0)}, ["head, a Linear", "leave it out"]),
     "rows of a vector": (Small, {"head.weight": VocabParallel()}, ["for head.weight, a parameter of shape (32, 16)"]),
@@ -197,7 +197,10 @@ def of_distributed_parameters() -> str:
 
 def test_what_a_module_has_distributed_on_the_strategys_mesh_is_refused() -> None:
     for refused in run_ranks(of_distributed_parameters, 2):
-        assert "layer.weight is a DTensor" in refused and "ColwiseParallel is ColwiseParallel()" in refused
+        assert (
+            "layer.weight is a DTensor" in refused
+            and "RowwiseParallel of lightning_ptm.parallel mean the same" in refused
+        )
 
 
 def test_one_rank_makes_no_group_of_two() -> None:

@@ -23,11 +23,15 @@ from lightning_ptm.parallel.distributed import refuse_distributed
 WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], list[str]]] = {
     "parallelize_module": (
         lambda layer: parallelize_module(layer, init_device_mesh("cpu", (1,)), ColwiseParallel()),
-        ["layer.weight is a DTensor", "tensor_parallel_plan", "ColwiseParallel is ColwiseParallel()"],
+        [
+            "layer.weight is a DTensor",
+            "plan of tensor_parallel",
+            "RowwiseParallel of lightning_ptm.parallel mean the same",
+        ],
     ),
     "distribute_module": (
         lambda layer: distribute_module(layer, init_device_mesh("cpu", (1,))),
-        ["layer.weight is a DTensor", "distribute_module", "tensor_parallel_plan"],
+        ["layer.weight is a DTensor", "distribute_module", "plan of tensor_parallel"],
     ),
     "fully_shard": (
         lambda layer: fully_shard(layer, mesh=init_device_mesh("cpu", (1,))),

@@ -137,7 +137,7 @@ def test_a_policy_that_is_stuck_is_an_error_and_no_wait_for_ever(
     if who == "thread":
         alone.updater.run_in_thread()
     handle = alone.submit(0)
-    with pytest.raises(InternalError, match="neither go on nor names anything"):
+    with pytest.raises(InternalError, match="neither advance nor has"):
         alone.updater.finish(handle) if by == "finish" else alone.updater.drain()
 
 
@@ -154,6 +154,6 @@ def test_lock_free_compute_hears_of_a_policy_that_is_stuck(made: Any, monkeypatc
     buffering.start()
     job = twin.job(gradients(0))
     buffering.offer(0, Contribution(job.gradient, (Origin(0, job.hyper),)))
-    with pytest.raises(InternalError, match="neither go on nor names anything"):
+    with pytest.raises(InternalError, match="neither advance nor has"):
         buffering.wait(lambda: buffering.applied(0) == 1)
     buffering.stop()

@@ -242,7 +242,7 @@ def test_gradients_that_are_still_on_their_way_are_awaited_before_they_are_fores
     one = gradient(1)
     one.after = (Told("one"),)
     flat, target = FlatBuffer("flat", NUMEL, torch.bfloat16), pages(0)
-    flat.forecast = Told("forecast")  # type: ignore[assignment]
+    flat.prediction = Told("prediction")  # type: ignore[assignment]
     target.place(Tier.DEVICE, (), torch.zeros(NUMEL, dtype=torch.bfloat16))
     flat.predict_weights(target, one)
     assert told == ["one", "added"] and not one.after

@@ -62,7 +62,7 @@ def learn(
     forecast = last
     for step in range(steps):
         forecast = WeightPrediction(twin.states, twin.hyper(), 1, forecast)
-        job = twin.job(signs(step, unused=unused), forecast=forecast, fresh_target=True)
+        job = twin.job(signs(step, unused=unused), prediction=forecast, fresh_target=True)
         twin.updater.finish(twin.updater.submit(job))
     twin.updater.drain()
     assert forecast is not None
@@ -138,7 +138,7 @@ def test_a_gradient_far_larger_than_any_before_is_not_taken_at_its_word(twin_of,
         forecast = learn(twin, 1)
         for _ in range(steps):
             forecast = WeightPrediction(twin.states, twin.hyper(), 1, forecast)
-            job = twin.job(signs(1, 1e-9), forecast=forecast, fresh_target=True)
+            job = twin.job(signs(1, 1e-9), prediction=forecast, fresh_target=True)
             twin.updater.finish(twin.updater.submit(job))
         before = copy(twin).clone()
         forecast.add_(twin.target.tensor(), source(twin, signs(2, 1e6)), Transform())
@@ -253,4 +253,4 @@ def test_exact_parameters_are_published_when_asked_for() -> None:
     assert version is not None and version.exact and (version.applied, version.seen) == (1, 1)
     assert not bench.buffers.publish_exact()
     # What was learned is still good for the gradients to come.
-    assert isinstance(version.forecast, Counts)
+    assert isinstance(version.prediction, Counts)

@@ -23,7 +23,7 @@ from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
 from lightning_ptm.runtime.gradients.gradient_shard import GradientShard
 from lightning_ptm.runtime.gradients.used_gradients import UsedGradients, refuse_gradient
 from lightning_ptm.runtime.units.store import FlatStore
-from lightning_ptm.torch_internals import accumulation_hooks_of
+from lightning_ptm.torch_internals import accumulation_hooks_of, version_of
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.backend import Backend
@@ -349,4 +349,4 @@ class GradAttribute:
 
 def _version(grad: Tensor | None) -> tuple[int, int] | None:
     """Which tensor it is, and how often it has changed."""
-    return None if grad is None else (id(grad), grad._version)
+    return None if grad is None else (id(grad), version_of(grad))

@@ -62,8 +62,8 @@ class FlatCounters(Reading):
 
     def take(self, version: Version) -> None:
         """Records the version that compute reads from now on."""
-        self.adopt(version.applied, version.seen, learned=version.forecast is not None)
-        self.forecast, self.exact = version.forecast, version.exact
+        self.adopt(version.applied, version.seen, learned=version.prediction is not None)
+        self.forecast, self.exact = version.prediction, version.exact
 
     def add_forecast(self, contribution: Contribution) -> None:
         """Moves the parameters, which nothing reads now, by the predicted effect of a contribution."""
