@@ -69,7 +69,7 @@ def main() -> None:
         show_scores(scores, tokens_per_step=(args.batch or BATCH[size]) * SIZES[size].sequence)
         all_bars += bars(size, scores)
         all_scores |= {f"{size} {name}": score for name, score in scores.items()}
-    publish("matmul_precision.py", args, all_bars, all_scores)
+    publish("half_products.py", args, all_bars, all_scores)
 
 
 if __name__ == "__main__":

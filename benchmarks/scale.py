@@ -128,7 +128,7 @@ def main() -> None:
         show_scores(scores, tokens_per_step=shape.sequence)
         all_bars += bars(shape, scores, args)
         all_scores |= {f"{numel} {name}": score for name, score in scores.items()}
-    publish("loss_scale.py", args, all_bars, all_scores)
+    publish("scale.py", args, all_bars, all_scores)
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def main() -> None:
             show_scores(scores, tokens_per_step=shape.sequence)
             bars += speed_bars(shape, scores, args)
     bars += loss_bars(args)
-    publish("optimizer_state_dtype.py", args, bars, scores)
+    publish("state_dtype.py", args, bars, scores)
 
 
 if __name__ == "__main__":

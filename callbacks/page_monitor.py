@@ -121,7 +121,7 @@ class TransferMonitor(_Monitor):
     """Logs, whenever the Trainer logs, for rank 0:
 
     - `links/<from>_to_<to>_MB_per_step` and `links/<from>_to_<to>_GB_per_s`: bytes over each link since the last log, a
-      step, and their bandwidth while the link was busy; activations that `activations="host"` takes to RAM are links of
+      step, and their bandwidth while the link was busy; activations that `offload_activations="host"` takes to RAM are links of
       their own, `links/activations_to_host_...` and `links/activations_to_device_...`.
     - `links/overlap`: the share of the time in which links were busy that compute did not wait. It is too low where compute
       waited for other ranks or for the arithmetic of updates, which counts against it, too; on CUDA it may be too high, as
