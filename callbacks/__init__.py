@@ -1,4 +1,4 @@
-"""Callbacks that any Trainer can use; this folder is installed as `lightning_ptm.callbacks`."""
+"""Callbacks for any Trainer; this folder is installed as `lightning_ptm.callbacks`."""
 
 from __future__ import annotations
 

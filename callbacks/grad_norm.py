@@ -1,6 +1,6 @@
-"""The norm of the gradients at each optimizer step, wherever pages keep them.
+"""Callback that logs the norm of the gradients at optimizer steps, whichever pages hold them.
 
-Owns a count of each optimizer's steps. I1: the norm is asked for at the same steps on all ranks: asking is collective.
+Owns a count of each optimizer's steps. I1: all ranks request the norm at the same steps, since the request is collective.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from .where import own_name, pages_of
 
 class GradNormMonitor(Callback):
     """Logs `gradients/norm`, the global norm over all parameters and ranks; with several optimizers `gradients/norm_0`,
-    `gradients/norm_1`... The gradients are those of the whole step (all its micro-batches), before clipping, without the
-    loss scale; inf or NaN where a loss scale was too high and the step is skipped. A Trainer's second one, for another
+    `gradients/norm_1`... The gradients are those of the whole step (all its micro-batches), before clipping and unscaled;
+    inf or NaN if a loss scale was too high and the step is skipped. A second GradNormMonitor of a Trainer, for another
     norm, logs `gradients_2/norm`.
 
-    Does nothing with other strategies. Costs a pass over the gradients each time; besides, every gradient must be
-    complete before the first is used, so units are not updated while the backward pass goes on, as
-    with `gradient_clip_val`. The numbers of the training stay the same.
+    Does nothing with other strategies. Costs a pass over the gradients each time. In addition, every gradient must be
+    complete before the first is used, so units are not updated during the backward pass, as with `gradient_clip_val`. The
+    numbers of the training stay the same.
 
     Args:
         every_n_steps: how often; 1 is each optimizer step.
@@ -28,12 +28,12 @@ class GradNormMonitor(Callback):
     """
 
     asks_strategy_for_gradients = True
-    """Tells the strategy that this hook between backward and step does not look at `.grad`."""
+    """Declares to the strategy that this hook between backward and step does not read `.grad`."""
 
     def __init__(self, every_n_steps: int = 1, norm_type: float = 2.0) -> None:
         if every_n_steps < 1:
             raise ValueError(
-                f"GradNormMonitor got every_n_steps={every_n_steps}; a norm is logged at some step, so give at least 1"
+                f"GradNormMonitor got every_n_steps={every_n_steps}, so no norm would be logged; give at least 1"
             )
         self.every_n_steps = every_n_steps
         self.norm_type = float(norm_type)
@@ -47,7 +47,7 @@ class GradNormMonitor(Callback):
         strategy = pages_of(trainer)
         if strategy is None:
             return
-        # Manual optimization hands out Lightning's wrapper.
+        # In manual optimization this is Lightning's wrapper.
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         index = next(index for index, each in enumerate(trainer.optimizers) if each is inner)
         self._steps[index] += 1

@@ -1,7 +1,7 @@
-"""A run's hyper-parameters beside its metrics, for TensorBoard's table of runs (its tab HPARAMS).
+"""Callback that logs a run's hyper-parameters with its metrics, for TensorBoard's table of runs (its tab HPARAMS).
 
 Owns whether this run's row has been written. I1: a row names the metrics that its run logs, and has no values of its own:
-TensorBoard shows the last one of each scalar. I2: rank 0 alone writes; nothing is collective.
+TensorBoard shows the last one of each scalar. I2: only rank 0 writes; nothing is collective.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .where import boards_of, pages_of
 
 
 class HyperParameters(Callback):
-    """Gives the run a row in TensorBoard's HPARAMS: what the LightningModule and the LightningDataModule have kept with
-    `save_hyperparameters()` (the latter's as `data/...` where both have one of that name and they differ), with
-    AngelPTMStrategy its settings as `strategy/...`, the number of ranks and the precision;
+    """Gives the run a row in TensorBoard's HPARAMS: the hyper-parameters that the LightningModule and the
+    LightningDataModule have saved with `save_hyperparameters()` (the latter's as `data/...` if both have one of that name
+    and they differ), with AngelPTMStrategy its settings as `strategy/...`, the number of ranks and the precision;
     and the last values of the metrics. The row is written after the first validation, or at the end of a fit without one.
 
-    The logger needs `default_hp_metric=False`: with its default it has written a row with one metric before, and
-    TensorBoard keeps the first one.
+    The logger needs `default_hp_metric=False`: otherwise it has already written a row with one metric, and TensorBoard
+    keeps the first one.
 
     Args:
-        metrics: names of the scalars that are shown; None: those without a group (`val_loss`, not `links/...`) and
-            `speed/tokens_per_s`, as far as they are logged until the row is written.
+        metrics: names of the scalars to show; None: those without a group (`val_loss`, not `links/...`) and
+            `speed/tokens_per_s`, if they are logged before the row is written.
     """
 
     def __init__(self, metrics: list[str] | None = None) -> None:
@@ -38,13 +38,13 @@ class HyperParameters(Callback):
         self._written = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A new run."""
+        """Begins a new row."""
         self._written = False
         for logger in boards_of(trainer):
             if shows_only_hp_metric(logger):
                 rank_zero_warn(
                     "HyperParameters: the TensorBoardLogger was made with default_hp_metric=True and has written a row with "
-                    "hp_metric alone, so TensorBoard shows no other metric beside the hyper-parameters; give it "
+                    "only hp_metric, so TensorBoard shows no other metric with the hyper-parameters; give it "
                     "default_hp_metric=False"
                 )
 
@@ -54,7 +54,7 @@ class HyperParameters(Callback):
             self._write(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the row if there was no validation, and that the run has ended well."""
+        """Writes the row if there was no validation, and marks the run as successful."""
         self._write(trainer, pl_module)
         for logger in boards_of(trainer) if trainer.is_global_zero else ():
             logger.experiment.file_writer.add_summary(hparams({}, {})[2])
@@ -90,7 +90,7 @@ def _values(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str | float]:
-    """Nested names joined by slashes; numbers as they are, everything else as text."""
+    """Nested names joined by slashes; numbers unchanged, everything else as text."""
     found: dict[str, str | float] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Bytes of pages in each tier, tick by tick: what the plan says beside what was measured.
+"""Callback that plots the bytes of pages in each tier, tick by tick: planned and measured.
 
-Owns the tables of one recorded batch, and what its picture shows; lightning_ptm/drawing.py draws. I1: the picture needs
-matplotlib; without it there is a warning and no picture.
+Owns the tables of one recorded batch, and the content of its figure; lightning_ptm/drawing.py draws it. I1: the figure needs
+matplotlib; without it there is a warning and no figure.
 """
 
 from __future__ import annotations
@@ -26,17 +26,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 1000, 200
-"""Of one tier's part of the picture, in pixels."""
+"""Size of one tier's panel, in pixels."""
 TITLE = 40
 _MOST_MARKS = 12
-"""So many changes between forward and backward are named."""
+"""Largest number of changes between forward and backward that are named."""
 PLANNED, MEASURED = BLUE, ORANGE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Curve:
-    """One tier: bytes planned and measured at each tick, the bytes of all its pages, and those that the plan may hold (see
-    PlannedBytes). A list that lacks ticks (no plan was followed) is shorter."""
+    """Bytes of one tier.
+
+    Attributes:
+        planned, measured: bytes at each tick; shorter if no plan was followed at the last ticks.
+        room: the bytes of all its pages.
+        budget: the bytes that the plan may use (see PlannedBytes).
+    """
 
     tier: str
     planned: tuple[int, ...]
@@ -46,33 +51,33 @@ class Curve:
 
 
 class MemoryTimeline(Recorder, OutsideFit):
-    """Shows the bytes of pages in each tier at each tick of one batch, planned against measured:
+    """Shows the bytes of pages in each tier at each tick of one batch, planned and measured:
 
-    - TensorBoard's picture `memory/timeline`;
-    - the same picture, `memory_timeline.png`, and its numbers, `memory_timeline.csv`, in the logger's folder, or without a
+    - TensorBoard's image `memory/timeline`;
+    - the same figure, `memory_timeline.png`, and its numbers, `memory_timeline.csv`, in the logger's folder, or without a
       logger in `lightning_ptm_logs` in the Trainer's root folder;
-    - `memory_inventory.csv` there: what the pages of each tier are for;
+    - `memory_inventory.csv` there: the use of each tier's pages;
     - `memory/<tier>_MB`, the bytes in use after a step, whenever the Trainer logs; in validate, test and predict after a
       batch, as `memory/<tier>_MB/<loop>`.
 
-    Planned is what a tier holds at the worst moment of a tick: homes, staging, and gathered units. Measured is the larger
-    of the tick's begin and end; it may be more than planned where there is room: gradients keep their pages until they have
-    reached the disk. Behind the last tick is what is there when the batch ends. Activations and what else is no page are in
-    neither. Where a batch goes through the plan several times, a tick shows the most. Numbers are of rank 0.
+    Planned is the maximum of a tier during a tick: homes, staging, and gathered units. Measured is the larger of the values
+    at the tick's begin and end; it may exceed the plan if there is room: gradients keep their pages until they are on disk.
+    A point after the last tick has the bytes at the end of the batch. Activations and other memory outside of pages are in
+    neither. If a batch runs the plan several times, a tick shows the largest value. Numbers are of rank 0.
 
-    Other strategies are left alone. A Trainer's second one adds `_2` to what it names. Of validate, test and predict files
-    end in `_<loop>` (`memory_timeline_test.csv`) and names in TensorBoard in `/<loop>`, beside those of fit. `fast_dev_run`
+    Does nothing with other strategies. A Trainer's second MemoryTimeline adds `_2` to its names. In validate, test and
+    predict, file names end in `_<loop>` (`memory_timeline_test.csv`) and TensorBoard names in `/<loop>`. `fast_dev_run`
     writes nothing.
 
     Args:
-        batch: the one that is recorded, counted from 0; the first two are traced and planned anew.
+        batch: number of the recorded batch, from 0; the first two are traced and planned again.
     """
 
     def __init__(self, batch: int = 2) -> None:
         OutsideFit.__init__(self)
         Recorder.__init__(self, batch, 1)
         self.curves: tuple[Curve, ...] = ()
-        """What the last run has recorded."""
+        """The curves of the last run."""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -98,7 +103,7 @@ class MemoryTimeline(Recorder, OutsideFit):
             return
         self.curves = _curves(strategy, ticks)
         if not self.curves:
-            return  # a run without pages
+            return  # the run has no pages
         self._write(trainer, ticks)
         boards = boards_of(trainer)
         self._write_inventory(trainer, strategy)
@@ -141,7 +146,7 @@ class MemoryTimeline(Recorder, OutsideFit):
 
 
 def _names(ticks: list[Event]) -> list[str]:
-    """Of ticks in their order: unit and phase."""
+    """Names of the ticks in order: unit and phase."""
     names: dict[int, str] = {}
     for event in ticks:
         names.setdefault(event.index, event.name)
@@ -169,11 +174,11 @@ def _curves(strategy: AngelPTMStrategy, ticks: list[Event]) -> tuple[Curve, ...]
 
 
 def picture(curves: tuple[Curve, ...], of: str, names: list[str]) -> Figure | None:
-    """A picture: for each tier, measured bytes filled, planned ones as a line, over ticks, with
-    what pages may take; what is over it is red. None, with a warning, without matplotlib.
+    """A figure: for each tier, measured bytes as an area and planned ones as a line, over ticks, with the limit of its pages;
+    what exceeds the limit is red. Without matplotlib None, with a warning.
 
     Args:
-        of: what was recorded.
+        of: what was recorded, for the title.
         names: of ticks, each a unit and a phase.
     """
     units, phases = zip(*(name.rpartition(" ")[::2] for name in names), strict=True) if names else ((), ())

@@ -1,7 +1,7 @@
-"""The loops of validate, test and predict, for callbacks that log what happens in them.
+"""Base class of callbacks that log in validate, test and predict.
 
 Owns the number of batches since the run began. I1: a validation inside fit is none of these loops: its numbers are not
-told. I2: nothing here is collective.
+logged. I2: nothing here is collective.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .where import loop_of
 
 
 class OutsideFit(Callback):
-    """Calls `loop_begins`, `loop_batch` behind each batch, and `loop_ends` in validate, test and predict."""
+    """Calls `loop_begins`, `loop_batch` after each batch, and `loop_ends` in validate, test and predict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,24 +23,24 @@ class OutsideFit(Callback):
         """Batches of the loop so far."""
 
     def loop_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Before the first batch."""
+        """Called before the first batch."""
 
     def loop_batch(self, trainer: Trainer, batch: Any) -> None:
-        """Behind each batch; `self.batches` counts it."""
+        """Called after each batch, which `self.batches` includes."""
 
     def loop_ends(self, trainer: Trainer) -> None:
-        """Behind the last."""
+        """Called after the last batch."""
 
     def log_loop(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
-        """Gives `numbers` to the loggers, as `<name>/<loop>`, so that they stay apart from those of fit, at the number of
-        batches so far. (`LightningModule.log` averages over the loop, and predict refuses it.) Loggers write on rank 0."""
+        """Logs `numbers` as `<name>/<loop>`, which keeps them apart from those of fit, at the number of batches so far.
+        (`LightningModule.log` averages over the loop, and is refused in predict.) Loggers write on rank 0."""
         loop = loop_of(trainer)
         if numbers and loop:
             for logger in trainer.loggers:
                 logger.log_metrics({f"{name}/{loop}": value for name, value in numbers.items()}, self.batches)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The loop begins (I1)."""
+        """Begins the loop (I1)."""
         if loop_of(trainer):
             self.batches = 0
             self.loop_begins(trainer, pl_module)
@@ -48,13 +48,13 @@ class OutsideFit(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *rest: Any
     ) -> None:
-        """One batch more (I1)."""
+        """Counts the batch (I1)."""
         if loop_of(trainer):
             self.batches += 1
             self.loop_batch(trainer, batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The loop ends (I1)."""
+        """Ends the loop (I1)."""
         if loop_of(trainer):
             self.loop_ends(trainer)
 

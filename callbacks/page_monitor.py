@@ -1,8 +1,8 @@
-"""What the pages do, in the logs: traffic and bandwidth of each link, stalls of compute, updates and their staleness.
+"""Callbacks that log traffic and bandwidth of each link, stalls of compute, updates and their staleness.
 
-Owns the numbers of the last log, to log differences. I1: it reads counters; it waits for nothing and never communicates.
-I2: what a validation inside fit does is no training's: it is taken out of the differences, but for its first batch, behind
-which the last step's updates are.
+Owns the counters at the last log, to log differences. I1: it reads counters; it waits for nothing and never communicates.
+I2: a validation inside fit is subtracted from the differences, except for its first batch, after which the updates of the
+last training step are complete.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .where import pages_of
 
 
 class _Monitor(OutsideFit):
-    """Logs, whenever the Trainer logs (`log_every_n_steps`), what has changed in `AngelPTMStrategy.statistics()`; in
+    """Logs, whenever the Trainer logs (`log_every_n_steps`), the changes in `AngelPTMStrategy.statistics()`; in
     validate, test and predict a batch counts as a step."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class _Monitor(OutsideFit):
         self._last = self._paused = None
 
     def numbers(self, now: Statistics, before: Statistics, steps: int) -> dict[str, float]:
-        """What to log of the last `steps` optimizer steps. A class that combines monitors adds up theirs."""
+        """The values to log for the last `steps` optimizer steps. A class that combines monitors merges theirs."""
         return {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -43,7 +43,7 @@ class _Monitor(OutsideFit):
         self._trains = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: object) -> None:
-        """Logs what has happened since the last log."""
+        """Logs the changes since the last log."""
         steps = trainer.global_step - self._last_step
         if self._last is None or steps < trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
@@ -53,13 +53,13 @@ class _Monitor(OutsideFit):
             pl_module.log_dict(self.numbers(now, before, steps), batch_size=1)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
-        """Training pauses; its updates have been brought in by now."""
+        """Notes the counters when training pauses, after its updates are complete."""
         super().on_validation_batch_end(trainer, pl_module, *rest)
         if trainer.state.fn == "fit" and self._last is not None and self._paused is None:
             self._paused = self._now(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training goes on; what has happened meanwhile does not count."""
+        """Subtracts what has happened since training paused."""
         super().on_validation_end(trainer, pl_module)
         before, self._paused = self._paused, None
         now = self._now(trainer) if before is not None else None
@@ -76,7 +76,7 @@ class _Monitor(OutsideFit):
             self.loop_ends(trainer)
 
     def loop_ends(self, trainer: Trainer) -> None:
-        """Logs what is left."""
+        """Logs the remaining batches."""
         batches = self.batches - self._last_step
         if self._last is not None and batches:
             before, self._last, self._last_step = self._last, self._now(trainer), self.batches
@@ -90,7 +90,7 @@ class _Monitor(OutsideFit):
 
 
 def _moved_on(last: Statistics, before: Statistics, now: Statistics) -> Statistics:
-    """`last`, as if what happened between `before` and `now` had happened before it."""
+    """`last` with the changes between `before` and `now` added, so that they do not count in the next difference."""
     links = dict(last.links)
     for name, link in now.links.items():
         old, mine = before.links.get(name), last.links.get(name)
@@ -120,15 +120,15 @@ def _moved_on(last: Statistics, before: Statistics, now: Statistics) -> Statisti
 class TransferMonitor(_Monitor):
     """Logs, whenever the Trainer logs, for rank 0:
 
-    - `links/<from>_to_<to>_MB_per_step` and `links/<from>_to_<to>_GB_per_s`: bytes over each link since the last log, a
-      step, and their bandwidth while the link was busy; activations that `offload_activations="host"` takes to RAM are links of
-      their own, `links/activations_to_host_...` and `links/activations_to_device_...`.
-    - `links/overlap`: the share of the time in which links were busy that compute did not wait. It is too low where compute
-      waited for other ranks or for the arithmetic of updates, which counts against it, too; on CUDA it may be too high, as
-      copies between RAM and the device that go on at once, on streams of their own, each count as busy time.
+    - `links/<from>_to_<to>_MB_per_step` and `links/<from>_to_<to>_GB_per_s`: bytes over each link since the last log, per
+      step, and their bandwidth while the link was busy. Activations offloaded to RAM (`offload_activations="host"`) have
+      links of their own, `links/activations_to_host_...` and `links/activations_to_device_...`.
+    - `links/overlap`: the share of the links' busy time in which compute did not wait. It is too low if compute waited for
+      other ranks or for the arithmetic of updates, which counts against it, too; on CUDA it may be too high, since
+      concurrent copies between RAM and the device, on streams of their own, each count as busy time.
     - `links/cache_hits`: the share of the uses of units whose parameters were still on the device (from their last use, or
-      for good); `links/fetched_ahead`: the share that was fetched before compute asked.
-    - `stall/fetch_s_per_step`, `stall/update_s_per_step`, `stall/save_s_per_step`: seconds a step that compute waited for
+      permanently); `links/fetched_ahead`: the share that was prefetched before compute needed it.
+    - `stall/fetch_s_per_step`, `stall/update_s_per_step`, `stall/save_s_per_step`: seconds per step that compute waited for
       parameters, for an update of them (with lock-free updates: because `max_staleness` was reached), or for checkpoints.
 
     In validate, test and predict a step is a batch, and names end in the loop's: `links/overlap/test`.
@@ -163,9 +163,9 @@ class StalenessMonitor(_Monitor):
     and with lock-free updates `update/updates_per_step`, and in steps `update/staleness_mean` (since the last log) and
     `update/staleness_max` (since the run began). In other loops nothing is updated.
 
-    With lock-free updates also the audit, behind each validation and at the end of fit, when it has just been checked: how
-    many gradients `update/gradients_produced`, `..._applied`, `..._pending` and `..._skipped`, of all flats of rank 0
-    together.
+    With lock-free updates it also logs the audit, after each validation and at the end of fit, when it has just been
+    checked: the numbers of gradients `update/gradients_produced`, `..._applied`, `..._pending` and `..._skipped`, summed
+    over all flats of rank 0.
 
     Does nothing with other strategies.
     """
@@ -183,7 +183,7 @@ class StalenessMonitor(_Monitor):
     @staticmethod
     def _log_audit(trainer: Trainer) -> None:
         strategy = pages_of(trainer)
-        audits = strategy.update_audit() if strategy is not None else ()  # updates are at rest: nobody is waited for
+        audits = strategy.update_audit() if strategy is not None else ()  # updates are drained, so this does not wait
         if audits:
             numbers = {
                 f"update/gradients_{name}": float(sum(getattr(audit, name) for audit in audits))
@@ -206,4 +206,4 @@ class StalenessMonitor(_Monitor):
 
 
 class PageMonitor(TransferMonitor, StalenessMonitor):
-    """`TransferMonitor` and `StalenessMonitor` in one."""
+    """`TransferMonitor` and `StalenessMonitor` combined."""

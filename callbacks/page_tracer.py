@@ -1,6 +1,6 @@
-"""The paper's Tracer table, as a file and in TensorBoard (Angel-PTM, section 5).
+"""Callback that writes the paper's Tracer table, as a file and to TensorBoard (Angel-PTM, section 5).
 
-Owns which trace was written last. I1: nothing here is collective; rank 0 alone writes.
+Owns which trace was written last. I1: nothing here is collective; only rank 0 writes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ COLUMNS = ("tensor_id", "first_id", "end_id", "cpu_time", "gpu_time", "name")
 
 class PageTracer(Callback):
     """Writes the table of the last traced iteration to `page_trace.csv` in the logger's folder (without a logger, in
-    `lightning_ptm_logs` in the Trainer's root folder), and to TensorBoard as the page of text `pages/trace`: for each tensor
+    `lightning_ptm_logs` in the Trainer's root folder), and to TensorBoard as the text `pages/trace`: for each tensor
     `tensor_id`, the first and the last tick of its use (`first_id`, `end_id`), the seconds that the ticks of its unit took
     (`cpu_time`, `gpu_time`), and its name.
 
-    The runtime traces an iteration when there is no plan to confirm, so this costs nothing but the writing, once or twice
-    a run. A training iteration's trace is complete when the next one begins: a run of one step has none. In validate,
-    test and predict the file is `page_trace_<loop>.csv` and the page `pages/trace/<loop>`. `fast_dev_run` writes nothing.
+    The runtime traces an iteration if it has no confirmed plan, so this costs nothing but the writing, once or twice per
+    run. The trace of a training iteration is complete when the next one begins, so a run of one step has none. In validate,
+    test and predict the file is `page_trace_<loop>.csv` and the text `pages/trace/<loop>`. `fast_dev_run` writes nothing.
     Numbers are of rank 0. Does nothing with other strategies.
     """
 
@@ -41,7 +41,7 @@ class PageTracer(Callback):
         self._look(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, *rest: Any) -> None:
-        """As in training; inside fit it is the training's trace all the same."""
+        """Writes a new trace, as in training; in a validation inside fit it is that of training."""
         self._look(trainer)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]

@@ -1,6 +1,6 @@
-"""What the run did when, as a file for ui.perfetto.dev.
+"""Callback that writes a timeline of a few batches as a file for ui.perfetto.dev.
 
-Owns the file only; the events come from the recorder. The form is Chrome's trace event format: complete events ("X", in
+Owns only the file; the events come from the recorder. The format is Chrome's trace event format: complete events ("X", in
 microseconds) on a thread for each track, and counters ("C") of the bytes in each tier.
 """
 
@@ -25,23 +25,23 @@ TITLES = {
     EventKind.COPY: "copy",
     EventKind.COLLECTIVE: "collective",
 }
-"""In the order in which tracks are shown."""
+"""Titles of tracks, in the order in which they are shown."""
 
 _FLAT = re.compile(r"(?:flat |\d+/)(?P<flat>\d+)[ /](?P<what>.+)")
 
 
 class PerfettoTrace(Recorder):
     """Writes `perfetto_trace.json` into the logger's folder (without a logger, into `lightning_ptm_logs` in the
-    Trainer's root folder): ticks of compute, stalls, arithmetic of updates, copies by
-    link, collectives, and bytes in each tier, for a few batches. Open it in https://ui.perfetto.dev.
+    Trainer's root folder): ticks of compute, stalls, arithmetic of updates, copies by link, collectives, and bytes in each
+    tier, for a few batches. Open it in https://ui.perfetto.dev.
 
-    The events are those of rank 0 (`AngelPTMStrategy.trace_events` says what each begin and end means; on CUDA, compute and
-    updates are shown while they are launched). Copies of one link that overlap are shown on several tracks. Does nothing
-    with other strategies, and nothing outside those batches. A Trainer's second one writes `perfetto_trace_2.json`; in
-    validate, test and predict files end in `_<loop>` (`perfetto_trace_test.json`). `fast_dev_run` writes nothing.
+    The events are those of rank 0 (`AngelPTMStrategy.trace_events` defines their begins and ends; on CUDA, compute and
+    updates are shown while they are launched). Overlapping copies of one link are shown on several tracks. Does nothing
+    with other strategies, or outside of those batches. A Trainer's second PerfettoTrace writes `perfetto_trace_2.json`; in
+    validate, test and predict file names end in `_<loop>` (`perfetto_trace_test.json`). `fast_dev_run` writes nothing.
 
     Args:
-        start: the first batch, counted from 0; the first two are traced and planned anew.
+        start: number of the first batch, from 0; the first two are traced and planned again.
         count: how many batches.
     """
 
@@ -64,19 +64,19 @@ def chrome_trace(
 
     Args:
         names: of units, by the numbers of their flats.
-        tiers: names of those that ticks tell bytes of.
+        tiers: names of the tiers in `Event.tier_bytes`.
     """
     origin_s = min([event.begin_s for event in events] + [batch.begin_s for batch in batches])
 
     def us(moment_s: float) -> float:
         return round((moment_s - origin_s) * 1e6, 3)
 
-    # Process and thread 0 are the idle one to Perfetto.
+    # Perfetto takes process and thread 0 for the idle one.
     rows: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "rank 0"}}]
     threads = 1
 
     def track(title: str, spans: list[tuple[float, float, str, dict[str, Any]]]) -> None:
-        """Spans on as few threads as keep those of each apart: a viewer takes what overlaps for nested."""
+        """Spans on as few threads as keep overlapping ones apart, since a viewer shows overlapping spans as nested."""
         nonlocal threads
         free_from_s: list[float] = []
         for begin_s, end_s, name, details in sorted(spans, key=lambda span: span[:2]):
@@ -107,7 +107,7 @@ def chrome_trace(
 
 
 def _name(event: Event, names: Mapping[int, str]) -> str:
-    """What pages belong to in words: `blocks.3/master`, not `4/4/master`."""
+    """An event's name with the unit's name in place of numbers: `blocks.3/master`, not `4/4/master`."""
     found = _FLAT.match(event.name)
     if found is None or int(found["flat"]) not in names:
         return event.name

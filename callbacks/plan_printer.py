@@ -1,6 +1,6 @@
-"""The plan of a run and where its model states live, printed and as pages of text in TensorBoard.
+"""Callback that shows a run's plan and the tiers of its model states, on standard output and in TensorBoard.
 
-Owns the number of the last plan shown. I1: nothing here is collective; rank 0 alone prints.
+Owns the number of the last plan shown. I1: nothing here is collective; only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from .where import loop_of, pages_of, preformatted, show_text
 
 
 class PlanPrinter(Callback):
-    """Prints, at the start of fit, validate, test or predict, where each kind of model states lives, how full the tiers
-    are, and the plan tick by tick. TensorBoard gets the same as pages of text: `pages/states`, `pages/plan`, and
-    `pages/settings` with the strategy's settings. When a plan is made anew from a traced iteration, `pages/plan` is shown
-    again at that step.
+    """Prints, at the start of fit, validate, test or predict, the tier of each kind of model states, the use of the tiers,
+    and the plan tick by tick. TensorBoard gets the same as texts: `pages/states`, `pages/plan`, and `pages/settings` with
+    the strategy's settings. When a new plan is made from a traced iteration, `pages/plan` is shown again at that step.
 
     Numbers are of rank 0. Does nothing with other strategies.
 
     Args:
-        show: print; with False TensorBoard alone gets the pages.
+        show: whether to print; with False only TensorBoard gets the texts.
     """
 
     def __init__(self, show: bool = True) -> None:
@@ -32,7 +31,7 @@ class PlanPrinter(Callback):
         self._plans_made = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Shows the plan that training begins with."""
+        """Shows the plan at the start of training."""
         self._start(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

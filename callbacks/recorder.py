@@ -1,7 +1,7 @@
-"""Listens to the runtime for a few batches of whatever loop runs: the base of the callbacks that draw timelines.
+"""Base class of callbacks that draw timelines: records events of the runtime for a few batches of any loop.
 
-Owns the events of the batches that are being recorded. I1: it listens on rank 0 and only during those batches. I2: what
-was heard is given away once, also when the run fails or ends before the last batch.
+Owns the events of the batches that are being recorded. I1: it listens only on rank 0 and during those batches. I2: the
+recorded events are passed on once, also if the run fails or ends before the last batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .where import loop_of, pages_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """One recorded batch: its number within the run, and when it was computed (`perf_counter`)."""
+    """One recorded batch: its number within the run, and the `perf_counter` times of its begin and end."""
 
     number: int
     begin_s: float
@@ -29,14 +29,14 @@ class Batch:
 
 
 class Recorder(Callback):
-    """Calls `recorded` once a run, with the events of batches `start` to `start + count - 1`, counted from 0 in fit over
-    all epochs; or in validate, test or predict. Does nothing with other strategies."""
+    """Calls `recorded` once per run, with the events of batches `start` to `start + count - 1`, counted from 0 over all
+    epochs of fit; or in validate, test or predict. Does nothing with other strategies."""
 
     def __init__(self, start: int, count: int) -> None:
         if start < 0 or count < 1:
             raise ValueError(
-                f"{type(self).__name__} got start={start}, count={count}; batches are counted from 0, and at least one is "
-                f"recorded"
+                f"{type(self).__name__} got start={start}, count={count}; start must be at least 0 (batches are counted "
+                f"from 0), and count at least 1"
             )
         self.start = start
         self.count = count
@@ -47,7 +47,7 @@ class Recorder(Callback):
         self._began_s = 0.0
 
     def recorded(self, trainer: Trainer, events: list[Event], batches: list[Batch]) -> None:
-        """Rank 0 only: what was heard, in the order in which it ended; the engine is still there."""
+        """Called on rank 0 only, with the events ordered by their ends, while the engine still exists."""
         raise NotImplementedError
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -63,12 +63,12 @@ class Recorder(Callback):
         self._end(trainer)
 
     def on_validation_batch_start(self, trainer: Trainer, *rest: Any) -> None:
-        """As in training, outside of fit."""
+        """As in training, in loops outside of fit."""
         if loop_of(trainer):
             self._begin(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, *rest: Any) -> None:
-        """As in training, outside of fit."""
+        """As in training, in loops outside of fit."""
         super().on_validation_batch_end(trainer, *rest)
         if loop_of(trainer):
             self._end(trainer)
@@ -77,11 +77,11 @@ class Recorder(Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The run ends: what was heard so far is all."""
+        """Passes on what was recorded, at the end of the run."""
         self._finish(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As for training, outside of fit."""
+        """As for training, in loops outside of fit."""
         super().on_validation_end(trainer, pl_module)
         if loop_of(trainer):
             self._finish(trainer)
@@ -89,7 +89,7 @@ class Recorder(Callback):
     on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Keeps what led to the error."""
+        """Passes on the events before the error."""
         self._give(trainer)
 
     def _begin(self, trainer: Trainer) -> None:
@@ -110,8 +110,8 @@ class Recorder(Callback):
         loop = trainer.state.fn
         if self._number <= self.start and pages_of(trainer) is not None and loop is not None:
             rank_zero_warn(
-                f"{type(self).__name__} records from batch {self.start} on (counted from 0; a fit traces the first two, and "
-                f"plans anew), and {loop.value} ended after {self._number}, so there is nothing to show; let it "
+                f"{type(self).__name__} records from batch {self.start} on (counted from 0; a fit traces and plans in the "
+                f"first two), and {loop.value} ended after {self._number}, so there is nothing to show; let it "
                 f"begin earlier, or run more batches"
             )
 

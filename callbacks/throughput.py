@@ -1,7 +1,7 @@
-"""Tokens and samples per second, and how much of the machine's arithmetic they use, in the progress bar and in the logs.
+"""Callbacks that show tokens and samples per second, and the use of the machine's arithmetic, in progress bar and logs.
 
-Owns a few times and counts and nothing on a device. I1: after the start it never waits for a device and never
-communicates: it reads shapes and the clock. I2: time spent outside training (validation, checkpoints between epochs) is
+Owns a few times and counts, and nothing on a device. I1: after the start it never waits for a device and never
+communicates: it reads shapes and the clock. I2: time outside of training (validation, checkpoints between epochs) is
 not counted.
 """
 
@@ -28,19 +28,19 @@ from .where import pages_of
 
 _DTYPES = {"32": torch.float32, "64": torch.float64, "16": torch.float16, "bf16": torch.bfloat16}
 BATCHES_TO_JUDGE_BY = 5
-"""So many batches, after the first, tell how long training will take."""
+"""Number of batches, after the first, from which the duration of training is estimated."""
 
 WORTH_TELLING_S = 30.0
-"""Training that takes less is not announced."""
+"""A shorter training is not announced."""
 
 LOG_INTERVAL_S = 0.5
-"""Least time between two looks at the speed: logging costs a few hundred microseconds, too much for steps of a few
-milliseconds. In between, Lightning goes on showing and logging the last value."""
+"""Least time between two logged values: logging takes a few hundred microseconds, too much for steps of a few
+milliseconds. In between, Lightning continues to show and log the last value."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _End:
-    """The end of a batch, in seconds of the monotonic clock, and what the batch was on all ranks."""
+    """The end of a batch, in seconds of the monotonic clock, and its tokens and samples on all ranks."""
 
     at_s: float
     tokens: int
@@ -49,22 +49,22 @@ class _End:
 
 class Throughput(OutsideFit):
     """Logs `speed/tokens_per_s` and `speed/samples_per_s`, over all ranks, and shows the former in the progress bar as
-    `ktokens/s`. After a few batches it says once how long training will take. In validate, test and predict they are
+    `ktokens/s`. After a few batches it announces once how long training will take. In validate, test and predict they are
     logged as `speed/tokens_per_s/<loop>`...
 
-    The tokens of a batch are the elements of its first tensor, its samples that tensor's first dimension, and every rank is
-    taken to have as many. For a model of images or tables the number of tokens reads as elements per second.
+    The tokens of a batch are the elements of its first tensor, its samples that tensor's first dimension; every rank is
+    assumed to have the same number. For a model of images or tables the number of tokens means elements.
 
-    Given what the machine can do (`matrix_flops_per_s`), it also logs `speed/model_TFLOP_per_s`, by the rule of 6 x
+    With the machine's rate (`matrix_flops_per_s`), it also logs `speed/model_TFLOP_per_s`, by the rule of 6 x
     parameters x tokens (2 forward, 4 backward, which only training has; attention's products and recomputation not
-    counted), and that divided by what all ranks can do as `speed/utilisation`. The rule is for dense models of tokens:
-    where a token passes only some of the parameters (experts), both are too high.
+    counted), and its ratio to the rate of all ranks as `speed/utilisation`. The rule is for dense models of tokens:
+    if a token passes only some of the parameters (experts), both are too high.
 
     Args:
-        window: Batches that the speed is averaged over. On CUDA, batches are launched ahead of the device, so a window
-            of less than a few batches would measure launching.
-        matrix_flops_per_s: floating-point operations per second that one rank's device does in matrix products, in the
-            dtype that `precision` computes in; or the path of a hardware file that has it (`lightning-ptm probe > my.yaml`);
+        window: number of batches that the speed is averaged over. On CUDA, batches are launched ahead of the device, so a
+            window of less than a few batches would measure launching.
+        matrix_flops_per_s: floating-point operations per second of one rank's device in matrix products, in the dtype that
+            `precision` computes in; or the path of a hardware file that has it (`lightning-ptm probe > my.yaml`);
             "measured" multiplies two matrices for about half a second at the start; None logs no utilisation.
     """
 
@@ -74,7 +74,7 @@ class Throughput(OutsideFit):
             raise ValueError(f"Throughput got window={window}; it averages over at least 1 batch")
         if isinstance(matrix_flops_per_s, (int, float)) and not matrix_flops_per_s > 0:
             raise ValueError(
-                f"Throughput got matrix_flops_per_s={matrix_flops_per_s}; utilisation is a share of that rate, so give one "
+                f"Throughput got matrix_flops_per_s={matrix_flops_per_s}; utilisation is a ratio to that rate, so give one "
                 f"above 0, the path of a hardware file, or 'measured'"
             )
         self.matrix_flops_per_s = matrix_flops_per_s
@@ -87,14 +87,14 @@ class Throughput(OutsideFit):
         self._told_how_long = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts parameters and, if asked to, measures the rate."""
+        """Counts parameters and, if requested, measures the rate."""
         self._start(trainer, pl_module)
         self._told_how_long = False
 
     def loop_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start(trainer, pl_module)
         self._ends.clear()
-        # Its first batch has no end of another before it.
+        # The window begins here, since no batch has ended before.
         self._logged_at_s = monotonic()
         self._ends.append(_End(self._logged_at_s, 0, 0))
 
@@ -102,7 +102,7 @@ class Throughput(OutsideFit):
         self.log_loop(trainer, self._numbers(trainer, batch, operations=2))
 
     def loop_ends(self, trainer: Trainer) -> None:
-        """The last batches; all of them, if they took no longer than the time between two looks."""
+        """Logs the last batches; all of them, if they took no longer than the interval between logs."""
         if self._ends and self._ends[-1].at_s > self._logged_at_s:
             self.log_loop(trainer, self._speed(trainer, operations=2))
 
@@ -112,14 +112,14 @@ class Throughput(OutsideFit):
         self._logged_at_s = -math.inf
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts a new window: the validation was no training time."""
+        """Starts a new window, since validation is not training time."""
         super().on_validation_end(trainer, pl_module)
         self._ends.clear()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Notes the batch, and now and then logs the speed, from the second batch of a window on."""
+        """Records the batch, and at intervals logs the speed, from the second batch of a window on."""
         numbers = self._numbers(trainer, batch, operations=6)
         if not self._told_how_long and len(self._ends) > BATCHES_TO_JUDGE_BY:
             self._told_how_long = True
@@ -157,7 +157,7 @@ class Throughput(OutsideFit):
             self._rate_of = dtype
 
     def _numbers(self, trainer: Trainer, batch: Any, operations: int) -> dict[str, float]:
-        """Notes the end of a batch; what to log now: often nothing."""
+        """Records the end of a batch; returns the values to log now, often none."""
         first = _first_tensor(batch)
         if first is None:
             return {}
@@ -172,10 +172,10 @@ class Throughput(OutsideFit):
         return numbers
 
     def _speed(self, trainer: Trainer, operations: int) -> dict[str, float]:
-        """Over the window.
+        """Speed over the window.
 
         Args:
-            operations: of a parameter and token.
+            operations: number per parameter and token.
         """
         seconds = self._ends[-1].at_s - self._ends[0].at_s if self._ends else 0.0
         if seconds <= 0:
@@ -191,7 +191,7 @@ class Throughput(OutsideFit):
 
 
 class ThroughputMonitor(Throughput):
-    """`Throughput` that measures at the start what the device does in matrix products, and so logs utilisation without
+    """`Throughput` that measures the device's rate of matrix products at the start, and so logs utilisation without
     arguments."""
 
     def __init__(self, window: int = 20, matrix_flops_per_s: float | str | None = "measured") -> None:
@@ -201,8 +201,8 @@ class ThroughputMonitor(Throughput):
 def measured_matrix_flops_per_s(
     device: torch.device, dtype: torch.dtype, size: int = 2048, for_s: float = 0.5
 ) -> float:
-    """The best of a few products of two square matrices, two operations an element and column, in
-    `for_s` seconds."""
+    """The best rate of several products of two square matrices in `for_s` seconds, counting two operations per element and
+    column."""
     left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     best_s = math.inf
     stop_s = perf_counter() + for_s
@@ -215,7 +215,7 @@ def measured_matrix_flops_per_s(
 
 
 def _duration(seconds: float) -> str:
-    """`95` -> `1 min 40 s`, `7300` -> `2 h 1 min`; in steps that a guess deserves."""
+    """`95` -> `1 min 40 s`, `7300` -> `2 h 1 min`; rounded as befits an estimate."""
     minutes, rest = divmod(round(seconds, -1), 60)
     if minutes < 60:
         return f"{minutes:.0f} min {rest:.0f} s" if minutes else f"{rest:.0f} s"
@@ -223,15 +223,15 @@ def _duration(seconds: float) -> str:
 
 
 def _rate_in(path: str, dtype: torch.dtype) -> float:
-    """The rate of one rank in a hardware file.
+    """The matrix rate of one rank in a hardware file.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the file or the rate does not exist.
     """
     name = str(dtype).removeprefix("torch.")
     try:
         rates = yaml.safe_load(Path(path).read_text())["compute_flops_per_s"]
-        rate = float(rates[name])  # 1e12 is a text to YAML
+        rate = float(rates[name])  # YAML reads 1e12 as text
     except OSError as error:
         raise ConfigError(
             f"Throughput: matrix_flops_per_s={path!r} is no hardware file that can be read ({error}), so there is no rate "
@@ -250,7 +250,7 @@ def _rate_in(path: str, dtype: torch.dtype) -> float:
 
 
 def _first_tensor(batch: Any) -> Tensor | None:
-    """The first tensor in a batch of nested mappings and sequences; None when there is none."""
+    """The first tensor in a batch of nested mappings and sequences; None if there is none."""
     if isinstance(batch, Tensor):
         return batch
     if isinstance(batch, Mapping):

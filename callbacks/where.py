@@ -1,6 +1,6 @@
-"""Where a callback finds the strategy, the logs and a folder for its files.
+"""Lookup of the strategy, the loggers and a folder for files, for callbacks.
 
-Owns nothing. Public names of lightning_ptm only.
+Owns nothing. Uses public names of lightning_ptm only.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def boards_of(trainer: Trainer) -> list[TensorBoardLogger]:
 
 
 def folder_of(trainer: Trainer) -> Path | None:
-    """Where files go: the first logger's folder; without one, LOGS in the Trainer's root folder. None in a run that promises
-    to log nothing (fast_dev_run, the Tuner)."""
+    """The folder for files: the first logger's; without a logger, LOGS in the Trainer's root folder. None for runs that must
+    not write files (fast_dev_run, the Tuner)."""
     loggers = trainer.loggers
     if trainer.fast_dev_run or (loggers and all(isinstance(logger, DummyLogger) for logger in loggers)):  # type: ignore[attr-defined]
         return None
@@ -41,16 +41,16 @@ def folder_of(trainer: Trainer) -> Path | None:
             return Path(folder)
     for logger in loggers:
         if isinstance(logger.save_dir, (str, os.PathLike)) and logger.save_dir:
-            # A run's own folder, the one that Lightning's checkpoints of such a logger go to.
+            # A folder per run, the one that Lightning uses for checkpoints with such a logger.
             version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
             return Path(logger.save_dir, str(logger.name), version)
     return Path(trainer.default_root_dir, LOGS)
 
 
 def file_of(trainer: Trainer, callback: Callback, name: str) -> Path | None:
-    """The file to write, under its own name, its folder made if need be; None where nothing is to be written. Rank 0 only.
+    """The path of a callback's file, with its folder made if needed; None if no files should be written. Rank 0 only.
 
-    A new file in a folder that no logger has named is announced.
+    A new file is announced if no logger has determined the folder.
     """
     folder = folder_of(trainer)
     if folder is None:
@@ -71,7 +71,7 @@ def place_of(trainer: Trainer, callback: Callback) -> int:
 
 
 def loop_of(trainer: Trainer) -> str:
-    """validate, test or predict; nothing in fit, whose names have no ending."""
+    """ "validate", "test" or "predict"; empty in fit, whose names have no suffix."""
     loop = trainer.state.fn
     return "" if loop is None or loop == "fit" else loop.value
 
@@ -89,7 +89,7 @@ def loop_tag(trainer: Trainer, tag: str) -> str:
 
 
 def show_text(trainer: Trainer, tag: str, markdown: str) -> None:
-    """A text page in TensorBoard, if a logger is one; loggers write on rank 0 alone."""
+    """Adds a text to TensorBoard, if there is such a logger; only rank 0 writes."""
     if trainer.is_global_zero:
         for logger in boards_of(trainer):
             logger.experiment.add_text(tag, markdown, trainer.global_step)

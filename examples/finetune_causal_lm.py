@@ -6,13 +6,13 @@
     python examples/finetune_causal_lm.py path/to/model --lora-rank 8 --frozen-dtype nf4    # QLoRA
 
 `path/to/model` is a local folder with config.json and safetensors files; nothing is downloaded. The model is built on the
-meta device, where it takes no memory, and its weights go from the files straight into pages, so it may be larger than RAM
-(give `--disk`). With LoRA the base model is frozen: it has pages of compute parameters (2 bytes a parameter in
+meta device, without memory, and its weights are read from the files directly into pages, so it may be larger than RAM
+(give `--disk`). With LoRA the base model is frozen: it has pages of compute parameters (2 bytes per parameter in
 bf16-mixed; with `--frozen-dtype int8` or `nf4` 1.06 or 0.56 for the matrices of its blocks) and no gradients, no fp32
 copy and no optimizer states.
 
-The text is read as bytes, which every vocabulary of 256 or more tokens has room for, so that the example needs no
-tokenizer; for a model that is used afterwards, put a data module with its own tokenizer in the place of TextBytes.
+The text is read as bytes, which fit into every vocabulary of 256 or more tokens, so that the example needs no tokenizer;
+for a model that you will use, replace TextBytes by a data module with the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class CausalLM(LightningModule):
     """A causal language model as `self.model`.
 
     Args:
-        folder: holds its config.json.
-        lora_rank: of the adapters; 0: train all weights.
-        learning_rate: AdamW's.
+        folder: the folder of its config.json.
+        lora_rank: rank of the adapters; 0: train all weights.
+        learning_rate: of AdamW.
     """
 
     def __init__(self, folder: str, lora_rank: int = 0, learning_rate: float = 1e-4) -> None:
@@ -51,7 +51,7 @@ class CausalLM(LightningModule):
         self.model: Any = None
 
     def configure_model(self) -> None:
-        """Builds the model without memory for its weights; the strategy gives it page by page."""
+        """Builds the model without memory for its weights; the strategy allocates them page by page."""
         if self.model is not None:
             return
         with torch.device("meta"):
@@ -67,7 +67,7 @@ class CausalLM(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Over what is trained: with adapters, these alone."""
+        """AdamW over the trained parameters: with adapters, only these."""
         return torch.optim.AdamW(self.trained(), lr=self.learning_rate)
 
     def trained(self) -> list[nn.Parameter]:
@@ -76,13 +76,13 @@ class CausalLM(LightningModule):
 
 
 def with_adapters(model: Any, rank: int) -> Any:
-    """Freezes a model, wherever its weights are, and puts LoRA adapters around the layers that peft chooses for its type."""
+    """Freezes a model, wherever its weights are, and adds LoRA adapters to the layers that peft chooses for its type."""
     settings = LoraConfig(
         task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, fan_in_fan_out=model.config.model_type == "gpt2"
     )
     adapted = get_peft_model(model, settings, low_cpu_mem_usage=True)  # adapters on the meta device
     for layer in adapted.modules():
-        # The base model's files do not have them: they get memory, which is little, and peft's own first values, at once.
+        # The base model's files do not have the adapters: they are small, and are allocated and initialized at once.
         if isinstance(layer, LoraLayer):
             layer.lora_A.to_empty(device="cpu")
             layer.lora_B.to_empty(device="cpu")
@@ -91,14 +91,14 @@ def with_adapters(model: Any, rank: int) -> Any:
 
 
 def make_strategy(options: argparse.Namespace) -> AngelPTMStrategy:
-    """Where the weights come from, and where they live.
+    """The strategy, with the source of the weights and the disk folder.
 
-    The files say `transformer.h.0.attn.c_attn.weight`, and the module `model.transformer.h.0...`, or, with adapters,
-    `model.base_model.model.transformer.h.0.attn.c_attn.base_layer.weight`. That prefix is found, and wrapped layers are
-    looked into. Where it is not, say it: Weights(path, key_mapping={"": "model.base_model.model"}).
+    The files have names like `transformer.h.0.attn.c_attn.weight`, and the module `model.transformer.h.0...`, or, with
+    adapters, `model.base_model.model.transformer.h.0.attn.c_attn.base_layer.weight`. Such a prefix is found automatically,
+    and wrapped layers are searched. If it is not found, give it: Weights(path, key_mapping={"": "model.base_model.model"}).
     """
     return AngelPTMStrategy(
-        # A name of the module that the files lack is an error, unless it is listed.
+        # A parameter that the files lack is an error, unless it is listed.
         weights=Weights(path=options.model, allow_missing=["*.lora_*"] if options.lora_rank else []),
         disk_path=options.disk,
         frozen_dtype=options.frozen_dtype,
@@ -107,7 +107,7 @@ def make_strategy(options: argparse.Namespace) -> AngelPTMStrategy:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", help="folder with config.json and safetensors files")
     parser.add_argument("--data", help="text file or folder of text files (default: Python's own source)")
@@ -127,7 +127,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None, callbacks: Iterable[Any] = ()) -> Trainer:
-    """Fine-tunes as the command line says."""
+    """Fine-tunes with the options of the command line."""
     options = parse(arguments)
     seed_everything(options.seed)
     module = CausalLM(options.model, options.lora_rank, options.learning_rate)
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None, callbacks: Iterable[Any] = ()) 
     if trainer.is_global_zero:
         print(f"training loss of the last batch: {float(trainer.callback_metrics['train_loss']):.4f}")
     if options.output and trainer.is_global_zero:
-        # After a run the weights are whole again, if RAM holds them.
+        # After a run the weights are in the module again, if RAM can hold them.
         module.model.save_pretrained(options.output)
     return trainer
 

@@ -1,10 +1,10 @@
-"""Continue a text with a trained GPT, also one that is larger than RAM.
+"""Continue a text with a trained GPT, which may be larger than RAM.
 
     python examples/generate.py runs/gpt/version_0/checkpoints/last.ckpt --prompt "def "
     python examples/generate.py CKPT --prompt "def " --disk-path /nvme --host-memory 2GiB
 
-The checkpoint is a file or a folder, of a GPT that reads bytes. Each new byte costs a forward (keys and values are not kept)
-and, where the model is larger than RAM, a read of the weights that RAM does not hold.
+The checkpoint is a file or a folder, of a GPT that reads bytes. Each new byte costs a forward (there is no cache of keys and
+values) and, if the model is larger than RAM, a read of the weights that are on disk.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from lightning_ptm.models import GPT
 
 
 class TextGPT(GPT):
-    """A GPT whose `predict_step` writes what follows a text to standard output, byte by byte."""
+    """A GPT whose `predict_step` writes the continuation of a text to standard output, byte by byte."""
 
     count, temperature, top_k, seed = 200, 1.0, 256, 0
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The new tokens, shape (new tokens,); of a text that is longer than the context, the last part is read."""
+        """The new tokens, shape (new tokens,). Of a text longer than the context, only the last part is used."""
         generator, added = torch.Generator().manual_seed(self.seed), list[Tensor]()
         for _ in range(self.count):
             logits = self(batch[:, -self.sequence_length :])[0, -1].cpu().double()
             following = choose(logits, self.temperature, self.top_k, generator)
-            if int(following) == TEXT_END:  # as the files end that it was trained on
+            if int(following) == TEXT_END:  # the end of a file in the training data
                 break
             added.append(following)
             sys.stdout.buffer.write(decode(following))
@@ -45,7 +45,7 @@ class TextGPT(GPT):
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
-    """The next token: the likeliest where `temperature` is 0, else a draw from the `top_k` likeliest. Drawn on the CPU, so
+    """The next token: the likeliest if `temperature` is 0, otherwise drawn from the `top_k` likeliest. Drawn on the CPU, so
     that a seed gives the same text on any device."""
     if not torch.isfinite(logits).all():
         raise SystemExit("the logits are NaN or infinite: use an earlier checkpoint, or --precision 32-true")
@@ -66,7 +66,7 @@ def model_of(checkpoint: Path) -> TextGPT:
 
 
 def main(arguments: list[str] | None = None) -> Tensor:
-    """Prints what follows the prompt, and returns its tokens."""
+    """Prints the continuation of the prompt, and returns its tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--prompt", default="", help="text to continue; an empty one begins a new text")
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> Tensor:
         disk_path=given.disk_path,
         host_memory=given.host_memory,
         page_size=given.page_size,
-        tuning={"restore_weights": False},  # nobody asks for them after the text
+        tuning={"restore_weights": False},  # the weights are not needed after the text
     )
     trainer = Trainer(
         accelerator=given.accelerator,

@@ -2,8 +2,8 @@
 
     python examples/own_module.py
 
-What the strategy needs from a model is nothing; what it can use is `configure_model`, which lets it give memory to one
-unit at a time instead of to the whole model at once.
+The strategy needs nothing from a model. It can use `configure_model`, which lets it allocate one unit at a time instead of
+the whole model at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import lightning_ptm  # noqa: F401  (registers the strategy's name)
 
 
 class Digits(LightningModule):
-    """Any module will do: nothing in it mentions pages, tiers or devices."""
+    """An ordinary module: nothing in it refers to pages, tiers or devices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class Digits(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Any element-wise optimizer will do."""
+        """Any element-wise optimizer works."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def main() -> None:
-    """Trains on random pictures that a simple rule labels."""
+    """Trains on random images with labels by a simple rule."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(2048, 64, generator=generator)
     labels = (pixels @ torch.randn(64, 10, generator=generator)).argmax(dim=1)

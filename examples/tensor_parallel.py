@@ -1,13 +1,13 @@
-"""Fine-tune a Llama whose layers are cut over ranks, with fp32 weights and optimizer states on disk.
+"""Fine-tune a Llama whose layers are divided over ranks, with fp32 weights and optimizer states on disk.
 
     python -m pip install -e ".[hf]"    # in a checkout
     python examples/tensor_parallel.py --tensor 2 --output tuned
     python examples/tensor_parallel.py path/to/model --tensor 4 --devices 8 --disk /mnt/nvme
 
 `path/to/model` is a local folder with config.json and safetensors files; without one, a small Llama with random weights is
-made. Each of `--tensor` ranks reads its parts of the weights from the files straight into pages, computes its part of each
-layer, and exchanges activations with the others. What is written at the end is a whole model, the same (but for rounding)
-as with `--tensor 1`.
+made. Each of `--tensor` ranks reads its slices of the weights from the files directly into pages, computes its part of each
+layer, and exchanges activations with the others. The result is a whole model, the same (except for rounding) as with
+`--tensor 1`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from lightning_ptm import AngelPTMStrategy
 
 
 class CausalLM(LightningModule):
-    """A causal language model as `self.model`. Nothing in it knows of tensor parallelism.
+    """A causal language model as `self.model`, with no code for tensor parallelism.
 
     Args:
-        folder: holds its config.json.
+        folder: the folder of its config.json.
     """
 
     def __init__(self, folder: str) -> None:
@@ -41,7 +41,7 @@ class CausalLM(LightningModule):
         self.model: Any = None
 
     def configure_model(self) -> None:
-        """Builds the model without memory for its weights; the strategy gives it page by page."""
+        """Builds the model without memory for its weights; the strategy allocates them page by page."""
         if self.model is None:
             with torch.device("meta"):
                 self.model = AutoModelForCausalLM.from_config(
@@ -55,12 +55,12 @@ class CausalLM(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Over all weights."""
+        """AdamW over all weights."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def make_model(folder: Path) -> str:
-    """A small Llama with random weights."""
+    """Saves a small Llama with random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -75,13 +75,13 @@ def make_model(folder: Path) -> str:
 
 
 def rows(length: int, count: int) -> Tensor:
-    """This text, byte by byte, over and over."""
+    """Rows of this file's text, byte by byte, repeated."""
     text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
     return text.repeat(-(-length * count // len(text)))[: length * count].view(count, length)
 
 
 def main(arguments: Sequence[str] | None = None) -> Trainer:
-    """Trains as the command line says."""
+    """Trains with the options of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", nargs="?", help="folder with config.json and safetensors files")
     parser.add_argument("--tensor", type=int, default=2, help="ranks that share the work of each layer")
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> Trainer:
     options = parser.parse_args(arguments)
     seed_everything(0)
     devices = options.devices or options.tensor
-    # Every rank runs this script; the first one makes the model before the others are started.
+    # Every rank runs this script; the first rank makes the model before the others are started.
     folder = options.model or os.environ.get("EXAMPLE_MODEL") or make_model(Path(tempfile.mkdtemp()))
     os.environ["EXAMPLE_MODEL"] = folder
     trainer = Trainer(
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> Trainer:
         limit_val_batches=0,
         logger=False,
         enable_checkpointing=False,
-        use_distributed_sampler=False,  # the one below does not shuffle, so that any number of ranks sees the same batches
+        use_distributed_sampler=False,  # the sampler below does not shuffle, so batches are independent of the ranks
     )
     data: Any = rows(options.sequence_length, options.steps * options.batch_size)
     replicas = devices // options.tensor
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> Trainer:
         print(f"training loss of the last batch: {float(trainer.callback_metrics['train_loss']):.4f}")
         if options.output:
             module: Any = trainer.lightning_module
-            module.model.save_pretrained(options.output)  # after a run weights are whole again, if RAM holds them
+            module.model.save_pretrained(options.output)  # after a run the module has its weights, if RAM can hold them
     return trainer
 
 

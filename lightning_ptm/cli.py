@@ -1,8 +1,8 @@
-"""The command line, `lightning-ptm` and `python main.py` from a checkout: what is called, and the commands that are ours.
+"""The command line, `lightning-ptm` (`python main.py` in a checkout): dispatch, and the commands that are not the Trainer's.
 
 `main` runs one of COMMANDS, whose parameters and docstring are its command line and help, or hands over to LightningCLI
-(command_line.py). Imports neither torch nor Lightning before something needs them, and a function what it needs when it is
-called: help and the version come at once.
+(command_line.py). torch, Lightning and the modules of a command are imported when they are needed, so that help and the
+version are printed at once.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _TRAINER_COMMANDS = {
     "test": "Perform one evaluation epoch over the test set. It's separated from fit to make sure you never run on your",
     "predict": "Run inference on your data. This will call the model forward function to compute predictions. Useful to",
 }
-"""LightningCLI's, and the first lines of their docstrings as it takes them."""
+"""LightningCLI's subcommands, with the first lines of their docstrings as it shows them."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The console script: one of COMMANDS, or a subcommand of LightningCLI. An error of ours ends it with status 1."""
+    """The console script: runs one of COMMANDS, or a subcommand of LightningCLI. Our own errors end it with status 1."""
     arguments = list(sys.argv[1:] if args is None else args)
     _find_modules_of_the_current_folder()
     commands = [*_TRAINER_COMMANDS, *COMMANDS]
@@ -55,8 +55,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _find_modules_of_the_current_folder() -> None:
-    """Makes `--model=my_module.Net` find `my_module.py` where the command is called, as `python -m` would, unless Python was
-    told not to look there (`python -P`). The path of a console script begins with the script's own folder."""
+    """Makes `--model=my_module.Net` find `my_module.py` in the current folder, as `python -m` would, unless Python runs with
+    `-P`. The import path of a console script begins with the script's own folder instead."""
     folder = os.getcwd()
     if not sys.flags.safe_path and not {"", folder} & set(sys.path):
         sys.path.insert(0, folder)
@@ -77,13 +77,13 @@ def _run(name: str, *given: str) -> None:
 
 
 def _with_underscores(argument: str) -> str:
-    """`--shard-size=1GB` is `--shard_size=1GB`, which is how parameters are spelt."""
+    """Converts `--shard-size=1GB` to `--shard_size=1GB`, the spelling of parameters."""
     option, equals, value = argument.partition("=")
     return option.replace("-", "_").replace("__", "--", 1) + equals + value if option.startswith("--") else argument
 
 
 def _flags_set(arguments: Sequence[str], command: Callable[..., None]) -> list[str]:
-    """`--json` alone is `--json=true`."""
+    """Converts a lone `--json` to `--json=true`."""
     flags = {
         f"--{name}"
         for name, parameter in introspection.signature(command, eval_str=True).parameters.items()
@@ -102,7 +102,7 @@ def _refuse(told: str) -> NoReturn:
 
 
 def parser_settings() -> dict[str, Any]:
-    """What our parser of all subcommands has that LightningCLI's has not."""
+    """Arguments for the parser of all subcommands: an epilog with our commands, and the version."""
     firsts = [f"{name}: {(command.__doc__ or name).strip().splitlines()[0]}" for name, command in COMMANDS.items()]
     return {
         "epilog": f"There are also (each with its own --help): {' '.join(firsts)}",
@@ -111,7 +111,7 @@ def parser_settings() -> dict[str, Any]:
 
 
 def _answer(option: str) -> None:
-    """Prints help or the version, as LightningCLI would (a test compares them), and ends the process with status 0."""
+    """Prints help or the version as LightningCLI would, and ends the process with status 0. A test compares the two."""
     from jsonargparse import ActionConfigFile, ArgumentParser  # type: ignore[attr-defined,unused-ignore]
 
     parser = ArgumentParser(description="Lightning Trainer command line tool", **parser_settings())
@@ -135,15 +135,15 @@ def export(
 ) -> None:
     """Write a checkpoint's weights as safetensors files that `from_pretrained` loads.
 
-    A tensor with several names (tied weights) is written once, under the first of them. Memory does not grow with the
-    model, checksums are compared on the way, and the folder appears all at once.
+    A tensor with several names (tied weights) is written once, under the first of them. Memory use does not grow with the
+    model, checksums are verified while reading, and the folder appears only when it is complete.
 
     Args:
         checkpoint: a sharded checkpoint (a folder), or a full one (a file).
         out: the folder to write, new or empty.
         dtype: fp32, bf16 or fp16, for floating point tensors; by default as they were saved.
         shard_size: larger models are written in files of at most this size, with an index.
-        strip: take only what is below this name, and leave the name out: `model` where the LightningModule keeps the
+        strip: export only what is below this name, and leave the name out: `model` where the LightningModule has the
             Hugging Face model as self.model.
         weights_only: false loads a checkpoint with objects of any class, which can run code: only for one that you trust.
     """
@@ -177,7 +177,7 @@ def export(
 def inspect(checkpoint: Path, *, verify: bool = True, weights_only: bool = True) -> None:
     """Print what is in a checkpoint, and compare its bytes with their checksums.
 
-    Ends with status 1 where they differ, or where there is no checkpoint that can be read.
+    Ends with status 1 if they differ, or if there is no readable checkpoint.
 
     Args:
         checkpoint: a sharded checkpoint (a folder), or a full one (a file).
@@ -236,9 +236,9 @@ def plan(
 ) -> None:
     """Tells whether a config fits on machines that you do not have, or on this one, and how fast a step would be.
 
-    Ends with status 1 where it does not fit. Operations and activations are estimated from a forward without memory; see
-    lightning_ptm/forecasting/counting.py for what is counted. Callbacks of the config are not asked whether they read
-    gradients.
+    Ends with status 1 if it does not fit. Operations and activations are estimated by a forward on the meta device; see
+    lightning_ptm/forecasting/counting.py for what is counted. Whether callbacks of the config read gradients is not
+    considered.
 
     Args:
         config_file: a config file of `fit`; a bare name is looked up among the installed ones.
@@ -250,9 +250,9 @@ def plan(
         device_memory: the strategy's setting, or found among sixteenths of a device's memory: `best` for the most
             samples/s, `least` for the most room for activations.
         largest: an argument of the config's model, such as `layers`: finds its largest value that fits.
-        json: print numbers for machines instead.
-        timeline: a file for the simulated step, which chrome://tracing and ui.perfetto.dev show.
-        plot: a PNG file for a picture: memory of each tier over ticks, what was busy over the step.
+        json: print JSON instead.
+        timeline: a file for the simulated step, for chrome://tracing and ui.perfetto.dev.
+        plot: a PNG file for a picture: memory of each tier over ticks, and what was busy over the step.
     """
     from lightning_ptm.commands.picture import draw_plan
     from lightning_ptm.commands.plan import forecast, without_collections
@@ -285,12 +285,12 @@ def plan(
 def probe(disk: str | list[str] | None = None, quick: bool = False) -> None:
     """Measure this machine and print a hardware file for `lightning-ptm plan --hardware`.
 
-    Run it while nothing else does. Collectives are measured between the ranks that torchrun launches, as in
+    Run it on an otherwise idle machine. Collectives are measured between the ranks that torchrun launches, as in
     `torchrun --nproc-per-node 2 $(which lightning-ptm) probe`, also over several nodes.
 
     Args:
-        disk: folder for the disk tier, or a list of several; without one the machine counts as one without a disk.
-        quick: smaller trials: a second instead of some, and less exact.
+        disk: folder for the disk tier, or a list of several; without it the machine counts as one without a disk.
+        quick: smaller trials: takes one second instead of some, and is less exact.
     """
     from lightning_ptm.commands.probe import launched_measure
 
@@ -307,5 +307,5 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan,
     "probe": probe,
 }
-"""A parameter `config_file` is given as `--config NAME`, which is looked up as for `fit`, or, where it is the first one and
-has no default, as `NAME`."""
+"""Commands by name. A parameter `config_file` is given as `--config NAME`, which is looked up as for `fit`, or, if it is the
+first parameter and has no default, as `NAME`."""

@@ -1,9 +1,9 @@
 """The Trainer's subcommands: `lightning-ptm fit --config gpt.yaml`.
 
-LightningCLI with six additions: a mistake is answered in a line, a bare name of a config file is also looked up in
-`configs/`, a strategy or an accelerator may be given as a class's path alone, `--data` may be left out, the config of a run
-may be written over the one of an earlier run in the same folder, and `fit` ends by printing its losses and its checkpoint.
-Commands beside those of the Trainer are in cli.py.
+LightningCLI with six additions: a usage error is reported in one line, a bare name of a config file is also looked up in
+`configs/`, a strategy or an accelerator may be given as a class path alone, `--data` may be left out, the config of a run
+may overwrite that of an earlier run in the same folder, and `fit` ends by printing its losses and its checkpoint.
+Other commands are in cli.py.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from lightning_ptm.trainer.internals import check_command_line, config_value, op
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 REFUSALS = (ConfigError, CapacityError, CheckpointError)
-"""Errors that are about what was given, not about where in the code it was found. So is a PageIOError of no page:
-the disk has no room for the files."""
+"""Errors about the user's input, for which a traceback is no help. So is a PageIOError without a page: the disk has no room
+for the files."""
 
 LIBRARIES = frozenset(
     {"jsonargparse", "lightning", "lightning_ptm", "lightning_utilities", "safetensors", "torch", "yaml"}
 )
-"""Modules, beside Python's own, that are not the user's code: what they raise is about what they were given."""
+"""Modules, in addition to Python's own, that are not the user's code, so that their errors are about their input."""
 
 _NAMED_CHECKPOINTS = ("best", "last", "hpc")
-"""Those that Lightning finds itself."""
+"""Values of `--ckpt_path` that Lightning resolves itself."""
 
 check_command_line()
 
 
 class _OwnError(BaseException):
-    """What the constructor of a model or of data has raised, on its way through jsonargparse, which takes an `Exception` for
-    a value that some type did not want and, before 4.49, forgets it."""
+    """Carries an exception of a model's or data module's constructor through jsonargparse, which would take an `Exception`
+    for a value of the wrong type and, before 4.49, drop it."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -64,8 +64,8 @@ class _OwnError(BaseException):
 
 
 class Parser(LightningArgumentParser):
-    """LightningCLI's, but that a mistake is answered with what is wrong, and not with a hundred lines of usage before it, and
-    that no `--data` is needed: a LightningModule may have its own."""
+    """LightningCLI's parser, which reports a usage error in one line, without usage text, and does not need `--data`, since a
+    LightningModule may have its own dataloaders."""
 
     def add_lightning_class_args(
         self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
@@ -75,9 +75,9 @@ class Parser(LightningArgumentParser):
         return super().add_lightning_class_args(lightning_class, nested_key, subclass_mode, needed)
 
     def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Adds one whose errors pass as they are (`_OwnError`)."""
+        """Adds an instantiator whose errors pass unchanged (`_OwnError`)."""
 
-        @functools.wraps(instantiator)  # whose signature is asked for
+        @functools.wraps(instantiator)  # jsonargparse reads its signature
         def passing(*given: Any, **named: Any) -> Any:
             try:
                 return instantiator(*given, **named)
@@ -85,11 +85,11 @@ class Parser(LightningArgumentParser):
                 raise _OwnError(error) from error
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # jsonargparse's, to Lightning: that calls it
+            warnings.simplefilter("ignore", DeprecationWarning)  # jsonargparse's, for a call by Lightning
             super().add_instantiator(passing, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Ends the process with status 2 and the mistake on standard error."""
+        """Ends the process with status 2 and the message on standard error."""
         if not self.exit_on_error or os.environ.get("JSONARGPARSE_DEBUG"):
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
@@ -114,16 +114,16 @@ class PTMCommandLine(LightningCLI):
         self.config = parser.parse_args(arguments)
 
     def _parse_ckpt_path(self) -> None:
-        """What the command line and the configs say of the model counts, not what it was when the checkpoint was saved."""
+        """Skips the checkpoint's hyperparameters if the config has a model: the config takes precedence."""
         subcommand = self.config.get("subcommand")
         if subcommand and not self.config[subcommand].get("model"):
             super()._parse_ckpt_path()
 
     def instantiate_classes(self) -> None:
-        """Builds the Trainer, the model and the data. A setting of the strategy that cannot work is a usage error.
+        """Builds the Trainer, the model and the data module. A setting of the strategy that cannot work is a usage error.
 
         Raises:
-            ConfigError: a setting of the model or of the data that cannot work.
+            ConfigError: a setting of the model or of the data module that cannot work.
         """
         self._take_for_a_class("strategy", Strategy, ["auto", *StrategyRegistry.available_strategies()])
         self._take_for_a_class(
@@ -136,7 +136,7 @@ class PTMCommandLine(LightningCLI):
             try:
                 Settings(**{name: value for name, value in given.items() if name in names})
             except ConfigError as error:
-                # Otherwise jsonargparse would take it for a value that some type did not want, and list all types.
+                # Otherwise jsonargparse would take it for a value of the wrong type, and list all types.
                 self.parser.error(str(error))
         for problem in (_no_accelerator(config_value(self, self.config, "trainer.accelerator")), self._no_checkpoint()):
             if problem:
@@ -148,7 +148,7 @@ class PTMCommandLine(LightningCLI):
         except (MisconfigurationException, TypeError, ValueError) as error:
             if not _is_lightnings(error):
                 raise
-            self.parser.error(" ".join(str(error).split()))  # what Lightning says of the Trainer's arguments
+            self.parser.error(" ".join(str(error).split()))  # Lightning's message about the Trainer's arguments
 
     def before_fit(self) -> None:
         """Called by LightningCLI."""
@@ -174,8 +174,8 @@ class PTMCommandLine(LightningCLI):
             )
 
     def _take_for_a_class(self, part: str, kind: type[Strategy] | type[Accelerator], known: Sequence[str]) -> None:
-        """A part of the Trainer that is a registered name or an object: what is given alone and is no such name is a class
-        without settings. To jsonargparse any text is a name."""
+        """Converts a Trainer argument (a registered name or an object) that is a class path alone into a class without
+        settings. jsonargparse accepts any text as a name."""
         trainer = config_value(self, self.config, "trainer")
         given = trainer.get(part)
         if not isinstance(given, str) or given in known:
@@ -192,7 +192,7 @@ class PTMCommandLine(LightningCLI):
             self.parser.error(str(error))
 
     def _no_checkpoint(self) -> str:
-        """What is wrong with `--ckpt_path`; empty if nothing is, or only the run can know."""
+        """What is wrong with `--ckpt_path`; empty if nothing is, or if only the run can tell."""
         given = config_value(self, self.config, "ckpt_path")
         if not isinstance(given, str) or given in _NAMED_CHECKPOINTS or ":" in given or Path(given).exists():
             return ""
@@ -202,7 +202,7 @@ class PTMCommandLine(LightningCLI):
 
     @rank_zero_only
     def after_fit(self) -> None:
-        """Prints the last losses with every digit of float32, what they are to be compared with, and the checkpoint."""
+        """Prints the last losses with all digits of float32, a baseline to compare them with, and the checkpoint's path."""
         self._print_losses()
         saves = self.trainer.checkpoint_callback
         if isinstance(saves, ModelCheckpoint) and saves.best_model_path:
@@ -224,7 +224,7 @@ class PTMCommandLine(LightningCLI):
 
 
 def _no_accelerator(given: object) -> str:
-    """Why a run cannot have the accelerator that was given by name; empty if it can, or Lightning says it well enough."""
+    """Why a run cannot use the accelerator given by name; empty if it can, or if Lightning's own error is good enough."""
     names = {"gpu": ("cuda", "mps")}.get(str(given), (str(given),))
     if not isinstance(given, str) or any(name not in AcceleratorRegistry for name in names):
         return ""
@@ -255,19 +255,19 @@ def command_line(args: ArgsType = None, **settings: Any) -> PTMCommandLine:
 
 
 def _modules_of(error: BaseException) -> list[str]:
-    """The top-level modules whose code `error` went through, from where it was caught to where it was raised."""
+    """The top-level modules in the traceback of `error`, from where it was caught to where it was raised."""
     frames = traceback.walk_tb(error.__traceback__)
     return [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
 
 
 def _is_lightnings(error: BaseException) -> bool:
-    """Whether Lightning has raised it, called by no code of the user's: it is about what was given."""
+    """Whether Lightning raised it without user code in the traceback, so that it is about the arguments."""
     modules = _modules_of(error)
     return modules[-1] == "lightning" and not set(modules) - sys.stdlib_module_names - LIBRARIES
 
 
 def _of_users_code(error: BaseException) -> bool:
-    """Whether a refusal was made of an error that code of the user's had a part in: then the place is worth showing."""
+    """Whether a refusal was caused by an error that passed through user code, so that its traceback is useful."""
     cause = error.__cause__
     while cause is not None:
         if not isinstance(cause, (AngelPTMError, OSError)):
@@ -279,11 +279,11 @@ def _of_users_code(error: BaseException) -> bool:
 
 
 _OTHER_MODEL = "Error(s) in loading state_dict for "
-"""So torch begins what it says of states that are another module's."""
+"""Beginning of torch's error for a state dict of another module."""
 
 
 def _of_another_model(error: RuntimeError) -> str:
-    """What to do about a checkpoint that is another model's; empty for any other error."""
+    """What to do about a checkpoint of another model; empty for any other error."""
     if not str(error).startswith(_OTHER_MODEL) or set(_modules_of(error)) - sys.stdlib_module_names - LIBRARIES:
         return ""
     name, *differences = str(error).removeprefix(_OTHER_MODEL).split("\n\t")
@@ -295,10 +295,10 @@ def _of_another_model(error: RuntimeError) -> str:
 
 
 def run_trainer(args: list[str] | None, parser_settings: dict[str, Any]) -> None:
-    """Runs a subcommand of LightningCLI with `args`, or the process's. An error of ours ends the process with status 1.
+    """Runs a subcommand of LightningCLI with `args`, or the process's. Our own errors end the process with status 1.
 
-    REFUSALS say all there is to say, unless they were made of an error in the user's code (an optimizer that fails when it is
-    tried); these and others come with their traceback.
+    REFUSALS are reported without a traceback, unless an error in the user's code caused them (an optimizer that fails when
+    it is tried); other errors come with their traceback.
     """
     try:
         command_line(args, parser_kwargs=parser_settings)

@@ -1,9 +1,9 @@
-"""Pictures of bytes over ticks and of what was busy over time, drawn with matplotlib (the extra `plots`).
+"""Plots of bytes over ticks and of busy resources over time, drawn with matplotlib (the extra `plots`).
 
-Knows numbers and names, not what they are of. Imports matplotlib when something is drawn.
+Knows numbers and names, not their meaning. Imports matplotlib when something is drawn.
 
-I1: what exceeds a panel's limit is in OVER and nothing else is. I2: a tick or a busy stretch narrower than a pixel still
-shows: a column shows the fullest of its ticks, and the busy share of its time.
+I1: what exceeds a panel's limit has the colour OVER, and nothing else has. I2: a tick or busy interval narrower than a pixel
+is still visible: a column shows the largest of its ticks, and the busy share of its time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Told apart by eyes of any kind, in print too: after Okabe and Ito.
+# Distinguishable with colour blindness, and in print: after Okabe and Ito.
 BLUE, SKY, GREEN, ORANGE, PURPLE, YELLOW = "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#f0e442"
 VERMILION = "#d55e00"
 FREE = "#e4e7ea"
@@ -29,12 +29,12 @@ OVER = "#d00000"
 _INK = "#1b1f24"
 _PER_INCH = 100
 _IN_REACH = 5
-"""A limit more than so many times what there is would flatten everything under it: it is told in words."""
+"""A limit above this multiple of the largest value would flatten the plot, so it is given in words instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A value for each tick, drawn as an area or as a line; a shorter one ends early."""
+    """A value for each tick, drawn as an area or as a line; a shorter series ends early."""
 
     name: str
     values: Sequence[float]
@@ -46,12 +46,14 @@ class BytesPanel:
     """Bytes over ticks.
 
     Attributes:
-        layers: areas, each on top of the ones before it. lines: beside them, measured from zero.
-        limit: what neither may exceed; named in `limit_name`. bound: another one, dashed, for the reader alone.
-        marks: ticks at which something begins, by name, in order.
-        axis: ticks are numbered and marks named below it; a panel right under it can do that for both.
-        names: of ticks, in place of their numbers where there is room for all.
-        weight: share of the picture's height.
+        layers: areas, stacked in this order.
+        lines: lines in addition to the areas, from zero.
+        limit, limit_name: what neither may exceed, and its name.
+        bound, bound_name: a second limit, drawn dashed for information only, and its name.
+        marks: (tick, name) of each phase's beginning, in order.
+        axis: whether ticks are numbered and marks named below the panel; a panel right under it can do that for both.
+        names: of ticks, shown in place of their numbers if there is room for all.
+        weight: share of the figure's height.
     """
 
     title: str
@@ -69,7 +71,7 @@ class BytesPanel:
 
 @dataclass(frozen=True, slots=True)
 class BusyRow:
-    """One thing that is busy or not: stretches (start, seconds, name of what it does), and what to say at its end."""
+    """A resource that is busy or idle: busy intervals (start, seconds, activity), and a note at the end of the row."""
 
     name: str
     busy: Sequence[tuple[float, float, str]]
@@ -78,7 +80,7 @@ class BusyRow:
 
 @dataclass(frozen=True, slots=True)
 class BusyPanel:
-    """What was busy from 0 to `seconds`; `colours` by the names of what rows do, in the order of the legend."""
+    """Busy intervals from 0 to `seconds`, by resource; `colours` by activity, in the order of the legend."""
 
     title: str
     rows: Sequence[BusyRow]
@@ -88,7 +90,7 @@ class BusyPanel:
 
 
 def need_matplotlib() -> None:
-    """Raises ConfigError where matplotlib is missing."""
+    """Raises ConfigError if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -98,7 +100,7 @@ def need_matplotlib() -> None:
 
 
 def draw(title: str, panels: Sequence[BytesPanel | BusyPanel], width: int, height: int) -> Figure:
-    """A picture of `width` x `height` pixels, one panel under the other.
+    """A figure of `width` x `height` pixels, with one panel under the other.
 
     Raises:
         ConfigError: no matplotlib.
@@ -123,7 +125,7 @@ def draw(title: str, panels: Sequence[BytesPanel | BusyPanel], width: int, heigh
 
 
 def check_target(path: Path, setting: str) -> None:
-    """Refuses, before anything is computed, a path to which no picture can be written.
+    """Refuses a path to which no PNG can be written, before anything is computed.
 
     Raises:
         ConfigError: names `setting`.

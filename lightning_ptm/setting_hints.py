@@ -1,6 +1,6 @@
-"""Settings of other libraries by which people ask for what angel_ptm does too, and what to give it instead.
+"""Hints for unknown settings: names that other libraries or earlier versions use, and what to give here in their place.
 
-Knows names and sentences. Standard library only.
+Has names and texts only. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SettingHint:
-    """Settings that ask for one thing.
+    """Settings of other libraries with one purpose.
 
     Attributes:
-        names: as they are spelt there.
-        libraries: whose they are.
+        names: as spelled there.
+        libraries: the libraries, in the genitive.
         instead: what to do here; an imperative.
     """
 
@@ -98,7 +98,7 @@ SETTING_HINTS = (
     SettingHint(
         ("max_memory", "device_map"),
         "Accelerate's",
-        "give device_memory='20GiB' and host_memory='64GiB', and offload_parameters to say where parameters live",
+        "give device_memory='20GiB' and host_memory='64GiB', and offload_parameters for the tier of the parameters",
     ),
     SettingHint(
         ("pin_memory", "force_pin_memory"),
@@ -166,7 +166,7 @@ SETTING_HINTS = (
     SettingHint(
         ("process_group_backend", "start_method"),
         "DDP's",
-        "leave it out: ranks talk through NCCL on GPUs and gloo on CPUs, and are processes of their own",
+        "leave it out: ranks communicate through NCCL on GPUs and gloo on CPUs, and each rank is a process",
     ),
 )
 
@@ -195,14 +195,14 @@ EARLIER = {
     "restore_weights": "tuning=Tuning(restore_weights=...)",
     "poison": "debug=Debug(poison=...)",
 }
-"""Fields of nested settings, and names of settings before 0.1.0: what to give in their place."""
+"""Fields of nested settings, and names of settings before 0.1.0: what to give instead."""
 
 
 def unknown_setting(name: str, known: Sequence[str]) -> str:
-    """What to do in place of a setting that does not exist; empty where nothing comes near.
+    """What to do in place of a setting that does not exist; empty if there is no similar one.
 
     Args:
-        known: names that do.
+        known: names of the existing settings.
     """
     if name in EARLIER and name not in known:
         return f"give {EARLIER[name]}"

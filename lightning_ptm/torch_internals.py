@@ -1,10 +1,10 @@
-"""The private names of torch, and of what builds on it below Lightning, that this package uses; no other file has any.
+"""The private names of torch, and of libraries on it other than Lightning, that this package uses; no other file uses any.
 
-Each is fetched once, when this file is imported or, where that would import much of torch (torch._dynamo), at first use. A
-name that the installed version lacks raises a ConfigError with that version and those that have been tested, so that nothing
-is patched, read or compared in vain. Lightning's own are in trainer/internals.py. Owns nothing.
+Each is fetched once: when this file is imported or, where that would import much of torch (torch._dynamo), at first use. A
+name that the installed version lacks raises a ConfigError with that version and the tested ones, so that a patch, read or
+comparison never fails silently. Lightning's private names are in trainer/internals.py. Owns nothing.
 
-`tests/test_private_names.py` asks for each of these names, and finds such names elsewhere.
+`tests/test_private_names.py` checks each of these names, and searches other files for private names.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def private(owner: Any, path: str) -> Any:
-    """What a module, a class or an object has under a private name.
+    """The value of a private name of a module, a class or an object.
 
     Args:
-        owner: a text is the name of a module, which is imported.
-        path: of names, with dots between them.
+        owner: a string is the name of a module, which is imported.
+        path: attribute names, joined by dots.
 
     Raises:
         ConfigError: the installed version has no such name.
@@ -52,13 +52,13 @@ def private(owner: Any, path: str) -> Any:
 
 
 def reader(owner: Any, name: str) -> Callable[[Any], Any]:
-    """Reads a private attribute that objects like `owner`, or of this class, have. Raises as `private`."""
+    """A function that reads a private attribute of objects like `owner`, or of this class. Raises as `private`."""
     checked(owner, name)
     return attrgetter(name)
 
 
 def writer(owner: Any, name: str) -> Callable[[Any, Any], None]:
-    """Assigns to such an attribute. Raises as `private`."""
+    """A function that assigns to such an attribute. Raises as `private`."""
     checked(owner, name)
 
     def write(written: Any, value: Any) -> None:
@@ -68,7 +68,7 @@ def writer(owner: Any, name: str) -> Callable[[Any, Any], None]:
 
 
 def checked(owner: Any, *names: str) -> tuple[str, ...]:
-    """The names themselves, where code must have them as text: to override or replace a method. Raises as `private`."""
+    """The names themselves, for code that needs them as text, to override or replace a method. Raises as `private`."""
     for name in names:
         if not _is_assigned(owner, name):
             private(owner, name)
@@ -76,7 +76,7 @@ def checked(owner: Any, *names: str) -> tuple[str, ...]:
 
 
 def _is_assigned(owner: Any, name: str) -> bool:
-    """Whether a class gives its objects an attribute of this name when they are made."""
+    """Whether a class's `__init__` gives its objects an attribute of this name."""
     if not isinstance(owner, type):
         return False
     makers = (inspect.unwrap(vars(each)["__init__"]) for each in owner.__mro__ if "__init__" in vars(each))
@@ -101,10 +101,10 @@ def _name_of(owner: Any) -> str:
 
 
 def _requirements() -> list[str]:
-    """Without what follows a semicolon: when they count."""
+    """The package's requirements, without environment markers."""
     try:
         return [each.partition(";")[0].strip() for each in metadata.requires("lightning-ptm") or ()]
-    except metadata.PackageNotFoundError:  # the folder itself is on Python's path
+    except metadata.PackageNotFoundError:  # not installed, but on Python's path
         return []
 
 
@@ -113,13 +113,13 @@ def _requirements() -> list[str]:
 version_of: Callable[[Tensor], int] = reader(Tensor, "_version")
 """How often a tensor was written to in place."""
 base_of: Callable[[Tensor], Tensor | None] = reader(Tensor, "_base")
-"""Of a view, what autograd says that it is a view of."""
+"""The tensor that a view is a view of, for autograd."""
 hooks_of: Callable[[Tensor], dict[int, Any] | None] = reader(Tensor, "_backward_hooks")
 put_hooks: Callable[[Tensor, Any], None] = writer(Tensor, "_backward_hooks")
 accumulation_hooks_of: Callable[[Tensor], dict[int, Any] | None] = reader(Tensor, "_post_accumulate_grad_hooks")
 put_accumulation_hooks: Callable[[Tensor, Any], None] = writer(Tensor, "_post_accumulate_grad_hooks")
 sparse_indices: Callable[[Tensor], Tensor] = private(Tensor, "_indices")
-"""Of a sparse tensor that need not be coalesced."""
+"""Indices of a sparse tensor, which need not be coalesced."""
 sparse_values: Callable[[Tensor], Tensor] = private(Tensor, "_values")
 make_subclass: Callable[..., Any] = private(Tensor, "_make_subclass")
 make_wrapper_subclass: Callable[..., Any] = private(Tensor, "_make_wrapper_subclass")
@@ -127,19 +127,19 @@ negated_view: Callable[[Tensor], Tensor] = private(torch, "_neg_view")
 can_share_data: Callable[[Tensor, Tensor], bool] = private(torch, "_has_compatible_shallow_copy_type")
 """Whether `first.data = second` works."""
 swap_tensors: Callable[[Tensor, Tensor], None] = private(torch, "_C._swap_tensor_impl")
-"""Exchanges what two objects of Python's are tensors of; torch.utils.swap_tensors exchanges the objects' attributes, too."""
+"""Exchanges the tensors of two Python objects; torch.utils.swap_tensors exchanges the objects' attributes, too."""
 is_alias: Callable[[Tensor, Tensor], bool] = private(torch, "_C._is_alias_of")
 has_storage: Callable[[Tensor], bool] = private(torch, "_C._has_storage")
 storage_id: Callable[[torch.UntypedStorage], int] = reader(torch.UntypedStorage, "_cdata")
-"""The address of a storage's own object (not of its bytes), by which torch knows it."""
+"""The address of the storage object (not of its bytes), by which torch identifies it."""
 storage_references: Callable[[int], int] = private(torch, "_C._storage_Use_Count")
-"""How many references there are to the storage with a `storage_id`."""
+"""The reference count of the storage with a `storage_id`."""
 offset_in_checkpoint: Callable[[Any], Any] = reader(torch.UntypedStorage, "_checkpoint_offset")
-"""Where the bytes are of what torch.load has left in its file."""
+"""The file offset of bytes that torch.load has not read."""
 no_torch_function: Any = private(torch, "_C._disabled_torch_function_impl")
-"""The `__torch_function__` of a tensor class that wants none."""
+"""The `__torch_function__` of a tensor class without overrides."""
 WithoutDispatch: type[Any] = private(torch, "_C._DisableTorchDispatch")
-"""Inside of this context, dispatch modes and tensor classes hear of no operator."""
+"""Context in which dispatch modes and tensor classes get no operators."""
 foreach_norm: Callable[..., tuple[Tensor, ...]] = private(torch, "_foreach_norm")
 group_by_device_and_dtype: Callable[..., Any] = private(
     "torch.utils._foreach_utils", "_group_tensors_by_device_and_dtype"
@@ -148,7 +148,7 @@ parse_to: Callable[..., Any] = private(torch, "_C._nn._parse_to")
 """The arguments of `Tensor.to`, in order."""
 is_fake: Callable[[Any], bool] = private("torch._subclasses.fake_tensor", "is_fake")
 is_wrapper: Callable[[Any], bool] = private("torch.utils._python_dispatch", "is_traceable_wrapper_subclass")
-"""Whether a tensor is made of others, as its `__tensor_flatten__` says."""
+"""Whether a tensor is a wrapper of others, which its `__tensor_flatten__` lists."""
 
 tree_leaves: Callable[[Any], list[Any]] = private("torch.utils._pytree", "tree_leaves")
 tree_map: Callable[[Callable[[Any], Any], Any], Any] = private("torch.utils._pytree", "tree_map")
@@ -157,26 +157,26 @@ tree_map_only: Callable[..., Any] = private("torch.utils._pytree", "tree_map_onl
 # -- autograd ---------------------------------------------------------------------------------------------------------
 
 graph_task: Callable[[], int] = private(torch, "_C._current_graph_task_id")
-"""The backward pass in which this thread is; -1: in none."""
+"""Id of this thread's current backward pass; -1: none."""
 is_executed: Callable[[Any], bool] = private(torch, "_C._will_engine_execute_node")
-"""Whether the backward pass in progress comes to a node."""
+"""Whether the backward pass in progress executes a node."""
 nodes_made: Callable[[], int] = private(torch, "_C._autograd._get_sequence_nr")
-"""How many nodes of graphs this thread has made so far."""
+"""How many autograd nodes this thread has made so far."""
 number_of_node: Callable[[Any], int] = methodcaller(checked(torch.autograd.Function, "_sequence_nr")[0])
 saving_hooks: Callable[[bool], tuple[Any, Any] | None] = private(torch, "_C._autograd._top_saved_tensors_default_hooks")
-"""The pair (pack, unpack) that autograd calls now."""
+"""The pair (pack, unpack) of saved-tensor hooks in force."""
 at_end_of_backward: Callable[[Callable[[], object]], None] = private(
     torch.autograd.Variable, "_execution_engine.queue_callback"
 )
-"""Calls something when the backward pass in progress has ended."""
+"""Calls a function at the end of the backward pass in progress."""
 transform_level: Callable[[], int | None] = private(torch, "_C._functorch.maybe_current_level")
-"""How many transforms of torch.func this is inside of; None: of none."""
+"""Nesting depth of torch.func transforms; None: outside of any."""
 transforms: Callable[[], Any] = private(torch, "_C._functorch.get_interpreter_stack")
 TransformType: Any = private(torch, "_C._functorch.TransformType")
 is_wrapped_by_transform: Callable[[Tensor], bool] = private(torch, "_C._functorch.is_functorch_wrapped_tensor")
 unwrapped: Callable[[Tensor], Tensor] = private(torch, "_C._functorch.get_unwrapped")
 comparisons_of_recomputed: dict[str, Any] = private("torch.utils.checkpoint", "_allowed_determinism_checks_to_fns")
-"""What torch.utils.checkpoint compares by, under the names that `determinism_check` takes."""
+"""Metadata comparisons of torch.utils.checkpoint, by the names that `determinism_check` takes."""
 RecomputationHook: type[Any] = private("torch.utils.checkpoint", "_recomputation_hook")
 
 # -- operators --------------------------------------------------------------------------------------------------------
@@ -187,14 +187,14 @@ OpOverload: type[Any] = private("torch._ops", "OpOverload")
 HigherOrderOperator: type[Any] = private("torch._ops", "HigherOrderOperator")
 schema_of: Callable[[Any], Any] = reader(_an_operator, "_schema")
 packet_of: Callable[[Any], Any] = reader(_an_operator, "_overloadpacket")
-"""The operator of which this is one overload."""
+"""The operator that an overload belongs to."""
 can_decompose: Callable[[Any], bool] = methodcaller(checked(_an_operator, "_can_decompose")[0])
 modes_of_thread: Callable[[], list[Any]] = private("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack")
 number_of_modes: Callable[[], int] = private(torch, "_C._len_torch_dispatch_stack")
 without_modes: Callable[[], Any] = private("torch.utils._python_dispatch", "_disable_current_modes")
 dispatch_key_of_device: Callable[[str], str] = private(torch, "_C._dispatch_key_for_device")
 keys_behind: Callable[[Any], Any] = private(torch, "_C._dispatch_keyset_full_after")
-"""The dispatch keys that come after one."""
+"""The dispatch keys after a given one."""
 close_library: Callable[[torch.library.Library], None] = private(torch.library.Library, "_destroy")
 
 scaled_attention: Any = private(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu.default")
@@ -209,16 +209,16 @@ PRODUCTS: frozenset[Any] = frozenset(
         "_transformer_encoder_layer_fwd",
     )
 )
-"""Further operators that are matrix products, with what is computed in the same kernel."""
+"""Further operators that are matrix products, with other computation fused in."""
 SOFTMAX_NAMES = checked(torch.ops.aten, "_softmax", "_log_softmax")
 VIEW_NAMES = checked(torch.ops.aten, "_unsafe_view", "_reshape_alias")
-"""Operators that copy nothing, although the first one's schema does not say so."""
+"""Operators that return views, although the first one's schema does not say so."""
 GATHER_NAME, SCATTER_NAME = checked(torch.ops.c10d, "_allgather_base_", "_reduce_scatter_base_")
-"""The operators behind all_gather_into_tensor and reduce_scatter_tensor."""
+"""The operators of all_gather_into_tensor and reduce_scatter_tensor."""
 
 
 def has_arithmetic(name: str) -> bool:
-    """Whether oneDNN, which this torch must have, finds 16-bit arithmetic in this processor. Args: name: "bf16" or "fp16"."""
+    """Whether oneDNN, which this torch must have, supports this processor's 16-bit arithmetic; `name` is "bf16" or "fp16"."""
     return bool(private(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
 
 
@@ -227,20 +227,20 @@ def has_arithmetic(name: str) -> bool:
 _a_module = nn.Module()
 
 parameters_in: Callable[[nn.Module], dict[str, nn.Parameter | None]] = reader(_a_module, "_parameters")
-"""A module's own, the very dictionary: what is put there is registered without a check."""
+"""The dict of a module's own parameters; entries put there are registered without a check."""
 buffers_in: Callable[[nn.Module], dict[str, Tensor | None]] = reader(_a_module, "_buffers")
 children_in: Callable[[nn.Module], dict[str, Any]] = reader(_a_module, "_modules")
 unsaved_buffers_in: Callable[[nn.Module], set[str]] = reader(_a_module, "_non_persistent_buffers_set")
 apply_of: Callable[[Any], Callable[..., Any]] = reader(nn.Module, "_apply")
-"""By which a module, or a class of modules, moves what it holds."""
+"""The method by which a module moves or casts its parameters and buffers."""
 compiled_call_of: Callable[[nn.Module], Any] = reader(_a_module, "_compiled_call_impl")
-"""What `module.compile()` has made; None: nothing."""
+"""The function made by `module.compile()`; None: not compiled."""
 put_compiled_call: Callable[[nn.Module, Any], None] = writer(_a_module, "_compiled_call_impl")
 PARAMETERS, CALL, COMPILED_CALL = checked(_a_module, "_parameters", "_call_impl", "_compiled_call_impl")
 (RESET_PARAMETERS,) = checked(nn.MultiheadAttention, "_reset_parameters")
-"""As torch's own attention calls what others call `reset_parameters`."""
+"""The name of MultiheadAttention's method for what other modules call `reset_parameters`."""
 (PUT_ON,) = checked("torch.nn.utils.parametrize", "_maybe_set")
-"""By which a parametrization gives its parameter data, in torch.nn.utils.parametrize."""
+"""The function of torch.nn.utils.parametrize that assigns data to a parametrized parameter."""
 BatchNorm: type[nn.Module] = private("torch.nn.modules.batchnorm", "_BatchNorm")
 IncompatibleKeys: Any = private("torch.nn.modules.module", "_IncompatibleKeys")
 fill_flat_weights: Callable[[nn.RNNBase], None] = private(nn.RNNBase, "_init_flat_weights")
@@ -248,14 +248,14 @@ fill_flat_weights: Callable[[nn.RNNBase], None] = private(nn.RNNBase, "_init_fla
 
 @cache
 def flat_weight_names() -> tuple[str, str]:
-    """Attributes of recurrent layers: their parameters once more, and weak references to them."""
+    """Attribute names of recurrent layers: the list of their parameters, and weak references to them."""
     weights, references = checked(nn.RNN(1, 1, device="meta"), "_flat_weights", "_flat_weight_refs")
     return weights, references
 
 
 @cache
 def ignored_by_ddp() -> str:
-    """The attribute of a module that names the parameters and buffers which DistributedDataParallel leaves alone."""
+    """The attribute of a module with the names of the parameters and buffers that DistributedDataParallel ignores."""
     marked = nn.Module()
     private(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model")(marked, ())
     return checked(marked, "_ddp_params_and_buffers_to_ignore")[0]
@@ -291,8 +291,8 @@ devices_of_captured_steps: Callable[[], list[str]] = private(
 
 @cache
 def marks_of_schedulers() -> tuple[str, str]:
-    """What learning rate schedulers leave: on the function that they put around an optimizer's `step`, and on the optimizer
-    once that was called."""
+    """Attributes that learning rate schedulers set: on their wrapper of an optimizer's `step`, and on the optimizer once that
+    was called."""
     optimizer = optim.SGD([torch.zeros(1)])
     optimizer.step = MethodType(lambda optimizer: None, optimizer)  # type: ignore[method-assign]
     optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
@@ -315,17 +315,17 @@ default_store: Callable[[], Any] = private("torch.distributed.distributed_c10d",
 
 forget_compiled_code: Callable[[CodeType], None] = private("torch._C._dynamo.eval_frame", "reset_code")
 HIGHER_ORDER_FOLDER = Path(private("torch._higher_order_ops", "__file__")).parent
-"""Where the functions are that torch compiles to call higher-order operators."""
+"""Folder of the functions that torch compiles to call higher-order operators."""
 
 
 def not_traced(function: F) -> F:
-    """A function whose own code torch.compile does not trace; what it calls, it does."""
+    """Decorator: torch.compile does not trace the function's own code, but the functions that it calls."""
     skipped: F = private("torch._dynamo.decorators", "skip")(function)
     return skipped
 
 
 def stop_compiled_code_before(kind: type[Tensor]) -> None:
-    """torch.compile traces no operator that is given a tensor of this class."""
+    """Makes torch.compile trace no operator with a tensor of this class."""
     private("torch._dynamo.config", "nontraceable_tensor_subclasses").add(kind)
 
 
@@ -341,9 +341,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 # -- transformers -----------------------------------------------------------------------------------------------------
-# Attributes that its models have, and others may; it is not imported for them.
+# Attributes of its models, and perhaps of others; it is not imported for them.
 
 INIT_WEIGHTS = "_init_weights"
-"""A method (module), which gives a module's parameters values."""
+"""A method (module) that initializes a module's parameters."""
 MAY_BE_MISSING, MAY_BE_UNEXPECTED = "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"
-"""Patterns of the names of weights that files need not have, or may have in vain."""
+"""Patterns of names of weights that files may lack, or may have without effect."""

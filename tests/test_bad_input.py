@@ -112,7 +112,10 @@ def small(**settings: Any) -> AngelPTMStrategy:
         ({"units": "Block"}, r"units='Block': give 'auto' or a list of class names such as \['Block'\]"),
         ({"units": []}, r"units=\[\]: give 'auto' or a list of class names"),
         ({"units": [Block]}, r"units=\[.*Block.*\]: give 'auto' or a list of class names"),
-        ({"timeout": 60}, r"timeout=60 is no time that ranks could wait .*; write datetime\.timedelta\(minutes=30\)"),
+        (
+            {"timeout": 60},
+            r"timeout=60 is not a duration that ranks could wait; write datetime\.timedelta\(minutes=30\)",
+        ),
         ({"timeout": timedelta(0)}, r"timeout=.* above zero"),
         ({"timeout": timedelta.max}, r"timeout=.* at most 3650 days"),
     ],

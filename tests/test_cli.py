@@ -77,7 +77,7 @@ def test_a_config_that_is_no_text_is_a_usage_error(tmp_path: Path, capsys: pytes
     with pytest.raises(SystemExit) as stop:
         main(["fit", "--config", str(tmp_path / "saved.ckpt")])
     assert stop.value.code == 2
-    assert "saved.ckpt is no text" in capsys.readouterr().err
+    assert "saved.ckpt is not a text file" in capsys.readouterr().err
 
 
 def test_the_main_config_is_found_from_here() -> None:

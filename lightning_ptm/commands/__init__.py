@@ -1,1 +1,1 @@
-"""Commands of `lightning-ptm` that are not Lightning's: each a function whose arguments are its command line."""
+"""Commands of `lightning-ptm` other than the Trainer's: functions whose parameters are the command line."""

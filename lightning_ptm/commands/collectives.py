@@ -1,8 +1,8 @@
-"""How fast collectives of pages are between ranks that were launched together (`torchrun ... lightning-ptm probe`).
+"""Measurement of collectives between ranks that were launched together (`torchrun ... lightning-ptm probe`).
 
 Owns the process group of a probe, and buffers. Measures with a run's own communicator; knows no hardware file.
 
-I1: all ranks come to the same collectives: rank 0 says what is measured (`measure`), the others do likewise (`follow`).
+I1: all ranks call the same collectives: rank 0 determines what is measured (`measure`), the others follow (`follow`).
 I2: a rank that fails ends the others, with its reason (`ProcessGroupCommunicator.fail`).
 """
 
@@ -37,7 +37,7 @@ from lightning_ptm.runtime.ranks.barriers import Barriers
 _SETTINGS = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_THE_LAUNCH = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 _TIMEOUT = datetime.timedelta(minutes=30)
-"""For ranks that wait while one measures its node."""
+"""Timeout of ranks that wait while one measures its node."""
 _LEAST_CALLS = 3
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How processes were launched, as torchrun tells each in its environment. Nodes have equally many ranks."""
+    """How the processes were launched, from the environment that torchrun sets. All nodes have the same number of ranks."""
 
     rank: int
     local_rank: int
@@ -58,10 +58,10 @@ class Launch:
 
 
 def launched() -> Launch | None:
-    """How this process was launched; None: it is the only one.
+    """How this process was launched; None if it is the only one.
 
     Raises:
-        ConfigError: the environment says that there are others, and not how to find them.
+        ConfigError: the environment says that there are other ranks, but not how to reach them.
     """
     world_size = int(os.environ.get("WORLD_SIZE") or 1)
     if world_size == 1:
@@ -78,8 +78,13 @@ def launched() -> Launch | None:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Of collectives among so many ranks: bytes that one of them receives (gather) or sends (reduce) a second, in pages of
-    one size; and what a gather of next to nothing takes."""
+    """Rates of collectives among `ranks` ranks, in pages of `page_bytes`.
+
+    Attributes:
+        gather_bytes_per_s: bytes that a rank receives in an all-gather.
+        reduce_bytes_per_s: bytes that a rank sends in a reduce-scatter.
+        least_s: seconds of an all-gather of a few bytes.
+    """
 
     ranks: int
     page_bytes: int
@@ -89,15 +94,19 @@ class Rate:
 
     @property
     def bytes_per_s(self) -> float:
-        """Of a step, which gathers parameters twice and reduces gradients once."""
+        """The mean rate in a step, which gathers parameters twice and reduces gradients once."""
         return 3 / (2 / self.gather_bytes_per_s + 1 / self.reduce_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
 class SumRate:
-    """Of sums of activations: bytes that a rank of a ring sends a second, and what one takes beside its bytes; on a CPU, in a
-    step, with the layers around it: ranks that come from compute of their own find each other later, and with colder caches,
-    than ranks that do nothing else."""
+    """Rates of the sums of activations in a tensor group.
+
+    Attributes:
+        bytes_per_s: bytes that a rank of a ring sends.
+        least_s: seconds of a sum apart from its bytes. On a CPU it is measured within a training step: ranks that come from
+            computing arrive at different times, and with colder caches, than ranks that only exchange.
+    """
 
     bytes_per_s: float
     least_s: float
@@ -105,9 +114,14 @@ class SumRate:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What was measured: `in_node` among the ranks of a node, on all nodes at once, None with one rank on each; `of_all`
-    among all ranks, None with one node; `sums` among the ranks of a node, where all of them add up activations, as a tensor
-    group does; `round_s`, what a round takes in which all ranks agree."""
+    """The measured rates.
+
+    Attributes:
+        in_node: collectives among the ranks of a node, on all nodes at once; None with one rank per node.
+        of_all: collectives among all ranks; None with one node.
+        sums: sums of activations among the ranks of a node, as one tensor group.
+        round_s: seconds of a round in which all ranks agree.
+    """
 
     in_node: Rate | None = None
     of_all: Rate | None = None
@@ -117,14 +131,14 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class _Occasions:
-    """Of ranks that issue nothing else."""
+    """Stand-in for the executor of ranks that issue nothing else."""
 
     occasions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """Of what was waited for."""
+    """Stand-in for the handle of work that was waited for already."""
 
     result: object
 
@@ -133,7 +147,7 @@ class _Done:
 
 
 class Ranks:
-    """The ranks of a launch, connected; a context that one leaves with an error only if something failed on some rank."""
+    """The connected ranks of a launch, as a context manager; leaving it with an error makes the other ranks fail, too."""
 
     def __init__(self, launch: Launch) -> None:
         # Configuration.
@@ -144,18 +158,17 @@ class Ranks:
 
     def __enter__(self) -> Ranks:
         try:
-            dist.init_process_group("gloo", timeout=_TIMEOUT)  # the communicator makes groups of its own
+            dist.init_process_group("gloo", timeout=_TIMEOUT)  # the communicator makes its own groups
         except RuntimeError as error:
             raise RankError(
-                f"rank {self.launch.rank} found no way to the other {self.launch.world_size - 1} ({error}), so nothing was "
-                f"measured; see that MASTER_ADDR and MASTER_PORT can be reached from all nodes"
+                f"rank {self.launch.rank} could not connect to the other {self.launch.world_size - 1} ({error}), so nothing "
+                f"was measured; check that all nodes can reach MASTER_ADDR and MASTER_PORT"
             ) from error
         count = self._backend.count()
         if self._backend.apart and count < self.launch.ranks_per_node:
             raise ConfigError(
                 f"torch sees {count} device(s) on the node of rank {self.launch.rank}, and "
-                f"{self.launch.ranks_per_node} ranks were launched there, which cannot share one; launch as many as there "
-                f"are devices"
+                f"{self.launch.ranks_per_node} ranks were launched there, which cannot share one; launch one rank per device"
             )
         self._backend.make_current()
         self._all = ProcessGroupCommunicator(self._backend, _TIMEOUT)
@@ -172,10 +185,10 @@ class Ranks:
                 dist.destroy_process_group()
 
     def at_once(self, measure: Callable[[Effort], T], effort: Effort) -> list[T]:
-        """On all ranks: what each of them measures while the others measure the same, by rank.
+        """Measures on all ranks simultaneously; returns the results by rank. Collective, called on all ranks.
 
         Args:
-            measure: begins its parts as `Effort.begins` is told, and all ranks begin each together.
+            measure: calls `Effort.begins` at the beginning of each part, where all ranks synchronize.
 
         Raises:
             RankError: another rank has failed.
@@ -192,13 +205,13 @@ class Ranks:
         return [everybody.broadcast_object(found if rank == self.launch.rank else None, rank) for rank in ranks]
 
     def measure(self, page_bytes: int, flat_bytes: int, seconds: float, steps: int) -> Rates:
-        """On rank 0, while the others `follow`.
+        """Measures collectives, on rank 0, while the other ranks call `follow`.
 
         Args:
-            page_bytes: of a page, which is a rank's piece of each collective.
-            flat_bytes: of the flat that is gathered and reduced, or a page of each rank if that is more.
-            seconds: that each measurement takes at least.
-            steps: of training tiny models.
+            page_bytes: size of a page, which is a rank's piece of each collective.
+            flat_bytes: size of the flat that is gathered and reduced, at least a page of each rank.
+            seconds: minimal duration of each measurement.
+            steps: number of training steps of tiny models.
 
         Raises:
             RankError: another rank has failed.
@@ -206,7 +219,7 @@ class Ranks:
         return self._measure((page_bytes, flat_bytes, seconds, steps))
 
     def follow(self) -> None:
-        """On the other ranks, until rank 0 has measured. Raises as `measure`."""
+        """Takes part in rank 0's measurements, on the other ranks. Raises as `measure`."""
         self._measure(None)
 
     def _measure(self, given: tuple[int, int, float, int] | None) -> Rates:
@@ -216,8 +229,8 @@ class Ranks:
         alike = self._slowest(launch.ranks_per_node), -self._slowest(-launch.ranks_per_node)
         if alike[0] != alike[1] or launch.world_size % launch.ranks_per_node:
             raise ConfigError(
-                f"nodes have {alike[1]:.0f} to {alike[0]:.0f} ranks, and a hardware file describes nodes that are alike; "
-                f"launch as many on each"
+                f"nodes have {alike[1]:.0f} to {alike[0]:.0f} ranks, and a hardware file describes equal nodes; launch the "
+                f"same number on each"
             )
         barriers = Barriers(self._all, _nothing_else, NO_TEAMS)
         in_node = of_all = sums = None
@@ -272,7 +285,7 @@ class Ranks:
         size: int,
         seconds: float,
     ) -> SumRate:
-        """As ranks of a run exchange, who have met."""
+        """Measures sums with the exchange of a run's tensor groups, after a round of agreement."""
         groups = [dist.new_group(list(ranks), backend=self._backend.collectives) for ranks in nodes]
         node = self.launch.rank // self.launch.ranks_per_node
         group = RankGroup(groups[node], self._backend)
@@ -282,27 +295,27 @@ class Ranks:
             for numel in (size // torch.bfloat16.itemsize, 1)
         )
         took_s = self._typical_s(lambda: _Done(group.sum(large)), seconds)
-        # Where others use the machine, one of few bytes may take as long.
+        # On a machine with other load, a sum of few bytes may take as long.
         least_s = min(self._typical_s(lambda: _Done(group.sum(small)), seconds), took_s / 2)
         return SumRate(2 * large.nbytes * (group.size - 1) / group.size / (took_s - least_s), least_s)
 
     def _in_a_step_s(self, steps: int, round_s: float) -> float:
-        """What an exchange takes in a step beside its bytes and its round: there is one for each pair of layers in each
-        direction, behind a round for all of a block."""
+        """Seconds of an exchange within a step, apart from its bytes and its round: there is one for each pair of layers in
+        each direction, and one round per block."""
         with as_if_alone():
             whole_s = block_s(self._backend, steps)
-        whole_s = self._slowest(whole_s)  # and here all ranks meet
+        whole_s = self._slowest(whole_s)  # synchronizes the ranks
         divided_s = self._slowest(block_s(self._backend, steps, self.launch.world_size))
         return (divided_s - whole_s - 2 * round_s) / (2 * PAIRS)
 
     def _typical_s(self, start: Callable[[], Work | _Done], seconds: float) -> float:
-        """Of the calls that take `seconds` together, the median as its slowest rank saw it; the first one warms up."""
+        """The median duration, on the slowest rank, of as many calls as take `seconds`; the first is a warm-up."""
         found: list[float] = []
         while len(found) <= _LEAST_CALLS or sum(found[1:]) < seconds:
             began = perf_counter()
             start().wait()
             self._backend.synchronize()
-            found.append(self._slowest(perf_counter() - began))  # and here all ranks meet before the next call
+            found.append(self._slowest(perf_counter() - began))  # synchronizes the ranks before the next call
         return median(found[1:])
 
     def _slowest(self, value: float) -> float:
@@ -311,7 +324,7 @@ class Ranks:
 
 
 def _numels(flat: FlatLayout) -> Sequence[int]:
-    """Of a shard, and of the whole flat."""
+    """Elements of a shard, and of the whole flat."""
     return flat.shard_numel, flat.padded_numel
 
 
@@ -321,7 +334,7 @@ def _nothing_else(decision: Decision) -> None:
 
 @contextmanager
 def as_if_alone() -> Iterator[None]:
-    """Inside, the environment does not tell of other ranks: a Trainer of this process counts itself alone."""
+    """Hides the launch's environment variables inside the block, so that a Trainer of this process runs with one rank."""
     hidden = {name: os.environ.pop(name) for name in _OF_THE_LAUNCH if name in os.environ}
     try:
         yield

@@ -1,4 +1,4 @@
-"""Rates of what one rank computes and copies in memory, for `lightning-ptm probe`, by what a run would use."""
+"""Rates of one rank's arithmetic and copies in memory, for `lightning-ptm probe`, measured with a run's own operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_ptm.trainer.matmul_precision import products_here
 
 
 def _untold(part: str) -> None:
-    """A `Begun` of work that nobody watches."""
+    """A `Begun` that shows nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,12 @@ class Effort:
     """How much is measured.
 
     Attributes:
-        matrix: rows and columns on a CPU; on a device eight times as many.
-        copy_bytes: of each copy in memory.
-        disk_bytes: of each trial of a disk.
-        seconds: of each measurement in memory.
-        steps: of each training run for fixed costs.
-        begins: is told what is measured next.
+        matrix: rows and columns of matrices on a CPU; on a GPU eight times as many.
+        copy_bytes: size of each copy in memory.
+        disk_bytes: size of each trial of a disk.
+        seconds: duration of each measurement in memory.
+        steps: number of steps of each training run for fixed costs.
+        begins: called with the name of the next measurement.
     """
 
     matrix: int
@@ -41,12 +41,12 @@ class Effort:
     begins: Begun = _untold
 
     def side(self, backend: Backend) -> int:
-        """Rows and columns of matrices."""
+        """Rows and columns of the matrices for a backend."""
         return self.matrix * (8 if backend.apart else 1)
 
 
 def matrix_rate(backend: Backend, dtype: str, effort: Effort) -> float:
-    """Operations per second of large matrix multiplications as training has them: one forward, two backward."""
+    """Operations per second of large matrix multiplications in training: one forward, two backward."""
     effort.begins(f"matrices of {dtype}")
     side, device = effort.side(backend), backend.device
     left, right = (torch.randn(side, side, device=device).to(getattr(torch, dtype)).requires_grad_() for _ in range(2))
@@ -60,8 +60,8 @@ def matrix_rate(backend: Backend, dtype: str, effort: Effort) -> float:
 
 
 def product_rate(dtype: str, effort: Effort) -> float:
-    """Operations per second of large matrix multiplications as updates on the CPU have them: in the dtype that the optimizer
-    says, whether or not the processor has arithmetic for it."""
+    """Operations per second of large matrix multiplications in updates on the CPU: in the optimizer's dtype, whether or not
+    the processor has arithmetic for it."""
     effort.begins(f"products of updates in {dtype}")
     backend = CpuBackend()
     left, right = (torch.randn(effort.matrix, effort.matrix).to(getattr(torch, dtype)) for _ in range(2))
@@ -83,7 +83,7 @@ def attention_rate(backend: Backend, dtype: str, effort: Effort) -> float:
 
 
 def curved_rate(backend: Backend, dtype: str, effort: Effort) -> float:
-    """Elements per second of an exponential function, forward and backward; a backward counts as two forwards."""
+    """Elements per second of an exponential function (GELU), forward and backward; a backward counts as two forwards."""
     effort.begins(f"GELU in {dtype}")
     shape = (effort.matrix, 2 * effort.matrix)
     values = torch.randn(shape, device=backend.device).to(getattr(torch, dtype)).requires_grad_()
@@ -96,7 +96,7 @@ def curved_rate(backend: Backend, dtype: str, effort: Effort) -> float:
 
 
 def ram_rate(threads: int, effort: Effort) -> float:
-    """Bytes per second of a copy by as many threads as all ranks of the node have."""
+    """Bytes per second of a copy in RAM by as many threads as all ranks of the node have."""
     of_a_rank = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -106,7 +106,7 @@ def ram_rate(threads: int, effort: Effort) -> float:
 
 
 def copy_rate(source: Backend, target: Backend, effort: Effort) -> float:
-    """Bytes per second of a large copy; RAM is page-locked where the other side is a device apart."""
+    """Bytes per second of a large copy; RAM is page-locked if the other side is a GPU."""
     effort.begins(f"copies from {source.device} to {target.device}")
     pinned = source.apart != target.apart
 
@@ -120,8 +120,8 @@ def copy_rate(source: Backend, target: Backend, effort: Effort) -> float:
 
 
 def _typical(work: Callable[[], object], backend: Backend, seconds: float) -> float:
-    """Seconds of the median of as many calls as take `seconds`, after one that warms up; three at least, if they are not
-    slow. The fastest would be what no run of many steps is like."""
+    """The median duration of as many calls as take `seconds`, after a warm-up; at least three unless they are slow. The
+    minimum would not be typical of a long run."""
     found: list[float] = []
     began = perf_counter()
     while True:

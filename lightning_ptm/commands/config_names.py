@@ -1,4 +1,4 @@
-"""Names of configs on the command line: which files they mean."""
+"""Lookup of config names on the command line: which file a bare name means."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 from lightning_ptm.errors import ConfigError
 
 CONFIG_FOLDERS = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
-"""Where configs/ is: inside the installed package, or beside it in a checkout."""
+"""Folders of the installed configs: inside the installed package, or next to it in a checkout."""
 
 CONFIG_OPTIONS = ("--config", "-c")
 
 _PIECE = 1 << 16
-"""Characters that are read of a file at once."""
+"""Characters read at once."""
 
 
 def resolve_config_names(arguments: Sequence[str], folders: Sequence[Path] = CONFIG_FOLDERS) -> list[str]:
-    """Replaces the values of `--config` and `-c` that are bare names by the file of that name in one of `folders`.
+    """Replaces values of `--config` and `-c` that are bare names by the file of that name in one of `folders`.
 
-    A file of that name in the working directory comes first; a name may leave out `.yaml`; anything with a folder in it
-    is taken as it is.
+    A file of that name in the working directory has precedence; a name may leave out `.yaml`; a value with a folder in it is
+    left as it is.
 
     Raises:
-        ConfigError: a bare name that is no file, or a file that is no text.
+        ConfigError: there is no file of a bare name, or a file is not text.
     """
     resolved: list[str] = []
     value_follows = False
@@ -55,19 +55,20 @@ def _resolve(name: str, folders: Sequence[Path]) -> str:
 
 
 def _check_text(name: str) -> None:
-    """Refuses a file such as a checkpoint, before all of it is read as YAML. What cannot be read is told by its reader."""
+    """Refuses a file such as a checkpoint, before all of it is read as YAML. Unreadable files are reported by the reader."""
     try:
         with open(name, encoding="utf-8") as file:
             while file.read(_PIECE):
                 pass
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} is no text ({error}), and a config is a YAML file of `fit`; name one") from error
+        raise ConfigError(f"{name} is not a text file ({error}); give a YAML config file of `fit`") from error
     except OSError:
         return
 
 
 def config_first(arguments: Sequence[str]) -> list[str]:
-    """`--config NAME ...` and `NAME ...` as `PATH ...`; jsonargparse has no argument that is both, or named `config`."""
+    """Converts `--config NAME ...` and `NAME ...` to `PATH ...`; jsonargparse supports neither both forms at once nor a
+    positional argument named `config`."""
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--config", *arguments]
     first, *rest = resolve_config_names(arguments) or [""]
@@ -78,7 +79,7 @@ def config_first(arguments: Sequence[str]) -> list[str]:
 
 
 def config_anywhere(arguments: Sequence[str]) -> list[str]:
-    """`... --config NAME ...` as `... --config_file PATH ...`."""
+    """Converts `... --config NAME ...` to `... --config_file PATH ...`."""
     resolved = resolve_config_names(arguments)
     values = [False, *(argument in CONFIG_OPTIONS for argument in resolved)]
     named = []

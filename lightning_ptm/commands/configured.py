@@ -1,4 +1,4 @@
-"""Config files of `fit`, read, and what they name, built as `fit` would build it. Owns nothing."""
+"""Reads config files of `fit`, and builds their models and data as `fit` would. Owns nothing."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightning_ptm.models import GPT, T5, T5MoE
 Built = TypeVar("Built")
 
 OURS = (GPT, T5, T5MoE, TextBytes)
-"""Classes that a config may name without their module (`class_path: GPT`): jsonargparse knows what has been imported."""
+"""Classes that a config may name without their module (`class_path: GPT`): jsonargparse knows the imported ones."""
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """A config file of `fit` that names a model.
+    """Reads a config file of `fit` that names a model.
 
     Raises:
-        ConfigError: it cannot be read, or names none.
+        ConfigError: it cannot be read, or names no model.
     """
     try:
         document = yaml.safe_load(path.read_text())
@@ -36,16 +36,16 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def builder(kind: type[Built], part: str, given: Any, path: str | Path) -> Callable[[], Built]:
-    """What builds a part of a config; whatever its class raises comes from there.
+    """A function that builds a part of a config; exceptions of the part's class are raised by that function.
 
     Args:
         kind: the part's class or an ancestor of it.
         part: its name in the config: `model`, `data`.
         given: its `class_path` and `init_args`.
-        path: where they are from.
+        path: the config file, for messages.
 
     Raises:
-        ConfigError: `given` names no such class, or arguments that it does not take.
+        ConfigError: `given` names no such class, or arguments that it does not accept.
     """
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(kind, part)
@@ -53,7 +53,7 @@ def builder(kind: type[Built], part: str, given: Any, path: str | Path) -> Calla
         parsed = parser.parse_object({part: given})
     except ArgumentError as error:
         raise ConfigError(f"the {part} of {path} cannot be built: {in_short(str(error))}") from error
-    # Later versions of jsonargparse warn of the longer name, earlier ones have no other.
+    # Later versions of jsonargparse warn of the longer name, and earlier ones have only that.
     instantiate = parser.instantiate if hasattr(parser, "instantiate") else parser.instantiate_classes
 
     def build() -> Built:

@@ -1,5 +1,5 @@
-"""What a step of training takes beside arithmetic and copies: hooks, tasks, Lightning's loop, and what ranks that divide
-layers exchange. Measured by training models of next to no size, once with few units and once with many.
+"""Overheads of a training step: hooks, tasks, Lightning's loop, and exchanges of tensor parallelism, apart from arithmetic
+and copies. Measured by training tiny models, once with few units and once with many.
 
 Owns a training run in RAM, with a module of its own.
 """
@@ -28,31 +28,31 @@ from lightning_ptm.trainer.strategy import AngelPTMStrategy
 _FEW, _MANY = 2, 18
 _WIDTH = 8
 PAIRS = 2
-"""Of layers that ranks divide, in a block: as attention and feed-forward are."""
+"""Pairs of divided layers in a block: one for attention, one for feed-forward."""
 _WARM_UP = 4
-"""Steps that are traced and planned, and make the optimizer's states."""
+"""Steps that are traced and planned, and create the optimizer's states."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedCosts:
-    """Seconds of each step, and of each forward or backward of a unit, its share of the update included."""
+    """Seconds per step, and per forward or backward of a unit, including its share of the update."""
 
     step_s: float
     unit_s: float
 
 
 def fixed_costs(backend: Backend, steps: int) -> FixedCosts:
-    """Trains twice, so many steps each; medians."""
+    """Trains twice, for `steps` steps each, and compares medians."""
     few, many = (_step_s(backend, _Tiny(units), steps) for units in (_FEW, _MANY))
     unit_s = max(many - few, 0.0) / (2 * (_MANY - _FEW))
     return FixedCosts(step_s=max(few - 2 * (_FEW + 1) * unit_s, 1e-9), unit_s=max(unit_s, 1e-9))
 
 
 def block_s(backend: Backend, steps: int, ranks: int = 1) -> float:
-    """Seconds of a forward and a backward of a block with next to no arithmetic, among many, with its share of the update.
+    """Seconds of a forward and a backward of a block with little arithmetic, one of many, with its share of the update.
 
     Args:
-        ranks: that divide its layers, and all come here: the processes that were launched together.
+        ranks: number of ranks that divide its layers. Collective: all ranks of the launch call it.
     """
     few, many = (_step_s(backend, _Divisible(units, ranks), steps, ranks) for units in (_FEW, _MANY))
     return max(many - few, 0.0) / (_MANY - _FEW)
@@ -73,7 +73,7 @@ def _step_s(backend: Backend, module: _Tiny, steps: int, ranks: int = 1) -> floa
                     page_size="64KiB",
                     device_memory="auto",
                     host_memory="64MiB",
-                    units=sorted({type(block).__name__ for block in module.blocks}),  # too small to be found
+                    units=sorted({type(block).__name__ for block in module.blocks}),  # too small to be found by "auto"
                     tensor_parallel_size=ranks,
                     tensor_parallel=TensorParallel(plan=_PLAN) if ranks > 1 else TensorParallel(),
                 ),
@@ -93,7 +93,7 @@ def _step_s(backend: Backend, module: _Tiny, steps: int, ranks: int = 1) -> floa
 
 
 class _Unit(nn.Linear):
-    """A unit, which the head is not."""
+    """A unit by its class name, which the head does not have."""
 
 
 class _Tiny(LightningModule):
@@ -117,7 +117,7 @@ _PLAN = {"blocks.*.columns.*": ColwiseParallel(), "blocks.*.rows.*": RowwisePara
 
 
 class _Pairs(nn.Module):
-    """A block of layers that ranks can divide."""
+    """A block of pairs of layers that ranks can divide."""
 
     def __init__(self, inside: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class _Pairs(nn.Module):
 
 
 class _Divisible(_Tiny):
-    """Blocks of which each of so many ranks has as much."""
+    """A model of blocks that are wider with more ranks, so that each rank has the same work."""
 
     def __init__(self, units: int, ranks: int) -> None:
         super().__init__(0)
@@ -149,5 +149,5 @@ class _Watch(Callback):
         self.ends_s: list[float] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """A step is over."""
+        """Records the time at the end of each step."""
         self.ends_s.append(perf_counter())

@@ -1,5 +1,5 @@
-"""What a command line or a config has wrong, in a line: jsonargparse's message without the types that were tried, and what is
-spelt like a name that is not known."""
+"""Short error messages for command lines and configs: jsonargparse's message in one line, with suggestions for misspelled
+names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LEFT_OUT = (
     ),
     *("Expected a <class 'NoneType'>", "Expected a <class 'list'>"),
 )
-"""Lines of a message that say what was tried."""
+"""Beginnings of lines that list the types that jsonargparse has tried."""
 
 _UNKNOWN = re.compile(
     r"(?:class_path '([\w.]+)':\s+(?:Validation failed: )?)?(?:[Uu]nrecognized arguments:|[Oo]ption|[Kk]ey) '?-*([\w.]+)'?"
@@ -33,10 +33,10 @@ _UNKNOWN = re.compile(
 
 
 def in_short(message: str, options: Sequence[str] = ()) -> str:
-    """jsonargparse's message in a line, with what to give instead of a name that is not known.
+    """jsonargparse's message in one line, with a suggestion for an unknown name.
 
     Args:
-        options: of the command line, as `--name`.
+        options: options of the command line, as `--name`.
     """
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     told = [line if line.endswith(":") else f"{line};" for line in lines if line and not line.startswith(_LEFT_OUT)]
@@ -44,13 +44,13 @@ def in_short(message: str, options: Sequence[str] = ()) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """`; did you mean 'x'?`, to put behind a sentence; empty where nothing is spelt like it."""
+    """A suffix `; did you mean 'x'?`; empty if no known name is similar."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def subclasses_of(kind: type) -> set[type]:
-    """All that are defined in this process, of any depth."""
+    """All subclasses defined in this process, at any depth."""
     below: list[type] = kind.__subclasses__()
     return {*below, *(deeper for each in below for deeper in subclasses_of(each))}
 

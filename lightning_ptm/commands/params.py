@@ -1,7 +1,7 @@
-"""`lightning-ptm params gpt3_175b`: how large the model of a config is, before anything is allocated.
+"""`lightning-ptm params gpt3_175b`: the size of a config's model, before anything is allocated.
 
-Builds the model on the meta device and reads three settings of the Trainer (precision, strategy, units) without making
-one. Owns nothing.
+Builds the model on the meta device and reads three settings (precision, strategy, units) without making a Trainer. Owns
+nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ADAM_MOMENTS = 2
 
 @dataclass(frozen=True, slots=True)
 class ModelStateBytes:
-    """Bytes of all ranks' model states: compute parameters, gradients, master states."""
+    """Bytes of model states over all ranks: compute parameters, gradients, master states."""
 
     p16: int
     g16: int
@@ -43,17 +43,18 @@ class ModelStateBytes:
 
 @dataclass(frozen=True, slots=True)
 class ModelCount:
-    """What a model is made of.
+    """Counts of a model's parameters.
 
     Attributes:
-        parts: parameters of each kind of part, largest first. A part is the outermost module of its unit that holds no
-            other unit, its kind the class of that module.
-        numel: all parameters; one that is used in several places counts once.
+        parts: parameters by kind of part, largest first. A part is the outermost module of its unit that contains no other
+            unit; its kind is its class.
+        numel: all parameters; a shared one counts once.
         precision: the Trainer's.
-        states: with Adam.
-        units: their number, the root included; largest_unit: its name, and largest_unit_numel: its parameters.
-        tensor_ranks: over how many ranks layers are cut (`tensor_parallel_size`); largest_unit_part: of its parameters, those
-            with which one of them computes.
+        states: bytes of model states, with Adam.
+        units: number of units, including the root.
+        largest_unit, largest_unit_numel: name and parameters of the largest unit.
+        tensor_ranks: number of ranks that divide layers (`tensor_parallel_size`).
+        largest_unit_part: parameters of the largest unit on one of them.
     """
 
     parts: dict[str, int]
@@ -79,14 +80,14 @@ def count(config: str | Path) -> ModelCount:
     strategy = trainer.get("strategy")
     settings = (strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {}
     units = discover(model, settings.get("units", "auto"))
-    # As the Trainer's own default.
+    # The Trainer's own default.
     precision = AngelPTMPrecision(trainer.get("precision") or "32-true")
     sizes = {unit.name or "the root": sum(p.parameter.numel() for p in unit.parameters) for unit in units}
     largest = max(sizes, key=sizes.__getitem__)
     parts, states = _parts(model, units), _states(model, precision)
     tensor_ranks = settings.get("tensor_parallel_size", 1)
     plan = (settings.get("tensor_parallel") or {}).get("plan", "auto")
-    if tensor_ranks > 1:  # from here on, its parameters are a rank's parts
+    if tensor_ranks > 1:  # replaces the parameters by a rank's slices
         CutModule(model, plan_of(model, plan), CountedTensorGroup(tensor_ranks), strict=plan != "auto", proven=False)
     return ModelCount(
         parts=parts,
@@ -126,7 +127,7 @@ def render(title: str, counted: ModelCount) -> str:
 
 
 def build_on_meta(document: Mapping[str, Any], path: str | Path) -> LightningModule:
-    """The model of a config, its parameters on the meta device.
+    """The model of a config, with its parameters on the meta device.
 
     Raises:
         ConfigError: it cannot be built.
@@ -138,9 +139,9 @@ def build_on_meta(document: Mapping[str, Any], path: str | Path) -> LightningMod
             model.configure_model()
     except AngelPTMError:
         raise
-    except Exception as error:  # whatever a foreign model raises
+    except Exception as error:  # a user's model may raise anything
         cause: BaseException = error
-        while cause.__cause__ is not None:  # jsonargparse puts its own words around it
+        while cause.__cause__ is not None:  # jsonargparse wraps it in its own message
             cause = cause.__cause__
         raise ConfigError(
             f"the model of {path}, {document['model'].get('class_path')}, cannot be built on the meta device "

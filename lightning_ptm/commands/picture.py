@@ -1,6 +1,6 @@
-"""`plan --plot`: memory of each tier over the ticks of a plan, and what was busy over the time of a step.
+"""`plan --plot`: memory of each tier over the ticks of a plan, and busy resources over a step.
 
-Owns what a plan's picture shows and in which colours; how it is drawn is drawing.py's.
+Owns the content and colours of a plan's figure; drawing.py draws it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ OPERATIONS = {
 
 
 def draw_plan(found: Prediction, blueprint: Blueprint, record: Sequence[Activity]) -> Figure:
-    """The picture of a forecast, of one rank; where it does not fit, of its memory alone.
+    """The figure of one rank's forecast; memory only if it does not fit.
 
     Raises:
-        ConfigError: no matplotlib.
+        ConfigError: matplotlib is missing.
     """
     samples = f"batch {max(found.batch_size, 1)}" + (f" x {found.accumulate}" if found.accumulate > 1 else "")
     where = f"{found.nodes} x {found.hardware}" if found.nodes > 1 else found.hardware
@@ -73,11 +73,11 @@ def _memory(found: Prediction, blueprint: Blueprint) -> list[BytesPanel]:
         size = found.tiers[tier.name.lower()]
         use = per_tick[tier]
         count = len(use)
-        # At the end the gradients of the last tick are still there, activations are not.
+        # After the last tick its gradients still exist, but its activations do not.
         kept = (*found.activation_ticks, 0)[:count] if size.activation_bytes else ()
         home = blueprint.placement.at_home_bytes[tier]
         held = [max(0, there - home) for there in use]
-        # The pool is taken as a whole: what no page is in is not there for activations.
+        # The pool is allocated as a whole, so unused pages are not available to activations.
         rest = [max(0, size.page_bytes - home - there) for there in held]
         if tier.computes or blueprint.unified:
             name = "gathered, gradients on their way, staging"
@@ -105,7 +105,7 @@ def _memory(found: Prediction, blueprint: Blueprint) -> list[BytesPanel]:
 
 
 def _bytes_per_tick(found: Prediction, blueprint: Blueprint) -> dict[Tier, Sequence[int]]:
-    """Of pages: the most that the plan may come to; where some units are in no plan, what the run comes to."""
+    """Bytes of pages per tick: the plan's upper bound or, if some units are in no plan, what the run reaches."""
     if not blueprint.by_need:
         simulation = simulate(blueprint.layout, blueprint.placement, found.plan, blueprint.trace, blueprint.budget)
         return {tier: simulation.tier(tier).bytes_per_tick for tier in blueprint.budget}
@@ -136,7 +136,7 @@ def _busy(found: Prediction, record: Sequence[Activity]) -> BusyPanel:
 
 
 def _row(link: Link | None, record: Sequence[Activity], busy_s: float, seconds: float, moved: str) -> BusyRow:
-    # Without a lock, updates that take longer than compute's step go on behind it.
+    # Lock-free updates that take longer than compute's step continue into the next one.
     share = f"{busy_s / seconds:.0%}" if busy_s <= seconds else "behind"
     return BusyRow(
         name="compute" if link is None else link.value.replace("_", " "),

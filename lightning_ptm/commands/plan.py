@@ -1,8 +1,8 @@
-"""`lightning-ptm plan gpt3_175b --hardware a100_40gb_x8 --nodes 32`: whether a run would fit on machines that are not here,
-what would live where, and how long a step would take.
+"""`lightning-ptm plan gpt3_175b --hardware a100_40gb_x8 --nodes 32`: whether a run would fit on described machines, where its
+states would be stored, and how long a step would take.
 
-Decides with what a run decides with: the request of the strategy, `decide`, `make_plan`. Adds seconds to the ticks of the
-plan's trace (forecasting/estimate.py) and replays it (forecasting/timing.py: steady). Allocates no parameter.
+Uses a run's own decisions: the strategy's request, `decide`, `make_plan`. Adds seconds to the ticks of the plan's trace
+(forecasting/estimate.py) and replays it (forecasting/timing.py: steady). Allocates no parameter.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ from lightning_ptm.terms import Mode, Tier
 _THIS_MACHINE = Path("this machine")
 
 _DEVICE_SHARES = 16
-"""`device_memory` is looked for among so many equal parts of a device's memory."""
+"""Number of equal parts of a device's memory among which `device_memory` is searched."""
 
 _MOST_RANKS = 1 << 20
-"""Groups of ranks are lists of them: time and memory of a plan grow with them."""
+"""Groups of ranks are lists of them, so time and memory of planning grow with the ranks."""
 _MOST_SAMPLES = 1 << 30
-"""Of a rank; the bytes that a model keeps of more need not be a number that tensors can have."""
+"""Most samples of a rank; with more, byte counts may exceed what tensors can have."""
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """A hundred thousand modules and tasks live to the end; looking for cycles among them takes a third of the time."""
+    """Disables garbage collection: a hundred thousand modules and tasks live to the end, and scanning them takes a third of
+    the time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -69,11 +70,11 @@ def forecast(
     device_memory: str | None = None,
     largest: str | None = None,
 ) -> tuple[Prediction, Blueprint]:
-    """What `plan` prints, and the blueprint that it is about; arguments as there, `record` as `steady` takes it.
+    """The prediction that `plan` prints, and its blueprint; arguments as in `plan`, `record` as `steady` takes it.
 
     Raises:
-        ConfigError: config, hardware file or an argument that cannot work.
-        CapacityError: model states fit in no placement; says which number decides.
+        ConfigError: a config, hardware file or argument is invalid.
+        CapacityError: model states fit in no placement; names the limiting number.
     """
     _check_nodes(nodes)
     wanted = _wanted_batch(batch_size)
@@ -94,7 +95,7 @@ def forecast(
             f"device_memory is {goal!r}, and {node.name} is a CPU, whose device tier is RAM; leave it out, or give a size"
         )
     _check_nodes(nodes, node.ranks_per_node)
-    node.rates(nodes)  # what it lacks is found before anything is built
+    node.rates(nodes)  # raises if a rate is missing, before anything is built
     if largest is None:
         question = _Question(PlannedRun(document, config_file, settings, node), config_file, node, nodes, wanted)
         return question.final(goal, record)
@@ -120,10 +121,10 @@ def forecast(
 
 
 class _Question:
-    """One config on some nodes: what would become of it with this or that device_memory.
+    """Predictions for one config on some nodes, with several values of device_memory.
 
     Args:
-        wanted: samples a rank; None: the config's.
+        wanted: samples per rank; None: the config's.
     """
 
     def __init__(
@@ -137,24 +138,24 @@ class _Question:
         self._wanted = wanted
         # State.
         self._sizes: Sizes | None = None
-        """Made of the first blueprint; units and ticks are those of all."""
+        """Made for the first blueprint; units and ticks are the same for all."""
         self._rooms = (0, 0)
-        """What pages leave to activations of the device and of RAM, in the last answer."""
+        """Bytes that pages leave to activations on the device and in RAM, in the last prediction."""
 
     def final(self, goal: str | None, record: list[Activity] | None) -> tuple[Prediction, Blueprint]:
-        """The answer, of the search if there is a goal, and the largest batch that would fit."""
+        """The prediction, after a search if there is a goal, with the largest batch that would fit."""
         found, blueprint = self.search(goal, record) if goal is not None else self.answer(record)
         if self._wanted == "auto":
             return dataclasses.replace(found, largest_batch=found.batch_size), blueprint
         assert self._sizes is not None
         try:
             largest = self._sizes.largest(*self._rooms)
-        except ConfigError:  # a model may compute its own batch, and none of another size
+        except ConfigError:  # a model may make its own batch, and accept no other size
             return found, blueprint
         return dataclasses.replace(found, largest_batch=largest), blueprint
 
     def search(self, goal: str, record: list[Activity] | None = None) -> tuple[Prediction, Blueprint]:
-        """The answer for the `best` device_memory or the `least`; where none fits, for the config's."""
+        """The prediction for the `best` device_memory or the `least` one; for the config's if none fits."""
         most, chosen = 0.0, None
         for settings, size in self._parts():
             try:
@@ -171,7 +172,7 @@ class _Question:
         return dataclasses.replace(found, chosen={"device_memory": chosen[1]}), blueprint
 
     def fits(self, *, search: bool) -> bool:
-        """Whether it fits, with `search` over parts of the device's memory: then the largest first, most often the one."""
+        """Whether it fits; with `search`, for any part of the device's memory, the largest first, as it is likeliest to."""
         for settings in [settings for settings, _ in reversed(self._parts())] if search else [None]:
             try:
                 if self.answer(None, settings)[0].fits:
@@ -181,11 +182,11 @@ class _Question:
         return False
 
     def answer(self, record: list[Activity] | None, settings: Settings | None = None) -> tuple[Prediction, Blueprint]:
-        """What `plan` prints for these settings, by default the config's; see `forecast`."""
+        """The prediction for these settings, by default the config's; see `forecast`."""
         run, node = self._run, self._node
         request = run.request if settings is None else dataclasses.replace(run.request, settings=settings)
         dtype = str(request.compute).removeprefix("torch.")
-        node.flops_per_s(dtype)  # refused before the model is laid out
+        node.flops_per_s(dtype)  # raises before the model is laid out
         world_size = node.ranks_per_node * self._nodes
         blueprint = decide(request, node.machine(), world_size)
         made = make_plan(blueprint, Mode.TRAIN, blueprint.planned(blueprint.trace))
@@ -243,14 +244,14 @@ class _Question:
         )
 
     def _parts(self) -> list[tuple[Settings, int]]:
-        """Settings by device_memory, smallest first."""
+        """Settings with each device_memory to search, smallest first."""
         sizes = [self._node.device_memory * part // _DEVICE_SHARES for part in range(1, _DEVICE_SHARES)]
         settings = self._run.request.settings
         return [(dataclasses.replace(settings, device_memory=size), size) for size in sizes]
 
 
 def _disk_paths(document: Mapping[str, Any], changed: Mapping[str, Any]) -> tuple[Path, ...]:
-    """The folders of the disk tier that a run would have, the current one where nobody names any."""
+    """The disk tier's folders of a run with this config; the current folder if a disk is needed and none is given."""
     given = (document.get("trainer") or {}).get("strategy")
     ours = dict(given.get("init_args") or {}) if isinstance(given, Mapping) else {}
     settings = Settings.of({**ours, **changed})
@@ -259,7 +260,7 @@ def _disk_paths(document: Mapping[str, Any], changed: Mapping[str, Any]) -> tupl
 
 
 def _as_of_now(node: Node) -> Node:
-    """This machine with what it has free in round numbers, so that two plans in a row are about the same machine."""
+    """This machine with its free bytes rounded, so that consecutive plans are about the same machine."""
     return dataclasses.replace(
         node,
         device_memory=_round(node.device_memory),
@@ -269,7 +270,7 @@ def _as_of_now(node: Node) -> Node:
 
 
 def _round(size: int) -> int:
-    """Downwards, to a sixteenth of the largest power of two in it."""
+    """Rounds down to a sixteenth of the largest power of two in it."""
     step = max(1, 1 << max(size.bit_length() - 5, 0))
     return size // step * step
 
@@ -281,10 +282,10 @@ def _free(node: Node) -> str:
 
 def _check_nodes(nodes: int, ranks_per_node: int = 1) -> None:
     if nodes < 1:
-        raise ConfigError(f"nodes is {nodes}, and nothing runs on less than 1 machine; raise it")
+        raise ConfigError(f"nodes is {nodes}, and a run needs at least 1 machine; raise it")
     if nodes * ranks_per_node > _MOST_RANKS:
         raise ConfigError(
-            f"nodes is {nodes}, which makes {nodes * ranks_per_node:,} ranks or more, and no more than {_MOST_RANKS:,} are "
+            f"nodes is {nodes}, which makes {nodes * ranks_per_node:,} ranks or more, and at most {_MOST_RANKS:,} can be "
             f"planned; lower it"
         )
 

@@ -1,4 +1,4 @@
-"""A config as a run would see it, on the meta device: the model, a batch, and the strategy's request.
+"""A config's model, batch and layout request on the meta device, for `plan`.
 
 Builds the Trainer and the optimizers that a run would build, and allocates no parameter.
 """
@@ -30,17 +30,17 @@ from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 _ANY_STEPS = 1000
-"""Where a config does not say how many steps it takes; only the schedule of the learning rate asks."""
+"""Steps to assume if a config has no limit; only learning rate schedules depend on it."""
 _DEPTH = "layers"
-"""The argument of our models that makes them deeper and no wider."""
+"""The argument of our models that makes them deeper but not wider."""
 
 
 class PlannedRun:
-    """A config as a run would see it, on the meta device.
+    """A config's model, batch and layout request, on the meta device.
 
     Attributes:
-        deepens: the argument of the model that makes it deeper and no wider; empty: none that is known.
-        group: for which the model is cut (`tensor_parallel_size`), as its first rank's; None: it is whole.
+        deepens: the argument of the model that makes it deeper but not wider; empty if unknown.
+        group: the stand-in tensor group for whose first rank the model is sliced (`tensor_parallel_size`); None: it is whole.
     """
 
     def __init__(self, document: Mapping[str, Any], path: str | Path, changed: Mapping[str, Any], node: Node) -> None:
@@ -61,7 +61,7 @@ class PlannedRun:
                 accelerator="cpu",
                 devices=1,
                 strategy=strategy,
-                max_epochs=-1,  # so that nobody asks the data for its length
+                max_epochs=-1,  # so that the length of the data is not needed
                 max_steps=trainer["max_steps"] if (trainer.get("max_steps") or -1) > 0 else _ANY_STEPS,
                 gradient_clip_val=trainer.get("gradient_clip_val"),
                 accumulate_grad_batches=self.accumulate,
@@ -91,13 +91,13 @@ class PlannedRun:
 
     @property
     def tensor_ranks(self) -> int:
-        """How many ranks compute one batch."""
+        """Number of ranks that compute one batch."""
         return 1 if self.group is None else self.group.size
 
 
 @contextmanager
 def _lightning_says_nothing() -> Iterator[None]:
-    """Of a Trainer without loggers, and what it computes on."""
+    """Silences Lightning's messages about loggers and accelerators."""
     said = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     before = said.level
     said.setLevel(logging.WARNING)
@@ -110,7 +110,7 @@ def _lightning_says_nothing() -> Iterator[None]:
 
 
 def _class_of(given: object) -> type[AngelPTMStrategy]:
-    """The strategy's class that a config names, which may have tiers of its own; ours, unless it is a subclass."""
+    """The config's strategy class if it is a subclass of AngelPTMStrategy, which may have tiers of its own; else ours."""
     path = str(given.get("class_path", "")) if isinstance(given, Mapping) else ""
     module, _, name = path.rpartition(".")
     try:
@@ -121,7 +121,7 @@ def _class_of(given: object) -> type[AngelPTMStrategy]:
 
 
 def _page_bytes(node: Node, settings: Settings) -> int:
-    """What a run would measure."""
+    """The page size that a run would measure."""
     if node.page_size is not None:
         return node.page_size
     if not node.apart and not settings.disk_paths:

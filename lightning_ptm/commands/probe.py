@@ -1,9 +1,9 @@
-"""`lightning-ptm probe --disk /my/disk > mine.yaml`: measures this machine and writes the hardware file that `plan` takes.
+"""`lightning-ptm probe --disk /my/disk > mine.yaml`: measures this machine and writes a hardware file for `plan`.
 
-Measures what is free now, by what a run would use: torch's matrix multiplication, copies of tensors, and the disk tier's own
-file (O_DIRECT, threads). Owns a file in the folder of `--disk`, which has no name and goes with the process, and buffers.
-Launched on several ranks (torchrun), rank 0 measures what its node shares while the others wait; then all measure at once
-what each has for itself, of which the slowest counts, and collectives.
+Measures what is free now, with the operations of a run: torch's matrix multiplication, copies of tensors, and the disk tier's
+own file (O_DIRECT, threads). Owns an unnamed file in the folder of `--disk`, which disappears with the process, and buffers.
+Launched on several ranks (torchrun), rank 0 measures what its node shares while the others wait; then all ranks measure
+simultaneously what each has for itself, of which the slowest counts, and collectives.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ QUICK = Effort(matrix=512, copy_bytes=32 << 20, disk_bytes=16 << 20, seconds=0.0
 
 @dataclass(frozen=True, slots=True)
 class DiskTrial:
-    """Rates of one path with transfers of one size, so many at once."""
+    """Rates of one path with transfers of `block_bytes`, `depth` at once."""
 
     path: Path
     block_bytes: int
@@ -50,7 +50,7 @@ class DiskTrial:
 
 
 def launched_measure(paths: Sequence[Path], *, quick: bool) -> str | None:
-    """What `probe` prints, with these folders for the disk tier; None on launched ranks but rank 0. Raises as `measure`."""
+    """The output of `probe`, with these folders for the disk tier; None on ranks other than 0. Raises as `measure`."""
     effort = QUICK if quick else FULL
     launch = launched()
     if launch is None:
@@ -64,18 +64,18 @@ def launched_measure(paths: Sequence[Path], *, quick: bool) -> str | None:
 
 
 def quick_measure(paths: Sequence[Path]) -> str:
-    """What `probe --quick` prints of this process's machine, with these folders for the disk tier. Raises as `measure`."""
+    """The output of `probe --quick` for this process's machine, with these folders for the disk tier. Raises as `measure`."""
     return _watched(paths, QUICK)
 
 
 def _watched(paths: Sequence[Path], effort: Effort, ranks: Ranks | None = None) -> str:
-    """`measure`, with a bar on a terminal."""
+    """`measure`, with a progress bar on a terminal."""
     with Progress().parts("probe", _parts(paths, ranks)) as begins:
         return measure(paths, dataclasses.replace(effort, begins=begins), ranks)
 
 
 def _parts(paths: Sequence[Path], ranks: Ranks | None) -> int:
-    """How many parts `measure` begins."""
+    """Number of parts that `measure` begins."""
     backend = backend_here()
     peers = ranks is None and backend.count() > 1
     on_disk = len(paths) * (len(_BLOCKS) + 1)
@@ -84,7 +84,7 @@ def _parts(paths: Sequence[Path], ranks: Ranks | None) -> int:
 
 
 def _of_ranks(backend: Backend, paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None) -> RankRates:
-    """What each rank has for itself. On several, collective: of the slowest, while all of them measure."""
+    """Rates of each rank's own resources. With several ranks collective: all measure simultaneously; the slowest counts."""
     count = max(1, backend.count()) if launched_ranks is None else launched_ranks.launch.ranks_per_node
     cores = max(1, this_machine(backend, (), count).cores // 2 // count)
     if launched_ranks is None:
@@ -93,14 +93,14 @@ def _of_ranks(backend: Backend, paths: Sequence[Path], effort: Effort, launched_
 
 
 def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None = None) -> str:
-    """The text of a hardware file for this machine. Long because it is that file, row by row.
+    """The text of a hardware file for this machine.
 
     Args:
-        launched_ranks: all of which measure what each has, and collectives between them; this is rank 0.
+        launched_ranks: the ranks that measure, of which this is rank 0; None: this process alone.
 
     Raises:
         RankError: another rank has failed.
-        ConfigError: a path is no folder, or has too little room.
+        ConfigError: a path is not a folder, or has too little room.
         PageIOError: a transfer failed.
     """
     check_folders(paths)
@@ -226,7 +226,7 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
 
 
 def _least_s(rates: Rates) -> float | None:
-    """Of collectives: among as many ranks as there are."""
+    """Latency of a collective among as many ranks as there are."""
     slowest_of = rates.of_all or rates.in_node
     return None if slowest_of is None else slowest_of.least_s
 
@@ -236,7 +236,7 @@ def _value(rate: Rate | None) -> float | None:
 
 
 def _of(rate: Rate | None) -> str:
-    """How a rate of collectives was found."""
+    """A description of how a rate of collectives was measured."""
     if rate is None:
         return ""
     return (
@@ -247,7 +247,7 @@ def _of(rate: Rate | None) -> str:
 
 
 def disk_trials(path: Path, effort: Effort) -> list[DiskTrial]:
-    """Reads and writes of one path, for several sizes of transfers and numbers of them at once; writes come first."""
+    """Reads and writes on one path, for several transfer sizes and queue depths; writes come first."""
     found = []
     with ThreadPoolExecutor(max(_DEPTHS)) as pool:
         for block in _BLOCKS:
@@ -257,7 +257,7 @@ def disk_trials(path: Path, effort: Effort) -> list[DiskTrial]:
             disk: DiskRegion | None = None
             try:
                 disk = DiskRegion([path], page_size=block, total_frames=frames)
-                transfer(disk, region, pool, frames, max(_DEPTHS), write=True)  # blocks that exist are written faster
+                transfer(disk, region, pool, frames, max(_DEPTHS), write=True)  # allocated blocks are written faster
                 for depth in _DEPTHS:
                     write = transfer(disk, region, pool, frames, depth, write=True)
                     read = transfer(disk, region, pool, frames, depth, write=False)
@@ -270,7 +270,7 @@ def disk_trials(path: Path, effort: Effort) -> list[DiskTrial]:
 
 
 def core_rate(path: Path, trials: Sequence[DiskTrial], effort: Effort) -> float:
-    """Bytes that one core reads and writes a second, by the processor's time of transfers like those that read fastest."""
+    """Bytes per second of one core, from the processor time of transfers of the size and depth that read fastest."""
     effort.begins(f"{path}: reads and writes together")
     best = max((trial for trial in trials if trial.path == path), key=lambda trial: trial.read_bytes_per_s)
     block, depth = best.block_bytes, max(2, best.depth)
@@ -287,7 +287,7 @@ def core_rate(path: Path, trials: Sequence[DiskTrial], effort: Effort) -> float:
 
 
 def _together(trials: Sequence[DiskTrial], field: str) -> float | None:
-    """Pages are striped, so the slowest path bounds each."""
+    """The rate of all paths together; pages are striped, so the slowest path bounds each."""
     best: dict[Path, float] = {}
     for trial in trials:
         best[trial.path] = max(best.get(trial.path, 0.0), getattr(trial, field))
@@ -295,7 +295,7 @@ def _together(trials: Sequence[DiskTrial], field: str) -> float | None:
 
 
 def _by_page(trials: Sequence[DiskTrial], backend: Backend) -> dict[str, dict[int, float]]:
-    """The best rate of each link by size of a page."""
+    """The best rate of each link by page size."""
     found: dict[str, dict[int, float]] = {}
     for trial in trials:
         for name in ("read", "write"):

@@ -1,8 +1,8 @@
-"""What one rank can do while the others of its node are as busy: arithmetic, copies to and from its device, updates, and what
-steps take beside them. Ranks of a node share caches, memory and units of arithmetic, so that all of them measure at once.
+"""Rates of one rank while the other ranks of its node are equally busy: arithmetic, copies to and from its device, updates,
+and overheads of steps. Ranks of a node share caches, memory and execution units, so all of them measure simultaneously.
 
-Owns nothing when it has returned. What a node shares as a whole (its disk, its RAM) is measured by probe.py, what lies
-between ranks by collectives.py.
+Owns nothing after it has returned. What a node shares as a whole (its disk, its RAM) is measured by probe.py, rates between
+ranks by collectives.py.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from lightning_ptm.forecasting.node import forward_s
 from lightning_ptm.memory.backend import Backend, CpuBackend
 
 PARTS = 4 * len(DTYPES) + 3
-"""How many parts `rank_rates` begins, and on a device apart three more."""
+"""Number of parts that `rank_rates` begins; with a GPU there are three more."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopies:
-    """Bytes per second of copies within a device apart, to it and from it."""
+    """Bytes per second of copies within a GPU, to it and from it."""
 
     within: float
     to_device: float
@@ -44,11 +44,11 @@ class DeviceCopies:
 
 @dataclass(frozen=True, slots=True)
 class RankRates:
-    """Of one rank; rates per second.
+    """Rates of one rank, per second.
 
     Attributes:
         copies: None on a CPU.
-        matrix_flops, attention_flops, curved_numel, product_flops: by dtype, as a hardware file has them.
+        matrix_flops, attention_flops, curved_numel, product_flops: by dtype, as in a hardware file.
         sample_s: seconds of a forward and a backward of a small GPT.
     """
 
@@ -65,7 +65,7 @@ class RankRates:
         """The share of these rates that a model reaches; at most 1.
 
         Args:
-            works: of the small GPT (`sample_size`).
+            works: the units' work in the small GPT (`sample_size`).
         """
         matrix, attention, curved = (
             each["bfloat16"] for each in (self.matrix_flops, self.attention_flops, self.curved_numel)
@@ -75,16 +75,16 @@ class RankRates:
 
 
 def sample_size(backend: Backend, effort: Effort) -> tuple[int, int]:
-    """Width and samples of the small GPT whose seconds are measured."""
+    """Width and batch size of the small GPT that is timed."""
     return max(64, effort.side(backend) // 2), max(1, effort.matrix // 256)
 
 
 def rank_rates(backend: Backend, paths: Sequence[Path], effort: Effort, cores: int) -> RankRates:
-    """Measure.
+    """Measures all rates of this rank.
 
     Args:
-        paths: of the disk tier; may be empty.
-        cores: of the updates that go on beside compute.
+        paths: folders of the disk tier; may be empty.
+        cores: number of cores for updates that run concurrently with compute.
     """
     host = CpuBackend()
     effort.begins("steps of tiny models")
@@ -107,7 +107,7 @@ def rank_rates(backend: Backend, paths: Sequence[Path], effort: Effort, cores: i
 
 
 def slowest(found: Sequence[RankRates]) -> RankRates:
-    """The least of each rate and the most of each number of seconds: ranks that work in step wait for the slowest."""
+    """The least of each rate and the largest of each duration, since ranks in step wait for the slowest."""
     made: RankRates = _slowest(found, "")
     return made
 

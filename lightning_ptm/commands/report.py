@@ -1,4 +1,4 @@
-"""How `plan` tells what it found: tables for people, one JSON object for machines."""
+"""Output of `plan`: tables for people, or one JSON object."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOTHING_S = 1e-9
 
 
 def as_json(found: Prediction) -> str:
-    """One object; seconds, bytes and counts as numbers."""
+    """One JSON object; seconds, bytes and counts as numbers."""
     timing = found.timing
     return json.dumps(
         {
@@ -118,7 +118,7 @@ def render(found: Prediction) -> str:
 
 
 def _when(use: LinkUse, timing: Timing) -> str:
-    """When a link is busy: what is longer than all of compute is not beside it."""
+    """When a link is busy: the part that exceeds all of compute cannot overlap with it."""
     if use.link in (Link.EXCHANGE, Link.TENSOR_EXCHANGE):
         return "while nothing computes"
     alone = use.busy_s - timing.compute_s
@@ -144,7 +144,7 @@ def _largest_batch(found: Prediction) -> str:
 
 
 def _largest_model(found: Prediction) -> list[str]:
-    """How to ask for it: plans of a dozen models take longer than all else here."""
+    """How to search the largest model; not done by default, since plans of a dozen models take longer than all else."""
     if found.deepens in found.chosen:
         return []
     name = found.deepens or "NAME (an argument of the model)"
@@ -152,6 +152,6 @@ def _largest_model(found: Prediction) -> list[str]:
 
 
 def _operations(per_s: float) -> str:
-    """Such as `110 TFLOP/s`."""
+    """A rate such as `110 TFLOP/s`."""
     prefix, unit = ("T", 1e12) if per_s >= 1e12 else ("G", 1e9)
     return f"{per_s / unit:.3g} {prefix}FLOP/s"

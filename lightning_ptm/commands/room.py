@@ -1,4 +1,4 @@
-"""Activations by batch size, and the room that pages leave to them."""
+"""Activation memory by batch size, and the memory that pages leave to activations."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lightning_ptm.runtime.deciding.predicted_memory import PredictedMemory
 from lightning_ptm.terms import Tier
 
 LARGEST_BATCH = 1 << 20
-"""Samples of a rank; nobody asks for more."""
+"""Most samples of a rank that are considered."""
 
 
 class Sizes:
-    """Activations by batch size."""
+    """Activation memory of a planned run, by batch size."""
 
     def __init__(self, run: PlannedRun, blueprint: Blueprint, recomputed: frozenset[int]) -> None:
         # Configuration.
         self._run = run
         self._blueprint = blueprint
         self._recomputed = recomputed
-        # Where experts are undivided each stands for itself: of thousands, few have tokens.
+        # With undivided experts each expert is recomputed on its own: of thousands, few get tokens.
         self._around = recomputed_around(blueprint.units, recomputed) if blueprint.by_need else {}
         # State.
         self._known: dict[int, tuple[tuple[int, ...], tuple[UnitWork, ...]]] = {}
@@ -35,7 +35,7 @@ class Sizes:
         self._anatomy = anatomy(run.model, blueprint.units)
 
     def at(self, samples: int) -> tuple[tuple[int, ...], tuple[UnitWork, ...]]:
-        """Bytes of activations at each tick, and what units compute."""
+        """Bytes of activations at each tick, and the units' work."""
         if samples not in self._known:
             run, blueprint = self._run, self._blueprint
             batch = resized(run.batch, samples)
@@ -54,12 +54,13 @@ class Sizes:
         return self._known[samples]
 
     def ends_with(self, wanted: Literal["auto"] | int | None) -> dict[int, int]:
-        """Units whose backward ends with another one's, and that one, which hangs on no size of batch (see UnitWork)."""
+        """For units whose backward ends with that of another unit, the other one; independent of the batch size (see
+        UnitWork)."""
         works = self.at(wanted if isinstance(wanted, int) else sample_count(self._run.batch))[1]
         return {unit: work.ends_with for unit, work in enumerate(works) if work.ends_with is not None}
 
     def offloaded(self, works: Sequence[UnitWork]) -> int:
-        """Of what units compute, the bytes that wait in RAM for the backward."""
+        """Bytes of the units' activations that are offloaded to RAM until the backward."""
         return (
             host_activation_bytes(works, self._recomputed, self._around) if self._blueprint.activations_to_host else 0
         )
@@ -77,13 +78,13 @@ class Sizes:
             return 0
         each = max(1, size_at(2) - least)
         samples = min(LARGEST_BATCH, 1 + (room - least) // each)
-        while size_at(samples) > room:  # what units keep need not grow evenly
+        while size_at(samples) > room:  # activations need not grow linearly
             samples = max(1, min(samples - 1, samples * room // size_at(samples)))
         return samples
 
 
 def activation_room(blueprint: Blueprint, takes: PredictedMemory, node: Node) -> int:
-    """Bytes of the device tier that are left to activations: RAM on a CPU, where pages that are not used take none."""
+    """Bytes of the device tier left to activations; on a CPU that is RAM, where unused pages take none."""
     if not node.apart:
         pages = takes.peak(Tier.DEVICE) + takes.peak(Tier.HOST)
         return node.host_memory // node.ranks_per_node - pages - takes.gradients_beside
@@ -91,21 +92,21 @@ def activation_room(blueprint: Blueprint, takes: PredictedMemory, node: Node) ->
 
 
 def host_room(blueprint: Blueprint, node: Node) -> int:
-    """Bytes of RAM of one rank that pages leave."""
+    """Bytes of one rank's RAM that pages leave."""
     return node.host_memory // node.ranks_per_node - blueprint.pool_bytes[Tier.HOST]
 
 
 def shortage(tier: Tier, samples: int, taken_bytes: int, room: int, node: Node, *, unified: bool) -> str:
-    """Why activations do not fit, and what to do: a reason of a CapacityError."""
+    """Why activations do not fit, and what to do, for a CapacityError."""
     batch = f"{samples} sample{'' if samples == 1 else 's'}"
     if tier is Tier.HOST:
         return (
             f"activations of {batch} a rank take {format_bytes(taken_bytes)} of RAM "
-            f"(activations='host'), and pages leave {format_bytes(max(room, 0))} of {node.name}'s to them; lower "
+            f"(offload_activations='host'), and pages leave {format_bytes(max(room, 0))} of {node.name}'s to them; lower "
             f"the batch size, use recompute='all', or lower host_memory"
         )
     return (
-        f"activations of {batch} a rank take {format_bytes(taken_bytes)} beside the pages, and the "
+        f"activations of {batch} a rank take {format_bytes(taken_bytes)} in addition to the pages, and the "
         f"device tier of {node.name} leaves {format_bytes(max(room, 0))} to them; lower the batch size, "
         f"use recompute='all', or lower {'host' if unified else 'device'}_memory"
     )

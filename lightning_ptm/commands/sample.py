@@ -1,6 +1,6 @@
-"""The share of this machine's rates that a model reaches: a small GPT's forward and backward against what is planned for it.
+"""The share of this machine's rates that a model reaches: a small GPT's forward and backward, compared with its forecast.
 
-Owns a model without a trainer. Layers that no rate is of (norms, sums, copies) and Python's dispatch are in it.
+Owns a model without a Trainer. Its time includes layers that no rate covers (norms, sums, copies), and Python's dispatch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _HEAD_WIDTH = 64
 _LAYERS = 2
 _TOKENS = 256
 _LEAST = 5
-"""Passes whose median counts."""
+"""Least number of passes for the median."""
 
 
 def typical_s(compute: Callable[[], None], seconds: float) -> float:
-    """The median of as many passes as take `seconds`, about."""
+    """The median of as many passes as take about `seconds`."""
     compute()
     found: list[float] = []
     began = perf_counter()
@@ -39,7 +39,7 @@ def typical_s(compute: Callable[[], None], seconds: float) -> float:
 
 
 def sample_works(width: int, samples: int) -> Sequence[UnitWork]:
-    """What its units compute in a forward."""
+    """The work of the small GPT's units in a forward."""
     model = GPT(**_settings(width), meta=True)
     with torch.device("meta"):
         model.configure_model()
@@ -48,11 +48,11 @@ def sample_works(width: int, samples: int) -> Sequence[UnitWork]:
 
 
 def small_gpt(backend: Backend, width: int, samples: int) -> Callable[[], None]:
-    """A forward and a backward of a GPT of two blocks in bfloat16, to their end.
+    """A function that runs a forward and a backward of a GPT of two blocks in bfloat16, and waits for the device.
 
     Args:
         width: a multiple of 64.
-        samples: of its batch, 256 tokens each.
+        samples: batch size, of 256 tokens each.
     """
     model = GPT(**_settings(width))
     model.configure_model()

@@ -1,6 +1,6 @@
-"""Searches of `plan`: the largest value of a number in the config's model that fits.
+"""Search of `plan` for the largest value of a model argument that fits.
 
-Owns the search alone; whether a value fits is told by the caller.
+Owns only the search; the caller determines whether a value fits.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 from lightning_ptm.errors import ConfigError
 
 _MOST = 1 << 24
-"""Times the first value: nothing that takes memory fits so often."""
+"""Limit as a multiple of the first value, which nothing that takes memory can reach."""
 _MOST_REFUSED = 256
-"""Values in a row that a model cannot have, until the search is given up."""
+"""Number of consecutive invalid values after which the search ends."""
 
 
 def largest_value(first: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 1 up that fits, where every smaller one fits too; 0 where none does.
+    """The largest number from 1 up that fits, if all smaller ones fit, too; 0 if none does.
 
     Args:
-        first: a guess; the nearer, the fewer questions.
-        fits: may raise a ConfigError for a number that cannot be, such as one that ranks cannot divide: it is stepped over,
-            unless it is the guess or a double of it.
+        first: a guess; the closer, the fewer calls of `fits`.
+        fits: may raise ConfigError for an invalid number, such as one that ranks cannot divide: it is skipped, unless it is
+            the guess or a double of it.
 
     Raises:
-        ConfigError: nothing is too large, or hardly any number can be.
+        ConfigError: nothing is too large, or hardly any number is valid.
     """
     low, high = 0, first
     while fits(high):
@@ -45,7 +45,7 @@ def largest_value(first: int, fits: Callable[[int], bool]) -> int:
 
 
 def _nearest(low: int, high: int, fits: Callable[[int], bool]) -> tuple[int, bool] | None:
-    """Of the numbers between, one near the middle that can be, and whether it fits; None: none can be."""
+    """A valid number between the two, near their middle, and whether it fits; None if none is valid."""
     middle = (low + high) // 2
     for refused, value in enumerate(itertools.chain(range(middle, low, -1), range(middle + 1, high))):
         try:
@@ -57,10 +57,10 @@ def _nearest(low: int, high: int, fits: Callable[[int], bool]) -> tuple[int, boo
 
 
 def with_argument(document: Mapping[str, Any], name: str, value: int | None, path: str | Path) -> dict[str, Any]:
-    """A copy of a config whose model has `value` for its argument `name`; None leaves it as it is.
+    """A copy of a config whose model has `value` for its argument `name`; None leaves it unchanged.
 
     Raises:
-        ConfigError: the config gives its model no whole number from 1 up of that name.
+        ConfigError: the config has no model argument of that name that is a whole number from 1 up.
     """
     model = document.get("model")
     arguments = _arguments(document)
@@ -77,7 +77,7 @@ def with_argument(document: Mapping[str, Any], name: str, value: int | None, pat
 
 
 def takes_argument(document: Mapping[str, Any], name: str) -> bool:
-    """Whether a config gives its model a whole number from 1 up of that name."""
+    """Whether a config has a model argument of that name that is a whole number from 1 up."""
     given = _arguments(document).get(name)
     return isinstance(given, int) and not isinstance(given, bool) and given >= 1
 

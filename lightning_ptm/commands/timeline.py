@@ -1,4 +1,4 @@
-"""A simulated step as chrome://tracing and ui.perfetto.dev read it: one row for compute and one for each link."""
+"""A simulated step as a trace for chrome://tracing and ui.perfetto.dev: one row for compute and one for each link."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_ptm.terms import Link
 
 
 def check_timeline(path: Path) -> None:
-    """Refuses, before anything is computed, a path to which no timeline can be written.
+    """Refuses a path to which no timeline can be written, before anything is computed.
 
     Raises:
-        ConfigError: it is in no folder, or a folder.
+        ConfigError: its folder does not exist, or it is a folder itself.
     """
     if not path.parent.is_dir():
         raise ConfigError(
@@ -26,15 +26,15 @@ def check_timeline(path: Path) -> None:
 
 
 def write_timeline(path: Path, activities: Sequence[Activity], units: Sequence[str]) -> None:
-    """Writes Trace Event Format, in microseconds. Times count from the step's start, or from what began before it for this
-    step: Perfetto drops what has negative times. Where they differ, an instant marks the start.
+    """Writes Trace Event Format, in microseconds. Times count from the step's start, or from the first activity that began
+    before it: Perfetto drops events with negative times. If the two differ, an instant event marks the start.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     rows: list[Link | None] = [None, *Link]
     first_s = min([0.0, *(done.start_s for done in activities)])
-    # Process and thread 0 are the idle one to Perfetto.
+    # Perfetto takes process and thread 0 for the idle one.
     events: list[dict[str, object]] = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "one rank, planned"}}
     ]

@@ -1,8 +1,8 @@
-"""What the arithmetic of updates takes on this machine, measured with the updater itself: with everything in RAM, between
-the transfers of a disk, and in a thread of its own beside compute, with forecasts and without (lock-free mode).
+"""Rates of optimizer updates on this machine, measured with the updater itself: with all states in RAM, with disk transfers,
+and in a thread concurrent with compute, with and without weight prediction (lock-free mode).
 
-Owns, while it measures, pages in RAM and, for each path, a file without a name. The optimizer is fused AdamW: 28 bytes of an
-element in one pass (a 16-bit gradient and three fp32 numbers are read, three fp32 numbers and a 16-bit copy are written).
+Owns, while it measures, pages in RAM and, for each path, an unnamed file. The optimizer is fused AdamW: 28 bytes per element
+in one pass (a 16-bit gradient and three fp32 numbers are read, three fp32 numbers and a 16-bit copy are written).
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _FLATS = 4
 
 @dataclass(frozen=True, slots=True)
 class UpdateRates:
-    """Bytes are those of one pass of AdamW, 28 an element.
+    """Rates of updates. Bytes are those of one pass of AdamW, 28 per element.
 
     Attributes:
-        ram_bytes_per_s: everything in RAM.
-        disk_bytes_per_s: of the arithmetic alone, its reads and writes of a disk going on beside it; None without one.
-        stream_bytes_per_s: of those reads and writes together, while there are any; None likewise.
-        chunk_s: what the caller's thread does for each chunk beside arithmetic and waiting.
+        ram_bytes_per_s: with all states in RAM.
+        disk_bytes_per_s: of the arithmetic alone while disk reads and writes go on; None without a disk.
+        stream_bytes_per_s: of those reads and writes together, while there are any; None without a disk.
+        chunk_s: seconds of the caller's thread per chunk, apart from arithmetic and waiting.
         beside_bytes_per_s: in a thread of its own, while the cores compute.
-        beside_loss: seconds by which compute gets longer for each second of such arithmetic: its cores work in lockstep, and
-            what goes with the arithmetic (transfers, the interpreter's lock) counts, too.
-        learn_numel_per_s: what a forecast adds to that, elements a second.
-        forecast_numel_per_s: elements a second to which a forecast is added.
-        states_numel_per_s: by word of `optimizer_state_dtype`, elements of states that are decoded and encoded again.
+        beside_loss: seconds by which compute slows down per second of such arithmetic. Compute's cores work in lockstep, and
+            what accompanies the arithmetic (transfers, the interpreter's lock) counts, too.
+        learn_numel_per_s: elements per second of what weight prediction adds to the update.
+        forecast_numel_per_s: elements per second to which a prediction is added.
+        states_numel_per_s: by value of `optimizer_state_dtype`, elements of states decoded and encoded again per second.
     """
 
     ram_bytes_per_s: float
@@ -68,14 +68,14 @@ class UpdateRates:
 def update_rates(
     paths: Sequence[Path], numel: int, seconds: float, cores: int, compute: Callable[[], object]
 ) -> UpdateRates:
-    """Measure.
+    """Measures all rates of updates.
 
     Args:
-        paths: of the disk tier; may be empty.
-        numel: elements that are updated in one pass; more than a cache holds.
-        seconds: of each measurement, about.
-        cores: of the updates that go on beside compute.
-        compute: some of what they go on beside.
+        paths: folders of the disk tier; may be empty.
+        numel: elements updated in one pass; more than a cache holds.
+        seconds: approximate duration of each measurement.
+        cores: number of cores for updates that run concurrently with compute.
+        compute: the concurrent computation.
     """
     with _Bench((), numel) as bench:
         ram = bench.arithmetic_bytes_per_s(seconds)
@@ -98,7 +98,7 @@ def update_rates(
 
 
 class _Bench:
-    """A few flats with their master states, on the paths' disks or, without any, in RAM; optimizer states encoded or not."""
+    """A few flats with master states on the paths' disks or, without paths, in RAM; optimizer states optionally encoded."""
 
     def __init__(self, paths: Sequence[Path], numel: int, encoding: type[Encoding] | None = None) -> None:
         each = numel // _FLATS
@@ -136,7 +136,7 @@ class _Bench:
                     states.master.tensor().normal_()
                 target = self._allocator.allocate("target", flat.shard_numel, torch.bfloat16, Tier.DEVICE)
                 self._flats.append((states, torch.randn(each).bfloat16(), target))
-            self._pass()  # the first makes the moments
+            self._pass()  # the first pass creates the moments
             self._ends = undo.pop_all()
 
     def __enter__(self) -> _Bench:
@@ -146,22 +146,22 @@ class _Bench:
         self._ends.close()
 
     def arithmetic_bytes_per_s(self, seconds: float) -> float:
-        """Of passes in the caller's thread."""
+        """Rate of passes in the caller's thread."""
         return self._rate(self._pass, seconds)
 
     def disk_bytes_per_s(self) -> float:
-        """Of the transfers so far, reads and writes together."""
+        """Rate of the disk transfers so far, reads and writes together."""
         found = self._allocator.disk_stats()
         return found.bytes / max(found.busy_s, 1e-9)
 
     def chunk_s(self) -> float:
-        """Of the passes of `arithmetic_bytes_per_s`, as `UpdateRates` has it."""
+        """`UpdateRates.chunk_s` of the passes of `arithmetic_bytes_per_s`."""
         return max(median(self._beside_s), 1e-9)
 
     def beside(
         self, seconds: float, cores: int, compute: Callable[[], object], *, forecast: bool
     ) -> tuple[float, float]:
-        """Of passes in a thread, and what compute loses, as `UpdateRates` has it."""
+        """`UpdateRates.beside_bytes_per_s` and `beside_loss`: of passes in a thread."""
         alone = _per_s(compute, seconds)
         self.updater.run_in_thread(cores)
         try:
@@ -183,7 +183,7 @@ class _Bench:
         return rate, max(lost_s / max(arithmetic_s, 1e-9), 0.01)
 
     def forecast_numel_per_s(self, seconds: float) -> float:
-        """Elements a second that a forecast is added to, by the cores that compute."""
+        """Elements per second to which a prediction is added, by the cores that compute."""
         states, gradient, target = self._flats[0]
         learned = WeightPrediction(states, self._hyper)
         self.updater.finish(self.updater.submit(self._job(states, gradient, target, learned)))
@@ -192,7 +192,7 @@ class _Bench:
         return gradient.numel() * _per_s(lambda: learned.add_(target.tensor(), source, job.transform), seconds)
 
     def states_numel_per_s(self, seconds: float) -> float:
-        """Elements of encoded states that are decoded and encoded again, as an update has them: chunk by chunk."""
+        """Elements of encoded states decoded and encoded again per second, chunk by chunk as in an update."""
         states, encoder = self._flats[0][0], Encoder()
         numel, room = states.flat.shard_numel, torch.empty(_PAGE_BYTES // 4)
 
@@ -248,7 +248,7 @@ class _Bench:
 
 
 def _per_s(work: Callable[[], object], seconds: float) -> float:
-    """Median calls a second."""
+    """Median calls per second."""
     work()
     found: list[float] = []
     began = perf_counter()

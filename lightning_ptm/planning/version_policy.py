@@ -1,6 +1,6 @@
 """Policy of lock-free updates: which gradients each update job applies, and which version of a flat may be read.
 
-Implements section 4.3 and Algorithm 2 of the paper, with corrections (see ARCHITECTURE.md). Owns the counts:
+Implements section 4.3 and Algorithm 2 of the paper, with corrections (see docs/design/lock_free_updates.md). Owns the counts:
 contributions that are pending, taken by a job, or contained in a version; pages for new versions, by kind; the order of
 jobs. Holds no gradients and no pages: each event returns what has to be done with them. A run does it
 (update/lock_free_buffers.py, runtime/updates/flat_counters.py), a virtual run counts its seconds (shared_cores.py). One

@@ -1,1 +1,1 @@
-"""What Lightning's Trainer calls: the strategy, its precision plugin, and what they put in place for a run."""
+"""Lightning's side of the engine: the strategy, its precision plugin, and the hooks that a run installs."""

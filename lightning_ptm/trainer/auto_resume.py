@@ -1,11 +1,12 @@
-"""`resume="auto"`: a fit that is started again goes on from the newest checkpoint that its callbacks have written.
+"""Automatic resume (`resume="auto"`): a restarted fit continues from the newest checkpoint of its checkpoint callbacks.
 
-Owns, for a moment, one method of Lightning's: what the Trainer restores is decided behind its `setup` hooks, where callbacks
-know their folders and ranks know each other, and before anything is restored. I1: rank 0 looks, and all ranks take what it
-has found, in the same order. I2: a path that the Trainer was given, or has found itself (SLURM), is taken instead.
-I3: what some rank cannot read, or is not what was written, is passed over by all, but a run never begins anew beside
-checkpoints of which none can be read. I4: what was never finished is no checkpoint (folder.py, I1), and what dead writers
-have left is removed on the way, by the rule of folder.py that nothing else is; a link and what it names are one.
+Replaces one method of Lightning's checkpoint connector until the fit starts. The Trainer decides what to restore after its
+`setup` hooks, when callbacks know their folders and ranks can communicate, and before anything is restored.
+I1: rank 0 searches the folders, and all ranks try the checkpoints that it found, in the same order. I2: a path that was
+passed to the Trainer, or that Lightning found itself (SLURM), takes precedence. I3: all ranks skip a checkpoint that some
+rank cannot read or that is damaged, but a run never starts from scratch when checkpoints exist and none is readable.
+I4: an unfinished checkpoint is ignored (folder.py, I1). Remains of dead writers are removed during the search, by the rules
+of folder.py, and nothing else is. A link and its target count as one checkpoint.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ _RENAMED = re.compile(r"version_\d+")
 
 
 class AutoResume:
-    """Of one Trainer's fit, from `setup_environment` on.
+    """Automatic resume of one Trainer's fit, from `setup_environment` on.
 
     Args:
-        together: what a block raises on one rank raises on all. tell: rank 0's value, on all ranks. Both are collective.
+        together: context manager that raises an exception of one rank on all ranks; collective.
+        tell: broadcasts rank 0's value; collective.
 
     Raises:
-        ConfigError: no callback saves checkpoints, or one of the Trainer's makes it forget what it has restored.
+        ConfigError: no callback saves checkpoints, or a callback makes the Trainer forget the restored step.
     """
 
     def __init__(
@@ -72,20 +74,20 @@ class AutoResume:
         connector = checkpoints_of(trainer)
         # State.
         self._own: Callable[..., None] | None = type(connector).resume_start.__get__(connector)
-        """Lightning's method, while ours is in its place."""
+        """Lightning's method, while it is replaced."""
         self._resumed = False
         self._unloaded: Path | None = None
-        """The checkpoint that this run goes on from, until its weights are loaded."""
+        """The checkpoint to resume from, until its weights are loaded."""
         connector.resume_start = Replacement(connector, "resume_start", self._start)
 
     @staticmethod
     def concerns(trainer: Trainer) -> bool:
-        """Whether this is a fit that begins: no evaluation, no trial of a tuner's, and none that goes on in its process."""
+        """Whether automatic resume applies: a fit that starts at step 0, and no evaluation, tuner trial or `fast_dev_run`."""
         trial = trainer.fast_dev_run or any(map(is_search, trainer.callbacks))  # type: ignore[attr-defined]
         return trainer.state.fn is TrainerFn.FITTING and not trial and not trainer.global_step
 
     def undo(self) -> None:
-        """Lightning's method is in its place again."""
+        """Restores Lightning's method."""
         if self._own is not None:
             self._own = None
             del checkpoints_of(self._trainer).resume_start
@@ -98,7 +100,7 @@ class AutoResume:
             restore(checkpoint_path, weights_only=weights_only)
             return
         places = self._places()
-        # ModelCheckpoint's attribute of the class, which users may set.
+        # ModelCheckpoint's class attribute, which users may set.
         suffixes = {getattr(callback, "FILE_EXTENSION", SUFFIX) for callback in self._trainer.checkpoint_callbacks}
         with self._together():
             found = newest_first(places, suffixes) if self._trainer.is_global_zero else []
@@ -108,9 +110,12 @@ class AutoResume:
                 with self._together():
                     files = self._trainer.strategy.checkpoint_io
                     if self._trainer.is_global_zero and isinstance(files, FileCheckpointIO):
-                        files.check(path)  # a sharded one is checked as it is read
+                        files.check(path)  # sharded checkpoints are verified while they are read
                 restore(str(path), weights_only=weights_only)
-            except (CheckpointError, OSError) as error:  # OSError: it has gone meanwhile, perhaps for this rank alone
+            except (
+                CheckpointError,
+                OSError,
+            ) as error:  # OSError: the file was removed meanwhile, perhaps for one rank only
                 if not _is_about(error, path):
                     raise
                 unread.append(error)
@@ -134,10 +139,10 @@ class AutoResume:
 
     @contextmanager
     def loading_weights(self) -> Iterator[None]:
-        """The module takes the weights of the checkpoint. Whoever named none is told which one it is that does not suit.
+        """Reports which checkpoint was chosen if the module cannot load the weights of it.
 
         Raises:
-            CheckpointError: the checkpoint is of another model.
+            CheckpointError: the checkpoint is from another model.
         """
         path = self._unloaded
         try:
@@ -153,7 +158,7 @@ class AutoResume:
         self._unloaded = None
 
     def _is_of_a_run(self) -> bool:
-        """Whether what was read has more than weights; else it is dropped."""
+        """Whether the checkpoint that was read has the training state too; if it has only weights, it is discarded."""
         connector = checkpoints_of(self._trainer)
         if {"loops", "optimizer_states"} <= read_checkpoint(connector).keys():
             return True
@@ -161,7 +166,7 @@ class AutoResume:
         return False
 
     def _places(self) -> list[Path]:
-        """The folders of this run's checkpoint callbacks, of each one once."""
+        """The distinct folders of this run's checkpoint callbacks."""
         given = dict.fromkeys(getattr(callback, "dirpath", None) for callback in self._trainer.checkpoint_callbacks)
         named = [str(place) for place in given if place]
         for place in named:
@@ -173,24 +178,24 @@ class AutoResume:
         return [Path(place).absolute() for place in named]
 
     def let_go(self) -> None:
-        """The checkpoint that the run goes on from is one of its own, removed in its turn; one that somebody has given, which
-        is what Lightning calls its path, would never be."""
+        """Makes the checkpoint of the start removable, as one of the run's own. Lightning never removes the checkpoint that
+        `_ckpt_path` names, since it takes that for a file of the user."""
         if self._resumed:
             put_checkpoint_path(checkpoints_of(self._trainer), None)
 
     def keep_name_of_last(self) -> None:
-        """`last.ckpt` stays the name of the last one. The checkpoint that the run goes on from may have been written before
-        there was one, and ModelCheckpoint would leave the old one and write `last-v1.ckpt` beside it."""
+        """Keeps `last.ckpt` as the name of the last checkpoint. If the checkpoint of the start predates the first
+        `last.ckpt`, ModelCheckpoint would leave the old file and write `last-v1.ckpt`."""
         for callback in self._trainer.checkpoint_callbacks if self._resumed else ():
             if not isinstance(callback, ModelCheckpoint) or callback.last_model_path:
                 continue
-            if callback.save_last and "{" not in callback.CHECKPOINT_NAME_LAST:  # else the name is of a step
+            if callback.save_last and "{" not in callback.CHECKPOINT_NAME_LAST:  # otherwise the name contains a step
                 callback.last_model_path = callback.format_checkpoint_name({}, callback.CHECKPOINT_NAME_LAST)
 
 
 def _is_about(error: CheckpointError | OSError, path: Path) -> bool:
-    """Whether an error that came while `path` was read is about its files, so that an earlier one may do. The disk tier's is
-    not, and neither is that of another file, which the user's own hooks read."""
+    """Whether an error that was raised while `path` was read concerns its files, so that an earlier checkpoint may work.
+    Errors of the disk tier do not, nor do errors of other files, which the user's hooks read."""
     if isinstance(error, PageIOError):
         return False
     named = getattr(error, "filename", None)
@@ -198,13 +203,15 @@ def _is_about(error: CheckpointError | OSError, path: Path) -> bool:
 
 
 def newest_first(places: Iterable[Path], suffixes: Collection[str] = (SUFFIX,)) -> list[Path]:
-    """Full checkpoints (files) and sharded ones (folders) in these folders and those below, without links.
+    """Full checkpoints (files) and sharded ones (folders) in these folders and their subfolders, newest first.
+
+    Links are resolved and not listed themselves.
 
     Args:
-        suffixes: of their names.
+        suffixes: file name suffixes of checkpoints.
 
     Raises:
-        OSError, CheckpointError: a folder is there and cannot be read.
+        OSError, CheckpointError: a folder exists and cannot be read.
     """
     places = tuple(places)
     for place in places:
@@ -226,15 +233,15 @@ def _in(place: Path, suffixes: Collection[str]) -> Iterator[Path]:
         if entry.name.startswith("."):
             continue
         if entry.suffix in suffixes:
-            yield Path(os.path.realpath(entry))  # links in a circle name nothing, and Path.resolve raises for them
+            yield Path(os.path.realpath(entry))  # Path.resolve raises for circular links
         elif entry.is_dir() and not entry.is_symlink():
             yield from _in(entry, suffixes)
 
 
 def _completed_ns(path: Path) -> int | None:
-    """When it was completed; None: it is no checkpoint, but a link to nothing, a pipe, or a folder of somebody else's."""
+    """When the checkpoint was completed; None if the path is not one: a dangling link, a pipe, an unrelated folder."""
     file = path / INDEX if is_folder(path) else path
-    with contextlib.suppress(FileNotFoundError):  # somebody has removed it since
+    with contextlib.suppress(FileNotFoundError):  # removed by another process meanwhile
         if is_file(file):
             return file.stat().st_mtime_ns
     return None

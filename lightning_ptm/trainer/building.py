@@ -1,6 +1,6 @@
-"""What a run is built of: what the Trainer's arguments and the settings ask for, and the engine made of that.
+"""Construction of a run's engine from the Trainer's arguments and the strategy's settings.
 
-Owns nothing that a run has; `Builder` is made at set-up, and used again where a run is laid out anew.
+`Builder` is created at set-up, and used again when a run is laid out again. It owns nothing that belongs to a run.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from lightning_ptm.trainer.ranks import RankGroups, RankPlace
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Builder:
-    """Builds engines for one run.
+    """Factory of the engines of one run.
 
     Args:
-        name: of the strategy, for what users are told.
-        settings: the user's.
-        fits: the run trains. Others have no optimizers, though the strategy has those of the last fit.
-        boxes: which parts of parameters a subclass of the strategy has declared; asked anew for each engine.
-        further: tiers beside device, host and disk (`AngelPTMStrategy.further_tiers`).
+        name: the strategy's name, for messages.
+        settings: the user's settings.
+        fits: whether the run trains. Other runs have no optimizers, although the strategy still has those of the last fit.
+        boxes: returns the slices that a subclass of the strategy has declared; called for each engine.
+        further: tiers in addition to device, host and disk (`AngelPTMStrategy.further_tiers`).
         file_ops: the disk tier's file calls, for tests of failing disks.
-        save_ops: those of sharded checkpoints, asked for when one begins.
+        save_ops: returns the file calls of sharded checkpoints, when one begins.
     """
 
     name: str
@@ -77,18 +77,18 @@ class Builder:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those of the run."""
+        """The run's optimizers."""
         return self.trainer.optimizers if self.fits else []
 
     def boxes_with(self, cut: CutModule | None) -> Boxes:
-        """The boxes that count, by id of parameter."""
+        """The slices in force, by id of parameter."""
         return declared(self.module, self.boxes() if cut is None else cut.boxes())
 
     def cut(self, group: TensorGroup, *, proven: bool = True) -> CutModule:
-        """The module's parameters become this rank's parts (`tensor_parallel_size`); their optimizers keep them.
+        """Replaces the module's parameters by this rank's slices (`tensor_parallel_size`); optimizers keep the parameters.
 
         Args:
-            proven: blocks are proven when they are first called.
+            proven: whether each block is verified at its first call.
         """
         plan, strict = self.settings.tensor_parallel.plan, self.settings.tensor_parallel.plan != "auto"
         return CutModule(
@@ -112,19 +112,19 @@ class Builder:
         handed: PreviousState | None = None,
         before_edits: Callable[[], None] | None = None,
     ) -> Engine:
-        """The engine and its pages. Collective.
+        """Builds the engine and its pages. Collective.
 
         Args:
-            anew: in mid-run: parameters have been rearranged.
-            restored: what was loaded before.
-            given: the parameters' values, where the module has none.
-            handed: the same, where they are in pages.
+            anew: whether this is a re-layout in mid-run, after parameters were rearranged.
+            restored: state of a checkpoint that was loaded before the engine existed.
+            given: the parameters' first values, where the module has none.
+            handed: the parameters' first values, where they are in pages of the previous engine.
             before_edits: called before weights are edited by hand.
         """
         place, fitting = self.place, self.fits
         boxes = self.boxes_with(cut)
         mesh = split_of(boxes, place.world_size, self.settings.expert_parallel_size, communicator.rank).mesh
-        # What ranks with other parts exchange is the module's affair.
+        # Exchanges between ranks with different slices belong to the module.
         behind = (Axis.TENSOR,) if self.settings.checkpoints.async_save and fitting else ()
         communicators = Communicators(mesh, communicator, ALONG, behind)
         given = given or self._files_values(communicator, boxes, restored)
@@ -154,20 +154,20 @@ class Builder:
             handed=handed,
             root=root_folder(self.trainer),
             before_edits=before_edits,
-            # A run that goes on from a checkpoint rounds as it would have done.
+            # A resumed run rounds stochastically with the seeds that the first run would have had.
             number_of_step=lambda: self.trainer.global_step,
         )
 
     def decided(self, request: Request, communicator: Communicator, handed: PreviousState | None) -> Blueprint:
-        """All decisions. Collective."""
+        """Makes all layout decisions. Collective."""
         in_memory, on_disk = (0, 0) if handed is None else (handed.bytes_in_memory(), handed.bytes_on_disk())
         return decide_here(request, communicator, self.place.ranks_here, in_memory=in_memory, on_disk=on_disk)
 
     def check(self, communicator: Communicator, cut: CutModule | None) -> None:
-        """Refuses what pages cannot have, before a run is laid out anew. Collective.
+        """Checks before a re-layout that pages can hold the parameters. Collective.
 
         Raises:
-            ConfigError: parameters that pages cannot have.
+            ConfigError: pages cannot hold some parameters.
         """
         settings = self.settings_here
         if self.between.page_bytes is not None:
@@ -176,7 +176,7 @@ class Builder:
         check_parameters(request, communicator, self.place.ranks_here)
 
     def _chosen(self, settings: Settings, communicator: Communicator) -> Settings:
-        """What "auto" comes to, once for all runs of this strategy."""
+        """Resolves settings of "auto", once for all runs of this strategy."""
         between, backend = self.between, self.place.backend
         page_bytes, wide = between.page_bytes, between.wide_matmuls
         if settings.page_size == "auto":
@@ -188,7 +188,7 @@ class Builder:
         return settings
 
     def request(self, settings: Settings, cut: CutModule | None = None) -> Request:
-        """What a run asks for, once its optimizers are there; allocates nothing."""
+        """The layout request of a run whose optimizers exist; allocates nothing."""
         plan = self.precision.plan
         fitting = self.fits
         sums = fitting and self._sums_gradients()
@@ -203,7 +203,7 @@ class Builder:
             gradients_outlive_step=not self.precision.forgets_gradients(self.module),
             sums_gradients=sums,
             rearranges=fitting and bool(rearrangers(self.trainer)),
-            # Of manual optimization the step is taken within the forward.
+            # In manual optimization the step is taken within the forward.
             changes_default_dtype=plan.default_dtype is not None and self.module.automatic_optimization,
             further=self.further,
             boxes=self.boxes_with(cut),
@@ -211,7 +211,7 @@ class Builder:
         )
 
     def _files_values(self, communicator: Communicator, boxes: Boxes, restored: DeferredState | None) -> Given | None:
-        """What `weights` provides; of a module that has been in a run before, which may have learnt since, only frozen
+        """The first values from `weights`. A module that has had a run before may be trained, so it gets only the frozen
         parameters that this run had no room to give back."""
         if self.settings.weights is None:
             return None
@@ -228,7 +228,7 @@ class Builder:
 
     @property
     def settings_here(self) -> Settings:
-        """The user's settings; a home on disk without a path gets the Trainer's root folder."""
+        """The user's settings, with the Trainer's root folder as disk path where a home is on disk and no path is set."""
         settings = self.settings
         if settings.disk_path is None and "disk" in (settings.offload_parameters, settings.wanted_offload_optimizer):
             root = Path(self.trainer.default_root_dir)
@@ -237,7 +237,7 @@ class Builder:
         return settings
 
     def _sums_gradients(self) -> bool:
-        """Whether a step may have the gradients of several backward passes."""
+        """Whether a step may use the gradients of several backward passes."""
         trainer = self.trainer
         schedules = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
         return (
@@ -248,7 +248,7 @@ class Builder:
 
 
 def root_folder(trainer: Trainer) -> Path | None:
-    """The Trainer's root folder; None where it is not of this machine."""
+    """The Trainer's root folder; None if it is not a local path."""
     root = str(trainer.default_root_dir)
     return None if "://" in root else Path(root)
 
@@ -256,17 +256,17 @@ def root_folder(trainer: Trainer) -> Path | None:
 def _warn_without_codes(blueprint: Blueprint, name: str) -> None:
     if not any(flat.code for flat in blueprint.layout.all_flats()):
         rank_zero_warn(
-            f"frozen_dtype={name!r} changes nothing in this run: no matrix of a unit beside the root is frozen; freeze the "
-            f"model (model.requires_grad_(False)) before its adapters are made, name the units (units=['Block']), or leave "
-            f"frozen_dtype out"
+            f"frozen_dtype={name!r} changes nothing in this run: no matrix of a unit other than the root is frozen; freeze "
+            f"the model (model.requires_grad_(False)) before its adapters are made, name the units (units=['Block']), or "
+            f"leave frozen_dtype out"
         )
 
 
 def chosen_page_bytes(settings: Settings, communicator: Communicator, backend: Backend) -> int:
-    """What rank 0 finds, on all ranks. Collective.
+    """The page size that rank 0 measures to be the smallest that saturates its tiers, on all ranks. Collective.
 
     Raises:
-        ConfigError: rank 0 cannot use the disk's folders; RankError on the others.
+        ConfigError: rank 0 cannot use the disk's folders; RankError on the other ranks.
     """
     failure: AngelPTMError | None = None
     told: int | str | None = None
@@ -281,7 +281,7 @@ def chosen_page_bytes(settings: Settings, communicator: Communicator, backend: B
         raise failure
     if not isinstance(told, int):
         raise RankError(
-            f"page_size='auto', and rank 0 could not measure pages: {told}; mend that, or give a size, such as '4MiB'"
+            f"page_size='auto', and rank 0 could not measure pages: {told}; fix that, or give a size, such as '4MiB'"
         )
     rank_zero_info(f"page_size='auto': pages of {format_bytes(told)}")
     return told

@@ -1,6 +1,6 @@
-"""How a strategy saves and loads: in its run, and without one.
+"""Saving and loading of a strategy's checkpoints, in a run and outside of runs.
 
-Which function of checkpoints/ does it depends on that. What Lightning loads before a run has pages is in its `SetUp`.
+Dispatches to the functions of checkpoints/. Checkpoints that Lightning loads before a run has pages are in `SetUp`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from lightning_ptm.trainer.stale_optimizers import renew
 
 
 class RunCheckpoints:
-    """Saves and loads. In each method, `run` is the one in progress.
+    """Saving and loading for one strategy. In each method, `run` is the run in progress.
 
     Args:
-        strategy: whose; what Lightning's own class can do is asked of it, and nothing else.
-        between: what is remembered of the last run.
-        save_ops: file calls of sharded checkpoints, asked for when one begins.
+        strategy: the strategy; only methods of Lightning's own base class are called on it.
+        between: the record of the last run.
+        save_ops: returns the file calls of sharded checkpoints, when one begins.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RunCheckpoints:
 
     @contextmanager
     def of_type(self, state_dict_type: Literal["full", "sharded"]) -> Iterator[None]:
-        """Inside, checkpoints are of this type, whatever the settings say."""
+        """Overrides the checkpoint type of the settings inside the block."""
         self._type = state_dict_type
         try:
             yield
@@ -88,12 +88,12 @@ class RunCheckpoints:
         return {}
 
     def optimizer_state(self, run: Run | None, optimizer: Optimizer) -> dict[str, Any]:
-        """The same of an optimizer."""
+        """An optimizer's state for a checkpoint; empty on ranks that do not write it. Collective."""
         keep = self._strategy.is_global_zero
         if run is not None and run.has_pages and not run.fits and self._type == "sharded":
             raise UsageError(
-                "a sharded checkpoint in the middle of an evaluation has no place for the states of the fit before; save "
-                "when the evaluation is over, or give save_checkpoint(..., weights_only=True); Lightning's tuner needs a "
+                "a sharded checkpoint during an evaluation cannot hold the optimizer states of the fit before; save "
+                "after the evaluation, or give save_checkpoint(..., weights_only=True); Lightning's tuner needs a "
                 "Trainer that has not trained"
             )
         if run is None or not (run.cut_off or (run.has_pages and run.fits)):
@@ -113,11 +113,11 @@ class RunCheckpoints:
         filepath: str | Path,
         storage_options: Any = None,
     ) -> None:
-        """Writes a checkpoint, or begins to (`async_save`). Collective."""
+        """Writes a checkpoint, or starts to (`async_save`). Collective."""
         if run is None or not (run.has_pages or run.cut_off):
             self._save(None, module, checkpoint, filepath, storage_options)
             if self._between.ended.torn:
-                rank_zero_warn(f"the weights in {filepath} are of two steps: {TORN}")
+                rank_zero_warn(f"the weights in {filepath} mix two optimizer steps: {TORN}")
             return
         if not run.cut_off:
             run.settle()
@@ -135,30 +135,28 @@ class RunCheckpoints:
         filepath: str | Path,
         storage_options: Any,
     ) -> None:
-        if "optimizer_states" in checkpoint and self._between.ran:  # else there is nothing to go on with
+        if "optimizer_states" in checkpoint and self._between.ran:  # otherwise nothing is resumed from it
             checkpoint = randomness.filed(checkpoint, self._random_states(run))
         if self._type == "full":
             self.saves.save(filepath, lambda: self._write_full(run, checkpoint, filepath, storage_options))
             return
         if storage_options is not None:
             raise ConfigError(
-                "storage_options are a checkpoint_io's, and state_dict_type='sharded' writes folders itself"
+                "storage_options are arguments of a checkpoint_io, and state_dict_type='sharded' writes folders without one"
             )
         if run is None:
             self.saves.save(filepath, lambda: self._save_afterwards(module, checkpoint, Path(filepath)))
             return
-        # Nobody waits at the end of a run that was cut short, so nobody would hear of a failure.
+        # Nothing waits at the end of an interrupted run, so a failure would go unreported.
         cut_short = run.interruption is not None and run.interruption.on_this_rank
         behind = self._settings.checkpoints.async_save and run.engine.blueprint.saves_in_background and not cut_short
         self.saves.save(filepath, lambda: self._begin(run, checkpoint, Path(filepath), behind), in_background=behind)
 
     def _random_states(self, run: Run | None) -> list[Mapping[str, Any]]:
-        """Those of all ranks that draw others. Collective."""
+        """Random states of one rank of each tensor group, since all ranks of a group draw the same numbers. Collective."""
         strategy = self._strategy
         ours = randomness.sent(randomness.states(backend_of(strategy.root_device)))
-        ranks = range(
-            0, strategy.world_size, self._settings.tensor_parallel_size
-        )  # the others of a group draw the same
+        ranks = range(0, strategy.world_size, self._settings.tensor_parallel_size)
         tell: Callable[[Any, int], Any] = strategy.broadcast if run is None else run.engine.barriers.broadcast
         states = [tell(ours if rank == strategy.global_rank else None, rank) for rank in ranks]
         return [randomness.received(each) for each in states]
@@ -167,11 +165,11 @@ class RunCheckpoints:
         self, run: Run | None, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
         with self._together(run):
-            # Lightning's own: ours has come here.
+            # Lightning's own method: the strategy's override has called this one.
             ParallelStrategy.save_checkpoint(self._strategy, checkpoint, filepath, storage_options=storage_options)
 
     def write_now(self, run: Run, checkpoint: dict[str, Any], path: Path) -> None:
-        """A checkpoint of a run, whatever becomes of the others. Raises CheckpointError, OSError."""
+        """Writes a checkpoint of a run now, regardless of queued ones. Raises CheckpointError, OSError."""
         if self._type == "full":
             self._write_full(run, checkpoint, path)
         else:
@@ -179,7 +177,7 @@ class RunCheckpoints:
 
     @contextmanager
     def _together(self, run: Run | None) -> Iterator[None]:
-        """What the block raises on one rank raises on all of them, also after a run; there, rank 0 alone does something.
+        """Raises an exception of one rank on all ranks, in a run and outside of runs; outside, only rank 0's block may raise.
         Collective."""
         if run is not None:
             with run.engine.barriers.errors_on_all_ranks():
@@ -221,7 +219,7 @@ class RunCheckpoints:
     def load_module_state(
         self, run: Run | None, module: LightningModule, checkpoint: Mapping[str, Any], *, strict: bool
     ) -> None:
-        """The weights of a checkpoint."""
+        """Loads the weights of a checkpoint."""
         self.saves.finish()
         if run is None or not run.has_pages:  # between runs the parameters are ordinary ones
             after_run.give_storage(module)
@@ -232,7 +230,7 @@ class RunCheckpoints:
         run.go_on_drawing(randomness.found(checkpoint))
 
     def load_optimizer_states(self, run: Run | None, checkpoint: Mapping[str, Any]) -> None:
-        """Those of all optimizers."""
+        """Loads the states of all optimizers from a checkpoint."""
         self.saves.finish()
         if run is None or not run.has_pages:
             ParallelStrategy.load_optimizer_state_dict(self._strategy, checkpoint)
@@ -251,13 +249,13 @@ class RunCheckpoints:
         weights_only: bool | None,
         progress: Callable[[], Progress],
     ) -> dict[str, Any]:
-        """Reads a checkpoint, of either type; its tensors are read as they are needed.
+        """Reads a checkpoint of either type; its tensors are read from disk when they are needed.
 
         Args:
-            set_up: of a run; what one rank raises then, all raise.
+            set_up: the set-up in progress, if any; an exception of one rank is then raised on all.
         """
-        self.saves.finish()  # it may be the one in progress: Lightning's tuner saves, and goes back a few steps later
-        # From the first look at the path: one rank alone may be refused it, or have none of that name.
+        self.saves.finish()  # it may be the one in progress: Lightning's tuner saves, and reloads a few steps later
+        # Includes the first access to the path: a single rank may lack the permission, or the file.
         with nullcontext() if set_up is None else set_up.on_all_ranks():
             path = Path(checkpoint_path)
             if self.is_sharded(path):
@@ -277,7 +275,7 @@ class RunCheckpoints:
         progress: Callable[[], Progress],
     ) -> dict[str, Any]:
         paged = run is not None and run.has_pages
-        # Who does not train needs no optimizer states: with Adam, two thirds of the bytes.
+        # Runs that do not train skip the optimizer states: with Adam, two thirds of the bytes.
         if not paged and set_up is None:
             return sharded.load(path, weights_only=weights_only)
         fitting, strategy = module.trainer.state.fn is TrainerFn.FITTING, self._strategy
@@ -290,14 +288,14 @@ class RunCheckpoints:
             return sharded.load(path, weights_only=weights_only, optimizers=fitting, verify=ours, progress=progress())
 
     def is_sharded(self, path: Path) -> bool:
-        """Whether a path is a sharded checkpoint's, perhaps a damaged one's; a user's plugin may write folders, too."""
+        """Whether a path is a sharded checkpoint, perhaps a damaged one; a user's plugin may write folders, too."""
         return is_folder(path) and (is_sharded(path) or isinstance(self._strategy.checkpoint_io, FileCheckpointIO))
 
     # -- earlier ones -------------------------------------------------------------------------------------------------
 
     def remove(self, run: Run | None, filepath: str | Path) -> None:
-        """Removes one, once there is a later one."""
-        # Without states its successor would be what was not written.
+        """Removes an outdated checkpoint, after the pending save has finished."""
+        # Without saved states, the newer checkpoint was not written.
         if self._strategy.is_global_zero and not (run is not None and run.unsaved):
             self.saves.remove(Path(filepath), self._remove)
 

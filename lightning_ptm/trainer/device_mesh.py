@@ -1,9 +1,10 @@
-"""What `LightningModule.device_mesh` is in a run. Knows ranks and process groups, no module.
+"""The device mesh of a run (`LightningModule.device_mesh`). Knows ranks and process groups, no module.
 
-Owns the mesh of the last run of this process: torch keeps groups, with their connections and threads, until the process ends,
-so the next run has them, too.
+Owns the mesh of the last run of this process: torch keeps process groups, with their connections and threads, until the
+process ends, so the next run reuses them.
 
-A module that asks for the axes of Lightning's ModelParallelStrategy gets them however many ranks there are, or hears why not.
+A module written for Lightning's ModelParallelStrategy finds its axes with any number of ranks; with one rank, a request for a
+process group is an error that explains why.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ _AXES = ("data_parallel", "tensor_parallel")
 
 
 _last: tuple[Any, DeviceMesh] | None = None
-"""What it is made of, and the mesh."""
+"""(what the mesh was made for, the mesh)."""
 
 
 def last_mesh(world_size: int, tensor_size: int, device: str) -> DeviceMesh | None:
-    """That of a run before this one; None where that was another one, or has failed."""
+    """The mesh of an earlier run; None if that run had other sizes or ranks, or has failed."""
     if _last is None or _last[0] != (torch.distributed.group.WORLD, world_size, tensor_size, device):
         return None
     return _last[1]
 
 
 def forget_mesh() -> None:
-    """Collectives on its groups have failed, maybe."""
+    """Drops the last mesh, since collectives on its groups may have failed."""
     global _last
     _last = None
 
 
 def mesh_of(world_size: int, tensor_size: int, device: str) -> DeviceMesh:
-    """A new one, which is kept. See `_made`; collective."""
+    """Makes a new mesh and keeps it as the last one; collective."""
     global _last
     mesh = _made(world_size, tensor_size, device)
     _last = (torch.distributed.group.WORLD, world_size, tensor_size, device), mesh
@@ -44,10 +45,10 @@ def mesh_of(world_size: int, tensor_size: int, device: str) -> DeviceMesh:
 
 
 def _made(world_size: int, tensor_size: int, device: str) -> DeviceMesh:
-    """Of all ranks, `tensor_size` neighbours with parts of the same layers; collective."""
+    """A mesh of all ranks, in which `tensor_size` consecutive ranks have slices of the same layers; collective."""
     if tensor_size > 1:
         return init_device_mesh(device, (world_size // tensor_size, tensor_size), mesh_dim_names=_AXES)
-    # Each rank makes its own group alone; init_device_mesh would have all ranks make those of all, one after the other.
+    # Each rank makes its own group of one; init_device_mesh would have all ranks make all these groups in sequence.
     alone = torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
     groups = [torch.distributed.group.WORLD, alone]
     ranks = torch.arange(world_size).view(-1, 1)
@@ -55,10 +56,10 @@ def _made(world_size: int, tensor_size: int, device: str) -> DeviceMesh:
 
 
 class MeshOfOne:
-    """One rank's, which has no process groups: of size 1 along each axis. What needs a group is a UsageError.
+    """Device mesh of a single rank without process groups: of size 1 along each axis. Requests for a group raise UsageError.
 
     Args:
-        mesh_dim_names: its axes.
+        mesh_dim_names: names of the axes.
     """
 
     def __init__(self, mesh_dim_names: tuple[str, ...] = _AXES) -> None:
@@ -86,7 +87,7 @@ class MeshOfOne:
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
-            raise AttributeError(name)  # as copying and pickling look for
+            raise AttributeError(name)  # as copy and pickle expect
         raise UsageError(
             f"this run has one rank, which has no process groups, and a device mesh of size 1 without {name}; ask "
             f"self.trainer.world_size first"

@@ -1,7 +1,7 @@
-"""How a run ends: everything of others is given back, whatever fails on the way.
+"""The end of a run: weights and optimizer states go back to the user's objects, whatever fails on the way.
 
-I1: after a run the module has ordinary parameters again, when RAM holds them, and its optimizers their states, when RAM has
-room for these, too. I2: where RAM does not even hold what was trained, it is on disk before the pages go.
+I1: after a run the module has ordinary parameters, if RAM can hold them, and its optimizers have their states, if RAM can
+hold these, too. I2: if RAM cannot hold the trained weights, they are written to disk before the pages are freed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_ptm.trainer.stale_optimizers import spend
 
 
 def end(run: Run, checkpoints: RunCheckpoints) -> None:
-    """Ends a run, or its pages. Collective, where it has not failed."""
+    """Ends a run, with or without pages. Collective, unless the run has failed."""
     if run.has_pages:
         _Ending(run, checkpoints).end()
     else:
@@ -44,7 +44,7 @@ class _Ending:
     """The end of a run that has pages.
 
     Args:
-        checkpoints: of its strategy.
+        checkpoints: saving and loading of the strategy.
     """
 
     def __init__(self, run: Run, checkpoints: RunCheckpoints) -> None:
@@ -54,9 +54,9 @@ class _Ending:
         self._between = run.builder.between
         # State.
         self._replaced: list[Optimizer] = []
-        """Optimizers whose `state` the user has replaced: theirs is not given back."""
+        """Optimizers whose `state` the user has replaced, so that their states are not given back."""
         self._told_later: list[Exception] = []
-        """Why the last checkpoint was not written, or trained weights are lost, or were written to in vain."""
+        """Errors to raise at the end: the last checkpoint was not written, or trained weights are lost."""
 
     def end(self) -> None:
         run, engine, between = self._run, self._engine, self._between
@@ -64,33 +64,33 @@ class _Ending:
         communicator = run.communicator
         torn = run.interruption is not None and run.interruption.torn
         before, ended = between.ended, after_run.remember(engine, torn=torn)
-        if not run.fits:  # of optimizers, and of weights that nobody has loaded since, the fit before has told
+        if not run.fits:  # the fit before determines optimizer states, and weights that were not loaded since
             ended = dataclasses.replace(ended, optimizer_states=before.optimizer_states, torn=torn or before.torn)
         between.end(ended)
         failure: Exception | None = None
         back, path = restore.GivenBack.NONE, ""
-        with ExitStack() as steps:  # each of them, whatever becomes of those before; the last one first
+        with ExitStack() as steps:  # each step runs even if an earlier one fails; last in, first out
             steps.callback(self._checkpoints.saves.forget)
             steps.callback(engine.close)
             if communicator is not None:
-                # First: a collective in flight may still write into the pages that the engine frees.
+                # First, since a collective in flight may still write into the pages that the engine frees.
                 steps.callback(communicator.close)
             steps.callback(run.uncut)
             steps.callback(self._settle_accounts, before.audits)
-            try:  # while the run has the engine, with which it saves
+            try:  # while the run has its engine, which saving needs
                 back, path = self._meet()
             except Exception as error:
                 failure = error
             try:
                 run.leave(self._replaced)
-            except Exception as error:  # the weights are the user's all the same
+            except Exception as error:  # weights are given back all the same
                 self._told_later.append(error)
             try:
                 if failure is not None:
                     raise failure
                 self._give_back(back, path)
             except Exception as error:
-                engine.fail(error)  # the others wait for this rank, and Lightning can no longer tell them
+                engine.fail(error)  # the other ranks wait for this one, and Lightning can no longer notify them
                 if not between.ended.weights:
                     engine.lent_parameters.detach()
                 raise
@@ -98,10 +98,10 @@ class _Ending:
             raise each
 
     def _meet(self) -> tuple[restore.GivenBack, str]:
-        """All checkpoints are in place, and which weights will be given back is decided. Collective.
+        """Waits for all checkpoints, and decides which weights are given back. Collective.
 
         Returns:
-            Which, and where they were written to instead.
+            The decision, and the path that weights were written to instead, or "".
         """
         engine, saves = self._engine, self._checkpoints.saves
         if engine.barriers.failed:
@@ -110,10 +110,10 @@ class _Ending:
             engine.barriers.meet(Together.END_OF_RUN)
             try:
                 saves.finish()
-            except CheckpointError as error:  # the weights are the user's all the same
+            except CheckpointError as error:  # weights are given back all the same
                 self._told_later.append(error)
         if engine.heap is not None:
-            engine.heap.steps_end()  # what follows takes RAM of its own
+            engine.heap.steps_end()  # the following steps allocate RAM
         wanted, ranks_here = self._run.builder.settings.tuning.restore_weights, self._run.builder.place.ranks_here
         back = restore.decide(engine, wanted=wanted, ranks_here=ranks_here, whole=self._run.cut is not None)
         if back is not restore.GivenBack.WRITTEN:
@@ -127,19 +127,19 @@ class _Ending:
             return back, ""
 
     def _write(self) -> Path:
-        """A checkpoint of the weights, where RAM has no room for them (I2): sharded, unless some are strided. Collective.
+        """Writes a checkpoint of the weights, if RAM has no room for them (I2): sharded, unless some are strided. Collective.
 
         Returns:
-            Its path: in the Trainer's root folder, or, where that has no room, beside the disk tier.
+            Its path: in the Trainer's root folder, or, if that is full, in the disk tier's folder.
 
         Raises:
-            CheckpointError: nowhere is room for it.
+            CheckpointError: no folder has room for it.
         """
         engine, trainer = self._engine, self._run.trainer
         root = root_folder(trainer)
         places = [*([] if root is None else [root]), *engine.disk_paths]
         failures = []
-        # Sharded ones hold parameters as they lie in pages: strided ones in another order than that of their shape.
+        # Sharded checkpoints hold parameters in the memory order of pages, which differs from that of strided shapes.
         strided = any(slot.spec.stride for flat in engine.blueprint.layout.all_flats() for slot in flat.slots)
         with self._checkpoints.of_type("full" if strided else "sharded"):
             checkpoint = checkpoints_of(trainer).dump_checkpoint(weights_only=True)
@@ -151,7 +151,7 @@ class _Ending:
                     failures.append(f"{place}: {error}")
                     continue
                 rank_zero_warn(
-                    f"RAM has no room for the trained weights, so they are not put back into the module but written to "
+                    f"RAM has no room for the trained weights, so the module does not get them back; they were written to "
                     f"{path}: load them from there (lightning_ptm.sharded.load, weights={str(path)!r}, or ckpt_path of an "
                     f"evaluation)"
                 )
@@ -162,10 +162,10 @@ class _Ending:
         )
 
     def _give_back(self, back: restore.GivenBack, path: str) -> None:
-        """Weights and optimizer states are the user's again, as far as that is wanted and can be. Collective.
+        """Gives weights and optimizer states back to the user's objects, as far as requested and possible. Collective.
 
         Args:
-            back, path: which weights, and where they were written to instead.
+            back, path: the decision of `_meet`, and the path that weights were written to instead.
         """
         run, engine, between = self._run, self._engine, self._between
         cut_here, place = run.cut is not None, run.builder.place
@@ -177,7 +177,7 @@ class _Ending:
             between.note(weights=True, parts=between.ended.parts and not cut_here)
             complete = not any(isinstance(each, GuardedParameter) for each in run.module.parameters())
             run.builder.precision.end_run(ordinary=complete and place.alone)
-            # The run's, whatever the Trainer has been given since.
+            # The run's optimizers, whatever the Trainer has been given since.
             optimizers = engine.updates.groups.optimizers
             kept: Collection[Optimizer] = [each for each in optimizers if each not in self._replaced]
             if place.rank:
@@ -195,7 +195,8 @@ class _Ending:
             raise returned.failure
 
     def _again(self) -> str:
-        """How frozen parameters get their values in a next run of this strategy; empty: by the user alone."""
+        """How a next run of this strategy gets the values of frozen parameters, in words; empty if the user must provide
+        them."""
         of_files = frozenset(self._engine.values.of_files)
         self._between.note(of_files=of_files)
         files = self._run.builder.settings.pretrained
@@ -204,20 +205,20 @@ class _Ending:
         return f"a next run with this strategy reads them from {files.path} again"
 
     def _settle_accounts(self, known_audits: tuple[UpdateAudit, ...]) -> None:
-        """Before pages go: what can be told of the run afterwards, and which optimizers have lost their states."""
+        """Records, before pages are freed, the last update audits and the optimizers that lose their states."""
         self._between.note(audits=last_audit(self._engine) or known_audits)
         if not self._between.ended.optimizer_states:
             spend(having_states(self._engine))
 
 
 def having_states(engine: Engine) -> list[Optimizer]:
-    """Optimizers of which pages hold what they know from earlier steps."""
+    """Optimizers that have states in pages."""
     optimizers = enumerate(engine.updates.groups.optimizers)
     return [each for index, each in optimizers if engine.optimizer_values.has_states(index)]
 
 
 def _unused(place: Path, step: int) -> Path:
-    """A name in a folder that nothing has."""
+    """An unused path in a folder for the checkpoint at the end of a run."""
     versions = itertools.chain([""], (f"-v{number}" for number in itertools.count(1)))
     paths = (place / f"end-of-run-step={step}{version}.ckpt" for version in versions)
     return next(path for path in paths if not os.path.lexists(path))

@@ -1,7 +1,8 @@
-"""The private names of Lightning, torchmetrics and jsonargparse that this package uses; no other file has any.
+"""The private names of Lightning, torchmetrics and jsonargparse that this package uses; no other file uses any.
 
-Fetched as torch's are (torch_internals.py): a name that the installed version lacks raises a ConfigError that says which
-versions are tested. What instances alone have is looked for in the code of their class's `__init__`. Owns nothing.
+They are fetched as torch's are (torch_internals.py): a name that the installed version lacks raises a ConfigError that
+states the tested versions. Attributes that exist on instances only are looked for in the code of the class's `__init__`.
+Owns nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torchmetrics import Metric
 
 from lightning_ptm.torch_internals import checked, private, reader, writer
 
-# -- what our subclasses override, or read of their bases as `self._name`. ---------------------------------------------
+# -- what our subclasses override, or read from their bases as `self._name` --------------------------------------------
 
 OF_STRATEGY = checked(
     ParallelStrategy,
@@ -46,23 +47,23 @@ OF_STRATEGY = checked(
     "_reset_optimizers_and_schedulers",
 )
 OF_FABRIC_STRATEGY = checked(FabricStrategy, "_precision")
-"""By asking for it Fabric shows that it is not a Trainer who has this strategy."""
+"""Only Fabric reads this attribute, so reading it shows that Fabric, and not a Trainer, has the strategy."""
 OF_PRECISION = checked(Precision, "_after_closure")
 OF_SUMMARY = checked(Summary, "_model")
 
 
 def check_command_line() -> None:
-    """What LightningCLI's subclass overrides. Apart, since jsonargparse takes long to import."""
+    """Checks the method that our LightningCLI overrides. A function of its own since jsonargparse is slow to import."""
     checked("lightning.pytorch.cli", "LightningCLI._parse_ckpt_path")
 
 
 def config_value(command_line: Any, config: Any, key: str) -> Any:
-    """What a config of LightningCLI has for the subcommand that was chosen."""
+    """The value of `key` in a config of LightningCLI, for the chosen subcommand."""
     return private("lightning.pytorch.cli", "LightningCLI._get")(command_line, config, key)
 
 
 def options_of(parser: Any) -> list[Action]:
-    """All options of a parser of jsonargparse's."""
+    """All options of a jsonargparse parser."""
     found: list[Action] = private(parser, "_actions")
     return found
 
@@ -79,7 +80,7 @@ seed_workers: Callable[[object, int], None] = private("lightning.fabric.utilitie
 note_device_and_dtype: Callable[..., None] = private(
     "lightning.fabric.utilities.device_dtype_mixin", "_update_properties"
 )
-"""Has modules say that they are on this device, or of this dtype."""
+"""Sets the `device` and `dtype` that modules report."""
 move_optimizers: Callable[..., None] = private("lightning.fabric.utilities.optimizer", "_optimizers_to_device")
 
 # -- the Trainer and what belongs to it -------------------------------------------------------------------------------
@@ -94,20 +95,20 @@ _TrainingEpochLoop = private("lightning.pytorch.loops.training_epoch_loop", "_Tr
 wrapped_optimizers: Callable[[Any], list[Any]] = reader(ParallelStrategy, "_lightning_optimizers")
 """Lightning's wrappers of the optimizers, in their order."""
 checkpoints_of: Callable[[Trainer], Any] = reader(Trainer, "_checkpoint_connector")
-"""What restores the Trainer's state from a checkpoint and puts it into one."""
+"""The connector that restores the Trainer's state from checkpoints and dumps it."""
 read_checkpoint: Callable[[Any], dict[str, Any]] = reader(_CheckpointConnector, "_loaded_checkpoint")
-"""Of `checkpoints_of`: what it has read and goes on from."""
+"""The checkpoint that `checkpoints_of(trainer)` has read and restores from."""
 put_read_checkpoint: Callable[[Any, Mapping[str, Any]], None] = writer(_CheckpointConnector, "_loaded_checkpoint")
 put_checkpoint_path: Callable[[Any, str | None], None] = writer(_CheckpointConnector, "_ckpt_path")
-"""Of `checkpoints_of`: the file of somebody else's that the run goes on from, which is never removed."""
+"""Sets the path that `checkpoints_of(trainer)` resumes from, which Lightning takes for a user's file and never removes."""
 signals_of: Callable[[Trainer], Any] = reader(Trainer, "_signal_connector")
 ON_SIGTERM, ON_REQUEUE = checked(_SignalConnector, "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
-"""Of `signals_of`: what handles SIGTERM, and SLURM's signal."""
+"""Names of the handlers for SIGTERM and for SLURM's signal, of `signals_of(trainer)`."""
 requeue_of: Callable[[Any], Callable[..., None]] = reader(_SignalConnector, "_slurm_sigusr_handler_fn")
 (BEFORE_BATCH,) = checked(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
-"""Of the loop over an epoch: asks before each batch whether rank 0 has received SIGTERM."""
+"""Name of the epoch loop's method that asks before each batch whether rank 0 has received SIGTERM."""
 steps_of_loop: Callable[[Any], int] = reader(_TrainingEpochLoop, "_batches_that_stepped")
-"""The step under which Lightning logs."""
+"""The step number under which Lightning logs."""
 skips_backward: Callable[[Any], bool] = reader(_FitLoop, "_skip_backward")
 
 _data_of = reader(Trainer, "_data_connector")
@@ -116,8 +117,8 @@ _data_module = reader(_DataHookSelector, "datamodule")
 
 
 def data_module_of_call(trainer: Trainer) -> LightningDataModule | None:
-    """The data module that this call of fit, test and so on was given; `trainer.datamodule` may be that of an earlier one."""
-    hooks = _hooks_of_data(_data_of(trainer))  # None until there was a call
+    """The data module passed to this call of fit, test etc.; `trainer.datamodule` may be from an earlier call."""
+    hooks = _hooks_of_data(_data_of(trainer))  # None before the first call
     found: LightningDataModule | None = getattr(trainer, "datamodule", None) if hooks is None else _data_module(hooks)
     return found
 
@@ -125,9 +126,9 @@ def data_module_of_call(trainer: Trainer) -> LightningDataModule | None:
 # -- modules, callbacks, loggers --------------------------------------------------------------------------------------
 
 trainer_of: Callable[[LightningModule], Trainer | None] = reader(LightningModule, "_trainer")
-"""`module.trainer`, which raises where there is none."""
+"""`module.trainer`, but None where there is none, instead of an error."""
 compiled_as: Callable[[LightningModule], Mapping[str, Any] | None] = reader(LightningModule, "_compiler_ctx")
-"""What torch.compile has made of a module as a whole; None: nothing."""
+"""torch.compile's record of a module that was compiled as a whole; None if it was not."""
 put_device_mesh: Callable[[LightningModule, Any], None] = writer(LightningModule, "_device_mesh")
 
 (LINK,) = checked(ModelCheckpoint, "_link_checkpoint")
@@ -146,11 +147,11 @@ _learning_rate_search = reader(LearningRateFinder, "_early_exit")
 
 
 def is_search(callback: Callback) -> bool:
-    """Whether a callback ends this fit early: it is a Tuner's, which only looks for a batch size or a learning rate."""
+    """Whether a callback ends this fit early, as a Tuner's does: it only searches a batch size or a learning rate."""
     if isinstance(callback, BatchSizeFinder):
         return bool(_batch_size_search(callback))
     return isinstance(callback, LearningRateFinder) and bool(_learning_rate_search(callback))
 
 
 (SYNC_METRIC,) = checked(Metric, "_sync_dist")
-"""Adds up a metric over ranks: (dist_sync_fn, process_group=...)."""
+"""Name of the method that reduces a metric over ranks: (dist_sync_fn, process_group=...)."""

@@ -1,6 +1,7 @@
-"""What a run has to hear of that Lightning and its users do without asking the strategy; and what it tells them beforehand.
+"""Hooks into Lightning, its callbacks and the user's optimizers: events of a run that the strategy is not called for.
 
-Owns the methods that it puts in place of others', until `undo`. Knows objects of Lightning and torch; pages are the engine's.
+Owns the methods that it replaces on other objects, until `undo`. Also has the warnings of a run's start. Knows objects of
+Lightning and torch; pages belong to the engine.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _NOTHING = object()
 
 
 class Replacement:
-    """A method of ours in the place of one object's own, of whose class a copy of the object has its own again."""
+    """A replacement for a method of one object. A copy of the object has the original method of its class."""
 
     def __init__(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         self._owner = owner
@@ -77,23 +78,23 @@ def _evaluations(trainer: Trainer) -> tuple[Any, ...]:
 
 
 class LightningHooks:
-    """See the file's contract."""
+    """The methods of other objects that a run replaces, and its optimizer hooks; `undo` removes all of them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
         self._replaced: list[tuple[Any, str, Any, Any]] = []
-        """Objects, names of methods that are ours, these, and what the objects themselves had there."""
+        """(object, method name, replacement, what the object's `__dict__` had under the name) of each replacement."""
         self._hooks: list[RemovableHandle] = []
         self._restore: list[Callable[[], None]] = []
         self._foreign: UserCollectives | None = None
 
     def no_sync(self, module: nn.Module, blocked: Callable[[], AbstractContextManager[None]]) -> None:
-        """`trainer.model` is what DDP wraps, whose users call this method of it."""
+        """Adds `no_sync` to `trainer.model`, as DDP's module has it."""
         if not hasattr(module, "no_sync"):
             self._restore.append(replace(module, no_sync=blocked))
 
     def zero_grad_of(self, optimizer: Optimizer, wrapper: LightningOptimizer) -> None:
-        """Gradients in pages must be forgotten when the user's optimizer forgets its own, by either of its handles."""
+        """Makes `zero_grad` of an optimizer and of its Lightning wrapper forget the gradients in pages, too."""
         original = optimizer.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
@@ -107,18 +108,18 @@ class LightningHooks:
         self._replace(wrapper, "zero_grad", zero_grad)  # inherited from Optimizer otherwise
 
     def steps_of_others(self, known: Collection[Optimizer]) -> None:
-        """Steps of optimizers that are none of the run's are refused where they would update copies of weights: nobody would
-        bring what they write to the precise values.
+        """Refuses steps of optimizers that the run does not know, where they would update copies of weights: their results
+        would not reach the master weights.
 
         Args:
-            known: the run's.
+            known: the run's optimizers.
         """
 
         def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._engine is None or any(optimizer is each for each in known):
                 return
-            # torch's own classes leave alone what has no gradient. A closure may compute some, and in a backward pass some
-            # have been taken away already.
+            # torch's own classes skip parameters without a gradient. But a closure may compute gradients, and in a backward
+            # pass some gradients have been moved into pages already.
             torchs = type(optimizer).__module__.startswith("torch.optim") and not in_backward()
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
             only_gradients = torchs and closure is None
@@ -132,20 +133,20 @@ class LightningHooks:
             names = self._engine.lent_parameters.names_of_copies(updated)
             if names:
                 raise UsageError(
-                    f"{type(optimizer).__name__}.step was called, of an optimizer that configure_optimizers has not "
-                    f"returned, and would update {some(names, 3)}: the module has copies of these alone, of more precise "
-                    f"values or of pages elsewhere, so what it writes would be lost; return it from configure_optimizers, "
+                    f"{type(optimizer).__name__}.step was called on an optimizer that configure_optimizers did not return, "
+                    f"and would update {some(names, 3)}: the module has only copies of these, of master weights or of pages "
+                    f"in other tiers, so the update would be lost; return the optimizer from configure_optimizers, "
                     f"which may return several, or keep everything in RAM, on one rank and in a true precision"
                 )
 
         self._hooks.append(register_optimizer_step_pre_hook(before))
 
     def loads_of(self, optimizer: Optimizer, load: Callable[[Optimizer, Mapping[str, Any]], None]) -> None:
-        """`load` is told what the optimizer's `load_state_dict` was given, which torch rounds to the parameters' dtype."""
+        """Calls `load` with the argument of an optimizer's `load_state_dict`, which torch rounds to the parameters' dtype."""
         given: dict[str, Any] = {}
 
         def before(loading: Optimizer, state: dict[str, Any]) -> None:
-            if loading is optimizer:  # and not Lightning's wrapper of it, which then has states of its own
+            if loading is optimizer:  # and not Lightning's wrapper, which would then have states of its own
                 given.update(state)
 
         def after(loading: Optimizer) -> None:
@@ -160,10 +161,10 @@ class LightningHooks:
     def state_dict_of(
         self, optimizer: Optimizer, wrapper: LightningOptimizer, whole: Callable[[Optimizer], dict[str, Any]]
     ) -> None:
-        """Its `state_dict`, by either of its handles, holds what is in pages, too. Collective.
+        """Makes `state_dict` of an optimizer and of its Lightning wrapper include the states in pages. Collective.
 
         Args:
-            whole: makes it; asks the optimizer for what is in no pages.
+            whole: returns the complete state dict; reads from the optimizer what is not in pages.
         """
         original = optimizer.state_dict
 
@@ -174,29 +175,29 @@ class LightningHooks:
         self._replace(wrapper, "state_dict", state_dict)
 
     def averaging(self, trainer: Trainer, gathered: Gathered) -> None:
-        """Callbacks that average weights find them whole."""
+        """Gathers the weights for callbacks that average them."""
         for owner, name, method in gather_for_averaging(trainer.callbacks, gathered):  # type: ignore[attr-defined]
             self._replace(owner, name, method)
 
     def pruning(self, trainer: Trainer, gathered: Gathered) -> None:
-        """Callbacks that prune weights in pages find them whole."""
+        """Gathers the weights for callbacks that prune them, where they are in pages."""
         assert self._engine is not None
         if not self._engine.blueprint.may_be_outside:
             for owner, name, method in gather_for_pruning(trainer.callbacks, gathered):  # type: ignore[attr-defined]
                 self._replace(owner, name, method)
 
     def metrics(self, module: LightningModule, group: ProcessGroup) -> None:
-        """The module's metrics add up over the ranks of a group."""
+        """Reduces the module's metrics over the ranks of a group."""
         for metric, name in metrics_of(module):
             self._put(metric, name, InGroup(metric, lambda: None if self._engine is None else group))
 
     def summaries(self, trainer: Trainer, boxes: Mapping[str, TensorSlice]) -> None:
-        """Summaries of the module tell whole parameters."""
+        """Makes model summaries count whole parameters."""
         for callback, summary in of_whole_parameters(trainer, boxes):
             self._replace(callback, SUMMARY, summary)
 
     def links(self, trainer: Trainer, link: Callable[[Trainer, str, str], None]) -> None:
-        """Callbacks that link to a checkpoint call `link` instead."""
+        """Makes callbacks that link to a checkpoint call `link` instead."""
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 self._replace(callback, LINK, link)
@@ -209,11 +210,12 @@ class LightningHooks:
         meet: Callable[[Together], None],
         gather: Callable[[Gathering], None],
     ) -> None:
-        """Others may come with more batches, or need this rank for what it does not do itself.
+        """Installs the hooks of a run with several ranks: points where ranks compare what they do next, signals, and
+        collectives that the user, a metric or Lightning calls.
 
         Args:
-            meet: called where different numbers of batches show.
-            gather: called before users, metrics or Lightning talk between ranks by torch.distributed.
+            meet: called at each point where ranks with different numbers of batches diverge.
+            gather: called before the user, a metric or Lightning calls a collective of torch.distributed.
         """
         self._foreign = UserCollectives(gather, communicator.group_names)
 
@@ -227,12 +229,13 @@ class LightningHooks:
         epochs = trainer.fit_loop
         for each in _evaluations(trainer):
             self._before(each, "on_run_end", partial(at, Together.END_OF_EVALUATION))
-        # Lightning's own question whether rank 0 has received SIGTERM, before each batch.
+        # Lightning calls this before each batch to ask whether rank 0 has received SIGTERM.
         self._replace(epochs.epoch_loop, BEFORE_BATCH, partial(at, Together.TRAINING_BATCH))
         self._before(epochs, "on_advance_end", partial(meet, Together.END_OF_EPOCH), partial(at, Together.END_OF_EPOCH))
 
     def one_rank(self, trainer: Trainer, signals: Signals) -> None:
-        """A signal must not save in the middle of a step. (SIGTERM alone is only remembered by Lightning, too.)"""
+        """Installs the hooks of a run with one rank: a signal must not save in the middle of a step. (For SIGTERM alone,
+        Lightning's handler only sets a flag, too.)"""
         self._replace(signals_of(trainer), ON_REQUEUE, signals.put_back)
         self._before(trainer.fit_loop.epoch_loop, "advance", signals.settle)
         self._before(trainer.fit_loop, "on_advance_end", _nothing, signals.settle)
@@ -242,7 +245,7 @@ class LightningHooks:
     def _before(
         self, owner: Any, name: str, ours: Callable[[], None], behind: Callable[[], None] | None = None
     ) -> None:
-        """Calls `ours` before a method, and `behind` when it has returned."""
+        """Calls `ours` before a method, and `behind` after it has returned."""
         original = getattr(owner, name)
 
         def both(*args: Any, **kwargs: Any) -> Any:
@@ -256,13 +259,13 @@ class LightningHooks:
         self._replace(owner, name, both)
 
     def undo(self) -> None:
-        """The run is over: all methods are their owners' again."""
+        """Ends the run: restores all methods and removes all hooks."""
         self._engine = None
         if self._foreign is not None:
             self._foreign.close()
         for owner, name, ours, before in reversed(self._replaced):
             if owner.__dict__.get(name) is not ours:
-                continue  # somebody has put another one around it, which now calls the owner's
+                continue  # replaced again since, by a method that calls the original one now
             if before is _NOTHING:
                 del owner.__dict__[name]
             else:
@@ -275,8 +278,8 @@ class LightningHooks:
             self._restore.pop()()
 
     def finetuning(self, trainer: Trainer) -> None:
-        """Callbacks that unfreeze parameters in mid-run look for those that an optimizer has already; values cannot be
-        compared while pages have them."""
+        """Makes callbacks that unfreeze parameters find those that an optimizer already has by identity: Lightning compares
+        values, which are not readable while they are in pages."""
         assert self._engine is not None
         if self._engine.blueprint.may_be_outside:
             return
@@ -293,13 +296,13 @@ class LightningHooks:
 
 
 def rearrangers(trainer: Trainer) -> list[str]:
-    """Names of the callbacks that will unfreeze parameters, or give them other data, during the run."""
+    """Class names of the callbacks that will unfreeze parameters, or replace their data, during the run."""
     kinds = (BaseFinetuning, ModelPruning)
     return [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kinds)]  # type: ignore[attr-defined]
 
 
 def _knowing_parameters(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """A `finetune_function` that knows a parameter again by its being the same one."""
+    """A `finetune_function` that recognizes parameters by identity."""
 
     @functools.wraps(theirs)
     def finetune_function(*args: Any, **kwargs: Any) -> Any:
@@ -317,7 +320,8 @@ def _knowing_parameters(theirs: Callable[..., Any]) -> Callable[..., Any]:
 def _not_in_optimizer(
     theirs: Callable[..., list[torch.Tensor]], optimizer: Optimizer, params: Iterable[nn.Parameter]
 ) -> list[nn.Parameter]:
-    """What Lightning's own function finds and says, which compares values: it is shown a number for each parameter."""
+    """The result and warnings of Lightning's own function, which compares values: it gets a number in place of each
+    parameter."""
     numbers: dict[int, torch.Tensor] = {}
 
     def number(parameter: torch.Tensor) -> torch.Tensor:
@@ -332,30 +336,30 @@ def _not_in_optimizer(
 
 
 def warn_of_gradients_in_pages(module: LightningModule, engine: Engine, precision: AngelPTMPrecision) -> None:
-    """Of hooks that would be refused, or find parts of what tensor parallelism divides."""
+    """Warns of hooks whose reads of `.grad` will be refused, or will find one part of what tensor parallelism divides."""
     readers = precision.gradient_readers(module, of_grad=True)
     if readers and not engine.communicator.alone and any(engine.flats):
         kept = "finds this rank's part alone" if engine.changes.gradients_in_place else "will be refused"
         rank_zero_warn(
-            f"{', '.join(readers)}: a hook between backward and step that reads .grad {kept}, since each rank keeps "
-            f"a part of the gradients alone; use gradient_clip_val or self.clip_gradients to clip, and "
+            f"{', '.join(readers)}: a hook between backward and step that reads .grad {kept}, since each rank keeps only "
+            f"a part of the gradients; use gradient_clip_val or self.clip_gradients to clip, and "
             f"trainer.strategy.gradient_norm(optimizer) for the norm"
         )
 
 
 def warn_of_threads(ranks_on_host: int) -> None:
-    """Of more threads than cores, as in a container whose quota torch does not know: they wait for each other."""
+    """Warns of more threads than cores, as in a container with a quota that torch ignores: threads wait for each other."""
     threads, cores = torch.get_num_threads(), max(1, node_cores(ranks_on_host) // ranks_on_host)
     if threads > cores:
         rank_zero_warn(
             f"PyTorch computes with {threads} threads, and {'a rank' if ranks_on_host > 1 else 'this process'} may use "
             f"{cores} of this machine's cores; set OMP_NUM_THREADS={cores} before Python starts, or call "
-            f"torch.set_num_threads({cores}): threads that lack a core keep the others waiting"
+            f"torch.set_num_threads({cores}): a thread without a core delays all the others"
         )
 
 
 def warn_of_wide_matmuls_uncompiled(module: LightningModule) -> None:
-    """Of compiled parts where products are wide (matmul_precision.py): torch compiles nothing under a dispatch mode."""
+    """Warns of compiled modules where 16-bit products are computed in fp32: torch compiles nothing under a dispatch mode."""
     compiled = [name or type(each).__name__ for name, each in module.named_modules() if is_compiled(each)]
     if compiled:
         rank_zero_warn(
@@ -366,7 +370,7 @@ def warn_of_wide_matmuls_uncompiled(module: LightningModule) -> None:
 
 
 def warn_of_recomputing_uncompiled(module: LightningModule, engine: Engine, settings: Settings) -> None:
-    """Of units inside of what was compiled as a whole."""
+    """Warns of recomputed units in a module that was compiled as a whole."""
     recomputed = engine.blueprint.units[1 :: settings.recompute_every] if settings.recompute_every else ()
     around = compiled_around(module, recomputed)
     if around:

@@ -1,12 +1,12 @@
-"""Products of 16-bit tensors on a CPU that has no 16-bit arithmetic: computed in fp32 and rounded once.
+"""Products of 16-bit tensors on a CPU without 16-bit arithmetic: computed in fp32 and rounded once.
 
-There, torch's kernels for matrices of bfloat16 and float16 are plain loops, 10 to 100 times slower than those of fp32. Owns
+On such CPUs torch's bfloat16 and float16 matrix kernels are plain loops, 10 to 100 times slower than those of fp32. Owns
 the list of operators that count as products (matrix products, attention, convolutions, and their backward passes), and
 the decision whether a run needs this. Knows nothing of pages: they stay 16-bit.
 
-I1: a product is what its operator gives for the same numbers in fp32, rounded once to the 16-bit dtype: what kernels with
-16-bit arithmetic give, up to the order of their sums. I2: all other operators, and products of other dtypes or of several,
-are torch's own. I3: it holds in the thread that entered it, and costs some microseconds an operator.
+I1: a product is the fp32 result of its operator for the same numbers, rounded once to the 16-bit dtype; this equals what
+kernels with 16-bit arithmetic return, up to the order of summation. I2: all other operators, products of other dtypes and of
+mixed dtypes are torch's own. I3: it applies to the thread that entered it, and costs some microseconds per operator.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from lightning_ptm.torch_internals import (
 HALVES = (torch.bfloat16, torch.float16)
 
 SLOW = 4.0
-"""From how many times fp32's time on a 16-bit product is slow. Processors with 16-bit arithmetic take 0.3 to 1.5 times as
+"""Ratio to fp32's time from which a 16-bit product counts as slow. Processors with 16-bit arithmetic take 0.3 to 1.5 times as
 long as for fp32, those without 8 to 70 times."""
 
 _SIDE = 128
@@ -53,7 +53,7 @@ _LEAST_ROUNDS = 5
 _MOST_ROUNDS = 40
 
 _CALLING_HIGHER_ORDER = tuple(str(folder) for folder in (HIGHER_ORDER_FOLDER, Path(torch.nn.attention.__file__).parent))
-"""Where the functions are that torch compiles to call higher-order operators."""
+"""Folders of the functions that torch compiles to call higher-order operators."""
 
 _aten = torch.ops.aten
 
@@ -69,7 +69,7 @@ _INTO = {
     _aten.addbmm.out,
     _aten.baddbmm.out,
 }
-"""Those that write to a tensor `out`."""
+"""Overloads that write to a tensor `out`."""
 
 _PRODUCTS = {
     _aten.mm.default,
@@ -94,15 +94,15 @@ _PRODUCTS = {
 }
 
 _ALWAYS_FP32 = {scaled_attention: 3, scaled_attention_backward: 5}
-"""Of how many arguments, from the first, the dtype says whether it is a product of 16-bit tensors: the mask may be of
-another dtype, and attention's logarithms of sums are fp32, as its second output is."""
+"""How many arguments, from the first, decide whether the operator is a 16-bit product: the attention mask may have another
+dtype, and the log-sum-exp, its second output, is fp32."""
 
 
 class WideMatmuls(TorchDispatchMode):
-    """Inside, in this thread, products of 16-bit tensors are computed in fp32 and rounded once, forward and backward.
+    """Dispatch mode, per thread, that computes products of 16-bit tensors in fp32 and rounds them once.
 
-    Higher-order operators (`torch.cond`, `flex_attention`) are refused: torch compiles what calls them, so that gradients
-    find the parameters that are used inside, and compiles nothing inside of modes.
+    Higher-order operators (`torch.cond`, `flex_attention`) are refused: torch compiles their callers, so that gradients
+    reach the parameters used inside, and it compiles nothing under a dispatch mode.
     """
 
     supports_higher_order_operators = True
@@ -118,29 +118,28 @@ class WideMatmuls(TorchDispatchMode):
             half = _half_of(deciding)
             return func(*args, **kwargs) if half is None else _wide(func, args, kwargs, half)
         if torch.is_inference_mode_enabled() and _is_composite(func):
-            with self:  # nothing has taken it apart yet: a linear layer, an einsum
+            with self:  # composite operators (linear, einsum) are not decomposed yet in inference mode
                 return func.decompose(*args, **kwargs)
         return func(*args, **kwargs)
 
 
 def _refuse(func: Any) -> NoReturn:
-    # torch remembers for good what it could not compile, and runs without this mode may still come here.
+    # torch remembers failed compilations for the process, and later runs may call this code without the mode.
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename.startswith(_CALLING_HIGHER_ORDER):
             forget_compiled_code(frame.f_code)
         frame = frame.f_back
     raise ConfigError(
-        f"{func.name()} is compiled by torch wherever it is called, which it cannot be while products of 16-bit tensors are "
-        f"computed in fp32 on this CPU; set tuning=Tuning(matmul_precision='native'), or precision='32-true', or "
-        f"write it with ordinary "
+        f"{func.name()} always needs torch.compile, which does not work while products of 16-bit tensors are computed in "
+        f"fp32 on this CPU; set tuning=Tuning(matmul_precision='native'), or precision='32-true', or write it with ordinary "
         f"operators (torch.where, torch.nn.functional.scaled_dot_product_attention)"
     )
 
 
 @contextmanager
 def wide_matmuls() -> Iterator[None]:
-    """`WideMatmuls`, where it is not entered already."""
+    """Enters `WideMatmuls`, unless this thread has entered it already."""
     if any(isinstance(mode, WideMatmuls) for mode in modes_of_thread()):
         yield
         return
@@ -154,7 +153,7 @@ def _is_composite(func: Any) -> bool:
 
 
 def _half_of(values: tuple[Any, ...]) -> torch.dtype | None:
-    """The 16-bit dtype that all floating-point tensors have; None where they do not have one in common."""
+    """The 16-bit dtype that all floating-point tensors share; None if they have another dtype or several."""
     found = {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
     dtype = found.pop() if len(found) == 1 else None
     return dtype if dtype in HALVES else None
@@ -185,22 +184,22 @@ def _widened(value: Any) -> Any:
 
 
 def products_here(dtype: torch.dtype, backend: Backend) -> AbstractContextManager[None]:
-    """Inside, code outside of runs computes products of `dtype` as a run here does if nobody says otherwise: to be measured
-    beside runs, or compared with them."""
+    """Context in which code outside of runs computes products of `dtype` as a run with default settings would here, for
+    measurements and comparisons."""
     return wide_matmuls() if not backend.apart and _slowdown_here(dtype) >= SLOW else nullcontext()
 
 
 @functools.cache
 def _slowdown_here(dtype: torch.dtype) -> float:
-    """`slowdown`, measured once and only where torch says that the processor has no arithmetic for `dtype`; 1 elsewhere."""
+    """`slowdown`, measured once, and only if torch reports no arithmetic for `dtype`; otherwise 1."""
     return slowdown(dtype) if dtype in HALVES and not has_arithmetic(dtype) else 1.0
 
 
 def slowdown(dtype: torch.dtype) -> float:
-    """How many times as long as one of fp32 a product of `dtype` takes here, over the orders in which training has them.
+    """Time of a product in `dtype` relative to fp32 on this CPU, over the memory orders that training uses.
 
-    The least times of several rounds on one thread: others that use the machine meanwhile only add to a time. Numbers depend
-    on the answer, so a processor is not called fast before many rounds have said so.
+    Takes the least times of several rounds on one thread: other load on the machine only adds time. The run's numerics depend
+    on the answer, so a processor counts as fast only after many rounds.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -217,7 +216,7 @@ def slowdown(dtype: torch.dtype) -> float:
 
 
 class _Products:
-    """Small products, one for each order of the elements, and the least time that each took."""
+    """Small products, one for each memory order of the operands, and the least time of each."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         left, right = (torch.ones(_SIDE, _SIDE, dtype=dtype) for _ in range(2))
@@ -241,7 +240,7 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
 
 
 def chosen_wide_matmuls(settings: Settings, dtype: torch.dtype, communicator: Communicator, backend: Backend) -> bool:
-    """Whether products of a run that computes in `dtype` are wide: what rank 0 finds, on all ranks. Collective where
+    """Whether a run that computes in `dtype` uses wide products: rank 0's finding, on all ranks. Collective if
     `matmul_precision="auto"` and the dtype has 16 bits on a CPU.
 
     Raises:

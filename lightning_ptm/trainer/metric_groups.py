@@ -1,8 +1,7 @@
-"""Metrics of a module (torchmetrics) under tensor parallelism: each adds up over ranks with different data. Over all ranks,
-which it does by itself, it would count each batch as often as a layer has parts.
+"""Reduction of a module's metrics (torchmetrics) under tensor parallelism, over the ranks with different data.
 
-Knows torchmetrics' method that adds up; a process group in a metric itself would be in nobody's copies of it, since process
-groups cannot be copied.
+Over all ranks, torchmetrics' default, each batch would count once per tensor-parallel rank. Knows the method that reduces a
+metric. The process group is not stored in the metric, which could then not be copied.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from lightning_ptm.trainer.internals import SYNC_METRIC
 
 
 class InGroup:
-    """In the place of a metric's method: the same, in a group, unless the metric or who calls names another. A copy of the
-    metric has a copy of it.
+    """Replacement for a metric's reduce method, with a default process group; the metric's or caller's own group has
+    precedence. A copy of the metric has a copy of it.
 
     Args:
-        group: of ranks; None once the run has ended.
+        group: returns the process group; None after the run.
     """
 
     def __init__(self, metric: Any, group: Callable[[], ProcessGroup | None]) -> None:
@@ -39,11 +38,11 @@ class InGroup:
         return InGroup(copy.deepcopy(self._metric, known), self._group)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._metric, SYNC_METRIC)  # another process has the metric's own
+        return getattr, (self._metric, SYNC_METRIC)  # in another process the metric has its own method
 
 
 def metrics_of(module: nn.Module) -> Iterator[tuple[Any, str]]:
-    """(metric, name of the method that adds it up) of all that a module has."""
+    """Each metric of a module, with the name of the method that reduces it."""
     for each in module.modules():
         if isinstance(each, Metric):
             yield each, SYNC_METRIC

@@ -1,11 +1,11 @@
-"""Operators that refuse tensors of different dtypes, under mixed precision: they compute in the widest of them.
+"""Autocast rules for operators that refuse tensors of different dtypes: they compute in the widest one.
 
 With other strategies parameters are fp32 under mixed precision, so a norm of fp32 features (`x + layer(x)` with fp32 `x`)
-computes in fp32. Here parameters that compute are 16-bit copies, and torch's CPU kernels of these operators take no fp32
-input beside them. Autocast is where torch settles such cases, by lists of operators; these are on none of them.
+computes in fp32. Here compute parameters are 16-bit copies, and torch's CPU kernels of these operators do not accept them
+together with an fp32 input. Autocast handles such cases by lists of operators, and these operators are on none of them.
 
-I1: where all dtypes are equal, and without autocast, nothing is different: what is registered here only answers where torch
-would raise, or, of 16 bits, gives no numbers.
+I1: where all dtypes are equal, and without autocast, nothing changes: the rules only apply where torch would raise, or
+would return NaN in 16 bits.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _PROMOTED = {
         *("scatter_add", "scatter_reduce.two", "masked_scatter"),
     ),
 }
-"""By the kind of device."""
+"""Operators promoted to the widest dtype, by device type."""
 
 _PROMOTED_ELSEWHERE = ("lerp.Tensor", "lerp.Scalar")
-"""Most of the others are on lists of torch's there."""
+"""The same for other device types, where torch's own lists have most of the operators."""
 
 _INTO_ITS_OWN = ("index_put_",)
-"""Writes to a tensor, which keeps its dtype: what is written is cast where that is the wider one (`x[mask] = parameter`)."""
+"""Operators that write to a tensor, which keeps its dtype: narrower values are cast (`x[mask] = parameter`)."""
 
 _NOT_IN_HALVES = ("linalg_matrix_exp",)
-"""Gives NaN of 16 bits; the parameter that plain mixed precision has there is fp32."""
+"""Operators that return NaN in 16 bits; plain mixed precision has an fp32 parameter there."""
 
 
 @cache
 def promote_operators(device_type: str) -> torch.library.Library:
-    """Has an effect under autocast of such devices alone; once in a process."""
+    """Registers the rules, once per process; they take effect under autocast of this device type only."""
     library = torch.library.Library("aten", "IMPL")
     names = _PROMOTED.get(device_type, _PROMOTED_ELSEWHERE)
     key = f"Autocast{dispatch_key_of_device(device_type)}"
@@ -83,7 +83,7 @@ def _overload(name: str) -> Any:
 def _promoting(
     operator: Any, dtype_of: Callable[[Sequence[torch.dtype]], torch.dtype | None], key: Any
 ) -> Callable[..., Any]:
-    """`operator`, whose tensors are cast to what `dtype_of` says for their dtypes, in their order; None: they stay."""
+    """A rule that casts an operator's tensors to `dtype_of` their dtypes, in order; None leaves them as they are."""
     behind = keys_behind(key)
 
     def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def _promoting(
         if dtype is not None:
             args = tuple(_to(each, dtype) for each in args)
             kwargs = {name: _to(each, dtype) for name, each in kwargs.items()}
-        # As if nobody stood at this key: what the operator is made of meets autocast as ever.
+        # Skips this key only: the operators that this one decomposes into are subject to autocast as usual.
         return operator.redispatch(keys & behind, *args, **kwargs)
 
     return call

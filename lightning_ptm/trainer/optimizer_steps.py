@@ -1,15 +1,15 @@
-"""`step` of the user's own optimizers, whoever calls it: Lightning's wrapper, or the user by any handle, with or without a
-closure.
+"""The run's update inside `step` of the user's own optimizers, however it is called: by Lightning's wrapper or the user, with
+or without a closure.
 
-The class's `step` is called as anywhere, so hooks, schedulers, profilers and whatever else is wrapped around it see a step.
-torch's hooks around it are where the run comes in: the class is given a closure that runs the caller's and then the run's
-update, and finds no parameters of its own to update afterwards. For a class that never calls its closure, or has looked up
-its parameters before, the update comes before its code.
+The class's `step` is called as usual, so hooks, schedulers, profilers and other wrappers see a step. The run attaches to
+torch's step hooks: the class gets a closure that runs the caller's closure and then the run's update, and afterwards finds
+its parameter groups empty, so that it updates nothing itself. For a class that never calls its closure, or collects its
+parameters first, the update runs before the class's code.
 
-Owns two hooks of each optimizer until `close`, and what its parameter groups hold while the class's own code runs after the
+Owns two hooks of each optimizer until `close`, and the content of its parameter groups while the class's code runs after the
 update.
-I1: one update for one call of `step`, after its closure. I2: the groups are the user's own whenever a closure or a hook of
-somebody else runs.
+I1: one update per call of `step`, after its closure. I2: whenever a closure or another hook runs, the groups have the user's
+content.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_ptm.trainer.paged_optimizer_state import check_guarded
 
 
 class _Call:
-    """The closure that the class's `step` gets: the caller's, then the update."""
+    """The closure passed to the class's `step`: the caller's closure, then the update."""
 
     def __init__(self, closure: Callable[[], Any] | None, update: Callable[[], None]) -> None:
         self._closure = closure
@@ -49,18 +49,18 @@ class _Call:
         return result
 
     def update(self) -> None:
-        """What the class does besides is done already, or never was."""
+        """Runs the update; the class's own code then finds no parameters."""
         self._update()
         self.updated = True
 
 
 class OptimizerStep:
-    """Brings the run's update into `step` of one optimizer.
+    """Runs the update inside `step` of one optimizer.
 
     Args:
-        optimizer: the user's, without Lightning's wrapper.
-        scaled: gradients are multiplied by a loss scale until Lightning's wrapper takes it off.
-        arm: told of the optimizer and the closure that is about to run for it.
+        optimizer: the user's optimizer, without Lightning's wrapper.
+        scaled: whether gradients are multiplied by a loss scale until Lightning's wrapper unscales them.
+        arm: called with the optimizer and its closure before the closure runs.
     """
 
     def __init__(self, engine: Engine, optimizer: Optimizer, *, scaled: bool, arm: Callable[..., None]) -> None:
@@ -73,15 +73,15 @@ class OptimizerStep:
         self._holds_parameters = any(each.holds_parameters for each in traits)
         self._call: _Call | None = None
         self._frame: FrameType | None = None
-        """Of the call: torch's, around `step` and its hooks. Held no longer than the call, for its closure's sake."""
+        """The frame of torch's wrapper around `step` and its hooks, during a call only, since it refers to the closure."""
         self._emptied: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """The user's groups while the class sees them without parameters, each with what it holds."""
+        """The groups that are empty while the class's code runs, each with its content."""
 
         self._hooks: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
-        # Before those of users: they shall find their groups.
+        # Runs before users' post hooks, which must find their groups.
         hooks_after_step(optimizer).move_to_end(self._hooks[1].id, last=False)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -90,7 +90,7 @@ class OptimizerStep:
         if self._is_inner(sys._getframe(1)):
             return None
         check_guarded(optimizer)
-        self.settle()  # what a call left that was cut short by an error which the caller has caught
+        self.settle()  # a previous call may have raised an error that the caller has caught
         unknown = sorted({*kwargs} - {"closure"}) or [str(value) for value in args[2:]]
         if unknown:
             raise UsageError(
@@ -100,7 +100,7 @@ class OptimizerStep:
         if self._scaled and not self._engine.stepping.unscaled(optimizer):
             raise UsageError(
                 f"step of the {type(optimizer).__name__} itself was called, whose gradients are still multiplied by the loss "
-                f"scale of precision='16-mixed'; call step of what self.optimizers() returns, which takes it off, or use "
+                f"scale of precision='16-mixed'; call step of what self.optimizers() returns, which unscales them, or use "
                 f"precision='bf16-mixed'"
             )
         if self._ignores_closure:
@@ -120,7 +120,7 @@ class OptimizerStep:
         return (optimizer,), {"closure": None if closure is None else lambda: result}
 
     def _is_inner(self, frame: FrameType) -> bool:
-        """Whether the class calls the `step` of a base class, which torch puts the same hooks around."""
+        """Whether the class calls `step` of its base class, which torch wraps with the same hooks."""
         if self._frame is None:
             return False
         outer = frame.f_back
@@ -129,7 +129,7 @@ class OptimizerStep:
         return outer is not None
 
     def _check_last(self) -> None:
-        """Hooks behind this one would see a step that is taken already."""
+        """Refuses pre hooks registered after this one, which would run after the update."""
         if next(reversed(hooks_before_step(self._optimizer))) != self._hooks[0].id:
             name = type(self._optimizer).__name__
             raise UsageError(
@@ -148,21 +148,21 @@ class OptimizerStep:
 
     def _update(self) -> None:
         self._engine.stepping.step(self._optimizer)
-        # In the groups themselves: the class may have taken the list of them before the closure.
+        # Changes the groups in place: the class may have taken the list of groups before it called the closure.
         for group in self._optimizer.param_groups:
             self._emptied.append((group, dict(group)))
             group["params"] = []
 
     def settle(self) -> None:
-        """A step may have been cut short: groups are the user's again."""
+        """Restores the groups' content, also after a step that was cut short by an error."""
         self._call = self._frame = None
         emptied, self._emptied = self._emptied, []
         for group, values in emptied:
-            group.clear()  # the class may have advanced its numbers once more
+            group.clear()  # the class may have advanced its counters once more
             group.update(values)
 
     def close(self) -> None:
-        """The run is over: `step` is the class's own again."""
+        """Ends the run: removes the hooks."""
         self.settle()
         for hook in self._hooks:
             hook.remove()

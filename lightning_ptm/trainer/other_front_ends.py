@@ -1,8 +1,9 @@
-"""What users of Lightning's other front ends are told: `pytorch_lightning`, the same code under another name, and Fabric.
+"""Error messages for users of Lightning's other front ends: `pytorch_lightning` (the same code, renamed) and Fabric.
 
-Classes of the two packages are strangers to each other, so a strategy of one cannot serve the other; and what strategies are
-asked in silence would be wrong (the base class would not clip a LightningModule of the twin's). Each front end therefore
-knows our names and our class, and what they lead to is a sentence. Modules that nobody has imported are not imported here.
+Classes of the packages lightning and pytorch_lightning are unrelated, so a strategy for one does not work with the other, and
+some of it would be wrong without an error (the base class would not clip the gradients of a pytorch_lightning module). The
+strategy's names and class are therefore registered with each front end, and raise an explanation. Modules are not imported
+here unless the user has imported them.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _FRONT_ENDS = {
     "lightning_fabric.strategies": ("STRATEGY_REGISTRY", _FABRIC),
     "pytorch_lightning.strategies": ("StrategyRegistry", _TWIN),
 }
-"""Modules with a registry of strategies that are not ours: its name there, and what to say."""
+"""Modules with another front end's strategy registry: the registry's name, and the error message."""
 
 
 def refuse_elsewhere(names: Iterable[str]) -> None:
-    """Makes the front ends that are not ours, also those that are imported later, answer these names with a sentence."""
+    """Registers these names with the other front ends, now or when they are imported, so that their use is an error."""
     chosen = tuple(names)
 
     def introduce(module: ModuleType) -> None:
@@ -49,20 +50,20 @@ def refuse_elsewhere(names: Iterable[str]) -> None:
 
 
 def asked_elsewhere(strategy: Class) -> Class:
-    """A decorator: the class passes as a strategy of other front ends, so that they come as far as asking it something."""
+    """Class decorator: makes other front ends accept the class as a strategy, so that they reach a call that raises."""
     for name in _FRONT_ENDS:
         after_import(name, lambda module: module.Strategy.register(strategy))
     return strategy
 
 
 def check_front_end(thing: object, name: str) -> None:
-    """Refuses a Trainer's part, such as its accelerator, that is a class of another front end's.
+    """Checks that a Trainer's part, such as its accelerator, is a class of the package lightning.
 
     Args:
-        name: of the strategy that it was given to.
+        name: the strategy's name.
 
     Raises:
-        ConfigError: with what to import instead.
+        ConfigError: it is a class of pytorch_lightning; says what to import instead.
     """
     packages = {base.__module__.partition(".")[0] for base in type(thing).__mro__}
     if "pytorch_lightning" in packages:
@@ -70,7 +71,7 @@ def check_front_end(thing: object, name: str) -> None:
 
 
 def refuse_fabric(name: str) -> NoReturn:
-    """Fabric has asked for what only its own strategies have. Raises ConfigError."""
+    """Raises ConfigError for a use in Fabric, which has read an attribute that only its own strategies have."""
     raise ConfigError(_FABRIC.format(name=name))
 
 

@@ -1,9 +1,8 @@
-"""`state` of an optimizer during a run. Its tensors are in pages, so a plain one would say in silence that there are none,
-and swallow what is written to it: this one says what to do instead.
+"""`optimizer.state` during a run: a dict that raises where states are in pages, instead of seeming to be empty.
 
-Owns `optimizer.state` from `guard` to `unguard`. What is shown in it (states that were loaded, until the first step) can be
-read, and states of parameters that have no pages are the user's as ever. What has states can lose them (`del`, `pop`,
-`clear`, an empty dict in their place): the next update of it begins afresh.
+Owns `optimizer.state` from `guard` to `unguard`. Loaded states can be read in it until the first step, and states of
+parameters outside of pages are ordinary ones. States in pages can be dropped (`del`, `pop`, `clear`, or an empty dict as the
+new value): the parameter's next update starts from fresh states.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ _READ = (
 )
 _WRITE = (
     "change them in a state_dict() of the optimizer and give that to its load_state_dict, or edit optimizer.state between "
-    "two fits; to have it begin afresh with a parameter, `del optimizer.state[parameter]`"
+    "two fits; to start a parameter with fresh states, `del optimizer.state[parameter]`"
 )
 
 
 class PagedStates(defaultdict[Any, Any]):
-    """See the file's contract. Long because a dict is read and written by so many methods.
+    """The `state` of an optimizer whose states are in pages. It overrides every method of dict that reads or writes.
 
     Args:
         name: of the optimizer's class.
-        shown: what can be read.
-        paged: parameters whose states are in pages; None: all others, of a copy.
-        forget: is told of which of them the states are to end.
+        shown: the states that can be read.
+        paged: parameters whose states are in pages; None, in a copy of the optimizer: all that are not in `shown`.
+        forget: called with a parameter whose states are to be dropped.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class PagedStates(defaultdict[Any, Any]):
         self._paged = None if paged is None else {id(parameter): parameter for parameter in paged}
         self._forget = forget
         self.is_open = False
-        """Whether the run itself is at work on it."""
+        """Whether the run itself is using it, so that nothing is refused."""
 
     def _refuse(self, done: str, remedy: str) -> NoReturn:
         raise UsageError(f"state of {self._name} was {done} during a run, where it is in pages: {remedy}")
@@ -139,7 +138,7 @@ class PagedStates(defaultdict[Any, Any]):
             super().__delitem__(key)
 
     def _let_go(self, key: Any) -> bool:
-        """States of a parameter end, if they are in pages and the user wants it."""
+        """Drops the states of a parameter, if they are in pages."""
         if self._forget is None or self._paged is None or self.is_open or id(key) not in self._paged:
             return False
         self._forget(key)
@@ -153,7 +152,7 @@ class PagedStates(defaultdict[Any, Any]):
     def pop(self, key: Any, *default: Any) -> Any:
         shown = dict.get(self, key)
         if self._let_go(key):
-            return PagedStates(self._name, {}, None) if shown is None else shown  # nobody has read them
+            return PagedStates(self._name, {}, None) if shown is None else shown  # raises if the caller reads it
         self._check_written(key)
         return super().pop(key, *default)
 
@@ -180,12 +179,12 @@ class PagedStates(defaultdict[Any, Any]):
     __copy__ = copy  # type: ignore[assignment]
 
     def plain(self) -> defaultdict[Any, Any]:
-        """What it shows, as torch's optimizers keep it."""
+        """The readable states, in the type that torch's optimizers use."""
         found: defaultdict[Any, Any] = defaultdict(dict)
         found.update(dict.items(self))
         return found
 
-    # A copy of the optimizer has no pages: what it lacks is an error there, too.
+    # A copy of the optimizer has no pages, so reads of missing states raise there, too.
 
     def __reduce__(self) -> Any:
         return PagedStates, (self._name, dict(dict.items(self)), None)
@@ -195,17 +194,18 @@ class PagedStates(defaultdict[Any, Any]):
 
 
 def guard(optimizer: Optimizer, paged: Iterable[Tensor], forget: Callable[[Tensor], None]) -> None:
-    """A run begins, or the optimizer has got a plain `state` again (its load_state_dict makes one).
+    """Replaces an optimizer's `state`, at the start of a run or after its `load_state_dict`, which makes a plain dict.
 
     Args:
-        paged: parameters whose states are in pages; forget: is told of which of them the states are to end.
+        paged: parameters whose states are in pages.
+        forget: called with a parameter whose states are to be dropped.
     """
     if not isinstance(optimizer.state, PagedStates):
         optimizer.state = PagedStates(type(optimizer).__name__, optimizer.state, paged, forget)
 
 
 def unguard(optimizer: Optimizer) -> bool:
-    """The run is over; returns False where the user has put another `state` in its place since, which then counts."""
+    """Restores a plain `state`; returns False if the user has assigned another one since, which is kept."""
     if not isinstance(optimizer.state, PagedStates):
         return False
     optimizer.state = optimizer.state.plain()
@@ -213,10 +213,10 @@ def unguard(optimizer: Optimizer) -> bool:
 
 
 def check_guarded(optimizer: Optimizer) -> None:
-    """Before a step.
+    """Checks an optimizer before a step.
 
     Raises:
-        UsageError: `state` was replaced since.
+        UsageError: its `state` was replaced.
     """
     if not isinstance(optimizer.state, PagedStates):
         raise UsageError(
@@ -225,13 +225,13 @@ def check_guarded(optimizer: Optimizer) -> None:
 
 
 def is_opened(optimizer: Optimizer) -> bool:
-    """Whether the run itself is at work on its `state`, or has nothing in pages of it."""
+    """Whether `state` can be used freely: the run itself is using it, or none of it is in pages."""
     return not isinstance(optimizer.state, PagedStates) or optimizer.state.is_open
 
 
 @contextmanager
 def opened(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, the run reads and writes it."""
+    """Lets the run read and write an optimizer's `state` inside the block."""
     if is_opened(optimizer):
         yield
         return

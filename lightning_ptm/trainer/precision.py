@@ -1,4 +1,4 @@
-"""What the Trainer's `precision` means under angel_ptm.
+"""The precision plugin of angel_ptm: dtypes of parameters, master weights and inputs for each `precision` of the Trainer.
 
 | precision | compute parameters and gradients | master states | inputs |
 | --- | --- | --- | --- |
@@ -8,7 +8,7 @@
 | `32-true` | each in its own dtype | moments in that dtype | as they are |
 | `64-true` | float64 | moments in float64 | cast |
 
-Owns the loss scale. Knows dtypes; pages are the engine's.
+Owns the loss scale. Knows dtypes; pages belong to the engine.
 """
 
 from __future__ import annotations
@@ -56,25 +56,26 @@ _DTYPES: dict[str, torch.dtype] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrecisionPlan:
-    """What the engine needs to know: `compute` is the dtype of parameters while they compute; with `mixed`, fp32 masters
-    are kept beside them."""
+    """The dtypes that the engine uses.
+
+    `compute` is the dtype of compute parameters; with `mixed`, fp32 master weights are kept in addition.
+    """
 
     compute: torch.dtype
     mixed: bool
 
     @property
     def default_dtype(self) -> torch.dtype | None:
-        """What all that is made while modules are built or run has by default; None: torch's own default."""
+        """The default dtype while modules are built or run; None: torch's own default."""
         return None if self.mixed or self.compute is torch.float32 else self.compute
 
 
 class AngelPTMPrecision(Precision):
-    """The precision plugin of `AngelPTMStrategy`; it replaces Lightning's own by itself. Long because Lightning calls so
-    much of it.
+    """The precision plugin of `AngelPTMStrategy`, which replaces Lightning's plugin by it.
 
     Args:
         precision: the Trainer's precision.
-        loss_scale: for `16-mixed`: the dynamic loss scale; by default one with torch.amp.GradScaler's rules.
+        loss_scale: the dynamic loss scale for `16-mixed`; default: one with torch.amp.GradScaler's rules.
     """
 
     def __init__(self, precision: PrecisionName = "32-true", loss_scale: LossScale | None = None) -> None:
@@ -86,17 +87,17 @@ class AngelPTMPrecision(Precision):
         self.wide_matmuls = False
         """Whether products of 16-bit tensors are computed in fp32 (matmul_precision.py)."""
         self.over = False
-        """A run has ended, and parameters and optimizers are ordinary ones again: whoever calls Lightning's loops himself
-        steps with them as anywhere."""
+        """Whether a run has ended and parameters and optimizers are ordinary ones again, so that a user who calls Lightning's
+        loops directly steps with them as usual."""
         self._engine: Engine | None = None
         self._device_type = "cpu"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_engine": None}  # a copy is in no run
+        return {**vars(self), "_engine": None}  # a copy has no run
 
     @classmethod
     def replacing(cls, plugin: Precision) -> AngelPTMPrecision:
-        """The plugin that does under angel_ptm what `plugin` does elsewhere."""
+        """The plugin that replaces one of Lightning's plugins under angel_ptm."""
         if isinstance(plugin, AngelPTMPrecision):
             return plugin
         if type(plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
@@ -107,24 +108,24 @@ class AngelPTMPrecision(Precision):
         return cls(plugin.precision)  # type: ignore[arg-type]
 
     def attach(self, engine: Engine | None, device_type: str = "cpu", *, wide_matmuls: bool = False) -> None:
-        """Connects the plugin to the engine of this run, or to none."""
+        """Connects the plugin to the engine of a run, or to none."""
         self.wide_matmuls = wide_matmuls
         self.over = False
         self._engine = engine
         self._device_type = device_type
 
     def end_run(self, *, ordinary: bool) -> None:
-        """A run has ended.
+        """Notes that a run has ended.
 
         Args:
-            ordinary: parameters and optimizers are what they are outside of runs.
+            ordinary: whether parameters and optimizers are ordinary ones again.
         """
         self.over = ordinary and self.loss_scale is None
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        # All becomes what Lightning's plugins make of it: `module.to(dtype)` in 16 bits, which takes complex tensors and
-        # metrics' states along, and `module.double()`; but parameters whose values are gone, which nobody can convert.
+        # As Lightning's plugins: `module.to(dtype)` in 16 bits, which converts complex tensors and metrics' states, too, and
+        # `module.double()`. Guarded parameters have no values and are skipped.
         dtype = self.plan.default_dtype
         if dtype is None:
             return module
@@ -205,7 +206,7 @@ class AngelPTMPrecision(Precision):
         if self.loss_scale is None:
             with engine.memory_in_words("the optimizer's step"):
                 return super().optimizer_step(optimizer, model, closure, **kwargs)
-        # As Lightning's own plugin does, and GradScaler: the step is taken if gradients without the scale are finite.
+        # As in Lightning's plugin and GradScaler: the step is taken if the unscaled gradients are finite.
         result = closure()
         self._after_closure(model, optimizer)
         skipped_batch = model.automatic_optimization and result is None
@@ -214,8 +215,8 @@ class AngelPTMPrecision(Precision):
         return result
 
     def arm(self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any]) -> None:
-        """Units may be updated in the backward pass of `closure`, if nobody can have a say in between: where it is
-        Lightning's own, and not one that the user has put around it."""
+        """Allows units to be updated within the backward pass of `closure`, if no hook can intervene: only for Lightning's
+        own closure, not one that a user has wrapped around it."""
         if type(closure) is Closure and self._nothing_waits_for_gradients(model):
             self._running().stepping.arm(optimizer)
 
@@ -242,8 +243,8 @@ class AngelPTMPrecision(Precision):
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state_dict)
 
-    # Lightning files a plugin's state under its class's name, and asks for no other. The loss scale is also filed under, and
-    # found under, the name of Lightning's own plugin, so that it survives a change of strategy either way.
+    # Lightning stores a plugin's state under its class name, and looks for no other. The loss scale is also stored, and
+    # looked for, under the name of Lightning's own plugin, so that it survives a change of strategy either way.
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -258,8 +259,8 @@ class AngelPTMPrecision(Precision):
             self.load_state_dict(state)
 
     def _nothing_waits_for_gradients(self, model: LightningModule) -> bool:
-        """Whether a unit may be updated before the backward pass is over: nobody looks at or changes gradients between
-        backward and step, and this step will surely happen."""
+        """Whether a unit may be updated before the backward pass is over: no hook reads or changes gradients between
+        backward and step, and the step is certain to happen."""
         trainer = model.trainer
         if not model.automatic_optimization or self.loss_scale is not None or len(trainer.optimizers) != 1:
             return False
@@ -271,25 +272,25 @@ class AngelPTMPrecision(Precision):
 
     @staticmethod
     def forgets_gradients(model: LightningModule) -> bool:
-        """Whether Lightning surely forgets gradients between two steps; stochastic averaging ends with a step that finds
-        those of the last one."""
+        """Whether Lightning always zeroes gradients between two steps; stochastic weight averaging ends with a step that
+        finds those of the last one."""
         averages = any(isinstance(each, StochasticWeightAveraging) for each in model.trainer.callbacks)  # type: ignore[attr-defined]
         return model.automatic_optimization and not averages and not _overrides(model, "optimizer_zero_grad")
 
     @staticmethod
     def forgets_used_gradients(model: LightningModule) -> bool:
-        """Whether Lightning forgets what a step has used before anything is added to it or steps with it: not in the batch
-        for which stochastic averaging leaves out the backward pass."""
+        """Whether Lightning zeroes used gradients before more are accumulated or another step uses them; not in the batch
+        for which stochastic weight averaging skips the backward pass."""
         forgets = model.automatic_optimization and not _overrides(model, "optimizer_zero_grad")
         return forgets and not skips_backward(model.trainer.fit_loop)
 
     @staticmethod
     def gradient_readers(model: LightningModule, *, of_grad: bool = False) -> list[str]:
-        """Class names of those, model or callback, that have a hook between backward and step.
+        """Class names of the module and callbacks that have a hook between backward and step.
 
         Args:
-            of_grad: without those whose class says `asks_strategy_for_gradients = True`: they need gradients to be
-                complete, as any other, and do not miss them in `.grad`.
+            of_grad: leave out classes with `asks_strategy_for_gradients = True`: they need complete gradients, as the others,
+                but do not read `.grad`.
         """
         hooks = ("on_before_optimizer_step", "on_after_backward")
         candidates = (model, *model.trainer.callbacks)  # type: ignore[attr-defined]
@@ -303,7 +304,7 @@ class AngelPTMPrecision(Precision):
     def _running(self) -> Engine:
         if self._engine is None:
             raise UsageError(
-                "AngelPTMPrecision works together with AngelPTMStrategy only; use Trainer(strategy='angel_ptm', ...)"
+                "AngelPTMPrecision works with AngelPTMStrategy only; use Trainer(strategy='angel_ptm', ...)"
             )
         return self._engine
 
@@ -323,8 +324,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _has_its_class_s_step(optimizer: Optimizer) -> bool:
-    """Whether no function stands in the place of `optimizer.step`, which could change gradients behind the closure. One that
-    a scheduler has put there, to count steps, does not."""
+    """Whether `optimizer.step` is the class's own, and not a replacement that could change gradients after the closure. The
+    counting wrapper of schedulers does not count as one."""
     step = vars(optimizer).get("step", type(optimizer).step)
     while getattr(step, marks_of_schedulers()[0], False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
@@ -332,7 +333,7 @@ def _has_its_class_s_step(optimizer: Optimizer) -> bool:
 
 
 def _overrides(thing: Any, name: str) -> bool:
-    method = getattr(thing, name, None)  # of the object: LambdaCallback has its hooks there
+    method = getattr(thing, name, None)  # of the object, since LambdaCallback stores its hooks there
     return method is not None and not getattr(method, "__module__", "").startswith(
         ("lightning.pytorch.core", "lightning.pytorch.callbacks.callback")
     )

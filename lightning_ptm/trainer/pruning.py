@@ -1,7 +1,7 @@
-"""Lightning's ModelPruning, for which the weights are gathered while it prunes or rewinds them.
+"""Support for Lightning's ModelPruning: weights are gathered while the callback prunes or rewinds them.
 
-A pruned parameter stays the same one under another name (`weight_orig`), and its mask is a buffer, so pages have nothing to
-learn but new values. Knows the callback's methods; pages are the strategy's.
+A pruned parameter stays the same object under another name (`weight_orig`), and its mask is a buffer, so for pages only the
+values change. Knows the callback's methods; pages belong to the strategy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_ptm.trainer.weight_averaging import Gathered
 def gather_for_pruning(
     callbacks: Iterable[Callback], gathered: Gathered
 ) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """What is to take the place of methods that prune: (object, name of its method, another one around it)."""
+    """Replacements for the methods that prune: (object, method name, wrapper that gathers the weights)."""
     for callback in callbacks:
         if isinstance(callback, ModelPruning):
             for name in ("apply_pruning", "make_pruning_permanent"):
@@ -29,14 +29,14 @@ def gather_for_pruning(
 
 
 def refuse_pruning(callbacks: Iterable[Callback], *, sharded: bool, divided: bool) -> None:
-    """What pruning cannot be together with.
+    """Refuses pruning together with sharded checkpoints or divided parameters.
 
     Args:
-        sharded: checkpoints are folders of shards.
-        divided: ranks have parts of parameters, or experts of their own.
+        sharded: whether checkpoints are folders of shards.
+        divided: whether ranks have slices of parameters, or experts of their own.
 
     Raises:
-        ConfigError: a callback prunes, and it is asked for.
+        ConfigError: a callback prunes in such a run.
     """
     for callback in callbacks:
         if isinstance(callback, ModelPruning) and divided:
@@ -64,8 +64,10 @@ def _wrapped(method: Callable[..., Any], gathered: Gathered) -> Callable[..., An
 
 
 def _rewinding(callback: ModelPruning, gathered: Gathered) -> Callable[[], None]:
-    """Lightning rewinds a parameter by giving it the data of the copy that it has kept of it. That is trained from then on,
-    so the next rewinding leaves the parameter where it is. Pages take values: of each the first one alone is carried out."""
+    """A wrapper of `apply_lottery_ticket_hypothesis` that rewinds each parameter at most once, as Lightning does in effect.
+
+    Lightning assigns the data of its kept copy to the parameter, and training then changes the copy, too, so that the next
+    rewinding has no effect. Pages copy values instead, so later rewindings are suppressed here."""
     theirs = callback.apply_lottery_ticket_hypothesis
 
     @functools.wraps(theirs)

@@ -1,8 +1,8 @@
-"""The random numbers of a run: the state of every generator that training draws from, in a checkpoint and back.
+"""The random states of a run: those of every generator that training draws from, saved in and restored from checkpoints.
 
-Lightning's own checkpoints do not have it; without it, a run that goes on draws other dropout masks and another order of
-the data than one that never stopped. A file has them beside Lightning's own keys;
-hooks that are shown a checkpoint find Lightning's own alone.
+Lightning's own checkpoints do not have them; without them a resumed run draws other dropout masks and another data order than
+a run that never stopped. A checkpoint file has them next to Lightning's own keys; hooks that get a checkpoint see only
+Lightning's own keys.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 from lightning_ptm.memory.backend import Backend
 
 KEY = "random_states"
-"""The states of each rank, in order; of a tensor group, whose ranks draw the same, those of one."""
+"""Key of the list of states, by rank; of a tensor group, whose ranks draw the same numbers, only one rank's."""
 
 
 def filed(checkpoint: Mapping[str, Any], states: Sequence[Any]) -> dict[str, Any]:
-    """What is written in place of `checkpoint`, which hooks have been shown, and may keep."""
+    """The dict to write in place of `checkpoint`, which is left unchanged, since hooks may keep it."""
     return {**checkpoint, KEY: states}
 
 
 def set_aside(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Takes them out of what was read, and of the sight of hooks, to where `found` finds them."""
+    """Moves the random states of a checkpoint that was read to where hooks do not see them and `found` finds them."""
     states = checkpoint.pop(KEY, None)
     if states is not None and isinstance(checkpoint.get("loops"), dict):
         checkpoint["loops"][KEY] = states
@@ -35,12 +35,12 @@ def set_aside(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def found(checkpoint: Mapping[str, Any]) -> Sequence[Any]:
-    """Of a checkpoint, as it is in a file or as it was read; empty where it has none."""
+    """The random states of a checkpoint, as read from the file or after `set_aside`; empty if there are none."""
     return checkpoint.get(KEY) or (checkpoint.get("loops") or {}).get(KEY) or ()
 
 
 def states(backend: Backend) -> dict[str, Any]:
-    """The states of this process, of types that `torch.load(weights_only=True)` takes."""
+    """The random states of this process, in types that `torch.load(weights_only=True)` accepts."""
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     own = backend.random_state()
     if own is not None:
@@ -53,12 +53,13 @@ def states(backend: Backend) -> dict[str, Any]:
 
 
 def sent(states: Mapping[str, Any]) -> dict[str, Any]:
-    """As they go to another rank: without tensors, which are pickled by `torch.save`, and that is for who writes a file."""
+    """Random states in a form for broadcasts: bytes in place of tensors, since pickling a tensor calls torch.save,
+    which only ranks that write a file should call."""
     return {name: state.numpy().tobytes() if isinstance(state, Tensor) else state for name, state in states.items()}
 
 
 def received(sent: Mapping[str, Any]) -> dict[str, Any]:
-    """What `sent` was made of."""
+    """The inverse of `sent`."""
     return {
         name: torch.frombuffer(bytearray(state), dtype=torch.uint8) if isinstance(state, bytes) else state
         for name, state in sent.items()
@@ -66,7 +67,7 @@ def received(sent: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore(found: Mapping[str, Any], backend: Backend) -> None:
-    """Go on from there. Generators without a state keep theirs."""
+    """Sets the generators to these states. Generators without a state in `found` are left as they are."""
     version, internal, gauss = found["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(found["torch"].cpu())

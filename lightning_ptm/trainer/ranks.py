@@ -1,6 +1,6 @@
-"""Which rank this process is, and the process groups of its ranks: what is known before a run has pages.
+"""This process's rank, its machine, and its process groups: everything about ranks before a run has pages.
 
-`SetUp` is the set-up in progress: it owns its barrier, and the checkpoint that Lightning loads before there are pages.
+`SetUp` is the set-up in progress: it owns its barrier, and the checkpoint that Lightning loads before pages exist.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class RankPlace:
 
     Args:
         backend: of this rank's device.
-        alone: this is the only rank, whatever process groups there are in the process.
-        ranks_here: ranks that share this machine.
-        data_rank, data_ranks: the same of ranks that compute different batches.
+        alone: whether this is the only rank, regardless of other process groups in the process.
+        ranks_here: number of ranks on this machine.
+        nodes: number of machines.
+        data_rank, data_ranks: index and number of the ranks (or tensor groups) that compute different batches.
         timeout: how long a collective waits for the other ranks.
     """
 
@@ -63,18 +64,18 @@ class RankPlace:
     timeout: datetime.timedelta
 
     def communicator(self, events: Events) -> Communicator:
-        """A new one, of all ranks. Collective."""
+        """A new communicator of all ranks. Collective."""
         return SoloCommunicator() if self.alone else ProcessGroupCommunicator(self.backend, self.timeout, events)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RankGroups:
-    """Process groups of the ranks that differ along one axis; of one rank, none.
+    """Process groups along each axis of the device mesh; none with a single rank.
 
     Args:
-        mesh: of all ranks; None once a run with it has failed, so that the next one makes another.
-        tensor: the ranks that compute the same batches with parts of parameters; None where they are whole.
-        data: the ranks that compute other batches with the same parts as this one: what is logged is theirs; None: all ranks.
+        mesh: the mesh of all ranks; None after a run with it has failed, so that the next run makes another.
+        tensor: the ranks that compute the same batches with slices of parameters; None if parameters are whole.
+        data: the ranks that compute other batches with the same slices; logged values are reduced over them. None: all ranks.
         same_batches: compares the batches of the tensor group.
     """
 
@@ -84,11 +85,11 @@ class RankGroups:
     same_batches: SameBatches | None = None
 
     def counted(self, group: Any) -> Any:
-        """The ranks with different batches in place of all ranks, which is what Lightning names where a user names none."""
+        """The group to reduce over: `data` in place of all ranks, which is Lightning's default."""
         return self.data if group is None or group is torch.distributed.group.WORLD else group
 
     def has_one_batch(self, group: ProcessGroup | None) -> bool:
-        """Whether all ranks compute the same batch, so that what one has is what all have, as on one rank."""
+        """Whether all ranks compute the same batch, so that no reduction is needed."""
         return bool(group is not None and group is self.data and group.size() == 1)
 
 
@@ -100,17 +101,17 @@ class SetUp:
         # State.
         self._setup_barrier: SetupBarrier | None = None
         self.restored: deferred_loading.DeferredState | None = None
-        """Of a checkpoint that Lightning has given before there were pages for it; so are `random_states`."""
+        """State of a checkpoint that Lightning loaded before pages existed; `random_states` are from it, too."""
         self.random_states: Sequence[Any] = ()
 
     def connect(self, settings: Settings, precision: str, known: DeviceMesh | None) -> RankGroups:
-        """The process groups of several ranks. Collective.
+        """Makes or reuses the process groups of several ranks. Collective.
 
         Args:
             known: the mesh of an earlier run of the same strategy.
 
         Raises:
-            RankError: ranks have settings by which they would wait for each other, or one is gone.
+            RankError: ranks have settings that would make them wait for each other, or a rank is gone.
         """
         place, size = self._place, settings.tensor_parallel_size
         made_of = (place.world_size, size, place.backend.device.type)
@@ -127,7 +128,7 @@ class SetUp:
             ) from error
         self._setup_barrier = SetupBarrier(told[0][2], place.rank, place.world_size)
         refuse_other_settings([words for words, _, _ in told])
-        # Groups are not made anew for each run, unless one has failed on some rank.
+        # Groups are reused between runs, unless one has failed on some rank.
         if mesh is None or not all(has for _, has, _ in told):
             mesh = mesh_of(*made_of)
         return RankGroups(mesh) if size == 1 else self._with_tensor_group(mesh)
@@ -135,7 +136,7 @@ class SetUp:
     def _with_tensor_group(self, mesh: DeviceMesh) -> RankGroups:
         group, backend = mesh["tensor_parallel"].get_group(), self._place.backend
         tensor = RankGroup(group, backend)
-        # Without a seed each process draws other numbers; of the ranks of a group, dropout needs the same.
+        # Without a seed processes draw different numbers, but dropout must be the same within a tensor group.
         box = [randomness.sent(randomness.states(backend))]
         torch.distributed.broadcast_object_list(box, group=group, group_src=0)
         randomness.restore(randomness.received(box[0]), backend)
@@ -143,17 +144,17 @@ class SetUp:
         return RankGroups(mesh, tensor, mesh["data_parallel"].get_group(), same_batches)
 
     def wait(self) -> None:
-        """In front of a collective of set-up.
+        """Waits for the other ranks before a collective of set-up.
 
         Raises:
-            RankError: another rank has failed on its way to it.
+            RankError: another rank has failed before it.
         """
         if self._setup_barrier is not None:
             self._setup_barrier.wait()
 
     @contextmanager
     def on_all_ranks(self) -> Iterator[None]:
-        """What the block raises on one rank raises on all of them, before the run has a communicator. Collective."""
+        """Raises an exception of one rank on all ranks, before the run has a communicator. Collective."""
         self.wait()
         communicator = self._place.communicator(Events())
         try:
@@ -171,32 +172,32 @@ class SetUp:
         *,
         strict: bool,
     ) -> None:
-        """Loads into what the module has; pages get the rest from `restored`."""
+        """Loads a checkpoint into the module; `restored` has the rest, for the pages."""
         total_bytes = sum(each.nbytes for each in checkpoint["state_dict"].values() if isinstance(each, Tensor))
         with progress.bar("loading weights", total_bytes) as seen, CopiesSeen(seen):
             self.restored = deferred_loading.load_before_pages(module, checkpoint["state_dict"], boxes, strict=strict)
         self.random_states = randomness.found(checkpoint)
 
     def check_restored(self, module: LightningModule, boxes: Boxes) -> None:
-        """Before pages take over what was loaded.
+        """Checks the loaded state before pages are filled from it.
 
         Raises:
-            UsageError: parameters without storage were written to since.
+            UsageError: parameters without storage were written to meanwhile.
         """
         if self.restored is not None:
             self.restored.refuse_written(module)
             self.restored = self.restored.with_precise_values(module, boxes)
 
     def fail(self, reason: str) -> None:
-        """Tells the others, who come to the barrier."""
+        """Reports a failure to the other ranks, which raise at the barrier."""
         if self._setup_barrier is not None:
             self._setup_barrier.fail(reason)
 
 
 class CopiesSeen(TorchDispatchMode):
-    """Inside, `seen` is told of each `copy_` how many bytes it has written."""
+    """Dispatch mode that passes the bytes written by each `copy_` to `seen`."""
 
-    supports_higher_order_operators = True  # they are torch's own inside: what these copy is not seen
+    supports_higher_order_operators = True  # their inner copies are not counted
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""A run whose parameters are rearranged between two batches: unfrozen, put into groups that an optimizer had not, added,
+"""Re-layout of a run whose parameters change between two batches: they are unfrozen, moved to other parameter groups, added,
 replaced, removed, or given another shape.
 
-Pages were laid out for what was there when the run began. Where a run can do without pages, it goes on without; elsewhere
-it is laid out anew, for what there is now, and its states are carried over (checkpoints/carried.py).
-I1: it goes on with the numbers of a plain Trainer: every parameter, master and optimizer state keeps its bits.
-I2: what is looked at as a whole (an evaluation, a checkpoint) has the parameters that the module has.
+Pages were laid out for the parameters at the start of the run. If the run does not need pages, it continues without;
+otherwise it is laid out again for the current parameters, and its states are carried over (checkpoints/carried.py).
+I1: the run continues with the numbers of a plain Trainer: every parameter, master weight and optimizer state keeps its bits.
+I2: evaluations and checkpoints see the parameters that the module has at that time.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from lightning_ptm.trainer.stale_optimizers import spend
 log = logging.getLogger(__name__)
 
 _CUT_OFF = (
-    "the run was cut short while it was laid out anew for the parameters that there are now, so that what its optimizers "
-    "have learnt is incomplete; go on from an earlier checkpoint"
+    "the run was cut short during a re-layout, after parameters were added, replaced or unfrozen, so the states of its "
+    "optimizers are incomplete; resume from an earlier checkpoint"
 )
 
 
 def follow_rearranging(run: Run, checkpoints: RunCheckpoints) -> None:
-    """Between two batches: the run fits what the user has made of its parameters. Collective where it does not.
+    """Adapts the run to changed parameters, between two batches. Collective if they have changed.
 
     Raises:
-        UsageError: gradients wait for their step.
+        UsageError: gradients are pending.
     """
     if not run.has_pages or not run.engine.changes.outgrown():
         return
@@ -64,31 +64,32 @@ def follow_rearranging(run: Run, checkpoints: RunCheckpoints) -> None:
 
 
 def follow_other_parameters(run: Run, checkpoints: RunCheckpoints) -> None:
-    """I2. Collective where there are some."""
+    """Adapts the run to added, replaced or resized parameters before they are read as a whole (I2). Collective if there are
+    any."""
     if not run.has_pages or not run.fits or not run.engine.changes.other_parameters():
         return
     interruption = run.interruption
     if interruption is None or not interruption.on_this_rank:
-        with torch.inference_mode(False):  # an evaluation's, of which tensors could not train later
+        with torch.inference_mode(False):  # tensors made in an evaluation's inference mode could not train later
             follow_rearranging(run, checkpoints)
         return
     run.settle()
     if not run.unsaved:
         with interruption.recorded():
             raise UsageError(
-                "parameters were added, replaced or resized just before the run was cut short, and no pages have them; "
-                "go on from an earlier checkpoint"
+                "parameters were added, replaced or resized just before the run was cut short, and are in no pages; "
+                "resume from an earlier checkpoint"
             )
 
 
 def follow_loaded_state(run: Run, checkpoints: RunCheckpoints, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """A hook of the user's has called the `load_state_dict` of an optimizer."""
+    """Handles a call of an optimizer's `load_state_dict` by a hook of the user."""
     follow_other_parameters(run, checkpoints)
     run.follow_loaded_state(optimizer, state)
 
 
 def lay_out_anew(run: Run) -> None:
-    """From old pages to new ones. Collective."""
+    """Replaces the engine and its pages by new ones, with all states. Collective."""
     run.saves.finish()
     optimizers = run.paged_optimizers()
     _check_parameters(run, optimizers)
@@ -101,7 +102,7 @@ def lay_out_anew(run: Run) -> None:
             run.watch(anew=True)
             carried.restore_removed(run.engine, run.module, optimizers)
             carried.fill(run.engine, optimizers)
-            run.trainer.strategy.barrier()  # all have read
+            run.trainer.strategy.barrier()  # all ranks have read the carried states
         except BaseException:
             run.lose_states(_CUT_OFF)
             spend(learnt)
@@ -111,16 +112,16 @@ def lay_out_anew(run: Run) -> None:
 
 
 def _rescue(run: Run, carried: Carried) -> None:
-    """There is no engine any more, and will be none."""
+    """Gives the weights back to the module after a failed re-layout, which leaves the run without an engine."""
     try:
         if run.builder.settings.tuning.restore_weights and carried.rescue(run.module):
             run.builder.between.note(weights=True)
-    except Exception as error:  # the first one is what is to be heard of
+    except Exception as error:  # the first error is the one to report
         log.warning("the weights could not be given back to the module: %s", error)
 
 
 def carried_by(run: Run, optimizers: Sequence[Optimizer]) -> Carried:
-    """From page to page; a device has no room for old pages and new ones."""
+    """Carries the states from page to page in RAM, or through files, since a device has no room for old and new pages."""
     builder = run.builder
     if not builder.place.backend.apart:
         return CarriedInPages(run.engine, run.module, optimizers)
@@ -129,20 +130,20 @@ def carried_by(run: Run, optimizers: Sequence[Optimizer]) -> Carried:
 
 
 def _check_parameters(run: Run, optimizers: Sequence[Optimizer]) -> None:
-    """What pages cannot have is refused while the old ones are there, so that the module gets its weights back."""
+    """Checks that pages can hold the parameters while the old pages exist, so that the module can get its weights back."""
     assert run.communicator is not None
     with ExitStack() as states:
         for optimizer in optimizers:
-            states.enter_context(opened(plain_optimizer(optimizer)))  # classes are tried
+            states.enter_context(opened(plain_optimizer(optimizer)))  # trials read their classes' states
         run.builder.check(run.communicator, run.cut)
 
 
 def _refuse(run: Run) -> None:
-    """What would be lost is refused while everything is there.
+    """Refuses a re-layout that would lose something, before anything is changed.
 
     Raises:
-        UsageError: gradients wait for their step, parameters were given values that no pages know, or nobody has said
-            who is to have which part of new ones.
+        UsageError: gradients are pending, parameters were given values that are not in pages, or new parameters have no
+            defined slice for each rank.
     """
     engine, builder = run.engine, run.builder
     for binding in engine.gathered_flats.bindings():
@@ -154,22 +155,21 @@ def _refuse(run: Run) -> None:
     waiting = engine.changes.waiting_gradients(used_are_forgotten=used_are_forgotten)
     if waiting:
         raise UsageError(
-            f"parameters were added, replaced, unfrozen, or put into groups of an optimizer, while gradients wait for "
-            f"their step ({some(waiting, 2)}), and pages are laid out anew between two steps alone; do it when a step "
-            f"has been taken and its gradients are forgotten (optimizer.zero_grad() behind the step, in manual "
-            f"optimization)"
+            f"parameters were added, replaced, unfrozen, or put into groups of an optimizer, while gradients are pending "
+            f"({some(waiting, 2)}), and pages can be laid out again only between two steps; do it after a step has been "
+            f"taken and its gradients are zeroed (optimizer.zero_grad() after the step, in manual optimization)"
         )
     divided = run.boxes() or builder.groups.tensor is not None or builder.settings.expert_parallel_size > 1
     if new and divided:
         raise UsageError(
             f"parameters were added, replaced or resized ({some(new, 3)}) in a run in which ranks divide parameters or "
-            f"experts, and nobody has said who is to have which part of them; end this fit and start another one, or "
-            f"make them before, frozen until they are to train (requires_grad_(False))"
+            f"experts, and which slice of them each rank has is not defined; end this fit and start another one, or "
+            f"create them before, frozen until they train (requires_grad_(False))"
         )
 
 
 def _leave_pages(run: Run, carried: Carried) -> None:
-    """The engine ends, and nothing is given back: the run goes on with another one."""
+    """Closes the engine without giving anything back, since the run continues with a new one."""
     engine, communicator = run.engine, run.communicator
     run.disconnect_tensor_group()
     with ExitStack() as steps:  # the last one first

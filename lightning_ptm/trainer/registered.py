@@ -1,9 +1,9 @@
-"""The names of `Trainer(strategy=...)`, known to Lightning without an import of what they stand for.
+"""Registration of the strategy's names for `Trainer(strategy=...)`, without importing Lightning or torch.
 
-Lightning has no entry point for strategies, and an import of its registry is an import of torch and of all of Lightning: it
-would make `lightning-ptm --help` take seconds in place of a fraction of one. So a hook registers the names when the module of
-the registry has been imported, by whomever. Knows the standard library only until a name is used.
-I1: a name stands in Lightning's registry before any Trainer can be made.
+Lightning has no entry point for strategies, and importing its registry imports torch and all of Lightning, which would make
+`lightning-ptm --help` take seconds instead of a fraction of one. So an import hook registers the names once the registry's
+module has been imported. Uses the standard library only until a name is used.
+I1: a name is in Lightning's registry before any Trainer can be made.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What a name stands for: `settings` as AngelPTMStrategy takes them."""
+    """What a strategy name stands for: a description, and settings of AngelPTMStrategy."""
 
     description: str
     settings: Mapping[str, Any]
 
 
 NAMES: Mapping[str, Named] = {
-    "angel_ptm": Named("pages over device, host and disk; the plan decides what lives where", {}),
+    "angel_ptm": Named("pages over device, host and disk; the plan decides where each state is stored", {}),
     "angel_ptm_host": Named("angel_ptm with master states on the host", {"offload_optimizer": "host"}),
     "angel_ptm_disk": Named("angel_ptm with master states on disk", {"offload_optimizer": "disk"}),
     "angel_ptm_lock_free": Named("angel_ptm_disk whose compute never waits for the disk", {"lock_free": True}),
@@ -40,8 +40,8 @@ NAMES: Mapping[str, Named] = {
 def register() -> None:
     """Makes the names known to `Trainer(strategy=...)`, and the class to LightningCLI."""
     after_import("lightning.pytorch.strategies", _offer)
-    # jsonargparse knows a class by its name alone, and lists it, only if it has been imported. That needs all of
-    # lightning.pytorch, which a module of it can rely on only when it has been imported itself.
+    # jsonargparse finds and lists a class by its short name only after it has been imported. Importing it needs all of
+    # lightning.pytorch, which is complete only once lightning.pytorch.cli is.
     after_import("lightning.pytorch.cli", lambda module: _class())
 
 
@@ -62,15 +62,15 @@ def _class() -> type[AngelPTMStrategy]:
 
 
 def after_import(name: str, act: Callable[[ModuleType], object]) -> None:
-    """Calls `act` with the module of this name: at once if it is imported, else once when it has been."""
+    """Calls `act` once with the module of this name: now if it is imported, otherwise after its import."""
     if name in sys.modules:
-        act(importlib.import_module(name))  # which waits where another thread has not finished importing it
+        act(importlib.import_module(name))  # waits if another thread has not finished importing it
     else:
         sys.meta_path.insert(0, _AfterImport(name, act))
 
 
 class _AfterImport(MetaPathFinder):
-    """Has the loader that later finders give to a module call `act` when it has executed it, once."""
+    """Import hook that makes the module's loader call `act` once, after it has executed the module."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], object]) -> None:
         self._name = name

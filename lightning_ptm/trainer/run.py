@@ -1,8 +1,8 @@
-"""The run in progress: its engine, its ranks' communicator, and all that was put in place of what is Lightning's and users'.
+"""The run in progress: its engine, its communicator, and everything that it has installed in Lightning's and users' objects.
 
-Born in the strategy's `setup` and dead in its `teardown`. It has pages from `lay_out` to `leave`; where parameters are
-rearranged in mid-run (rearranging.py), it leaves its pages and is laid out once more. How it ends, ending.py knows.
-I1: what it has put into objects of others, `leave` takes out of all of them, whatever fails on the way.
+It lives from the strategy's `setup` to its `teardown`, and has pages from `lay_out` to `leave`. When parameters change in
+mid-run (rearranging.py), it leaves its pages and is laid out again. ending.py ends it.
+I1: `leave` removes everything that the run has installed in other objects, whatever fails on the way.
 """
 
 from __future__ import annotations
@@ -57,27 +57,27 @@ from lightning_ptm.trainer.signals import Signals
 from lightning_ptm.trainer.stale_optimizers import renew
 
 _in_progress: weakref.WeakSet[Engine] = weakref.WeakSet()
-"""Of all strategies of this process."""
+"""Engines of all runs in progress in this process."""
 
 
 def refuse_in_another_run(module: nn.Module) -> None:
-    """Before a run begins.
+    """Checks that no run in progress has the module.
 
     Raises:
-        UsageError: another one, in whose hook this one begins, has weights of the module in pages.
+        UsageError: weights of the module are in pages of another run, in whose hook this one begins.
     """
     for engine in tuple(_in_progress):
         names = [] if engine.closed else engine.lent_parameters.names_of_copies(module.parameters())
         if names:
             raise UsageError(
                 f"{some(names, 3)}: in the pages of a run that is in progress, so another run cannot have them; run "
-                f"copy.deepcopy(module) in its place, which has the values of now and is in no run, and load what it "
-                f"has learnt (module.load_state_dict), or wait for the end of the first run"
+                f"copy.deepcopy(module) in its place, which has the current values and is in no run, and load the trained "
+                f"values afterwards (module.load_state_dict), or wait for the end of the first run"
             )
 
 
 def no_pages() -> UsageError:
-    """What is raised where somebody asks for pages."""
+    """The error for requests that need pages, outside of runs."""
     return UsageError("no run is in progress: pages exist between the start and the end of fit/validate/test/predict")
 
 
@@ -85,8 +85,8 @@ class Run:
     """A run of one Trainer.
 
     Args:
-        builder: makes its engines.
-        saves: its checkpoints.
+        builder: factory of its engines.
+        saves: queue of its checkpoints.
     """
 
     def __init__(self, builder: Builder, saves: SaveQueue) -> None:
@@ -96,26 +96,27 @@ class Run:
         self.signals = Signals(builder.trainer, self._of_any_rank)
         # State.
         self.cut: CutModule | None = None
-        """The module's parameters are cut over ranks (`tensor_parallel_size`)."""
+        """The slicing of the module's parameters over ranks (`tensor_parallel_size`); None if they are whole."""
         self.communicator: Communicator | None = None
         self.interruption: Interruption | None = None
         self._engine: Engine | None = None
         self._lightning_hooks: LightningHooks | None = None
         self._steps: tuple[OptimizerStep, ...] = ()
         self._events = Events()
-        """Who listens hears of what follows when the run is laid out anew, too."""
+        """Event listeners, which stay subscribed when the run is laid out again."""
         self._counted: Statistics | None = None
-        """Of the time before the run was laid out anew."""
+        """Statistics from before the last re-layout."""
         self._cut_off = ""
-        """Why the run has no states any more of which a checkpoint could be made; empty while it has."""
+        """Why the run's states are lost, so that no checkpoint can be made; empty while they are not."""
         self._shown_states: dict[Optimizer, Callable[[], None]] = {}
-        """Take from optimizers' `state` what was there when the run began or loaded since, where no step has."""
+        """Functions that remove the readable states from each optimizer's `state`: those that it had at the start of the run
+        or loaded since, until its first step."""
 
     # -- what it has --------------------------------------------------------------------------------------------------
 
     @property
     def has_pages(self) -> bool:
-        """False before they are there, when the run has left them, and where it could not be laid out anew."""
+        """Whether the run has pages: not before `lay_out`, after `leave`, or after a failed re-layout."""
         return self._engine is not None
 
     @property
@@ -131,26 +132,26 @@ class Run:
 
     @property
     def fits(self) -> bool:
-        """Whether it trains."""
+        """Whether the run trains."""
         return self.builder.fits
 
     @property
     def mode(self) -> Mode:
-        """Of the iterations that the Trainer asks for now."""
+        """The mode of the iterations that the Trainer runs now."""
         return Mode.TRAIN if self.trainer.state.fn is TrainerFn.FITTING else Mode.FORWARD
 
     def paged_optimizers(self) -> list[Optimizer]:
-        """Of the run's own, whatever the Trainer has been given since."""
+        """The run's optimizers with states in pages, whatever optimizers the Trainer has been given since."""
         engine = self.engine
         return [each for each in engine.updates.groups.optimizers if not engine.stepping.steps_itself(each)]
 
     def boxes(self) -> Mapping[int, TensorSlice]:
-        """Of parameters that are parts of larger ones, which part, by id."""
+        """The slices of parameters that are parts of larger ones, by id."""
         return self.builder.boxes_with(self.cut)
 
     @property
     def room(self) -> Path:
-        """The folder in which states are carried over; all ranks see it."""
+        """The folder for states that are carried over in files; visible to all ranks."""
         disks = self.builder.settings_here.disk_paths
         return disks[0] if disks and self.builder.place.nodes == 1 else Path(self.trainer.default_root_dir)
 
@@ -162,14 +163,14 @@ class Run:
     def gathered(self, *modules: nn.Module, write: bool = True) -> Iterator[None]:
         """See `AngelPTMStrategy.gathered`."""
         if self._engine is None:
-            yield  # the parameters are whole anyway
+            yield  # parameters are whole outside of pages
             return
         with self._engine.summon.gathered(modules or (self.module,), write=write):
             yield
 
     @contextmanager
     def iteration(self, mode: Mode) -> Iterator[None]:
-        """Around a step of the Trainer's."""
+        """Context of one step of the Trainer."""
         tensor = self.builder.groups.tensor
         with (
             self.engine.iteration(mode, manual=not self.module.automatic_optimization),
@@ -178,7 +179,7 @@ class Run:
             yield
 
     def without_reduction(self) -> AbstractContextManager[None]:
-        """Around backward passes whose gradients are reduced with those of a later one."""
+        """Context of backward passes whose gradients are reduced together with those of a later one."""
         return self.engine.stepping.without_reduction()
 
     @contextmanager
@@ -189,12 +190,12 @@ class Run:
             try:
                 yield
             finally:
-                collect(engine)  # copies on a CUDA stream are told when somebody looks
+                collect(engine)  # reports the events of copies on CUDA streams, which are queried only on request
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
     def cut_module(self) -> None:
-        """The module's parameters become this rank's parts, where `tensor_parallel_size` divides them."""
+        """Replaces the module's parameters by this rank's slices, if `tensor_parallel_size` divides them."""
         groups = self.builder.groups
         if groups.tensor is not None and groups.mesh is not None:
             group = groups.mesh["tensor_parallel"].get_group()
@@ -204,19 +205,19 @@ class Run:
     def lay_out(
         self, set_up: SetUp | None = None, *, given: Given | None = None, handed: PreviousState | None = None
     ) -> None:
-        """The engine and its pages.
+        """Builds the engine and its pages. Collective.
 
         Args:
-            set_up: the one that ends with it; None: in mid-run, parameters have been rearranged.
-            given: their values, where the module has none.
-            handed: the same, where they are in pages.
+            set_up: the set-up that this ends; None for a re-layout in mid-run.
+            given: the parameters' first values, where the module has none.
+            handed: the parameters' first values, where they are in pages of the previous engine.
         """
         builder, place = self.builder, self.builder.place
-        folders.remove_stale(self.room)  # what a run that was killed meanwhile has left
+        folders.remove_stale(self.room)  # remains of killed runs
         if set_up is not None:
             set_up.wait()
         communicator = self.communicator = place.communicator(self._events)
-        exchanging = self._exchanging(communicator)  # before anything can fail on one rank alone, as what follows
+        exchanging = self._exchanging(communicator)  # a collective, so before anything that can fail on one rank only
         engine = self._engine = builder.engine(
             communicator,
             self._events,
@@ -225,7 +226,7 @@ class Run:
             restored=None if set_up is None else set_up.restored,
             given=given,
             handed=handed,
-            # A checkpoint in progress is of the weights before the edit.
+            # A checkpoint in progress has the weights before the edit.
             before_edits=self.saves.finish,
         )
         _in_progress.add(engine)
@@ -239,13 +240,13 @@ class Run:
             guard(optimizer, engine.updates.groups.parameters_of(index), partial(engine.stepping.forget_states, index))
 
     def _exchanging(self, communicator: Communicator) -> ProcessGroupCommunicator | None:
-        """For a tensor group's exchanges alone; None without one. Collective."""
+        """A communicator for the exchanges of tensor groups; None without tensor parallelism. Collective."""
         if self.builder.groups.tensor is None or not isinstance(communicator, ProcessGroupCommunicator):
             return None
         return communicator.subgroup(self._tensor_groups(), exchanging=True)
 
     def _connect_tensor_group(self, exchanging: ProcessGroupCommunicator, engine: Engine) -> None:
-        """Its layers exchange in the engine's rounds."""
+        """Connects the module's parallel layers to the engine, which orders their exchanges."""
         tensor = self.builder.groups.tensor
         assert tensor is not None
         group = engine.communicator.rank // exchanging.world_size
@@ -254,14 +255,14 @@ class Run:
         tensor.connect(exchanges)
 
     def _tensor_groups(self) -> list[range]:
-        """The ranks of each."""
+        """The ranks of each tensor group."""
         tensor = self.builder.groups.tensor
         size = 1 if tensor is None else tensor.size
         return [range(at, at + size) for at in range(0, self.builder.place.world_size, size)]
 
     def watch(self, *, anew: bool = False) -> None:
-        """What the run has to hear of is watched, and what users should know beforehand is told them. Call it when Lightning
-        has made its wrappers of the optimizers."""
+        """Installs the hooks of the run, and shows warnings about its configuration. Call it after Lightning has made its
+        wrappers of the optimizers."""
         builder, engine, trainer = self.builder, self.engine, self.trainer
         precision, fitting = builder.precision, self.fits
         scaled = precision.loss_scale is not None
@@ -300,7 +301,7 @@ class Run:
             warn_of_recomputing_uncompiled(self.module, engine, builder.settings)
 
     def take_states(self) -> None:
-        """States that optimizers have already are the run's."""
+        """Takes over the states that optimizers already have."""
         for optimizer in self.paged_optimizers():
             forget = optimizer_states.take_over_optimizer_state(self.engine, optimizer)
             if forget is not None:
@@ -308,13 +309,13 @@ class Run:
                 renew(optimizer)
 
     def follow_loads(self, follow: Callable[[Optimizer, Mapping[str, Any]], None]) -> None:
-        """From now on `follow` is called when the `load_state_dict` of an optimizer was."""
+        """Calls `follow` after each call of an optimizer's `load_state_dict`, from now on."""
         assert self._lightning_hooks is not None
         for optimizer in self.paged_optimizers():
             self._lightning_hooks.loads_of(optimizer, follow)
 
     def follow_loaded_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """A hook of the user's has called its `load_state_dict`."""
+        """Handles a call of an optimizer's `load_state_dict` by a hook of the user."""
         forget_earlier = self._shown_states.pop(optimizer, None)
         if forget_earlier is not None:
             forget_earlier()
@@ -322,27 +323,27 @@ class Run:
         renew(optimizer)
 
     def load_states(self, states: Iterable[Any]) -> None:
-        """Of a checkpoint, by optimizer; there may be fewer, or none."""
+        """Loads optimizer states of a checkpoint, by optimizer; there may be fewer than optimizers, or none."""
         self.forget_shown_states()
         for optimizer, state in zip(self.builder.optimizers, states, strict=False):
             forget = optimizer_states.load_optimizer_state(self.engine, optimizer, state)
             self._shown_states[plain_optimizer(optimizer)] = forget
 
     def forget_shown_states(self) -> None:
-        """Nothing is shown any more in optimizers' `state` that pages have."""
+        """Removes states that are in pages from the optimizers' readable `state`."""
         while self._shown_states:
             self._shown_states.popitem()[1]()
 
     def go_on_drawing(self, random_states: Any) -> None:
-        """Random numbers, where the run is one that is resumed."""
-        # A run that goes back to its own checkpoint (Lightning's tuners do, after their trials) is none that is resumed.
+        """Restores random states, if the run is a resumed one."""
+        # Loading the run's own checkpoint does not count as resuming (Lightning's tuners do that after their trials).
         resumed = self.trainer.state.fn is TrainerFn.FITTING and not self.engine.iterations
         place = self.builder.place
-        if resumed and len(random_states) == place.data_ranks:  # of another number nobody could go on alike
+        if resumed and len(random_states) == place.data_ranks:  # with another number of ranks the data differ anyway
             randomness.restore(random_states[place.data_rank], place.backend)
 
     def tell_where_states_are(self) -> None:
-        """At the beginning, and when it has changed."""
+        """Logs where model states are stored; called at the start, and after a re-layout."""
         name, engine = self.builder.name, self.engine
         if engine.blueprint.outside:
             rank_zero_info(f"{name} leaves model states in RAM as they are: parameters are rearranged")
@@ -363,26 +364,26 @@ class Run:
 
     @property
     def unsaved(self) -> str:
-        """Why the run writes no checkpoint any more; empty while it does."""
+        """Why the run no longer writes checkpoints; empty while it does."""
         return self._cut_off or ("" if self.interruption is None else self.interruption.unsaved)
 
     @property
     def cut_off(self) -> bool:
-        """Whether its states are lost."""
+        """Whether the run's states are lost."""
         return bool(self._cut_off)
 
     def lose_states(self, reason: str) -> None:
-        """There are none any more of which a checkpoint could be made."""
+        """Marks the run's states as lost, for this reason."""
         self._cut_off = reason
 
     def settle(self) -> None:
-        """Where the run was cut short, finds out whether there is a state that all ranks have."""
+        """After an interruption, determines whether all ranks have a common state."""
         if self.interruption is not None:
             self.interruption.settle()
 
     def hangs_up(self) -> bool:
-        """Whether no rank can be waited for any more."""
-        # Callbacks ask for collectives, too, when the run was cut short on this rank.
+        """Whether the other ranks can no longer be waited for."""
+        # Callbacks call collectives after an interruption of this rank, too.
         self.settle()
         failed = self._engine is not None and self._engine.barriers.failed
         return failed or bool(self.unsaved)
@@ -396,7 +397,7 @@ class Run:
         self.engine.barriers.gather_for(gathering)
 
     def _of_any_rank(self, flags: int) -> int:
-        """The flags (two) that any rank has. Collective."""
+        """The flags (two bits) that are set on any rank. Collective."""
         communicator = self.communicator
         if communicator is None or communicator.alone:
             return flags
@@ -404,13 +405,13 @@ class Run:
         return sum(int(flag) << bit for bit, flag in enumerate(communicator.all_reduce(bits, maximum=True)))
 
     def _link_checkpoint(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
-        """In place of ModelCheckpoint's own: `save_last="link"` links as soon as a save has begun, but a link must name what
-        is in place."""
+        """Replacement for ModelCheckpoint's method: with `save_last="link"` that links as soon as a save has begun, but the
+        link must wait until the checkpoint is complete."""
         if not self.builder.place.rank and not self.unsaved and Path(filepath).absolute() != Path(linkpath).absolute():
             self.saves.link(Path(filepath), Path(linkpath), folders.link)
 
     def fail(self, exception: BaseException) -> bool:
-        """The run has raised; returns whether it has told the other ranks, which it can from its communicator on."""
+        """Handles an exception of the run; returns whether the other ranks were notified, which needs the communicator."""
         for step in self._steps:
             step.settle()
         if self._engine is not None:
@@ -422,11 +423,11 @@ class Run:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def leave(self, replaced: list[Optimizer]) -> None:
-        """What the run has put into objects of others is taken out of all of them (I1). Whoever calls it closes its engine
-        and its communicator.
+        """Removes everything that the run has installed in other objects (I1). The caller closes the engine and the
+        communicator.
 
         Args:
-            replaced: gets the optimizers whose `state` the user has replaced.
+            replaced: output list of the optimizers whose `state` the user has replaced.
         """
 
         def give_back_state(optimizer: Optimizer) -> None:
@@ -436,7 +437,7 @@ class Run:
         paged, lightning_hooks, before_steps = self.paged_optimizers(), self._lightning_hooks, self._steps
         self._engine = self.communicator = self._lightning_hooks = self.interruption = None
         self._steps = ()
-        with ExitStack() as steps:  # the last one first
+        with ExitStack() as steps:  # last in, first out
             steps.callback(self.builder.precision.attach, None)
             for each in before_steps:
                 steps.callback(each.close)
@@ -447,22 +448,22 @@ class Run:
             steps.callback(self.forget_shown_states)
 
     def disconnect_tensor_group(self) -> None:
-        """What its layers exchange from here on is of no run."""
+        """Disconnects the module's parallel layers from the engine."""
         if self.builder.groups.tensor is not None:
             self.builder.groups.tensor.connect(None)
 
     def uncut(self, whole: Callable[[Tensor, TensorSlice], Tensor] | None = None) -> None:
-        """The module's parameters are whole again, if it was cut here.
+        """Makes the module's parameters whole again, if this run has sliced them.
 
         Args:
-            whole: puts parts together, collectively; None: they have no values.
+            whole: joins the slices, collectively; None: parameters have no values afterwards.
         """
         if self.cut is not None:
             self.cut.undo(whole)
             self.cut = None
 
     def close_without_pages(self) -> None:
-        """The end of a run that has none: its set-up has failed, or the way from old pages to new ones."""
+        """Ends a run without pages, after its set-up or a re-layout has failed."""
         self.disconnect_tensor_group()
         communicator, self.communicator = self.communicator, None
         with ExitStack() as steps:
@@ -472,5 +473,5 @@ class Run:
             self.forget_shown_states()
 
     def counts_from(self, counted: Statistics) -> None:
-        """The run was laid out anew, and has this behind it."""
+        """Continues the statistics from before a re-layout."""
         self._counted = counted

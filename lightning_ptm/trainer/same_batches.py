@@ -1,17 +1,16 @@
-"""Whether the ranks of a tensor group compute the same batches with the same random numbers: each has parts of the same
-layers, and of different batches they would compute, in silence, what is nobody's.
+"""Checks that the ranks of a tensor group compute the same batches with the same random numbers.
 
-The first batches of each loader are compared before anything is computed of them, by a collective of their own. The digest of
-every batch goes with what the group tells when it meets for its next exchange
-(`runtime/ranks/activation_exchange.py`): no message more.
+Each rank has slices of the same layers; with different batches the result would be wrong without an error. The first batches
+of each loader are compared before they are used, by a collective of their own. The digest of every batch is attached to the
+message with which the group meets for its next exchange (`runtime/ranks/activation_exchange.py`), so it costs no message.
 
-Before it is cut, a module's values are made the same, too: of ranks that made other modules (of other random numbers, or from
-a file on one rank alone) the parts would be of several wholes. Pages take the values of the first rank that has a part
-(runtime/full_params/parameter_values.py, I1), so it is enough that the ranks of a tensor group have the same.
+Before a module is sliced, its values are made the same on the group's ranks, too: if ranks initialized it with different
+random numbers, or loaded it from a file on one rank only, their slices would not fit together. Pages take the values of the
+first rank that has a slice (runtime/full_params/parameter_values.py, I1), so equal values within each tensor group suffice.
 
 Owns how many batches of each loader were compared in a run. Knows batches as nested data, and of models their parameters.
 
-I1: nothing is read from a device but the first batches: whoever reads there waits for all that it has been told to compute.
+I1: only the first batches are read from a device, since such a read waits for all the work queued there.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from lightning_ptm.memory.backend import Backend, in_ram
 from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
 
 FIRST = 3
-"""Batches of each loader that are compared at once, and behind them the first of each pass over it. A sampler that goes by
-rank shows in the first one, if a small set of data does not begin alike by chance. What draws in this process (an
-augmentation, dropout) comes apart after the first batch was drawn, or the first step was computed, so that the second and
-third show it."""
+"""How many batches of each loader are compared at once; after them, the first batch of each pass over it. A sampler that
+splits data by rank shows in the first batch, unless the data happen to begin alike. Random draws in this process (an
+augmentation, dropout) diverge after the first batch was drawn, or the first step was computed, so they show in the second
+and third."""
 
 
 class SameBatches:
-    """Compares.
+    """Comparison of batches and random states within a tensor group.
 
     Args:
         group: the tensor group of this rank.
         backend: of the device that computes.
-        tell: brings words to the next meeting of the group, which have to be the same on all of its ranks.
+        tell: attaches a text to the group's next exchange, which raises if the texts of its ranks differ.
     """
 
     def __init__(self, group: ProcessGroup, backend: Backend, tell: Callable[[str], None]) -> None:
@@ -52,27 +51,27 @@ class SameBatches:
         self._backend = backend
         self._tell = tell
         self._moved: tuple[Any, int] | None = None
-        """The batch that was moved last, as it is on the device, and its digest from before."""
+        """The batch that was moved last, as it is on the device, and its digest from before the move."""
         self._compared: dict[tuple[str, int], int] = {}
-        """By what the batches are for, and by loader."""
+        """Number of batches compared, by stage and loader."""
 
     def move(self, batch: Any, to_device: Callable[[], Any]) -> Any:
-        """What `to_device` makes of a batch, which is read before."""
-        known = digest(batch, here_alone=True) if self._backend.apart else None  # else there is time enough in `check`
+        """Moves a batch by `to_device`, after its digest was computed in RAM."""
+        known = digest(batch, here_alone=True) if self._backend.apart else None  # on a CPU, `check` computes it
         moved = to_device()
         self._moved = None if known is None else (moved, known)
         return moved
 
     def check(self, batch: Any, stage: str, *, loader: int = 0, index: int = 0) -> None:
-        """Has a batch compared: the first ones now. That is collective in the group, for ranks that have batches; a rank that
-        has none is heard of as with any collective.
+        """Compares a batch: at once if it is one of the first, else with the next exchange. Comparing at once is collective
+        in the group, for ranks that have a batch; a rank without one is detected as in any collective.
 
         Args:
-            stage: what it is for ("train", "validate"...).
+            stage: what the batch is for ("train", "validate"...).
             index: its number in this pass over its loader.
 
         Raises:
-            UsageError: ranks have different ones, on all ranks of the group.
+            UsageError: ranks have different batches or random states; on all ranks of the group.
         """
         known, numbers = self._compared.get((stage, loader), 0), self._random_digest()
         if known < FIRST or not index:
@@ -81,7 +80,7 @@ class SameBatches:
         self._tell(f"{index} ({stage}, loader {loader}; digest {self._digest(batch):x}, random numbers {numbers:x})")
 
     def _digest(self, batch: Any) -> int:
-        """Of what of it is, or was, in RAM (I1)."""
+        """Digest of those parts of a batch that are, or were, in RAM (I1)."""
         moved, self._moved = self._moved, None
         return moved[1] if moved is not None and moved[0] is batch else digest(batch, here_alone=True)
 
@@ -99,7 +98,7 @@ class SameBatches:
         if others:
             raise UsageError(
                 f"ranks {', '.join(map(str, ranks))} share the layers of one model (tensor_parallel_size={len(ranks)}) and "
-                f"have {what}: {_named(others)} not what rank {ranks[0]} has; what they would compute is of neither. {remedy}"
+                f"have {what}: {_named(others)} not what rank {ranks[0]} has; the result would be wrong. {remedy}"
             )
 
     def _random_digest(self) -> int:
@@ -125,12 +124,12 @@ _OTHER_NUMBERS = (
 
 
 def digest(batch: Any, *, here_alone: bool = False) -> int:
-    """A number, below 2**63, that tells batches apart by their tensors, arrays, numbers and texts, wherever these are in
-    mappings, sequences, data classes and objects that can be moved to a device (`to`). Of other objects, by their class. One
-    pass over the bytes: 2 ms for 37 MiB, on one core.
+    """A number below 2**63 that identifies a batch by its tensors, arrays, numbers and texts, in mappings, sequences, data
+    classes and objects that can be moved to a device (`to`). Other objects count by their class only. One pass over the
+    bytes: 2 ms for 37 MiB, on one core.
 
     Args:
-        here_alone: of tensors that are not in RAM, by shape and dtype alone.
+        here_alone: of tensors that are not in RAM, use only shape and dtype.
     """
     hasher = xxhash.xxh3_64()
     _add(hasher, batch, set(), here_alone)
@@ -162,7 +161,7 @@ def _parts_of(value: Any) -> list[Any]:
         return list(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    if callable(getattr(value, "to", None)):  # what Lightning moves to a device as a whole
+    if callable(getattr(value, "to", None)):  # Lightning moves such objects to a device as a whole
         return list(vars(value).values()) if hasattr(value, "__dict__") else []
     return []
 
@@ -181,11 +180,11 @@ def _add_tensor(hasher: Any, value: Tensor, here_alone: bool) -> None:
 
 
 def take_first_rank_s_values(module: nn.Module, group: ProcessGroup, backend: Backend) -> None:
-    """Gives the parameters of which ranks have other values those of the first rank, in place. Parameters without values stay
-    as they are. Collective in the group; a pass over the bytes of all, and an exchange of those that differ.
+    """Copies the first rank's values into parameters whose values differ between ranks. Parameters without values are left
+    as they are. Collective in the group; reads all values once, and exchanges those that differ.
 
     Raises:
-        RankError: another rank has not come, such as one whose `configure_optimizers` has failed.
+        RankError: another rank did not arrive, such as one whose `configure_optimizers` has failed.
     """
     parameters = list(module.parameters())
     ours = [0 if each.is_meta or isinstance(each, GuardedParameter) else digest(each) for each in parameters]
@@ -199,7 +198,7 @@ def take_first_rank_s_values(module: nn.Module, group: ProcessGroup, backend: Ba
             f"({first_line}); look for the first error among the ranks' logs"
         ) from error
     if any(len(each) != len(ours) for each in told):
-        return  # other modules altogether, which ranks find when they compare what they are to train
+        return  # different modules, which is reported when ranks compare their parameters
     for parameter, *digests in zip(parameters, *told, strict=True):
         if len(set(digests)) > 1 and all(digests):
             with torch.no_grad():

@@ -1,7 +1,6 @@
-"""Settings by which ranks decide what they do together while a run is set up: if they differ, they would wait for each other
-before anything else is compared.
+"""Comparison of the settings that determine which collectives ranks call during set-up: if they differ, ranks would hang.
 
-Owns nothing. What is laid out is compared later (runtime/deciding/planner.py), and what may differ (budgets, folders) is not.
+Owns nothing. Layouts are compared later (runtime/deciding/planner.py); settings that may differ (budgets, folders) are not.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from lightning_ptm.errors import RankError
 
 
 def decisive(settings: Settings, precision: str) -> list[str]:
-    """In words, one a setting."""
+    """The settings that must be equal on all ranks, in words, one text per setting."""
     return [
         f"precision={precision!r}",
         f"tensor_parallel_size={settings.tensor_parallel_size}",
@@ -26,17 +25,18 @@ def decisive(settings: Settings, precision: str) -> list[str]:
 
 
 def refuse_other_settings(told: Sequence[Sequence[str]]) -> None:
-    """
+    """Compares the settings of all ranks.
+
     Args:
-        told: what is decisive, by rank.
+        told: the result of `decisive` of each rank.
 
     Raises:
-        RankError: some rank has not what the first has; on all of them.
+        RankError: a rank's settings differ from those of rank 0; on all ranks.
     """
     for rank, theirs in enumerate(told):
         for ours, other in zip(told[0], theirs, strict=True):
             if ours != other:
                 raise RankError(
-                    f"rank {rank} has {other}, where rank 0 has {ours}; they would wait for each other for ever, so nothing "
-                    f"is done; use the same settings and precision on all ranks"
+                    f"rank {rank} has {other}, where rank 0 has {ours}; they would wait for each other forever, so nothing "
+                    f"was started; use the same settings and precision on all ranks"
                 )

@@ -1,10 +1,10 @@
-"""Signals that end a run or put it back into a queue: heard when they come, acted upon between batches, by all ranks at once.
+"""Signals that end a run or requeue it (SIGTERM, SLURM): recorded on arrival, handled between batches, on all ranks at once.
 
-Lightning's handlers talk to the other ranks, and save, wherever the signal finds this one: in the middle of a step, or of a
-collective, which the others then wait for. Owns what was asked for and has not been done.
+Lightning's handlers communicate and save wherever the signal interrupts a rank: in the middle of a step, or of a collective,
+in which the others then hang. Owns the requests that were received and not yet handled.
 
-I1: handlers do nothing but remember. I2: ranks act at the same point if any of them was asked. I3: what comes while ranks
-agree is for the next time.
+I1: handlers only record the signal. I2: all ranks act at the same point if any rank has received one. I3: a signal that
+arrives while ranks agree is handled the next time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _END, _REQUEUE = 1, 2
 
 
 class Signals:
-    """What a run does about signals. One for the whole of it: Lightning registers its handlers once.
+    """Signal handling of one run; one object for all of it, since Lightning registers its handlers once.
 
     Args:
-        trainer: whose own handler saves and asks SLURM to run the job again.
-        agree: what any rank was asked for (flags), from what this one was. Collective.
+        trainer: its own handler saves a checkpoint and asks SLURM to requeue the job.
+        agree: combines the flags of all ranks. Collective.
     """
 
     def __init__(self, trainer: Trainer, agree: Callable[[int], int]) -> None:
@@ -52,7 +52,7 @@ class Signals:
         self._number = number
 
     def settle(self) -> None:
-        """Between batches: do what was asked for.
+        """Handles the recorded signals; called between batches.
 
         Raises:
             SIGTERMException: on all ranks, as Lightning raises it.
@@ -62,16 +62,16 @@ class Signals:
         if asked & _REQUEUE:
             self._requeue(self._number, None)
         if asked & _END:
-            rank_zero_info("a rank has received SIGTERM: all end here")
+            rank_zero_info("a rank has received SIGTERM: all ranks stop here")
             self._connector.received_sigterm = True
             raise SIGTERMException
 
     def leave(self) -> None:
-        """The run has ended: what came behind its last batch is not done any more."""
+        """Ends the run; signals that arrived after its last batch are not handled any more."""
         if self._asked & _END:
             self._connector.received_sigterm = True
         if self._asked & _REQUEUE:
             rank_zero_warn(
-                "SLURM's signal came when training had ended: nothing was saved for it, nor put into the queue"
+                "SLURM's signal arrived after training had ended: nothing was saved for it, and the job was not requeued"
             )
         self._asked = 0

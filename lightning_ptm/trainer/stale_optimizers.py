@@ -1,10 +1,10 @@
-"""Optimizers whose states have ended with their run: a step of theirs would begin anew, and nobody would see it.
+"""Optimizers whose states were lost at the end of their run: a further step would silently start from fresh states.
 
-Owns the hooks that refuse such a step, and a `state_dict` without states, wherever it is asked for: in another run, of
-another Trainer too, or in a loop by hand.
-I1: an optimizer that was given states since, by `load_state_dict` too, is none of these. Its hooks stay, and let all pass:
-torch may be going through them when that is found out.
-I2: a copy of a spent optimizer, by `copy` or through pickle, is spent too.
+Owns the hooks that refuse such a step, and a `state_dict` without states, anywhere: in another run, of another Trainer, or
+in a loop of the user's own.
+I1: an optimizer that was given states since, also by `load_state_dict`, is no longer stale. Its hooks stay and do nothing,
+since torch may be iterating over them when that is detected.
+I2: a copy of a stale optimizer, by `copy` or through pickle, is stale, too.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lightning_ptm.errors import UsageError
 
 _SPENT: WeakSet[Optimizer] = WeakSet()
 _WATCHED: WeakSet[Optimizer] = WeakSet()
-"""Have the hooks."""
+"""Optimizers that have the hooks."""
 
 
 def spend(optimizers: Iterable[Optimizer]) -> None:
-    """The states of these have ended."""
+    """Marks optimizers as stale: their states are lost."""
     for optimizer in optimizers:
         _SPENT.add(optimizer)
-        # On the object, where copy and pickle look first; weak, so that it goes when the user lets it go.
+        # On the object, where copy and pickle look first; a weak reference, so that the optimizer can be freed.
         vars(optimizer)["__reduce_ex__"] = partial(_reduce, ref(optimizer))
         if optimizer not in _WATCHED:
             _WATCHED.add(optimizer)
@@ -38,7 +38,7 @@ def spend(optimizers: Iterable[Optimizer]) -> None:
 
 
 class StaleInCopies(list[Optimizer]):
-    """Optimizers whose copies, by `copy.deepcopy` or through pickle, are spent, and which are not spent themselves."""
+    """Optimizers that are not stale themselves, but whose copies, by `copy.deepcopy` or through pickle, are."""
 
     def __deepcopy__(self, known: dict[int, Any]) -> StaleInCopies:
         return _all_spent(copy.deepcopy(list(self), known))
@@ -53,14 +53,14 @@ def _all_spent(optimizers: list[Optimizer]) -> StaleInCopies:
 
 
 def renew(optimizer: Optimizer) -> None:
-    """It has states again."""
+    """Marks an optimizer as having states again."""
     _SPENT.discard(optimizer)
     vars(optimizer).pop("__reduce_ex__", None)
 
 
 def refuse_spent(optimizers: Iterable[Optimizer]) -> None:
     """Raises:
-    UsageError: one of these is spent.
+    UsageError: one of the optimizers is stale.
     """
     for optimizer in optimizers:
         _check(optimizer)
@@ -69,9 +69,9 @@ def refuse_spent(optimizers: Iterable[Optimizer]) -> None:
 def _check(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _SPENT:
         raise UsageError(
-            f"the states of this {type(optimizer).__name__} have ended with an earlier run, since RAM had no room for a copy "
-            f"(of those on disk, half of what is free), so it cannot go on where it was; give fit a ckpt_path, or return a "
-            f"new optimizer from configure_optimizers"
+            f"the states of this {type(optimizer).__name__} were lost at the end of an earlier run, since RAM had no room "
+            f"for a copy (of states on disk, half of the free RAM), so it cannot continue; give fit a ckpt_path, or "
+            f"return a new optimizer from configure_optimizers"
         )
 
 

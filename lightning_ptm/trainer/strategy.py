@@ -1,12 +1,12 @@
-"""`Trainer(strategy="angel_ptm")`: Lightning's side of the engine.
+"""AngelPTMStrategy (`Trainer(strategy="angel_ptm")`): the methods that Lightning calls on a strategy.
 
-What Lightning asks of any strategy, and the few questions of users that no other strategy is asked. What is done about it,
-others do: ranks.py (process groups), building.py (what a run is made of), run.py (the run in progress), checkpointing.py,
-ending.py, rearranging.py; between_runs.py is what outlives a run. All of them know Lightning; pages are the engine's.
+Has Lightning's overrides, and the requests of users that no other strategy has. The work is in other modules: ranks.py
+(process groups), building.py (construction of a run), run.py (the run in progress), checkpointing.py, ending.py,
+rearranging.py, and between_runs.py (state kept between runs). All of them know Lightning; pages belong to the engine.
 
-I1: the user's optimizers are created before anything is laid out, since their parameter groups decide the layout, and before
-anything is cut: `configure_optimizers` may go by shapes. I2: there is a run from `setup` to `teardown`, and outside of
-these none.
+I1: the user's optimizers are created before anything is laid out, since their parameter groups determine the layout, and
+before anything is sliced, since `configure_optimizers` may use shapes. I2: a run exists from `setup` to `teardown`, and at no
+other time.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ from lightning_ptm.trainer.stale_optimizers import StaleInCopies, refuse_spent
 from lightning_ptm.trainer.weight_averaging import refuse_parts, refuse_sharded
 
 _LONGEST = datetime.timedelta(days=3650)
-"""torch counts nanoseconds in 64 bits."""
-_UNUSED = "this strategy is no Trainer's yet, so it has neither devices nor a module; give it to one, and call fit"
+"""The longest timeout: torch counts nanoseconds in 64 bits."""
+_UNUSED = "no Trainer has this strategy yet, so it has neither devices nor a module; pass it to a Trainer, and call fit"
 
 
 @asked_elsewhere
@@ -105,7 +105,7 @@ _UNUSED = "this strategy is no Trainer's yet, so it has neither devices nor a mo
 class AngelPTMStrategy(ParallelStrategy):
     """Trains models whose states are larger than the device and larger than RAM: pages over device, host and disk.
 
-    Of several ranks it is what DDP is, of one what a single device is.
+    With several ranks it trains as DDP does, with one rank as a single device does.
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for any strategy.
@@ -128,8 +128,8 @@ class AngelPTMStrategy(ParallelStrategy):
         self.settings = Settings.of(settings)
         if not isinstance(timeout, datetime.timedelta) or not datetime.timedelta(0) < timeout <= _LONGEST:
             raise ConfigError(
-                f"timeout={timeout!r} is no time that ranks could wait for each other; write datetime.timedelta(minutes=30), "
-                f"or whatever is above zero and at most {_LONGEST.days} days"
+                f"timeout={timeout!r} is not a duration that ranks could wait; write datetime.timedelta(minutes=30), or "
+                f"another duration above zero and of at most {_LONGEST.days} days"
             )
         self._connected: LightningModule | None = None
         super().__init__(
@@ -144,18 +144,18 @@ class AngelPTMStrategy(ParallelStrategy):
         self.file_ops: FileOps | None = None
         """The disk tier's file calls, for tests of failing disks; None: the operating system's."""
         self.save_ops: SaveOps | None = None
-        """The same of sharded checkpoints."""
+        """The file calls of sharded checkpoints, likewise."""
         self.progress = Progress()
-        """When bars of long work appear, if they do."""
+        """Progress bars of long operations: whether and after what time they are shown."""
         self._between = BetweenRuns()
         self._checkpoints = RunCheckpoints(self, self.settings, self._between, self._current_save_ops)
         # State.
         self._groups = RankGroups()
-        """Of the last run that was set up."""
+        """Process groups of the last run that was set up."""
         self._set_up: SetUp | None = None
         """The set-up in progress."""
         self._resuming: AutoResume | None = None
-        """From a set-up to `teardown`, where `resume` is "auto"."""
+        """Automatic resume, from set-up to `teardown`, if `resume` is "auto"."""
         self._run: Run | None = None
 
     def _current_save_ops(self) -> SaveOps | None:
@@ -172,7 +172,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @property
     def _backend(self) -> Backend:
-        """Of this rank's device. Whatever a run is made of is handed it; two of one device are equal."""
+        """The backend of this rank's device. Backends of the same device are equal."""
         return backend_of(self.root_device)
 
     @property
@@ -185,11 +185,11 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Tells Lightning's connector to give each rank its own part of the data. Where all compute the same batches, as one
-        rank, the user's own sampler stays: Lightning would put one that shuffles in its place, whatever the loader says."""
+        """Whether Lightning's connector should give ranks different parts of the data. If all ranks compute the same
+        batches, the user's own sampler stays: Lightning would replace it by one that shuffles, whatever the loader says."""
         return bool(self.distributed_sampler_kwargs["num_replicas"] > 1)
 
-    # One rank is rank 0 whatever the cluster says of this process, as with one device.
+    # A single rank is rank 0 whatever the cluster says of this process, as with a single device.
 
     @property
     @override
@@ -219,14 +219,14 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Of all ranks, by the names "data_parallel" and "tensor_parallel", as Lightning's ModelParallelStrategy has it;
-        `LightningModule.device_mesh` is the same, from `configure_model` on.
+        """The mesh of all ranks, with the axes "data_parallel" and "tensor_parallel", as in Lightning's
+        ModelParallelStrategy; `LightningModule.device_mesh` is the same, from `configure_model` on.
 
         Raises:
-            UsageError: there is none, of one rank or before any run was set up.
+            UsageError: there is no mesh, with a single rank or before any run was set up.
         """
         if self._groups.mesh is None:
-            raise UsageError("there is a device mesh in runs of several ranks, from their set-up on")
+            raise UsageError("only runs of several ranks have a device mesh, from their set-up on")
         return self._groups.mesh
 
     @property
@@ -238,8 +238,8 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        # Lightning's connector assigns the plugin that it made from the precision string: ours takes its place here.
-        # None must stay None: the connector takes any other for the user's choice and ignores the string.
+        # Lightning's connector assigns the plugin that it made from the precision string, which is replaced here.
+        # None must stay None: the connector takes any other value for the user's choice and ignores the string.
         self._precision_plugin = None if precision_plugin is None else AngelPTMPrecision.replacing(precision_plugin)
 
     @property
@@ -249,17 +249,17 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator | None) -> None:
-        check_front_end(accelerator, self.strategy_name)  # the first thing that a Trainer gives
+        check_front_end(accelerator, self.strategy_name)  # the first attribute that a Trainer sets
         self._accelerator = accelerator
 
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        # Made when it is asked for: one that is there from the start is taken for the user's, and plugins=[...] refused.
+        # Created on demand: Lightning takes an existing one for the user's, and would refuse plugins=[...].
         if self._checkpoint_io is None:
             self._checkpoint_io = FileCheckpointIO()
         elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = FileCheckpointIO()  # which one that has its own ignores
+            self._checkpoint_io.checkpoint_io = FileCheckpointIO()  # ignored by a wrapper that has one already
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -268,7 +268,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @property
     def _precision(self) -> Any:
-        refuse_fabric(self.strategy_name)  # which alone has such an attribute in its strategies
+        refuse_fabric(self.strategy_name)  # only Fabric reads this attribute
 
     @property
     def _lightning_module(self) -> LightningModule | None:
@@ -276,19 +276,19 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @_lightning_module.setter
     def _lightning_module(self, module: LightningModule | None) -> None:
-        # Lightning assigns it before it refuses a compiled module for every strategy but three, without a remedy.
+        # Lightning assigns the module before it refuses compiled modules for all but three strategies, without a remedy.
         if module is not None and compiled_as(module) is not None:
             raise ConfigError(
-                f"the {type(module).__name__} was compiled as a whole with torch.compile, so its training_step would be, "
-                f"too, and weights are fetched in the middle of it; give the Trainer the module as it is, and compile its "
-                f"parts in configure_model: `for block in self.blocks: block.compile()`, or "
+                f"the {type(module).__name__} was compiled as a whole with torch.compile, so its training_step would be "
+                f"compiled, too, but weights are fetched in the middle of it; give the Trainer the uncompiled module, and "
+                f"compile its parts in configure_model: `for block in self.blocks: block.compile()`, or "
                 f"`self.model = torch.compile(self.model)`"
             )
         self._connected = module
 
     @property
     def _module(self) -> LightningModule:
-        """What the Trainer trains, or evaluates."""
+        """The module that the Trainer trains or evaluates."""
         if self.lightning_module is None:
             raise UsageError(_UNUSED)
         return self.lightning_module
@@ -296,7 +296,7 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         ranks = self.num_processes * self.num_nodes
-        # One rank is this process: as with one device, nothing is launched, and so a notebook will do.
+        # A single rank is this process: as with a single device, nothing is launched, so it works in a notebook.
         if not self._has_ranks:
             return
         assert self.cluster_environment is not None
@@ -331,7 +331,7 @@ class AngelPTMStrategy(ParallelStrategy):
         ranks = self.num_nodes * self.num_processes
         if ranks % size:
             raise ConfigError(
-                f"tensor_parallel_size={size} and {ranks} ranks (devices x num_nodes), which make no groups of {size}; use a "
+                f"tensor_parallel_size={size} does not divide the number of ranks, {ranks} (devices x num_nodes); use a "
                 f"multiple of {size} ranks"
             )
         if self._has_ranks:
@@ -358,10 +358,10 @@ class AngelPTMStrategy(ParallelStrategy):
         put_device_mesh(self._module, self._groups.mesh)
 
     def _is_alone(self) -> bool:
-        """Whether there is no other rank, or none that could be waited for."""
+        """Whether there are no other ranks, or none that can be waited for."""
         if self._run is not None and self._run.hangs_up():
             return True
-        # One rank is alone even where somebody else in its process is connected to others (`lightning-ptm probe`).
+        # A single rank is alone even if other code in its process is connected to ranks (`lightning-ptm probe`).
         return not self._has_ranks or not torch.distributed.is_initialized()
 
     @override
@@ -392,7 +392,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        # Of all ranks: those of a tensor group, too, have to do the same.
+        # Over all ranks, since those of a tensor group must take the same decision, too.
         votes = torch.tensor(int(decision), device=self.root_device)
         if not self._is_alone():
             votes = reduced_over_ranks(votes, reduce_op="sum")
@@ -407,7 +407,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        # Before Lightning does it with this rank's number, by which workers would draw other numbers in a tensor group.
+        # Before Lightning does it with the global rank, by which workers of a tensor group would draw different numbers.
         seed_workers(dataloader, self.distributed_sampler_kwargs["rank"])
         return dataloader
 
@@ -424,7 +424,7 @@ class AngelPTMStrategy(ParallelStrategy):
             self._resuming.keep_name_of_last()
         self._end_run()
         refuse_in_another_run(self._module)
-        if fitting:  # as Lightning: an evaluation leaves those of the last fit, which may still be saved
+        if fitting:  # as in Lightning, an evaluation leaves the optimizers of the last fit, which may still be saved
             self._reset_optimizers_and_schedulers()
             self._refuse_callbacks(trainer)
             if self._layer_sync is not None and self._has_ranks:
@@ -455,7 +455,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def _refuse_callbacks(self, trainer: Trainer) -> None:
         """Raises:
-        ConfigError: a callback cannot do its work here.
+        ConfigError: a callback does not work with these settings.
         """
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         sharded, cut_here = self.settings.checkpoints.state_dict_type == "sharded", self._groups.tensor is not None
@@ -467,10 +467,11 @@ class AngelPTMStrategy(ParallelStrategy):
         refuse_pruning(callbacks, sharded=sharded, divided=in_parts or self.settings.expert_parallel_size > 1)
 
     def _synchronize_batch_norms(self, module: LightningModule, layer_sync: LayerSync) -> None:
-        """As DDP: before anybody knows the modules. Over the ranks with different batches, so that each counts once.
+        """Converts batch norms as DDP does, before other code refers to the modules. They synchronize over the ranks with
+        different batches, so that each batch counts once.
 
         Raises:
-            ConfigError: there are some, on a CPU.
+            ConfigError: there are batch norms, and the device is a CPU.
         """
         layer_sync.apply(module)
         norms = [each for each in module.modules() if isinstance(each, nn.SyncBatchNorm)]
@@ -483,7 +484,7 @@ class AngelPTMStrategy(ParallelStrategy):
             )
 
     def builder(self, trainer: Trainer) -> Builder:
-        """What builds a run of `trainer`, or says what it would ask for."""
+        """The factory of a run of `trainer`, which can also report the run's layout request."""
         return Builder(
             name=self.strategy_name,
             trainer=trainer,
@@ -502,36 +503,38 @@ class AngelPTMStrategy(ParallelStrategy):
         )
 
     def _progress_for(self, trainer: Trainer) -> Progress:
-        """Rank 0 shows long work, where the Trainer shows its own."""
+        """Progress bars on rank 0, if the Trainer shows its own."""
         bar = trainer.progress_bar_callback
         wanted = bar is not None and not getattr(bar, "is_disabled", False)  # a user's own bar need not have it
         return dataclasses.replace(self.progress, shown=self.progress.shown and wanted and self.is_global_zero)
 
     def request(self, trainer: Trainer, settings: Settings) -> Request:
-        """What a run of `trainer` asks for, once its optimizers are there; allocates nothing."""
+        """The layout request of a run of `trainer`, whose optimizers must exist; allocates nothing."""
         return self.builder(trainer).request(settings, None if self._run is None else self._run.cut)
 
     def further_tiers(self) -> Mapping[Tier, int]:
-        """Tiers beside device, host and disk, with the bytes of each that pages of this rank may take: none. For subclasses
-        on machines that have other memory; homes are found in it as in all tiers, nearest first (see `terms.Tier`)."""
+        """Tiers in addition to device, host and disk, with the bytes of each that pages of this rank may take; default: none.
+        Subclasses override it on machines with other memory. Homes are chosen in them as in all tiers, nearest first (see
+        `terms.Tier`)."""
         return {}
 
     def boxes(self) -> Mapping[str, TensorSlice]:
-        """Of parameters of this rank's module that are parts of larger ones, which part: by name, none. For subclasses that
-        cut a model over ranks (tensor parallelism): the module has the parts and computes with them, exchanging what that
-        takes; pages, norms, checkpoints and weights from files do the rest. Ranks r of equal r // parts are a group, each
-        with the part r % parts; they need the same batches (`distributed_sampler_kwargs`). Where `tensor_parallel_size` cuts
-        the model, they are those of its plan."""
+        """Slices of this rank's parameters that are parts of larger ones, by name; default: none, or those of the plan of
+        `tensor_parallel_size`.
+
+        Subclasses that divide a model over ranks (tensor parallelism) override it: the module has the slices, computes with
+        them and makes the exchanges; pages, norms, checkpoints and weights from files use the slices. Ranks r of equal
+        r // parts are a group, each with the slice r % parts; they need the same batches (`distributed_sampler_kwargs`)."""
         return {} if self._run is None or self._run.cut is None else self._run.cut.boxes()
 
     @override
     def model_to_device(self) -> None:
-        return None  # parameters live in pages; buffers were moved when the engine was built
+        return None  # parameters are in pages; buffers were moved when the engine was built
 
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        # Parameters are moved unit by unit when they are laid into pages.
+        # Parameters are moved unit by unit when they are copied into pages.
         device = torch.device("meta") if empty_init else torch.device("cpu")
         with device, self.precision_plugin.tensor_init_context():
             yield
@@ -558,7 +561,7 @@ class AngelPTMStrategy(ParallelStrategy):
             rearranging.follow_other_parameters(self._run, self._checkpoints)
 
     def _compare(self, batch: Any, index: int = 0, loader: int = 0) -> None:
-        """With the other ranks of a tensor group, which have to have the same batch."""
+        """Compares a batch with those of the other ranks of the tensor group, which must be the same."""
         stage, same_batches = self._module.trainer.state.stage, self._groups.same_batches
         if same_batches is not None and self._run is not None and self._run.has_pages and stage is not None:
             same_batches.check(batch, stage.value, loader=loader, index=index)
@@ -569,7 +572,7 @@ class AngelPTMStrategy(ParallelStrategy):
         return move() if self._groups.same_batches is None else self._groups.same_batches.move(batch, move)
 
     def _iteration(self, mode: Mode) -> AbstractContextManager[None]:
-        """Around a step; nothing is, where somebody calls Lightning's loops after a run, with ordinary parameters."""
+        """Context of a step; empty if a user calls Lightning's loops after a run, with ordinary parameters."""
         if self._groups.tensor is not None:
             self._groups.tensor.forget()
         if self._run is None and self.precision_plugin.over:
@@ -608,15 +611,15 @@ class AngelPTMStrategy(ParallelStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Lightning calls it around the micro-batches of a step but the last; so may a manual optimization. See
-        `Settings.reduce_gradients`."""
+        """Context of backward passes whose gradients are reduced later: Lightning enters it for all micro-batches of a step
+        but the last, and manual optimization may. See `Settings.reduce_gradients`."""
         with self._in_progress().without_reduction():
             yield
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """What DDP's module has under this name, and Lightning calls `block_backward_sync`: around the backward passes of a
-        manual optimization whose gradients are reduced with those of a later one, or by the step. In a run the module has it,
-        too (`trainer.model.no_sync()`). How often ranks reduce is `Settings.reduce_gradients`; in automatic optimization,
+        """The same as `block_backward_sync`, under the name of DDP's method: for backward passes in manual optimization whose
+        gradients are reduced together with those of a later one, or by the step. During a run the module has it, too
+        (`trainer.model.no_sync()`). How often ranks reduce is `Settings.reduce_gradients`; in automatic optimization,
         `accumulate_grad_batches` does all of it."""
         return self.block_backward_sync()
 
@@ -646,14 +649,14 @@ class AngelPTMStrategy(ParallelStrategy):
             if self._set_up is None:
                 self._checkpoints.load_module_state(self._run, self._module, checkpoint, strict=strict)
                 return
-            # As Lightning: hooks and configure_optimizers may see and change weights. Pages take theirs from the module.
+            # As in Lightning, hooks and configure_optimizers may see and change weights. Pages then copy the module's.
             boxes = declared(self._module, self.boxes())
             progress = self._progress_for(self._module.trainer)
             self._set_up.load(self._module, checkpoint, boxes, progress, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # A callback has put the groups back that it had made in the run of the checkpoint.
+        # A callback may have recreated the parameter groups that it had made in the checkpoint's run.
         self._follow_rearranging()
         self._checkpoints.load_optimizer_states(self._run, checkpoint)
 
@@ -662,14 +665,14 @@ class AngelPTMStrategy(ParallelStrategy):
         self._checkpoints.remove(self._run, filepath)
 
     def wait_for_checkpoint(self) -> None:
-        """Blocks until the checkpoint that is written behind training is in place (`async_save`). Collective.
+        """Blocks until the checkpoint that is being written in the background (`async_save`) is complete. Collective.
 
         Raises:
-            CheckpointError: it could not be written, and `failed_save` is "stop".
+            CheckpointError: it could not be written, and `Checkpoints.on_failure` is "stop".
         """
         self._checkpoints.saves.finish()
 
-    # -- questions about the run in progress --------------------------------------------------------------------------
+    # -- requests about the run in progress ---------------------------------------------------------------------------
 
     def _in_progress(self) -> Run:
         if self._run is None:
@@ -682,46 +685,46 @@ class AngelPTMStrategy(ParallelStrategy):
         return self._in_progress().engine
 
     def gathered(self, *modules: nn.Module, write: bool = True) -> AbstractContextManager[None]:
-        """Inside the block the parameters of `modules` (default: the whole model) are whole, real and precise (fp32
-        under mixed precision), to be read or edited by hand. Call it on all ranks; rank 0's edits count.
+        """Inside the block the parameters of `modules` (default: the whole model) are full and have the values of the master
+        weights (fp32 under mixed precision), to be read or edited. Call it on all ranks; rank 0's edits count.
 
         Args:
-            write: keep edits. False saves the way back when you only read.
+            write: keep edits. False skips the copy back to the pages, for reading only.
         """
-        # Outside a run the parameters are whole anyway.
+        # Outside of runs the parameters are full already.
         return nullcontext() if self._run is None else self._run.gathered(*modules, write=write)
 
     def statistics(self) -> Statistics:
-        """What this rank has moved, waited for and updated since the run began. Cheap; see also `callbacks.PageMonitor`."""
+        """What this rank has copied, waited for and updated since the run began. Cheap; see also `callbacks.PageMonitor`."""
         return self._in_progress().statistics()
 
     def plan_text(self) -> str:
-        """The plan that is followed, as a table: what is issued before each tick. See `callbacks.PlanPrinter`."""
+        """The current plan as a table: the tasks issued before each tick. See `callbacks.PlanPrinter`."""
         return self.engine.plan_text(self._in_progress().mode)
 
     @property
     def plans_made(self) -> int:
-        """How often the run has made its plan anew from a traced iteration."""
+        """How often the run has made a new plan from a traced iteration."""
         return self.engine.executor.plans.remade
 
     def states_at_home(self) -> tuple[StateBytes, ...]:
-        """What kind of model states lives in which tier between steps, in bytes of this rank."""
+        """The model states by kind and by tier between steps, in bytes of this rank."""
         return states_at_home(self.engine)
 
     def optimizers_in_pages(self) -> tuple[OptimizerBytes, ...]:
-        """For each optimizer whose states are in pages, what it updates at once, and bytes of these states on this rank."""
+        """For each optimizer with states in pages, what it updates at once, and the bytes of its states on this rank."""
         return optimizers_in_pages(self.engine.blueprint)
 
     def tier_rooms(self) -> tuple[TierRoom, ...]:
-        """Bytes of each tier of this rank, and of its pages in use now. Cheap."""
+        """The size of each tier of this rank, and the bytes of its pages in use now. Cheap."""
         return rooms(self.engine)
 
     def tier_names(self) -> tuple[str, ...]:
-        """The tiers of this run, nearest first, also those without pages: as `Event.tier_bytes` has them."""
+        """The tiers of this run, nearest first, including those without pages, in the order of `Event.tier_bytes`."""
         return tuple(tier.name.lower() for tier in self.engine.blueprint.budget)
 
     def inventory(self) -> tuple[PageUse, ...]:
-        """What all pages of this rank are for; they add up to what each tier has (`tier_rooms`)."""
+        """What each of this rank's pages is used for; the sums per tier are the sizes of `tier_rooms`."""
         return inventory(self.engine)
 
     def planned_bytes(self) -> tuple[PlannedBytes, ...]:
@@ -729,36 +732,36 @@ class AngelPTMStrategy(ParallelStrategy):
         return planned_bytes(self.engine, self._in_progress().mode)
 
     def last_trace(self) -> Trace | None:
-        """The last iteration that was traced: its ticks, and the paper's table of tensors; None before there is one. An
-        iteration is traced to its end when the next one begins. See `callbacks.PageTracer`."""
+        """The last traced iteration: its ticks, and the paper's table of tensors; None before there is one. A trace is
+        complete when the next iteration begins. See `callbacks.PageTracer`."""
         return self.engine.executor.plans.trace(self._in_progress().mode)
 
     def flat_names(self) -> dict[int, str]:
-        """Names of units by the numbers of their flats, which events of copies and updates tell: `flat 4 ...`, `4/4/master`
-        (unit, flat, state)."""
+        """Names of units by the number of their flats, for events of copies and updates, which have numbers: `flat 4 ...`,
+        `4/4/master` (unit, flat, state)."""
         return flat_names(self.engine)
 
     def trace_events(self, listener: Listener) -> AbstractContextManager[None]:
-        """Inside the block, `listener` is called with an `Event` whenever a tick, a copy between tiers, a collective, the
-        arithmetic of an update or a stall of compute has ended on this rank. Begin it in a run; the run's end ends it.
+        """Calls `listener` with an `Event` whenever a tick, a copy between tiers, a collective, an update's computation or a
+        stall of compute has ended on this rank, inside the block. Enter it during a run; the run's end ends it.
 
-        It is called in any thread, also in those that move pages: it must be quick and not raise; `list.append` is a good
-        one. Nothing is measured outside such blocks. See `callbacks.PerfettoTrace`.
+        The listener is called in any thread, also in those that move pages: it must be quick and not raise; `list.append`
+        is a good one. Nothing is measured outside of such blocks. See `callbacks.PerfettoTrace`.
         """
         return self._in_progress().trace_events(listener)
 
     def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
-        """The global norm of an optimizer's gradients over all ranks, wherever they are kept: complete, not yet clipped,
-        and without the loss scale. Between backward and step only (`on_before_optimizer_step`), on all ranks.
+        """The global norm of an optimizer's gradients over all ranks, wherever they are stored: complete, not yet clipped,
+        and unscaled. Call it between backward and step only (`on_before_optimizer_step`), on all ranks.
 
-        On one rank it is what `torch.nn.utils.clip_grad_norm_` returns, to the last bit. See `callbacks.GradNormMonitor`.
+        On one rank it equals `torch.nn.utils.clip_grad_norm_`, bit for bit. See `callbacks.GradNormMonitor`.
         """
         return self.engine.stepping.gradient_norm(optimizer, norm_type, self.precision_plugin.loss_scale)
 
     def update_audit(self) -> tuple[UpdateAudit, ...]:
-        """With `lock_free=True`: for each flat of this rank, how many gradients were produced, applied, skipped, and are
-        pending. Checked by itself at each drain; empty for synchronous updates. After a run: as at the last drain, which is
-        the end of training if that did not fail; before the first one: empty."""
+        """With `lock_free`: for each flat of this rank, how many gradients were produced, applied, skipped, and are
+        pending. Checked automatically at each drain; empty for synchronous updates. After a run: as of the last drain, which
+        is the end of training if that did not fail; before the first one: empty."""
         if self._run is None or not self._run.has_pages:
             return self._between.ended.audits
         return audit(self._run.engine)
@@ -808,17 +811,17 @@ class AngelPTMStrategy(ParallelStrategy):
         trainer = trainer_of(module)
         fitted = trainer is not None and trainer.state.fn is TrainerFn.FITTING
         if fitted and trainer is not None and trainer.state.status is TrainerStatus.INTERRUPTED:
-            # Lightning ends the workers of the loop that failed: of an evaluation, not of the fit around it.
+            # Lightning shuts down the workers of the loop that failed: of an evaluation, but not of the fit around it.
             trainer.fit_loop.teardown()
         if fitted and self._layer_sync is not None and self._has_ranks:
             self._layer_sync.revert(module)
-        # What others have distributed was refused before anything was moved, and moves in ways of its own.
+        # Modules that were distributed by other libraries were refused before anything was moved, and move differently.
         if distributed_by_others(module) is None:
             move_buffers_and_metrics(module, torch.device("cpu"))
         note_device_and_dtype(module, device=torch.device("cpu"))
 
-    # torch.save(trainer) and copy.deepcopy(trainer) come here. Process groups cannot be copied, and who listens to this run
-    # listens to no copy.
+    # torch.save(trainer) and copy.deepcopy(trainer) call these. Process groups cannot be copied, and listeners of this run do
+    # not listen to a copy.
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -827,8 +830,8 @@ class AngelPTMStrategy(ParallelStrategy):
         run = self._run
         if run is None or not run.has_pages:
             return state
-        # A copy is in no run. What its optimizers have learnt is in pages, which are not copied. Where pages have their
-        # parameters, too, it is without them: each fit makes its own.
+        # A copy has no run. Optimizer states in pages are not copied. Where the parameters are in pages, too, the copy has no
+        # optimizers: each fit makes its own.
         learnt = having_states(run.engine)
         without: dict[str, Any] = (
             {} if run.engine.summon.always_readable(self._module) else {"_optimizers": [], "lr_scheduler_configs": []}

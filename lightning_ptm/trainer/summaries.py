@@ -1,6 +1,6 @@
-"""What Lightning's ModelSummary tells of a module that ranks have cut: whole parameters, as of the model that is trained.
+"""Model summaries of a module that ranks have sliced: they count whole parameters, as Lightning's ModelSummary would before.
 
-Owns a summary that counts them; reads no value.
+Owns a summary class that counts them; reads no values.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lightning_ptm.trainer.internals import depth_of_summary, summary_of
 
 
 class WholeSummary(Summary):
-    """Counts the elements of whole parameters.
+    """A ModelSummary that counts the elements of whole parameters.
 
     Args:
-        boxes: of parameters that are parts of larger ones, by name.
+        boxes: slices of parameters that are parts of larger ones, by name.
     """
 
     def __init__(self, module: LightningModule, max_depth: int, boxes: Mapping[str, TensorSlice]) -> None:
@@ -57,7 +57,7 @@ class WholeSummary(Summary):
 def of_whole_parameters(
     trainer: Trainer, boxes: Mapping[str, TensorSlice]
 ) -> Iterator[tuple[ModelSummary, Callable[[Trainer, LightningModule], Summary]]]:
-    """The Trainer's summaries, and what makes each of whole parameters."""
+    """The Trainer's summary callbacks, each with a function that makes a summary of whole parameters."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary) and summary_of(type(callback)) is summary_of(ModelSummary):
             yield callback, partial(_summary, depth_of_summary(callback), boxes)

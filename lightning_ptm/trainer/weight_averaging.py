@@ -1,8 +1,7 @@
-"""Lightning's weight averaging callbacks, for which the weights are gathered while they copy them.
+"""Support for Lightning's weight averaging callbacks: weights are gathered while the callbacks copy them.
 
-They read and write parameters by hand, which are closed between steps (runtime/units/guarded_parameter.py). Knows the
-callbacks' methods;
-pages are the strategy's.
+The callbacks read and write parameters directly, which is refused between steps (runtime/units/guarded_parameter.py). Knows
+the callbacks' methods; pages belong to the strategy.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ Gathered = Callable[..., AbstractContextManager[None]]
 def gather_for_averaging(
     callbacks: Iterable[Callback], gathered: Gathered
 ) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """What is to take the place of methods that copy weights, in those of `callbacks` that average them: (object, name of
-    its method, another one around it).
+    """Replacements for the methods that copy weights, of callbacks that average them: (object, method name, wrapper that
+    gathers the weights).
 
     Call it after the callbacks' `setup`.
     """
@@ -33,7 +32,7 @@ def gather_for_averaging(
         reading: list[tuple[Any, str]] = []
         writing: list[tuple[Any, str]] = []
         if isinstance(callback, WeightAveraging):
-            # Not the hooks that call these: most of their calls copy nothing, and gathering has a price.
+            # Not the hooks that call these methods: most of their calls copy nothing, and gathering is expensive.
             reading = [(average_of(callback), "update_parameters")]
             writing = [(callback, name) for name in (*COPY_WEIGHTS, "on_load_checkpoint")]
         elif isinstance(callback, StochasticWeightAveraging):
@@ -45,28 +44,28 @@ def gather_for_averaging(
 
 def refuse_sharded(callbacks: Iterable[Callback]) -> None:
     """Raises:
-    ConfigError: one of these puts whole weights into checkpoints, for which folders of shards have no place.
+    ConfigError: a callback puts a second set of weights into checkpoints, which sharded checkpoints cannot hold.
     """
     for callback in callbacks:
         if isinstance(callback, WeightAveraging):
             raise ConfigError(
-                f"{type(callback).__name__} saves two sets of weights, and state_dict_type='sharded' has a place for one; "
+                f"{type(callback).__name__} saves two sets of weights, and state_dict_type='sharded' can hold only one; "
                 f"use checkpoints=Checkpoints(state_dict_type='full')"
             )
 
 
 def refuse_parts(callbacks: Iterable[Callback], *, cut_here: bool = False) -> None:
     """Raises:
-    ConfigError: one of these cannot average parts of weights.
+    ConfigError: a callback averages weights, of which ranks have only slices.
 
     Args:
-        cut_here: parameters are whole until the run begins, when these callbacks have copied the module.
+        cut_here: whether parameters are sliced only when the run begins, after these callbacks have copied the module.
     """
     for callback in callbacks:
         if isinstance(callback, WeightAveraging) or (cut_here and isinstance(callback, StochasticWeightAveraging)):
             raise ConfigError(
-                f"{type(callback).__name__} averages the weights that a rank has, and each has parts of parameters alone "
-                f"(tensor parallelism), so nobody could average or save the whole ones; leave it out, or use "
+                f"{type(callback).__name__} averages the weights of one rank, which has only slices of parameters (tensor "
+                f"parallelism), so the whole weights could be neither averaged nor saved; leave it out, or use "
                 f"tensor_parallel_size=1"
             )
 

@@ -1,6 +1,7 @@
 """Lock-free mode's buffers: gradients that wait for the updater, and parameter versions that wait for compute.
 
-Section 4.3 and Algorithm 2 of the paper, with corrections (see ARCHITECTURE.md). Owns the gradients and the pages of new
+Section 4.3 and Algorithm 2 of the paper, with corrections (see docs/design/lock_free_updates.md). Owns the gradients
+and the pages of new
 versions; planning/version_policy.py decides which job takes which gradients, and which job is next. Passive, and driven by
 one thread (buffering_thread.py; the test itself in tests). Two threads use `VersionSlot`, one all other classes.
 I1: a contribution is in one state, as `VersionPolicy` counts it: waiting, taken by one job, or applied.

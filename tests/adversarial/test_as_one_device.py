@@ -850,7 +850,7 @@ def test_an_optimizer_whose_states_have_ended_is_refused(
     trainer = desk.trainer(max_epochs=1)
     trainer.fit(module)
     trainer.fit_loop.max_epochs = 2
-    with pytest.raises(UsageError, match="states of this AdamW have ended with an earlier run"):
+    with pytest.raises(UsageError, match="states of this AdamW were lost at the end of an earlier run"):
         trainer.fit(module)
     module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=0.01)  # type: ignore[method-assign]
     trainer.fit(module)

@@ -98,7 +98,7 @@ def test_states_that_have_ended_are_refused_behind_an_evaluation_too(
             chosen.save_checkpoint(tmp_path / "x")
         chosen.save_checkpoint(tmp_path / "x", weights_only=True)
         chosen.fit_loop.max_epochs = 2
-        with pytest.raises(UsageError, match="states of this AdamW have ended with an earlier run"):
+        with pytest.raises(UsageError, match="states of this AdamW were lost at the end of an earlier run"):
             chosen.fit(module, vectors())
 
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_inside_of_an_evaluation(home: str, kind: str, strategy_at:
             chosen.fit(module, vectors())
             module.path = tmp_path / name
             if name == "ours" and kind != "full":
-                with pytest.raises(UsageError, match=r"in the middle of an evaluation|ended with their run"):
+                with pytest.raises(UsageError, match=r"during an evaluation|have ended with their run"):
                     evaluate(chosen, module, "validate")
                 return
             evaluate(chosen, module, "validate")

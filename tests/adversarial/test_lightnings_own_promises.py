@@ -143,7 +143,7 @@ def test_loops_by_hand_after_a_run_need_what_the_optimizer_has_learnt(
     trainer.fit(model)
     trainer.state.stage = RunningStage.TRAINING
     kwargs = {"batch": next(iter(model.train_dataloader())), "batch_idx": 0}
-    with pytest.raises(UsageError, match="have ended with an earlier run"):
+    with pytest.raises(UsageError, match="were lost at the end of an earlier run"):
         trainer.fit_loop.epoch_loop.automatic_optimization.run(trainer.optimizers[0], 0, kwargs)  # type: ignore[arg-type]
 
 

@@ -548,7 +548,7 @@ def test_not_while_gradients_wait_in_pages_for_their_step(strategy_at: MakeStrat
                 with self.whole(), torch.no_grad():
                     self.change()
 
-    with pytest.raises(UsageError, match=r"were added, replaced, .* while gradients wait for their step"):
+    with pytest.raises(UsageError, match=r"were added, replaced, .* while gradients are pending"):
         run(Early, strategy_at("all_on_disk"), accumulate_grad_batches=2)
 
 

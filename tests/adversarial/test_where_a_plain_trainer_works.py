@@ -407,7 +407,7 @@ def test_a_copied_trainer_does_not_train_on_without_what_its_optimizer_has_learn
     optimizer.param_groups[0]["params"] = list(module.parameters())
     module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
     twin.fit_loop.max_epochs = 5
-    with pytest.raises(UsageError, match="have ended with an earlier run"):
+    with pytest.raises(UsageError, match="were lost at the end of an earlier run"):
         twin.fit(module, batches())
 
 
@@ -453,10 +453,10 @@ def test_a_loop_by_hand_does_not_begin_anew_in_silence(
         return
     before = weights_of(ours)
     for act in (optimizer.step, optimizer.state_dict):
-        with pytest.raises(UsageError, match="states of this AdamW have ended with an earlier run"):
+        with pytest.raises(UsageError, match="states of this AdamW were lost at the end of an earlier run"):
             act()
     for copied in (copy.deepcopy, copy.copy, lambda each: copy.deepcopy(pickle.loads(pickle.dumps(each)))):
-        with pytest.raises(UsageError, match="states of this AdamW have ended with an earlier run"):
+        with pytest.raises(UsageError, match="states of this AdamW were lost at the end of an earlier run"):
             copied(optimizer).step()
     assert_same(weights_of(ours), before)
     optimizer.register_load_state_dict_post_hook(lambda _: None)  # a user's own, behind ours

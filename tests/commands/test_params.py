@@ -158,7 +158,7 @@ def test_what_names_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
         count(empty)
     (tmp_path / "saved.ckpt").write_bytes(b"PK\x80")
     for command in ("params", "plan"):
-        with pytest.raises(SystemExit, match=rf"{command}: .*saved\.ckpt is no text"):
+        with pytest.raises(SystemExit, match=rf"{command}: .*saved\.ckpt is not a text file"):
             main([command, str(tmp_path / "saved.ckpt")])
     with pytest.raises(SystemExit, match=r"'no-such'.*gpt3_175b\.yaml"):
         main(["params", "no-such"])

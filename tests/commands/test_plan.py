@@ -265,7 +265,7 @@ def test_activations_that_ram_does_not_hold_are_said(tmp_path: Path) -> None:
     largest, _ = forecast(path, str(tmp_path / "small.yaml"), batch_size="auto")
     assert largest.fits and 0 < largest.offloaded_bytes < (100 << 20) // 8
     found, _ = forecast(path, str(tmp_path / "small.yaml"), batch_size=largest.batch_size + 1)
-    assert not found.fits and "of RAM (activations='host'), and pages leave" in found.reason
+    assert not found.fits and "of RAM (offload_activations='host'), and pages leave" in found.reason
 
 
 def test_the_command_prints_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,5 +45,5 @@ def fit(theirs: dict[str, Any]) -> str:
 def test_all_ranks_are_told_of_settings_that_differ(theirs: dict[str, Any], has: str, instead: str) -> None:
     for told in run_ranks(fit, 2, theirs, limit_s=30):
         assert told.startswith(
-            f"rank 1 has {has}, where rank 0 has {instead}; they would wait for each other for ever"
+            f"rank 1 has {has}, where rank 0 has {instead}; they would wait for each other forever"
         ), told

@@ -10,9 +10,9 @@ from lightning_ptm import AngelPTMStrategy, UsageError
 
 def test_a_strategy_of_no_trainer_says_what_to_do():
     strategy = AngelPTMStrategy()
-    with pytest.raises(UsageError, match="give it to one, and call fit"):
+    with pytest.raises(UsageError, match="pass it to a Trainer, and call fit"):
         strategy.root_device  # noqa: B018
-    with pytest.raises(UsageError, match="give it to one, and call fit"):
+    with pytest.raises(UsageError, match="pass it to a Trainer, and call fit"):
         strategy.load_model_state_dict({"state_dict": {}})
     with pytest.raises(UsageError, match="no run is in progress"):
         strategy.plan_text()
