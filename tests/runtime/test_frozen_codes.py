@@ -301,7 +301,9 @@ def test_evaluations_compute_with_the_rounded_values_and_training_goes_on_behind
 
 
 def test_a_run_without_frozen_matrices_says_that_the_setting_changes_nothing(strategy_at) -> None:
-    with pytest.warns(UserWarning, match="changes nothing in this run: no matrix of a unit other than the root is frozen"):
+    with pytest.warns(
+        UserWarning, match="changes nothing in this run: no matrix of a unit other than the root is frozen"
+    ):
         fit(Stack, BATCHES, strategy_at("ram", frozen_dtype="nf4"))
 
 
