@@ -134,11 +134,11 @@ class AutoResume:
         if unread:
             raise CheckpointError(
                 f"resume='auto' finds {len(unread)} checkpoints in {where} and can go on from none: {unread[0]}; give the "
-                f"callback another folder, or this one without them, to begin anew"
+                f"callback another folder, or this one without them, to start from scratch"
             ) from unread[0]
         renamed = any(_RENAMED.fullmatch(part) for place in places for part in place.parts)
         hint = ", whose name is another one at each start: give ModelCheckpoint a dirpath" if renamed else ""
-        rank_zero_info(f"resume='auto' begins anew: there is no checkpoint in {where}{hint}")
+        rank_zero_info(f"resume='auto' starts from scratch: there is no checkpoint in {where}{hint}")
 
     @contextmanager
     def loading_weights(self) -> Iterator[None]:
@@ -156,7 +156,7 @@ class AutoResume:
             raise CheckpointError(
                 f"resume='auto' goes on from {path}, the newest checkpoint of its ModelCheckpoint, and the model cannot "
                 f"load it: {' '.join(str(error).split())}; give the model the settings that it was saved with, or the "
-                f"callback another folder, to begin anew"
+                f"callback another folder, to start from scratch"
             ) from error
         self._resumed_from = None
 
