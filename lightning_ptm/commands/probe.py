@@ -191,9 +191,13 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
         "curved_numel_per_s:          # GELU in its tanh form",
         *(f"  {dtype}: {rate:.4g}" for dtype, rate in own.curved_numel.items()),
         _rate("update_bytes_per_s", updates.ram_bytes_per_s, "fused AdamW on the CPU, 28 bytes of an element", ""),
-        _rate("disk_update_bytes_per_s", updates.disk_bytes_per_s, "the same, its transfers beside it", "no --disk"),
-        f"chunk_s: {updates.chunk_s:.4g}  # of a chunk of updates, beside its arithmetic and transfers",
-        _rate("beside_update_bytes_per_s", updates.beside_bytes_per_s, "the same, in a thread beside compute", ""),
+        _rate(
+            "disk_update_bytes_per_s", updates.disk_bytes_per_s, "the same, concurrent with its transfers", "no --disk"
+        ),
+        f"chunk_s: {updates.chunk_s:.4g}  # per chunk of updates, apart from its arithmetic and transfers",
+        _rate(
+            "beside_update_bytes_per_s", updates.beside_bytes_per_s, "the same, in a thread concurrent with compute", ""
+        ),
         f"beside_loss: {updates.beside_loss:.3f}  # seconds that compute loses to each second of that",
         f"learn_numel_per_s: {updates.learn_numel_per_s:.4g}  # what learning a forecast adds to that",
         f"forecast_numel_per_s: {updates.forecast_numel_per_s:.4g}  # adding a forecast to parameters",

@@ -46,20 +46,23 @@ class AutoResume:
     """Automatic resume of one Trainer's fit, from `setup_environment` on.
 
     Args:
-        together: context manager that raises an exception of one rank on all ranks; collective.
-        tell: broadcasts rank 0's value; collective.
+        on_all_ranks: context manager that raises an exception of one rank on all ranks; collective.
+        broadcast: broadcasts rank 0's value; collective.
 
     Raises:
         ConfigError: no callback saves checkpoints, or a callback makes the Trainer forget the restored step.
     """
 
     def __init__(
-        self, trainer: Trainer, together: Callable[[], AbstractContextManager[None]], tell: Callable[[Any], Any]
+        self,
+        trainer: Trainer,
+        on_all_ranks: Callable[[], AbstractContextManager[None]],
+        broadcast: Callable[[Any], Any],
     ) -> None:
         # Configuration.
         self._trainer = trainer
-        self._together = together
-        self._tell = tell
+        self._on_all_ranks = on_all_ranks
+        self._broadcast = broadcast
         if not trainer.checkpoint_callbacks:
             raise ConfigError(
                 "resume='auto' goes on from what checkpoint callbacks have written, and the Trainer has none; give it "
@@ -76,7 +79,7 @@ class AutoResume:
         self._own: Callable[..., None] | None = type(connector).resume_start.__get__(connector)
         """Lightning's method, while it is replaced."""
         self._resumed = False
-        self._unloaded: Path | None = None
+        self._resumed_from: Path | None = None
         """The checkpoint to resume from, until its weights are loaded."""
         connector.resume_start = Replacement(connector, "resume_start", self._start)
 
@@ -102,12 +105,12 @@ class AutoResume:
         places = self._places()
         # ModelCheckpoint's class attribute, which users may set.
         suffixes = {getattr(callback, "FILE_EXTENSION", SUFFIX) for callback in self._trainer.checkpoint_callbacks}
-        with self._together():
+        with self._on_all_ranks():
             found = newest_first(places, suffixes) if self._trainer.is_global_zero else []
         unread: list[CheckpointError | OSError] = []
-        for path in self._tell(found):
+        for path in self._broadcast(found):
             try:
-                with self._together():
+                with self._on_all_ranks():
                     files = self._trainer.strategy.checkpoint_io
                     if self._trainer.is_global_zero and isinstance(files, FileCheckpointIO):
                         files.check(path)  # sharded checkpoints are verified while they are read
@@ -123,7 +126,7 @@ class AutoResume:
                 continue
             if self._is_of_a_run():
                 self._resumed = True
-                self._unloaded = path
+                self._resumed_from = path
                 return
             rank_zero_info(f"resume='auto' passes over {path}, which has weights only")
         restore(None)
@@ -131,11 +134,11 @@ class AutoResume:
         if unread:
             raise CheckpointError(
                 f"resume='auto' finds {len(unread)} checkpoints in {where} and can go on from none: {unread[0]}; give the "
-                f"callback another folder, or this one without them, to begin anew"
+                f"callback another folder, or this one without them, to start from scratch"
             ) from unread[0]
         renamed = any(_RENAMED.fullmatch(part) for place in places for part in place.parts)
         hint = ", whose name is another one at each start: give ModelCheckpoint a dirpath" if renamed else ""
-        rank_zero_info(f"resume='auto' begins anew: there is no checkpoint in {where}{hint}")
+        rank_zero_info(f"resume='auto' starts from scratch: there is no checkpoint in {where}{hint}")
 
     @contextmanager
     def loading_weights(self) -> Iterator[None]:
@@ -144,7 +147,7 @@ class AutoResume:
         Raises:
             CheckpointError: the checkpoint is from another model.
         """
-        path = self._unloaded
+        path = self._resumed_from
         try:
             yield
         except RuntimeError as error:
@@ -153,9 +156,9 @@ class AutoResume:
             raise CheckpointError(
                 f"resume='auto' goes on from {path}, the newest checkpoint of its ModelCheckpoint, and the model cannot "
                 f"load it: {' '.join(str(error).split())}; give the model the settings that it was saved with, or the "
-                f"callback another folder, to begin anew"
+                f"callback another folder, to start from scratch"
             ) from error
-        self._unloaded = None
+        self._resumed_from = None
 
     def _is_of_a_run(self) -> bool:
         """Whether the checkpoint that was read has the training state too; if it has only weights, it is discarded."""
@@ -177,7 +180,7 @@ class AutoResume:
                 )
         return [Path(place).absolute() for place in named]
 
-    def let_go(self) -> None:
+    def make_start_removable(self) -> None:
         """Makes the checkpoint of the start removable, as one of the run's own. Lightning never removes the checkpoint that
         `_ckpt_path` names, since it takes that for a file of the user."""
         if self._resumed:

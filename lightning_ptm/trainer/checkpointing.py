@@ -136,7 +136,7 @@ class RunCheckpoints:
         storage_options: Any,
     ) -> None:
         if "optimizer_states" in checkpoint and self._between.ran:  # otherwise nothing is resumed from it
-            checkpoint = randomness.filed(checkpoint, self._random_states(run))
+            checkpoint = randomness.with_states(checkpoint, self._random_states(run))
         if self._type == "full":
             self.saves.save(filepath, lambda: self._write_full(run, checkpoint, filepath, storage_options))
             return
@@ -155,11 +155,11 @@ class RunCheckpoints:
     def _random_states(self, run: Run | None) -> list[Mapping[str, Any]]:
         """Random states of one rank of each tensor group, since all ranks of a group draw the same numbers. Collective."""
         strategy = self._strategy
-        ours = randomness.sent(randomness.states(backend_of(strategy.root_device)))
+        ours = randomness.as_message(randomness.states(backend_of(strategy.root_device)))
         ranks = range(0, strategy.world_size, self._settings.tensor_parallel_size)
         tell: Callable[[Any, int], Any] = strategy.broadcast if run is None else run.engine.barriers.broadcast
         states = [tell(ours if rank == strategy.global_rank else None, rank) for rank in ranks]
-        return [randomness.received(each) for each in states]
+        return [randomness.from_message(each) for each in states]
 
     def _write_full(
         self, run: Run | None, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
@@ -227,7 +227,7 @@ class RunCheckpoints:
             self._between.note(weights=True, torn=False)
             return
         module_states.load_module_state(run.engine, module, checkpoint["state_dict"], strict=strict)
-        run.go_on_drawing(randomness.found(checkpoint))
+        run.restore_random_states(randomness.found(checkpoint))
 
     def load_optimizer_states(self, run: Run | None, checkpoint: Mapping[str, Any]) -> None:
         """Loads the states of all optimizers from a checkpoint."""

@@ -29,7 +29,7 @@ from lightning_ptm.trainer.building import root_folder
 from lightning_ptm.trainer.checkpointing import RunCheckpoints
 from lightning_ptm.trainer.internals import checkpoints_of
 from lightning_ptm.trainer.run import Run
-from lightning_ptm.trainer.stale_optimizers import spend
+from lightning_ptm.trainer.stale_optimizers import mark_stale
 
 
 def end(run: Run, checkpoints: RunCheckpoints) -> None:
@@ -55,7 +55,7 @@ class _Ending:
         # State.
         self._replaced: list[Optimizer] = []
         """Optimizers whose `state` the user has replaced, so that their states are not given back."""
-        self._told_later: list[Exception] = []
+        self._deferred_errors: list[Exception] = []
         """Errors to raise at the end: the last checkpoint was not written, or trained weights are lost."""
 
     def end(self) -> None:
@@ -76,7 +76,7 @@ class _Ending:
                 # First, since a collective in flight may still write into the pages that the engine frees.
                 steps.callback(communicator.close)
             steps.callback(run.uncut)
-            steps.callback(self._settle_accounts, before.audits)
+            steps.callback(self._record_ended_run, before.audits)
             try:  # while the run has its engine, which saving needs
                 back, path = self._meet()
             except Exception as error:
@@ -84,7 +84,7 @@ class _Ending:
             try:
                 run.leave(self._replaced)
             except Exception as error:  # weights are given back all the same
-                self._told_later.append(error)
+                self._deferred_errors.append(error)
             try:
                 if failure is not None:
                     raise failure
@@ -94,7 +94,7 @@ class _Ending:
                 if not between.ended.weights:
                     engine.lent_parameters.detach()
                 raise
-        for each in self._told_later:
+        for each in self._deferred_errors:
             raise each
 
     def _meet(self) -> tuple[restore.GivenBack, str]:
@@ -111,7 +111,7 @@ class _Ending:
             try:
                 saves.finish()
             except CheckpointError as error:  # weights are given back all the same
-                self._told_later.append(error)
+                self._deferred_errors.append(error)
         if engine.heap is not None:
             engine.heap.steps_end()  # the following steps allocate RAM
         wanted, ranks_here = self._run.builder.settings.tuning.restore_weights, self._run.builder.place.ranks_here
@@ -123,7 +123,7 @@ class _Ending:
         try:
             return back, str(self._write())
         except (CheckpointError, OSError, UsageError) as error:
-            self._told_later.append(error)
+            self._deferred_errors.append(error)
             return back, ""
 
     def _write(self) -> Path:
@@ -171,7 +171,7 @@ class _Ending:
         cut_here, place = run.cut is not None, run.builder.place
         if path:
             between.note(path=path)
-        returned = restore.weights(engine, back, self._told_later, again=self._again(), path=path)
+        returned = restore.weights(engine, back, self._deferred_errors, again=self._again(), path=path)
         if returned.given:
             run.uncut(partial(put_together, communicator=engine.communicator))
             between.note(weights=True, parts=between.ended.parts and not cut_here)
@@ -204,11 +204,11 @@ class _Ending:
             return ""
         return f"a next run with this strategy reads them from {files.path} again"
 
-    def _settle_accounts(self, known_audits: tuple[UpdateAudit, ...]) -> None:
+    def _record_ended_run(self, known_audits: tuple[UpdateAudit, ...]) -> None:
         """Records, before pages are freed, the last update audits and the optimizers that lose their states."""
         self._between.note(audits=last_audit(self._engine) or known_audits)
         if not self._between.ended.optimizer_states:
-            spend(having_states(self._engine))
+            mark_stale(having_states(self._engine))
 
 
 def having_states(engine: Engine) -> list[Optimizer]:

@@ -86,7 +86,7 @@ class LightningHooks:
         """(object, method name, replacement, what the object's `__dict__` had under the name) of each replacement."""
         self._hooks: list[RemovableHandle] = []
         self._restore: list[Callable[[], None]] = []
-        self._foreign: UserCollectives | None = None
+        self._user_collectives: UserCollectives | None = None
 
     def no_sync(self, module: nn.Module, blocked: Callable[[], AbstractContextManager[None]]) -> None:
         """Adds `no_sync` to `trainer.model`, as DDP's module has it."""
@@ -107,7 +107,7 @@ class LightningHooks:
         self._replace(optimizer, "zero_grad", zero_grad)
         self._replace(wrapper, "zero_grad", zero_grad)  # inherited from Optimizer otherwise
 
-    def steps_of_others(self, known: Collection[Optimizer]) -> None:
+    def refuse_unknown_steps(self, known: Collection[Optimizer]) -> None:
         """Refuses steps of optimizers that the run does not know, where they would update copies of weights: their results
         would not reach the master weights.
 
@@ -217,7 +217,7 @@ class LightningHooks:
             meet: called at each point where ranks with different numbers of batches diverge.
             gather: called before the user, a metric or Lightning calls a collective of torch.distributed.
         """
-        self._foreign = UserCollectives(gather, communicator.group_names)
+        self._user_collectives = UserCollectives(gather, communicator.group_names)
 
         self._replace(signals_of(trainer), ON_SIGTERM, signals.end)
         self._replace(signals_of(trainer), ON_REQUEUE, signals.put_back)
@@ -228,32 +228,30 @@ class LightningHooks:
 
         epochs = trainer.fit_loop
         for each in _evaluations(trainer):
-            self._before(each, "on_run_end", partial(at, Together.END_OF_EVALUATION))
+            self._around(each, "on_run_end", partial(at, Together.END_OF_EVALUATION))
         # Lightning calls this before each batch to ask whether rank 0 has received SIGTERM.
         self._replace(epochs.epoch_loop, BEFORE_BATCH, partial(at, Together.TRAINING_BATCH))
-        self._before(epochs, "on_advance_end", partial(meet, Together.END_OF_EPOCH), partial(at, Together.END_OF_EPOCH))
+        self._around(epochs, "on_advance_end", partial(meet, Together.END_OF_EPOCH), partial(at, Together.END_OF_EPOCH))
 
     def one_rank(self, trainer: Trainer, signals: Signals) -> None:
         """Installs the hooks of a run with one rank: a signal must not save in the middle of a step. (For SIGTERM alone,
         Lightning's handler only sets a flag, too.)"""
         self._replace(signals_of(trainer), ON_REQUEUE, signals.put_back)
-        self._before(trainer.fit_loop.epoch_loop, "advance", signals.settle)
-        self._before(trainer.fit_loop, "on_advance_end", _nothing, signals.settle)
+        self._around(trainer.fit_loop.epoch_loop, "advance", signals.settle)
+        self._around(trainer.fit_loop, "on_advance_end", _nothing, signals.settle)
         for each in _evaluations(trainer):
-            self._before(each, "on_run_end", signals.settle)
+            self._around(each, "on_run_end", signals.settle)
 
-    def _before(
-        self, owner: Any, name: str, ours: Callable[[], None], behind: Callable[[], None] | None = None
-    ) -> None:
-        """Calls `ours` before a method, and `behind` after it has returned."""
+    def _around(self, owner: Any, name: str, ours: Callable[[], None], after: Callable[[], None] | None = None) -> None:
+        """Calls `ours` before a method, and `after` after it has returned."""
         original = getattr(owner, name)
 
         def both(*args: Any, **kwargs: Any) -> Any:
             if self._engine is not None:
                 ours()
             result = original(*args, **kwargs)
-            if self._engine is not None and behind is not None:
-                behind()
+            if self._engine is not None and after is not None:
+                after()
             return result
 
         self._replace(owner, name, both)
@@ -261,8 +259,8 @@ class LightningHooks:
     def undo(self) -> None:
         """Ends the run: restores all methods and removes all hooks."""
         self._engine = None
-        if self._foreign is not None:
-            self._foreign.close()
+        if self._user_collectives is not None:
+            self._user_collectives.close()
         for owner, name, ours, before in reversed(self._replaced):
             if owner.__dict__.get(name) is not ours:
                 continue  # replaced again since, by a method that calls the original one now

@@ -21,7 +21,7 @@ KEY = "random_states"
 """Key of the list of states, by rank; of a tensor group, whose ranks draw the same numbers, only one rank's."""
 
 
-def filed(checkpoint: Mapping[str, Any], states: Sequence[Any]) -> dict[str, Any]:
+def with_states(checkpoint: Mapping[str, Any], states: Sequence[Any]) -> dict[str, Any]:
     """The dict to write in place of `checkpoint`, which is left unchanged, since hooks may keep it."""
     return {**checkpoint, KEY: states}
 
@@ -52,17 +52,17 @@ def states(backend: Backend) -> dict[str, Any]:
     return found
 
 
-def sent(states: Mapping[str, Any]) -> dict[str, Any]:
+def as_message(states: Mapping[str, Any]) -> dict[str, Any]:
     """Random states in a form for broadcasts: bytes in place of tensors, since pickling a tensor calls torch.save,
     which only ranks that write a file should call."""
     return {name: state.numpy().tobytes() if isinstance(state, Tensor) else state for name, state in states.items()}
 
 
-def received(sent: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `sent`."""
+def from_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `as_message`."""
     return {
         name: torch.frombuffer(bytearray(state), dtype=torch.uint8) if isinstance(state, bytes) else state
-        for name, state in sent.items()
+        for name, state in message.items()
     }
 
 

@@ -137,9 +137,9 @@ class SetUp:
         group, backend = mesh["tensor_parallel"].get_group(), self._place.backend
         tensor = RankGroup(group, backend)
         # Without a seed processes draw different numbers, but dropout must be the same within a tensor group.
-        box = [randomness.sent(randomness.states(backend))]
+        box = [randomness.as_message(randomness.states(backend))]
         torch.distributed.broadcast_object_list(box, group=group, group_src=0)
-        randomness.restore(randomness.received(box[0]), backend)
+        randomness.restore(randomness.from_message(box[0]), backend)
         same_batches = SameBatches(group, backend, tensor.computes)
         return RankGroups(mesh, tensor, mesh["data_parallel"].get_group(), same_batches)
 

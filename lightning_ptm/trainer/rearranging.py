@@ -27,7 +27,7 @@ from lightning_ptm.trainer.checkpointing import RunCheckpoints
 from lightning_ptm.trainer.ending import end, having_states
 from lightning_ptm.trainer.paged_optimizer_state import opened
 from lightning_ptm.trainer.run import Run
-from lightning_ptm.trainer.stale_optimizers import spend
+from lightning_ptm.trainer.stale_optimizers import mark_stale
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ def follow_rearranging(run: Run, checkpoints: RunCheckpoints) -> None:
         with engine.changes.frozen_as_trained():
             lay_out_anew(run)
     run.follow_loads(partial(follow_loaded_state, run, checkpoints))
-    run.counts_from(counted)
-    run.tell_where_states_are()
+    run.continue_statistics(counted)
+    run.log_where_states_are()
 
 
 def follow_other_parameters(run: Run, checkpoints: RunCheckpoints) -> None:
@@ -105,7 +105,7 @@ def lay_out_anew(run: Run) -> None:
             run.trainer.strategy.barrier()  # all ranks have read the carried states
         except BaseException:
             run.lose_states(_CUT_OFF)
-            spend(learnt)
+            mark_stale(learnt)
             if not run.has_pages:
                 _rescue(run, carried)
             raise

@@ -93,7 +93,7 @@ class Run:
         self.builder = builder
         self.module = builder.module
         self.saves = saves
-        self.signals = Signals(builder.trainer, self._of_any_rank)
+        self.signals = Signals(builder.trainer, self._any_rank_flags)
         # State.
         self.cut: CutModule | None = None
         """The slicing of the module's parameters over ranks (`tensor_parallel_size`); None if they are whole."""
@@ -271,7 +271,7 @@ class Run:
             OptimizerStep(engine, optimizer, scaled=scaled, arm=arm) for optimizer in self.paged_optimizers()
         )
         lightning_hooks = self._lightning_hooks = LightningHooks(engine)
-        lightning_hooks.steps_of_others([plain_optimizer(each) for each in builder.optimizers])
+        lightning_hooks.refuse_unknown_steps([plain_optimizer(each) for each in builder.optimizers])
         wrappers = wrapped_optimizers(trainer.strategy) if fitting else []
         for optimizer, wrapper in zip(builder.optimizers, wrappers, strict=True):
             lightning_hooks.zero_grad_of(optimizer, wrapper)
@@ -334,7 +334,7 @@ class Run:
         while self._shown_states:
             self._shown_states.popitem()[1]()
 
-    def go_on_drawing(self, random_states: Any) -> None:
+    def restore_random_states(self, random_states: Any) -> None:
         """Restores random states, if the run is a resumed one."""
         # Loading the run's own checkpoint does not count as resuming (Lightning's tuners do that after their trials).
         resumed = self.trainer.state.fn is TrainerFn.FITTING and not self.engine.iterations
@@ -342,7 +342,7 @@ class Run:
         if resumed and len(random_states) == place.data_ranks:  # with another number of ranks the data differ anyway
             randomness.restore(random_states[place.data_rank], place.backend)
 
-    def tell_where_states_are(self) -> None:
+    def log_where_states_are(self) -> None:
         """Logs where model states are stored; called at the start, and after a re-layout."""
         name, engine = self.builder.name, self.engine
         if engine.blueprint.outside:
@@ -381,7 +381,7 @@ class Run:
         if self.interruption is not None:
             self.interruption.settle()
 
-    def hangs_up(self) -> bool:
+    def cannot_wait(self) -> bool:
         """Whether the other ranks can no longer be waited for."""
         # Callbacks call collectives after an interruption of this rank, too.
         self.settle()
@@ -389,14 +389,14 @@ class Run:
         return failed or bool(self.unsaved)
 
     def _meet(self, what: Together) -> None:
-        if not self.hangs_up():
+        if not self.cannot_wait():
             self.engine.barriers.meet(what)
 
     def _gather_for(self, gathering: Gathering) -> None:
         self.settle()
         self.engine.barriers.gather_for(gathering)
 
-    def _of_any_rank(self, flags: int) -> int:
+    def _any_rank_flags(self, flags: int) -> int:
         """The flags (two bits) that are set on any rank. Collective."""
         communicator = self.communicator
         if communicator is None or communicator.alone:
@@ -472,6 +472,6 @@ class Run:
                 steps.callback(communicator.close)
             self.forget_shown_states()
 
-    def counts_from(self, counted: Statistics) -> None:
+    def continue_statistics(self, counted: Statistics) -> None:
         """Continues the statistics from before a re-layout."""
         self._counted = counted

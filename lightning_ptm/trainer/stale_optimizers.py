@@ -19,15 +19,15 @@ from torch.optim import Optimizer
 
 from lightning_ptm.errors import UsageError
 
-_SPENT: WeakSet[Optimizer] = WeakSet()
+_STALE: WeakSet[Optimizer] = WeakSet()
 _WATCHED: WeakSet[Optimizer] = WeakSet()
 """Optimizers that have the hooks."""
 
 
-def spend(optimizers: Iterable[Optimizer]) -> None:
+def mark_stale(optimizers: Iterable[Optimizer]) -> None:
     """Marks optimizers as stale: their states are lost."""
     for optimizer in optimizers:
-        _SPENT.add(optimizer)
+        _STALE.add(optimizer)
         # On the object, where copy and pickle look first; a weak reference, so that the optimizer can be freed.
         vars(optimizer)["__reduce_ex__"] = partial(_reduce, ref(optimizer))
         if optimizer not in _WATCHED:
@@ -41,24 +41,24 @@ class StaleInCopies(list[Optimizer]):
     """Optimizers that are not stale themselves, but whose copies, by `copy.deepcopy` or through pickle, are."""
 
     def __deepcopy__(self, known: dict[int, Any]) -> StaleInCopies:
-        return _all_spent(copy.deepcopy(list(self), known))
+        return _all_stale(copy.deepcopy(list(self), known))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _all_spent, (list(self),)
+        return _all_stale, (list(self),)
 
 
-def _all_spent(optimizers: list[Optimizer]) -> StaleInCopies:
-    spend(optimizers)
+def _all_stale(optimizers: list[Optimizer]) -> StaleInCopies:
+    mark_stale(optimizers)
     return StaleInCopies(optimizers)
 
 
 def renew(optimizer: Optimizer) -> None:
     """Marks an optimizer as having states again."""
-    _SPENT.discard(optimizer)
+    _STALE.discard(optimizer)
     vars(optimizer).pop("__reduce_ex__", None)
 
 
-def refuse_spent(optimizers: Iterable[Optimizer]) -> None:
+def refuse_stale(optimizers: Iterable[Optimizer]) -> None:
     """Raises:
     UsageError: one of the optimizers is stale.
     """
@@ -67,7 +67,7 @@ def refuse_spent(optimizers: Iterable[Optimizer]) -> None:
 
 
 def _check(optimizer: Optimizer, *_: Any) -> None:
-    if optimizer in _SPENT:
+    if optimizer in _STALE:
         raise UsageError(
             f"the states of this {type(optimizer).__name__} were lost at the end of an earlier run, since RAM had no room "
             f"for a copy (of states on disk, half of the free RAM), so it cannot continue; give fit a ckpt_path, or "
@@ -84,11 +84,11 @@ def _reduce(weak: ref[Optimizer], _protocol: Any) -> tuple[Callable[..., Optimiz
     optimizer = weak()
     assert optimizer is not None  # it is being copied
     kind = type(optimizer)
-    return _spent_copy, (kind, kind.__getstate__(optimizer))
+    return _stale_copy, (kind, kind.__getstate__(optimizer))
 
 
-def _spent_copy(kind: type[Optimizer], state: dict[str, Any]) -> Optimizer:
+def _stale_copy(kind: type[Optimizer], state: dict[str, Any]) -> Optimizer:
     optimizer = kind.__new__(kind)
     optimizer.__setstate__(state)
-    spend([optimizer])
+    mark_stale([optimizer])
     return optimizer

@@ -92,7 +92,7 @@ from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.pruning import refuse_pruning
 from lightning_ptm.trainer.ranks import RankGroups, RankPlace, SetUp
 from lightning_ptm.trainer.run import Run, no_pages, refuse_in_another_run
-from lightning_ptm.trainer.stale_optimizers import StaleInCopies, refuse_spent
+from lightning_ptm.trainer.stale_optimizers import StaleInCopies, refuse_stale
 from lightning_ptm.trainer.weight_averaging import refuse_parts, refuse_sharded
 
 _LONGEST = datetime.timedelta(days=3650)
@@ -359,7 +359,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def _is_alone(self) -> bool:
         """Whether there are no other ranks, or none that can be waited for."""
-        if self._run is not None and self._run.hangs_up():
+        if self._run is not None and self._run.cannot_wait():
             return True
         # A single rank is alone even if other code in its process is connected to ranks (`lightning-ptm probe`).
         return not self._has_ranks or not torch.distributed.is_initialized()
@@ -447,10 +447,10 @@ class AngelPTMStrategy(ParallelStrategy):
         set_up, self._set_up = self._set_up, None
         if set_up.restored is not None:
             set_up.restored.fill(run.engine)
-            run.go_on_drawing(set_up.random_states)
+            run.restore_random_states(set_up.random_states)
         run.take_states()
         run.follow_loads(partial(rearranging.follow_loaded_state, run, self._checkpoints))
-        run.tell_where_states_are()
+        run.log_where_states_are()
         self.barrier()
 
     def _refuse_callbacks(self, trainer: Trainer) -> None:
@@ -545,7 +545,7 @@ class AngelPTMStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self._resuming is not None:
-            self._resuming.let_go()
+            self._resuming.make_start_removable()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -581,7 +581,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_spent(map(plain_optimizer, self.optimizers))
+        refuse_stale(map(plain_optimizer, self.optimizers))
         with self._iteration(Mode.TRAIN):
             return super().training_step(*args, **kwargs)
 
@@ -837,11 +837,11 @@ class AngelPTMStrategy(ParallelStrategy):
             {} if run.engine.summon.always_readable(self._module) else {"_optimizers": [], "lr_scheduler_configs": []}
         )
         ended = after_run.EndedRun(weights=True, optimizer_states=not learnt)
-        spent = StaleInCopies(() if without else learnt)
-        return {**state, **without, "_between": self._between.copy(ended), "_spent": spent}
+        stale = StaleInCopies(() if without else learnt)
+        return {**state, **without, "_between": self._between.copy(ended), "_stale_in_copies": stale}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        kept = {name: value for name, value in state.items() if name != "_spent"}
+        kept = {name: value for name, value in state.items() if name != "_stale_in_copies"}
         super().__setstate__(kept)
         self._checkpoints = RunCheckpoints(self, self.settings, self._between, self._current_save_ops)

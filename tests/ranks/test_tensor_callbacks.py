@@ -117,7 +117,7 @@ def averaging(kind: str) -> None:
 def test_averages_of_weights_are_refused_by_name(kind: str) -> None:
     for each in watch_ranks(averaging, 2, kind):
         assert each.end is End.RAISED, each
-        assert f"ConfigError: {kind} averages the weights that a rank has" in each.error
+        assert f"ConfigError: {kind} averages the weights of one rank" in each.error
         assert "tensor_parallel_size=1" in each.error
 
 

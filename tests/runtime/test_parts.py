@@ -194,5 +194,5 @@ def test_a_part_whose_elements_lie_in_another_order_is_refused() -> None:
 
 
 def test_averages_of_parts_are_refused() -> None:
-    with pytest.raises(ConfigError, match="EMAWeightAveraging averages the weights that a rank has"):
+    with pytest.raises(ConfigError, match="EMAWeightAveraging averages the weights of one rank"):
         refuse_parts([EMAWeightAveraging()])

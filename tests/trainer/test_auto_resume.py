@@ -80,7 +80,7 @@ def test_a_fit_begins_anew_says_so_and_goes_on_the_next_time(
     with caplog.at_level("INFO"):
         assert fit(trainer_of(tmp_path, 3, kind)).began_at == 0
     said = [line for line in caplog.messages if "resume=" in line]
-    assert said == [f"resume='auto' begins anew: there is no checkpoint in {tmp_path}"]
+    assert said == [f"resume='auto' starts from scratch: there is no checkpoint in {tmp_path}"]
     caplog.clear()
     with caplog.at_level("INFO"):
         ours = fit(trainer_of(tmp_path, 5, kind))
@@ -232,7 +232,7 @@ def test_weights_alone_are_nothing_to_go_on_from(tmp_path: Path, caplog: pytest.
         assert fit(trainer_of(tmp_path, 3)).began_at == 0
     said = [line.partition(" passes over ")[0] for line in caplog.messages if "weights only" in line]
     assert said == ["resume='auto'"] * 2
-    assert f"resume='auto' begins anew: there is no checkpoint in {tmp_path}" in caplog.messages
+    assert f"resume='auto' starts from scratch: there is no checkpoint in {tmp_path}" in caplog.messages
 
 
 def test_the_next_fit_of_a_trainer_goes_on_with_what_it_has(tmp_path: Path) -> None:
