@@ -34,7 +34,7 @@ def settings_of(case: Case) -> dict[str, Any]:
         **UPDATES[updates],
         **SAVES[saves],
         "recompute": recompute,
-        "activations": activations,
+        "offload_activations": "host" if activations == "host" else "none",
     }
 
 

@@ -212,7 +212,7 @@ def check(number: int, folder: Path) -> None:
     with told_cases.in_order():
         whole = train(training, strategy(), None, *([Saves(path)] if SAVES[saves] else []))
         same(whole, expected(training), EPOCHS)
-        assert (whole.sent_bytes > 0) == (settings["activations"] == "host"), whole.sent_bytes
+        assert (whole.sent_bytes > 0) == (settings["offload_activations"] == "host"), whole.sent_bytes
         if SAVES[saves]:
             same(train(training, strategy(), path), whole, 1)
     assert not list(disk.iterdir())
