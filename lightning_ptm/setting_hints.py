@@ -209,5 +209,7 @@ def unknown_setting(name: str, known: Sequence[str]) -> str:
     for habit in SETTING_HINTS:
         if name in habit.names and name not in known:
             return f"that is {habit.libraries}: {habit.instead}"
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, [*known, *EARLIER], n=1)
+    if near and near[0] in EARLIER and near[0] not in known:
+        return f"did you mean {near[0]!r}? give {EARLIER[near[0]]}"
     return f"did you mean {near[0]!r}?" if near else ""

@@ -17,6 +17,7 @@ from lightning.pytorch import Trainer, strategies
 import lightning_ptm
 from lightning_ptm.cli import COMMANDS, main, parser_settings
 from lightning_ptm.command_line import command_line
+from lightning_ptm.config import Settings
 from lightning_ptm.trainer.registered import NAMES
 
 HEAVY = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "numpy", "torchmetrics", "tqdm", "matplotlib")
@@ -93,7 +94,7 @@ def test_each_name_of_the_registry_makes_the_strategy_with_its_settings() -> Non
     for name, named in NAMES.items():
         strategy = strategies.StrategyRegistry.get(name)
         assert type(strategy) is lightning_ptm.AngelPTMStrategy
-        assert {setting: getattr(strategy.settings, setting) for setting in named.settings} == named.settings
+        assert strategy.settings == Settings(**named.settings)
         assert strategies.StrategyRegistry[name]["description"] == named.description
     assert set(NAMES) <= set(strategies.StrategyRegistry.available_strategies())
 

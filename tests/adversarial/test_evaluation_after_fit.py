@@ -93,7 +93,7 @@ def test_states_that_have_ended_are_refused_behind_an_evaluation_too(
 ) -> None:
     little_ram(monkeypatch, Evaluated())
     with quietly():
-        chosen, module = fitted(strategy_at(home, state_dict_type=kind), how)
+        chosen, module = fitted(strategy_at(home, checkpoints={"state_dict_type": kind}), how)
         with pytest.raises(UsageError, match="optimizer states ended with their run"):
             chosen.save_checkpoint(tmp_path / "x")
         chosen.save_checkpoint(tmp_path / "x", weights_only=True)

@@ -258,9 +258,7 @@ def test_in_mixed_precision_gradients_that_are_changed_behind_clipping_are_refus
 ) -> None:
     """The update would clip them again."""
     judge(kind, strategy_at("ram"), gradient_clip_val=0.05)
-    with pytest.raises(
-        UsageError, match=r"gradient of head.weight was changed when it was clipped already.* before"
-    ):
+    with pytest.raises(UsageError, match=r"gradient of head.weight was changed when it was clipped already.* before"):
         run(kind, strategy_at("ram"), gradient_clip_val=0.05, precision="bf16-mixed")
 
 

@@ -195,7 +195,7 @@ def test_what_cannot_be_loaded_is_torch_s_error(strategy_at: MakeStrategy, place
                 self.load_state_dict({**self.best, "head.bias": torch.ones(7)})
             assert "exception occurred" not in str(caught.value)
             if type(self.trainer.strategy).__name__ == "AngelPTMStrategy":
-                with pytest.raises(UsageError, match=r"assign=True.*Mistaken other parameters"):
+                with pytest.raises(UsageError, match=r"assign=True.*replace the parameters of the Mistaken"):
                     self.load_state_dict(self.best, assign=True)
 
     same(strategy_at, place, Mistaken)

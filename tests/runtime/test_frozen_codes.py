@@ -155,8 +155,8 @@ def test_matrices_of_frozen_units_alone_are_coded_and_take_the_bytes_of_their_co
 def test_a_checkpoint_holds_the_rounded_values_and_going_on_from_it_changes_no_bit(
     strategy_at, tmp_path: Path, kind: str, code: str, home: str, then: str, precision: str
 ) -> None:
-    settings = {"frozen_dtype": code, "checkpoints": {"state_dict_type": "full" if kind == "full" else "sharded"}}
-    settings |= {"checkpoints": {"async_save": kind == "async"}}
+    saved = {"state_dict_type": "full" if kind == "full" else "sharded", "async_save": kind == "async"}
+    settings = {"frozen_dtype": code, "checkpoints": saved}
     once, again = strategy_at(home, **settings), strategy_at(then, **settings)
     never, _ = run(once, tmp_path / "never", build=Adapted, precision=precision)
     checkpoint = tmp_path / "never" / "epoch=0.ckpt"

@@ -215,7 +215,10 @@ def test_masters_are_averaged_under_mixed_precision(strategy_at, tier, averaging
 
 
 def test_sharded_checkpoints_have_no_place_for_averages(strategy_at) -> None:
-    with pytest.raises(ConfigError, match=r"EMAWeightAveraging saves two sets of weights.*use state_dict_type='full'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"EMAWeightAveraging saves two sets of weights.*use checkpoints=Checkpoints\(state_dict_type='full'\)",
+    ):
         trainer(
             strategy_at("ram", checkpoints={"state_dict_type": "sharded"}), callbacks=[cb.EMAWeightAveraging()]
         ).fit(model())
