@@ -180,7 +180,8 @@ def ours(
     memory_group: str | None = None,
 ) -> Side:
     """The side of this project's strategy: `settings` and then `--set` are the arguments of AngelPTMStrategy."""
-    arguments = {**(settings or {}), **dict(args.set), "tuning": {"restore_weights": False}}
+    arguments = {**(settings or {}), **dict(args.set)}
+    arguments["tuning"] = {**(arguments.get("tuning") or {}), "restore_weights": False}
     return Side(
         "ours",
         "trainer",

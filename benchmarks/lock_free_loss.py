@@ -36,7 +36,7 @@ from main_job import main_job
 from race import Score
 from slow_disk import SlowDisks
 
-from lightning_ptm import AngelPTMStrategy
+from lightning_ptm import AngelPTMStrategy, LockFree
 from lightning_ptm.planning.version_policy import REACH
 from lightning_ptm.update import buffering_thread, update_job
 from lightning_ptm.update.gradient_source import Transform
@@ -113,13 +113,10 @@ class Run:
 def train(name: str, seed: int, args: argparse.Namespace, folder: Path, rule_name: str | None) -> Run:
     """The main job with other settings of the strategy."""
     lock_free = rule_name is not None
-    settings = {
-        "disk_path": folder,
-        "offload_optimizer": "disk",
-        "lock_free": {"max_staleness": args.max_staleness, "predict_weights": not args.no_forecast},
-    }
-    if lock_free:
-        settings |= {"lock_free": {"warmup_steps": args.staleness_warmup}}
+    asked = LockFree(
+        max_staleness=args.max_staleness, warmup_steps=args.staleness_warmup, predict_weights=not args.no_forecast
+    )
+    settings = {"disk_path": folder, "offload_optimizer": "disk", "lock_free": asked if lock_free else False}
     original, merge = buffering_thread.combined, update_job.merge
     counted = Counted(RULES.get(rule_name or OURS, original))
     buffering_thread.combined = counted

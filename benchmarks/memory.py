@@ -49,7 +49,7 @@ def sides(size: str, args: argparse.Namespace, folder: Path) -> list[Side]:
     """The contestants, with what each is asked to train."""
     options = base_options(SHAPES[size], batch=args.batch or BATCH[size])
     settings = {"page_size": f"{args.page_size}MiB", "disk_path": str(folder), "recompute": args.recompute}
-    settings["freed_memory"] = "return"
+    settings["tuning"] = {"freed_memory": "return"}
     homes = {"offload_parameters": "device", "offload_optimizer": "disk"}
     alone = {**options, "update": False, "recompute": args.recompute == "all"}
     return [

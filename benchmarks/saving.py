@@ -78,7 +78,12 @@ def training_sides(shape: GPTShape, args: argparse.Namespace, folder: Path) -> l
     made = [replace(ours(options, args, settings), name="train")]
     for name, behind in (("before", False), ("behind", True)):
         saves = {**options, "save_to": str(folder / f"{name}.ckpt")}
-        made.append(replace(ours(saves, args, settings | {"checkpoints": {"async_save": behind}}), name=name))
+        made.append(
+            replace(
+                ours(saves, args, settings | {"checkpoints": {"state_dict_type": "sharded", "async_save": behind}}),
+                name=name,
+            )
+        )
     return made
 
 

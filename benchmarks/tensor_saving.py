@@ -48,7 +48,7 @@ def sides(size: str, where: str, args: argparse.Namespace, folder: Path) -> list
         place = folder / name
         place.mkdir()
         groups = {"tensor_parallel_size": tensor} if tensor > 1 else {}
-        groups |= {"checkpoints": {"async_save": True}} if name == "behind" else {}
+        groups |= {"checkpoints": {"state_dict_type": "sharded", "async_save": True}} if name == "behind" else {}
         mine = {**options, "meta": True, "folder": str(place)}
         side = ours(mine, args, {**settings, **groups}, devices=ranks)
         made.append(replace(side, name=name, module="saver"))

@@ -255,7 +255,7 @@ def test_what_an_optimizer_breaks_off_leaves_each_weight_before_or_behind_its_up
         assert key != "blocks.1.weight" or torch.equal(value[3], before[key][3])
     with pytest.warns(UserWarning, match="mix two optimizer steps"):
         chosen.save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
-    with pytest.raises(UsageError, match="have ended"):
+    with pytest.raises(UsageError, match="ended with their run"):
         chosen.save_checkpoint(tmp_path / "y.ckpt")
 
 

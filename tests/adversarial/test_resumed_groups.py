@@ -52,8 +52,8 @@ def test_momentum_that_a_checkpoint_has_not_is_not_applied(
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
-        (Heavy, Plain, r"the checkpoint's SGD keeps momentum_buffer.*settings were momentum=0\.9"),
-        (Ams, Judged, r"the checkpoint's AdamW keeps max_exp_avg_sq.*settings were amsgrad=True"),
+        (Heavy, Plain, r"the checkpoint's SGD has states momentum_buffer.*saved with momentum=0\.9"),
+        (Ams, Judged, r"the checkpoint's AdamW has states max_exp_avg_sq.*saved with amsgrad=True"),
     ],
 )
 def test_states_without_pages_are_refused_before_the_first_step(
