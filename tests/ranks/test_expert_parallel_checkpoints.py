@@ -56,10 +56,10 @@ def run(
     settings = {
         "units": ["Expert"],
         "expert_parallel_size": size,
-        "checkpoints": {"state_dict_type": kind},
+        "checkpoints": {"state_dict_type": kind, "async_save": kind == "sharded"},
         "weights": weights,
     }
-    strategy = make_strategy(disk, tier, checkpoints={"async_save": kind == "sharded"}, **settings)
+    strategy = make_strategy(disk, tier, **settings)
     callback = SaveTo(saved, SAVED_AFTER if begins else 0)
     trainer = make_trainer(TRAINING, strategy, world_size, callbacks=[callback])
     trainer.fit(module, loader(tokens(TRAINING, world_size), world_size), ckpt_path=loaded)
