@@ -129,7 +129,7 @@ def fit_two_epochs(
     world_size: int,
     data_ranks: int,
     folder: Path,
-    checkpoints: Path,
+    saved: Path,
     tier: str,
     resume: str | None = None,
     **settings: Any,
@@ -137,18 +137,18 @@ def fit_two_epochs(
     """Trains on the rows of `data_ranks` ranks, divided among `world_size`."""
     torch.manual_seed(0)
     module = WHOLE.build()
-    keep = ModelCheckpoint(checkpoints, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+    keep = ModelCheckpoint(saved, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
     trainer = make_trainer(
         WHOLE,
         make_strategy(folder, tier, **settings),
         world_size,
         enable_checkpointing=True,
         max_epochs=2,
-        default_root_dir=checkpoints,
+        default_root_dir=saved,
         callbacks=[keep],
     )
     rows = loader(tokens(WHOLE, data_ranks), world_size, BATCH * data_ranks // world_size)
-    trainer.fit(module, rows, ckpt_path=None if resume is None else str(checkpoints / resume), weights_only=False)
+    trainer.fit(module, rows, ckpt_path=None if resume is None else str(saved / resume), weights_only=False)
     return outcome_of(module)
 
 

@@ -166,7 +166,7 @@ def test_each_gradient_is_applied_once_with_what_its_own_step_said(first: int, d
             for audit in seen.audits:
                 assert audit.applied and audit.balanced and not audit.pending, told
                 assert audit.skipped == len(module.overflows), told
-            assert seen.staleness <= case.settings["max_staleness"], told
+            assert seen.staleness <= case.settings["lock_free"]["max_staleness"], told
             if rank:
                 assert seen.most_pending >= case.waits, told
                 assert seen.staleness >= case.late // case.accumulate - 1, told

@@ -204,7 +204,9 @@ def test_what_a_module_has_distributed_on_the_strategys_mesh_is_refused() -> Non
 
 
 def test_one_rank_makes_no_group_of_two() -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 and 1 ranks .*use a multiple of 2 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size=2 does not divide the number of ranks, 1 .*use a multiple of 2 ranks"
+    ):
         strategy = AngelPTMStrategy(tensor_parallel_size=2)
         L.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False).fit(BoringModel())
 

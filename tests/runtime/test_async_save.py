@@ -247,7 +247,9 @@ def test_a_run_may_go_on_after_a_failure(strategy_at, settings: dict[str, Any], 
             if trainer.global_step == 5:
                 seen.append(sorted(entry.name for entry in folder.glob("*.ckpt")))
 
-    strategy = strategy_at("ram", **merged({"checkpoints": {"state_dict_type": "sharded", "on_failure": "warn"}}, settings))
+    strategy = strategy_at(
+        "ram", **merged({"checkpoints": {"state_dict_type": "sharded", "on_failure": "warn"}}, settings)
+    )
     trainer = make_trainer(
         strategy,
         max_epochs=1,
@@ -286,7 +288,9 @@ def test_a_link_names_what_is_in_place(strategy_at, settings: dict[str, Any], tm
         def teardown(self, *_: Any, **__: Any) -> None:
             self.broken.close()
 
-    strategy = strategy_at("ram", **merged({"checkpoints": {"state_dict_type": "sharded", "on_failure": "warn"}}, settings))
+    strategy = strategy_at(
+        "ram", **merged({"checkpoints": {"state_dict_type": "sharded", "on_failure": "warn"}}, settings)
+    )
     with pytest.warns(UserWarning, match="the run goes on"):
         fit(strategy, tmp_path, callbacks=[FailsLater()], save_last="link")
     assert (tmp_path / "last.ckpt").is_symlink() and (tmp_path / "last.ckpt").resolve().name == "epoch=0.ckpt"

@@ -698,14 +698,10 @@ def test_a_unit_that_takes_part_in_some_steps_only(strategy_at, where) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lock_free": True, "offload_parameters": "disk"}, "lock_free=True computes with parameters that lie in RAM"),
+        ({"lock_free": True, "offload_parameters": "disk"}, "lock_free computes with parameters that lie in RAM"),
         ({"lock_free": {"max_staleness": -1}}, "max_staleness=-1: give a number of steps, 0 or more"),
-        ({"lock_free": {"warmup_steps": -1}}, "staleness_warmup=-1: give a number of steps, 0 or more"),
-        ({"lock_free": {"warmup_steps": True}}, "staleness_warmup=True: give a number of steps"),
-        (
-            {"lock_free": {"warmup_steps": 10}},
-            "staleness_warmup=10 with lock_free=False: each step waits for its update anyway",
-        ),
+        ({"lock_free": {"warmup_steps": -1}}, "warmup_steps=-1: give a number of steps, 0 or more"),
+        ({"lock_free": {"warmup_steps": True}}, "warmup_steps=True: give a number of steps"),
         ({"lock_free": {"max_staleness": 1.5}}, "max_staleness=1.5: give a number of steps"),
     ],
 )

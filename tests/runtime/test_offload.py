@@ -256,7 +256,9 @@ def test_a_cpu_has_nothing_to_take_them_from(strategy_at: Any, where: str) -> No
 
 
 def test_recomputing_has_a_setting_of_its_own() -> None:
-    with pytest.raises(ConfigError, match=r"activations='recompute': use 'keep' or 'host', and recompute='all'"):
-        AngelPTMStrategy(activations="recompute")
-    with pytest.raises(ConfigError, match=r"activations='disk': use 'keep' or 'host'$"):
-        AngelPTMStrategy(activations="disk")
+    with pytest.raises(
+        ConfigError, match=r"offload_activations='recompute': use 'none' or 'host', and recompute='all'"
+    ):
+        AngelPTMStrategy(offload_activations="recompute")
+    with pytest.raises(ConfigError, match=r"offload_activations='disk': use 'none' or 'host'$"):
+        AngelPTMStrategy(offload_activations="disk")

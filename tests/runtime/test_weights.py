@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning as L
@@ -175,9 +176,9 @@ def shards(folder: Path, count: int = 3) -> Path:
     return folder / "model.safetensors.index.json"
 
 
-def given(module: L.LightningModule, path: Path | str, **settings: Any) -> dict[str, Tensor]:
+def given(module: L.LightningModule, path: Path | str, weights: Any = MappingProxyType({})) -> dict[str, Tensor]:
     """By name in the module: what the files at `path` provide."""
-    found = first_values(module, Settings(weights=path, **settings), SoloCommunicator())
+    found = first_values(module, Settings(weights={"path": path, **weights}), SoloCommunicator())
     named = {
         name: found.parameters[id(parameter)]()
         for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -410,7 +411,7 @@ def test_all_that_does_not_fit_is_listed(strategy_at, tmp_path: Path) -> None:
     assert "the module has no place for transformer.h.3.up.weight (1 in all)" in text
     assert "model.transformer.h.0.norm.bias is (64,) and transformer.h.0.norm.bias in the files (3,)" in text
     assert "model.transformer.h.0.up.bias is torch.float32 and transformer.h.0.up.bias in the files torch.int8" in text
-    assert "weights_map" in text and "weights_new" in text and "weights_strict=False" in text
+    assert "key_mapping" in text and "allow_missing" in text and "strict=False" in text
     text = refused(strategy_at("ram", weights={"path": tmp_path / "wrong.safetensors", "strict": False}), ConfigError)
     assert "and transformer.h.0.norm.bias in the files (3,)" in text
 
@@ -586,9 +587,9 @@ def test_maps_that_are_wrong(strategy_at, file: Path) -> None:
     text = refused(strategy_at("ram", weights={"path": file, "key_mapping": lambda name: 3}), ConfigError)
     assert "is 3; return the name in the module, or None" in text
     for wrong in ("transformer", {"a": 1}, [("a", "b")]):
-        with pytest.raises(ConfigError, match=r"weights_map=.* give a dictionary"):
+        with pytest.raises(ConfigError, match=r"key_mapping=.* give a dictionary"):
             AngelPTMStrategy(weights={"path": file, "key_mapping": wrong})
-    with pytest.raises(ConfigError, match=r"weights_new='lora': give a list"):
+    with pytest.raises(ConfigError, match=r"allow_missing='lora': give a list"):
         AngelPTMStrategy(weights={"path": file, "allow_missing": "lora"})
     with pytest.raises(ConfigError, match="weights=3: give the path"):
         AngelPTMStrategy(weights=3)
@@ -610,5 +611,5 @@ def test_configurations_can_hold_maps(given: Any) -> None:
         }
     )
     settings = parser.instantiate(config).strategy.settings
-    assert settings.weights_map == (drop if isinstance(given, str) else given)
-    assert settings.weights_new == ["a.*"] and str(settings.weights) == "w"
+    assert settings.pretrained.key_mapping == (drop if isinstance(given, str) else given)
+    assert settings.pretrained.allow_missing == ["a.*"] and str(settings.pretrained.path) == "w"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from kit.fits import quiet_trainer
+from kit.settings import merged
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel
 
@@ -111,7 +112,7 @@ def trainer_of(
         "timeout": timedelta(seconds=60),
     }
     options: dict[str, Any] = {"devices": ranks, "precision": "64-true", "max_epochs": 1, "num_sanity_val_steps": 0}
-    return quiet_trainer(strategy(**{**own, **dict(settings)}), **{**options, **given})
+    return quiet_trainer(strategy(**merged(own, dict(settings))), **{**options, **given})
 
 
 def rows(count: int) -> Tensor:
