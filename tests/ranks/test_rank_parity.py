@@ -98,21 +98,18 @@ def reductions(training: Training, folder: Path, reduce_gradients: str) -> int:
     """How often one rank's units were reduced in a fit."""
     from lightning_ptm.comm import ProcessGroupCommunicator
 
-    count = 0
+    count, reduce_scatter = 0, ProcessGroupCommunicator.reduce_scatter
 
-    class Counting(ProcessGroupCommunicator):
-        def reduce_scatter(self, *arguments: Any) -> Any:
-            nonlocal count
-            count += 1
-            return super().reduce_scatter(*arguments)
-
-    class Strategy(AngelPTMStrategy):
-        def _make_communicator(self, events: Any) -> Any:
-            return Counting(self._backend, self._timeout, events)
+    def counted(self: ProcessGroupCommunicator, *arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        return reduce_scatter(self, *arguments)
 
     torch.manual_seed(0)
-    strategy = Strategy(page_size="64KiB", tuning={"reduce_gradients": reduce_gradients})
-    make_trainer(training, strategy, 2).fit(training.build(), loader(tokens(training, 2), 2))
+    strategy = AngelPTMStrategy(page_size="64KiB", tuning={"reduce_gradients": reduce_gradients})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessGroupCommunicator, "reduce_scatter", counted)
+        make_trainer(training, strategy, 2).fit(training.build(), loader(tokens(training, 2), 2))
     return count
 
 

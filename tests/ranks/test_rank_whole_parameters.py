@@ -150,7 +150,8 @@ class TrainsOneMatrix(WithHybrid):
 
 def room_for_weights_alone() -> int:
     """Free RAM as the end of a run sees it: none when states are to be given back."""
-    return 0 if sys._getframe(1).f_code.co_name == restore.optimizer_states.__name__ else 1 << 40
+    callers = {sys._getframe(depth).f_code.co_name for depth in (1, 2)}
+    return 0 if restore.optimizer_states.__name__ in callers else 1 << 40
 
 
 def asks_for_states_afterwards(training: Training, world_size: int, folder: Path) -> str:

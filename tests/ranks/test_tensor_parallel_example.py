@@ -42,4 +42,6 @@ def test_the_tuned_model_is_that_of_one_rank(tmp_path: Path) -> None:
     assert one.keys() == two.keys() == before.keys()
     for name, value in one.items():
         assert not torch.equal(value, before[name]), name
-        torch.testing.assert_close(two[name], value, rtol=0, atol=2e-5, msg=name)
+        # The rows are the example's own text. AdamW divides by the root of its second moment, so a weight whose gradient is
+        # almost 0 moves by a share of the learning rate that the order of sums decides.
+        torch.testing.assert_close(two[name], value, rtol=0, atol=5e-5, msg=lambda text, name=name: f"{name}: {text}")

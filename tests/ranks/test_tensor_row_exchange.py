@@ -146,7 +146,9 @@ def save_in_fewer_bits(target: Path, settings: dict[str, Any]) -> None:
 
 def test_states_that_are_decoded_are_exchanged_beside_weights_that_are_not(tmp_path: Path) -> None:
     run_ranks(save_in_fewer_bits, 2, tmp_path / "now", {})
-    run_ranks(save_in_fewer_bits, 2, tmp_path / "behind", {"checkpoints": {"async_save": True}})
+    run_ranks(
+        save_in_fewer_bits, 2, tmp_path / "behind", {"checkpoints": {"state_dict_type": "sharded", "async_save": True}}
+    )
     now = files_of(tmp_path / "now")
     assert len(now) == 3 and now == files_of(tmp_path / "behind")
 
