@@ -118,8 +118,8 @@ def fail(build: Any, kind: str, callback: str, folder: Path, root: Path, *others
 
 
 @pytest.mark.slow_unless(
-    "Forward-full-ModelCheckpoint-ranks were not all cut short",
-    "BetweenSteps-sharded-OnExceptionCheckpoint-ranks were not all cut short",
+    "Forward-full-ModelCheckpoint-ranks were not all interrupted",
+    "BetweenSteps-sharded-OnExceptionCheckpoint-ranks were not all interrupted",
     "AllInBackward-full-OnExceptionCheckpoint-some units had been updated",
 )
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from kit.settings import merged
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -81,7 +80,8 @@ def run(folder: Path, kind: str, steps: int, ranks: int) -> None:
     keep = SaysSaved(kept, filename="{step}", every_n_train_steps=1, monitor="step", mode="max", save_top_k=2)
     format_, auto = kind.removesuffix(AUTO), kind.endswith(AUTO)
     newest = None if auto else max(kept.glob("step=*.ckpt"), key=step_of, default=None)
-    settings = merged(SETTINGS[format_], checkpoints={"resume": "auto" if auto else "never"})
+    settings = dict(SETTINGS[format_])
+    settings["checkpoints"] = {**settings.get("checkpoints", {}), "resume": "auto" if auto else "never"}
     launched = {name: int(os.environ.get(name, ranks)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE")}
     trainer = L.Trainer(
         strategy=AngelPTMStrategy(disk_path=folder / "disk", page_size="64KiB", host_memory="64MiB", **settings),
