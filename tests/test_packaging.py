@@ -153,3 +153,34 @@ def test_imports_point_down_only() -> None:
         pytest.skip("import-linter is not installed (extra `dev`)")
     check = subprocess.run([lint_imports, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert check.returncode == 0, check.stdout + check.stderr
+
+
+def _imports() -> dict[str, set[str]]:
+    """By module, the modules of the package that it imports, those for type checkers included."""
+    files = {
+        ".".join(path.with_suffix("").relative_to(ROOT).parts).removesuffix(".__init__"): path
+        for path in (ROOT / "lightning_ptm").rglob("*.py")
+    }
+    found: dict[str, set[str]] = {}
+    for module, path in files.items():
+        froms = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        names = {(node.module or "", each.name) for node in froms for each in node.names}
+        found[module] = {
+            f"{source}.{name}" if f"{source}.{name}" in files else source
+            for source, name in names
+            if source in files and source != module
+        }
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Neither at run time nor for type checkers."""
+    left = _imports()
+    while ends := [module for module, needs in left.items() if not needs & left.keys()]:
+        for module in ends:
+            del left[module]
+    # What only imports a circle goes, too.
+    while starts := left.keys() - set().union(*left.values()):
+        for module in starts:
+            del left[module]
+    assert not left, sorted(left)

@@ -25,7 +25,7 @@ from lightning_ptm.memory.numa import cores_near, kept_to
 from lightning_ptm.memory.region import DeviceRegion, HostRegion, Region, TorchLockedRegion
 
 if TYPE_CHECKING:
-    from lightning_ptm.memory.backend import Mark, Stream
+    from lightning_ptm.memory.device_work import Mark, Stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,10 @@ import torch
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.events import Events
-from lightning_ptm.memory.backend import Backend, Mark
+from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.copier import Copier, StartedCopy
 from lightning_ptm.memory.copy_plan import CopyMachine, CopyRange, copy_range
+from lightning_ptm.memory.device_work import Mark
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.disk_probe import threads_per_path
 from lightning_ptm.memory.io import IoQueue

@@ -24,40 +24,12 @@ import torch
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.accelerators import AcceleratorBackend, CudaBackend
+from lightning_ptm.memory.device_work import Mark, Stream
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.memory.region import HostRegion, Region
 
 _CUDA = "cuda"
 """torch's name for CUDA and ROCm devices."""
-
-
-class Mark(Protocol):
-    """A position in the queue of a stream, reached when the device has done the work queued before it."""
-
-    def done(self) -> bool:
-        """Whether the position has been reached; never blocks."""
-
-    def synchronize(self) -> None:
-        """Blocks this thread until the position is reached."""
-
-    def order(self) -> None:
-        """Makes this thread's current stream, not the thread itself, wait for the position."""
-
-    def seconds_since(self, earlier: Mark) -> float:
-        """Returns the seconds between `earlier` and this mark, by the device's clock. Both must be timed and done."""
-
-
-class Stream(Protocol):
-    """A queue of device work besides the current stream of a thread. The caller keeps the memory of the work alive."""
-
-    def follow(self, mark: Mark | None = None) -> None:
-        """Makes later work on this stream wait for `mark`, or for everything queued on this thread's current stream."""
-
-    def entered(self) -> AbstractContextManager[object]:
-        """Makes this stream the thread's current stream inside the context."""
-
-    def join(self) -> None:
-        """Makes this thread's current stream wait for everything queued on this stream."""
 
 
 class Backend(Protocol):

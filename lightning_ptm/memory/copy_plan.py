@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.memory.backend import Mark
+from lightning_ptm.memory.device_work import Mark
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.io import IoJob
 from lightning_ptm.memory.io_jobs import DiskToDisk, ReadBounced, Straight, WriteBounced

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_ptm.memory.backend import Mark
+from lightning_ptm.memory.device_work import Mark
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.page_ranges import PagePiece, round_up
 from lightning_ptm.memory.region import Staging

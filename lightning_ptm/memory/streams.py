@@ -16,7 +16,8 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from lightning_ptm.memory.backend import Backend, CpuBackend, CurrentStream, Mark, Stream
+from lightning_ptm.memory.backend import Backend, CpuBackend, CurrentStream
+from lightning_ptm.memory.device_work import Mark, Stream
 from lightning_ptm.memory.transfer import Completion, Timer
 
 P = ParamSpec("P")

@@ -12,10 +12,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from lightning_ptm.planning.layout import UnitSpec
+
+class Owned(Protocol):
+    """What the assignment reads of a parameter (layout.ParameterSpec)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def trainable(self) -> bool: ...
+    @property
+    def updated_whole(self) -> bool: ...
+    @property
+    def states_bytes(self) -> int: ...
+
+
+class OwnedUnit(Protocol):
+    """What the assignment reads of a unit (layout.UnitSpec)."""
+
+    @property
+    def parameters(self) -> Sequence[Owned]: ...
 
 
 def work_of(shape: Sequence[int]) -> int:
@@ -28,7 +47,7 @@ def work_of(shape: Sequence[int]) -> int:
     return rows * columns * min(rows, columns)
 
 
-def choose_owners(units: Sequence[UnitSpec], ranks: int) -> dict[str, int]:
+def choose_owners(units: Sequence[OwnedUnit], ranks: int) -> dict[str, int]:
     """Returns the owning rank of each parameter that is updated whole, by name.
 
     The largest parameter is first. Each goes to the rank that has fewest bytes so far; of several, to the one with

@@ -15,10 +15,7 @@ from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from lightning_ptm.trainer.strategy import AngelPTMStrategy
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +49,12 @@ def _offer(strategies: ModuleType) -> None:
         )
 
 
-def _make(**settings: Any) -> AngelPTMStrategy:
+def _make(**settings: Any) -> Any:
     return _class()(**settings)
 
 
-def _class() -> type[AngelPTMStrategy]:
-    strategy: type[AngelPTMStrategy] = importlib.import_module("lightning_ptm.trainer.strategy").AngelPTMStrategy
+def _class() -> type[Any]:
+    strategy: type[Any] = importlib.import_module("lightning_ptm.trainer.strategy").AngelPTMStrategy
     return strategy
 
 

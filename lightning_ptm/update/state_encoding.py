@@ -14,7 +14,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import hashlib
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from lightning_ptm.terms import BLOCK_BYTES, Tier
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.paged_tensor import PagedTensor
-    from lightning_ptm.update.flat_states import FlatStates
+    from lightning_ptm.planning.layout import FlatLayout
 
 VALUES_DTYPE = torch.float32
 """Dtype of decoded values."""
@@ -198,6 +199,29 @@ ENCODINGS: dict[str, type[Encoding]] = {"bf16": Bf16, "int8": Int8}
 """Encodings by the names that users give in `Settings.optimizer_state_dtype`."""
 
 
+class SegmentOfShard(Protocol):
+    """What the noise depends on of a segment (flat_states.Segment)."""
+
+    @property
+    def parameter(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def parameter_start(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
+
+
+class StatesOfShard(Protocol):
+    """What the noise depends on of a shard's states (flat_states.FlatStates)."""
+
+    @property
+    def flat(self) -> FlatLayout: ...
+
+    def segments_within(self, start: int, stop: int) -> Iterable[SegmentOfShard]:
+        """Returns the segments of elements [start, stop) of the shard."""
+
+
 class Encoder:
     """Encodes and decodes chunks of states. Owns scratch tensors, so one thread at a time may use it."""
 
@@ -215,7 +239,14 @@ class Encoder:
         encoding.encode(values, stored, None, 0, values.numel(), self._codec)
 
     def encode_step(
-        self, encoding: Encoding, values: Tensor, stored: Tensor, states: FlatStates, slot: str, start: int, step: int
+        self,
+        encoding: Encoding,
+        values: Tensor,
+        stored: Tensor,
+        states: StatesOfShard,
+        slot: str,
+        start: int,
+        step: int,
     ) -> None:
         """Encodes a chunk's elements with stochastic rounding, by the noise of a step (I2).
 
@@ -231,7 +262,7 @@ class Encoder:
             encoding.encode(values, stored, noise, first, stop, self._codec)
 
     def _noise_of(
-        self, below: int, device: torch.device, states: FlatStates, slot: str, start: int, stop: int, step: int
+        self, below: int, device: torch.device, states: StatesOfShard, slot: str, start: int, stop: int, step: int
     ) -> Tensor:
         """Noise of elements [start, stop) of the shard, (stop - start,), int32; valid until the next call."""
         if (device, below) not in self._tables:

@@ -37,7 +37,8 @@ from lightning_ptm.update.trial.traits import ScalarState
 from lightning_ptm.update.weight_prediction import WeightPrediction
 
 if TYPE_CHECKING:
-    from lightning_ptm.memory.backend import Backend, Mark
+    from lightning_ptm.memory.backend import Backend
+    from lightning_ptm.memory.device_work import Mark
     from lightning_ptm.memory.paged_tensor import PagedTensor
     from lightning_ptm.memory.transfer import Transfer
 

@@ -21,7 +21,8 @@ import torch
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.interrupts import interrupted_later
-from lightning_ptm.memory.backend import CurrentStream, Stream
+from lightning_ptm.memory.backend import CurrentStream
+from lightning_ptm.memory.device_work import Stream
 from lightning_ptm.memory.numa import keep_to
 from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
 from lightning_ptm.terms import chunk_numel as default_chunk_numel

@@ -27,7 +27,7 @@ from lightning_ptm.runtime.machine.machine import Machine
 from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
 from lightning_ptm.runtime.relayout.reused_tensors import ReusedTensors
 from lightning_ptm.runtime.units.store import UnitStore
-from lightning_ptm.runtime.updates.updates import FlatUpdate
+from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.terms import Tier
 
 PAGE = 64 * 1024

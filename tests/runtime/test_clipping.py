@@ -16,7 +16,8 @@ from torch.optim import SGD, Optimizer
 
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.runtime.updates.clipping import Clipping
-from lightning_ptm.runtime.updates.updates import FlatUpdate, SynchronousUpdates
+from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
+from lightning_ptm.runtime.updates.updates import SynchronousUpdates
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.loss_scale import LossScale
 from lightning_ptm.update.updater import Updater

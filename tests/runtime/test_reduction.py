@@ -15,8 +15,8 @@ from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError, UsageError
 from lightning_ptm.runtime.deciding.gradient_route import route
 from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
+from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.reduction import Reduction
-from lightning_ptm.runtime.updates.updates import FlatUpdate
 from lightning_ptm.terms import Operation, Tier
 
 NO_STATES: Any = None

@@ -20,8 +20,9 @@ from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.ranks.barriers import Barriers
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.store import UnitStore
+from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.reduction import Reduction
-from lightning_ptm.runtime.updates.updates import FlatUpdate, UpdateScheduler
+from lightning_ptm.runtime.updates.updates import UpdateScheduler
 
 
 class BackwardActions:

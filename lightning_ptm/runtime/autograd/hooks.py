@@ -39,6 +39,7 @@ from lightning_ptm.runtime.tensors.autograd_graphs import (
     refuse_double_backward,
     tensors_in,
 )
+from lightning_ptm.runtime.units.binding import FlatBinding
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.page_views import PageViews
 from lightning_ptm.runtime.units.store import UnitStore
@@ -81,7 +82,7 @@ class Hooks:
         listener: BackwardListener,
         recompute: frozenset[int],
         stream: ComputeStream,
-        views: PageViews,
+        views: PageViews[FlatBinding],
         offload: Offload | None = None,
     ) -> None:
         self.stream = stream

@@ -68,8 +68,9 @@ from lightning_ptm.runtime.units.binding import FlatBinding
 from lightning_ptm.runtime.units.guarded_parameter import DIVIDED_IN_A_RUN
 from lightning_ptm.runtime.units.known_parameters import KnownParameters
 from lightning_ptm.runtime.updates.clipping import Clipping
+from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.reduction import Reduction
-from lightning_ptm.runtime.updates.updates import FlatUpdate, UpdateScheduler
+from lightning_ptm.runtime.updates.updates import UpdateScheduler
 from lightning_ptm.terms import Mode, Operation, Phase, Tier
 from lightning_ptm.update.updater import Updater
 

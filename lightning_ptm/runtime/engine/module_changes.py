@@ -22,7 +22,8 @@ from lightning_ptm.runtime.units.discovery import UnitParameter
 from lightning_ptm.runtime.units.known_parameters import KnownParameters
 from lightning_ptm.runtime.units.shared_storage import overlap
 from lightning_ptm.runtime.units.store import UnitStore
-from lightning_ptm.runtime.updates.updates import FlatUpdate, UpdateScheduler
+from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
+from lightning_ptm.runtime.updates.updates import UpdateScheduler
 
 
 class ModuleChanges:

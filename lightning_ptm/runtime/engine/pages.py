@@ -29,7 +29,7 @@ from lightning_ptm.runtime.units.binding import FlatBinding
 from lightning_ptm.runtime.units.page_views import PageViews
 from lightning_ptm.runtime.units.store import FlatStore, UnitStore
 from lightning_ptm.runtime.units.uncounted_writes import Fingerprint
-from lightning_ptm.runtime.updates.updates import FlatUpdate
+from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.update.flat_states import FlatStates
 from lightning_ptm.update.state_layout import lay_out_states, layout_groups
 from lightning_ptm.update.trial.traits import OptimizerTraits
@@ -67,7 +67,7 @@ class RunPages:
         self._stream = stream
         self._checks_all = checks_all
         self._reused_tensors = reused_tensors or ReusedTensors()
-        self.views = PageViews(allocator.holds)
+        self.views: PageViews[FlatBinding] = PageViews(allocator.holds)
         """Views of pages that are the parameters' storages."""
         self._of_flats = {what: blueprint.inventory.of_flats(what) for what in _OF_FLATS}
 

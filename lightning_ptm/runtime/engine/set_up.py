@@ -29,7 +29,8 @@ from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.runtime.units.binding import FlatBinding
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.runtime.updates.lock_free import LockFreeUpdates
-from lightning_ptm.runtime.updates.updates import FlatUpdate, SynchronousUpdates, UpdateScheduler
+from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
+from lightning_ptm.runtime.updates.updates import SynchronousUpdates, UpdateScheduler
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.updater import Updater
 

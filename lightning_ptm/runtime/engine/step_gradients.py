@@ -22,8 +22,9 @@ from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.full_params.lent_parameters import LentParameters
 from lightning_ptm.runtime.ranks.barriers import STEP_ENDS, Barriers
 from lightning_ptm.runtime.updates.clipping import Clipping
+from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.reduction import Reduction
-from lightning_ptm.runtime.updates.updates import FlatUpdate, UpdateScheduler
+from lightning_ptm.runtime.updates.updates import UpdateScheduler
 from lightning_ptm.update.loss_scale import LossScale
 from lightning_ptm.update.norms import total_norm
 from lightning_ptm.update.trial.traits import OptimizerTraits

@@ -12,7 +12,8 @@ import dataclasses
 from collections.abc import Callable
 from time import perf_counter
 
-from lightning_ptm.memory.backend import Backend, Mark
+from lightning_ptm.memory.backend import Backend
+from lightning_ptm.memory.device_work import Mark
 from lightning_ptm.planning.trace import TensorUse, Tick, Trace
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.terms import Phase

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
     from lightning_ptm.runtime.relayout.previous_state import PreviousState
     from lightning_ptm.runtime.units.binding import FlatBinding
-    from lightning_ptm.runtime.updates.updates import FlatUpdate
+    from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 
 Scalars = Sequence[dict[str, Any] | None]
 """States other than element-wise ones, by parameter of a flat; None for a parameter that was never updated."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_ptm.planning.layout import Family, ParameterSpec
     from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
     from lightning_ptm.runtime.units.discovery import Unit
-    from lightning_ptm.runtime.updates.updates import FlatUpdate
+    from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

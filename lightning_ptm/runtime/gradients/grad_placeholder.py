@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_ptm.torch_internals import make_wrapper_subclass, no_torch_function, tree_map_only
 
 if TYPE_CHECKING:
-    from lightning_ptm.memory.backend import Backend, Mark
+    from lightning_ptm.memory.backend import Backend
+    from lightning_ptm.memory.device_work import Mark
 
 
 class GradPlaceholder(Tensor):

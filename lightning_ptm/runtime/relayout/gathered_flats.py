@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_ptm.planning.layout import FlatLayout
     from lightning_ptm.planning.sharding import ModelSharding
     from lightning_ptm.runtime.units.binding import FlatBinding
-    from lightning_ptm.runtime.updates.updates import FlatUpdate
+    from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 
 
 class GatheredFlats:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
     from lightning_ptm.runtime.units.binding import FlatBinding
     from lightning_ptm.runtime.units.store import FlatStore, UnitStore
-    from lightning_ptm.runtime.updates.updates import FlatUpdate
+    from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
     from lightning_ptm.update.state_layout import StateLayout
 
 

@@ -82,7 +82,7 @@ class FlatBinding:
         *,
         is_copy: bool = False,
         closes: bool = False,
-        views: PageViews | None = None,
+        views: PageViews[FlatBinding] | None = None,
         held: bool = True,
         fingerprint: Fingerprint | None = None,
     ) -> None:

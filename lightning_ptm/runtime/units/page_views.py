@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from traceback import walk_tb
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,32 @@ from lightning_ptm.runtime.tensors.autograd_graphs import tensors_in
 from lightning_ptm.torch_internals import base_of, has_storage, storage_id, storage_references
 
 if TYPE_CHECKING:
-    from lightning_ptm.runtime.units.binding import FlatBinding
+    from torch import UntypedStorage
+
+    from lightning_ptm.planning.layout import FlatLayout
+    from lightning_ptm.runtime.units.arrangement import Arrangement
+
+
+class ViewedFlat(Protocol):
+    """What views need of a flat's binding (binding.FlatBinding)."""
+
+    @property
+    def arrangement(self) -> Arrangement: ...
+    @property
+    def layout(self) -> FlatLayout: ...
+
+    def slot_at(self, storage: UntypedStorage) -> int | None:
+        """Returns the slot of the parameter whose bytes a storage has; None if it has no parameter's."""
+
+
+B = TypeVar("B", bound=ViewedFlat)
+
 
 _PLACES_KEPT = 8
 """Number of addresses per flat whose storages are cached: plans fetch a flat to the same few addresses repeatedly."""
 
 
-class PageViews:
+class PageViews(Generic[B]):
     """Storages of parameters in pages, for all flats of a run.
 
     Args:
@@ -43,16 +62,16 @@ class PageViews:
 
     def __init__(self, holds: Callable[[Tensor], bool] = lambda tensor: False) -> None:
         self.holds = holds
-        self._flats: list[FlatBinding] = []
-        self._known: dict[int, tuple[FlatBinding, int]] = {}
+        self._flats: list[B] = []
+        self._known: dict[int, tuple[B, int]] = {}
         """Binding and slot by address of the storage object, which is unique while the object is alive."""
 
-    def of_flat(self, binding: FlatBinding) -> FlatViews:
+    def of_flat(self, binding: B) -> FlatViews[B]:
         """Returns the storages of one flat's parameters, and registers them for `find`."""
         self._flats.append(binding)
         return FlatViews(binding, self._known)
 
-    def find(self, tensor: Tensor) -> tuple[FlatBinding, int] | None:
+    def find(self, tensor: Tensor) -> tuple[B, int] | None:
         """Returns the flat and the slot whose storage `tensor` has, even if the flat has moved. For an unregistered storage
         (made by `over_own_storage`), returns those that are bound at its address. None if there are none (I1)."""
         storage = tensor.untyped_storage()
@@ -63,14 +82,14 @@ class PageViews:
         return next(((binding, slot) for binding, slot in found if slot is not None), None)
 
 
-class FlatViews:
+class FlatViews(Generic[B]):
     """Storages of one flat's parameters at each of its recent addresses. Created by `PageViews.of_flat`.
 
     Args:
         known: registry to which each storage is added.
     """
 
-    def __init__(self, binding: FlatBinding, known: dict[int, tuple[FlatBinding, int]]) -> None:
+    def __init__(self, binding: B, known: dict[int, tuple[B, int]]) -> None:
         self._binding = binding
         self._known = known
         self._at: OrderedDict[int, Sequence[Tensor]] = OrderedDict()

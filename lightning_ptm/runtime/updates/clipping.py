@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptm.comm import Communicator
-from lightning_ptm.runtime.updates.updates import FlatUpdate, UpdateScheduler
+from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
+from lightning_ptm.runtime.updates.updates import UpdateScheduler
 from lightning_ptm.update.gradient_source import (
     NO_TRANSFORM,
     GradientReader,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from lightning_ptm.planning.version_policy import Reading
-from lightning_ptm.runtime.updates.updates import FlatUpdate
+from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.update.lock_free_buffers import Contribution, Version, predict_weights
 from lightning_ptm.update.weight_prediction import WeightPrediction
 

@@ -24,7 +24,8 @@ from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.runtime.updates.flat_counters import FlatCounters
-from lightning_ptm.runtime.updates.updates import FlatUpdate, UpdateScheduler
+from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
+from lightning_ptm.runtime.updates.updates import UpdateScheduler
 from lightning_ptm.runtime.updates.versions import Versions
 from lightning_ptm.update.buffering_thread import BufferingThread, LockFreeFlat
 from lightning_ptm.update.gradient_source import Transform

@@ -7,6 +7,7 @@ I1: each parameter is updated with the hyper-parameters of the group that it is 
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -19,7 +20,23 @@ from lightning_ptm.update.shadow import GroupValues
 from lightning_ptm.update.trial.traits import same_value
 
 if TYPE_CHECKING:
-    from lightning_ptm.runtime.updates.updates import FlatUpdate
+    from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
+    from lightning_ptm.runtime.units.store import FlatStore
+    from lightning_ptm.update.flat_states import FlatStates
+
+
+@dataclasses.dataclass(slots=True)
+class FlatUpdate:
+    """A trainable flat as one optimizer updates it: parameters, gradients and master states.
+
+    Optimizers that update the same flat share its master weights.
+    """
+
+    store: FlatStore
+    gradient: FlatGradient
+    states: FlatStates
+    optimizer: int
+    done_this_step: bool = False
 
 
 class OptimizerGroups:

@@ -24,29 +24,14 @@ from torch.optim import Optimizer
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.planning.update_order import first_to_wait_for
-from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
-from lightning_ptm.runtime.units.store import FlatStore, UnitStore
-from lightning_ptm.runtime.updates.optimizer_groups import OptimizerGroups
+from lightning_ptm.runtime.units.store import UnitStore
+from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate, OptimizerGroups
 from lightning_ptm.update.flat_states import FlatStates
 from lightning_ptm.update.gradient_source import ParameterGradients, Transform
 from lightning_ptm.update.shadow import GroupValues, ShadowOptimizer, snapshot
 from lightning_ptm.update.trial.traits import ScalarState, same_value
 from lightning_ptm.update.update_job import JobHandle, UpdateJob, check_every_gradient
 from lightning_ptm.update.updater import Updater
-
-
-@dataclasses.dataclass(slots=True)
-class FlatUpdate:
-    """A trainable flat as one optimizer updates it: parameters, gradients and master states.
-
-    Optimizers that update the same flat share its master weights.
-    """
-
-    store: FlatStore
-    gradient: FlatGradient
-    states: FlatStates
-    optimizer: int
-    done_this_step: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
