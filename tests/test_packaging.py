@@ -155,7 +155,7 @@ def test_imports_point_down_only() -> None:
     assert check.returncode == 0, check.stdout + check.stderr
 
 
-def _imports() -> dict[str, set[str]]:
+def _package_imports() -> dict[str, set[str]]:
     """By module, the modules of the package that it imports, those for type checkers included."""
     files = {
         ".".join(path.with_suffix("").relative_to(ROOT).parts).removesuffix(".__init__"): path
@@ -175,7 +175,7 @@ def _imports() -> dict[str, set[str]]:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Neither at run time nor for type checkers."""
-    left = _imports()
+    left = _package_imports()
     while ends := [module for module, needs in left.items() if not needs & left.keys()]:
         for module in ends:
             del left[module]

@@ -38,6 +38,14 @@ class FlatUpdate:
     optimizer: int
     done_this_step: bool = False
 
+    def begin_step(self) -> None:
+        """Notes that the next step has not updated the flat yet."""
+        self.done_this_step = False
+
+    def note_done(self) -> None:
+        """Notes that the flat's update of this step has been submitted."""
+        self.done_this_step = True
+
 
 class OptimizerGroups:
     """The parameter groups of all optimizers of a run.

@@ -107,7 +107,7 @@ class UpdateScheduler(abc.ABC):
         for flat in ready:
             self._begin(unit, flat, armed.hyper, Transform())
             flat.gradient.hand_over()
-            flat.done_this_step = True
+            flat.note_done()
         self._handed_over()
 
     # -- step ----------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class UpdateScheduler(abc.ABC):
         # First unit first: the next forward reads it first.
         for unit, flat in reversed(self.groups.flats_of(optimizer)):
             if flat.done_this_step:
-                flat.done_this_step = False
+                flat.begin_step()
             elif flat.gradient.any:
                 assert hyper is not None
                 # A gradient clipped in place needs no more clipping, but its loss scale may still have to be removed.
@@ -234,7 +234,7 @@ class UpdateScheduler(abc.ABC):
         """Skips the step (inf or NaN under a loss scale)."""
         self._armed = None
         for _, flat in self.groups.flats_of(optimizer):
-            flat.done_this_step = False
+            flat.begin_step()
 
     def abandon(self) -> None:
         """Ends the step in progress after the iteration has failed."""
@@ -243,7 +243,7 @@ class UpdateScheduler(abc.ABC):
         self._in_step = False
         for flats in self._flats:
             for flat in flats:
-                flat.done_this_step = False
+                flat.begin_step()
 
     def shadow(self, flat: FlatUpdate) -> ShadowOptimizer:
         """The shadow optimizer that updates a flat."""
