@@ -192,7 +192,7 @@ class PTMCommandLine(LightningCLI):
             self.parser.error(str(error))
 
     def _no_checkpoint(self) -> str:
-        """What is wrong with `--ckpt_path`; empty if nothing is, or if only the run can tell."""
+        """Returns the error of a `--ckpt_path` that names no checkpoint; empty if only the run can check it."""
         given = config_value(self, self.config, "ckpt_path")
         if not isinstance(given, str) or given in _NAMED_CHECKPOINTS or ":" in given or Path(given).exists():
             return ""

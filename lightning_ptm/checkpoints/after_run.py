@@ -34,8 +34,7 @@ from lightning_ptm.storage.writer import RangeWriter, SaveOps
 
 @dataclass(frozen=True, slots=True)
 class EndedRun:
-    """What is known of a run that has ended, for checkpoints after it. The defaults describe a module that was in no
-    run.
+    """State of a finished run that later checkpoints need. The defaults describe a module that has not been in a run.
 
     Args:
         units: name of the unit of each parameter, by the parameter's name.

@@ -26,7 +26,7 @@ from fuzz.module import VOCABULARY, Broken, Fuzzed
 from fuzz.programs import BATCHES, Program
 
 ROWS = 2
-"""Of a batch."""
+"""Rows of a batch."""
 TIMEOUT_S = 60
 Notes = list[tuple[str, Tensor]]
 

@@ -10,9 +10,9 @@ from kit.memory import LEAST
 
 BLOCKS = 3
 BATCHES = 3
-"""Of an epoch."""
+"""Batches of an epoch."""
 HIDDEN = (96, 131, 80)
-"""Of the blocks."""
+"""Hidden widths of the blocks."""
 FEATURES = ("tied", "repeated", "dropout", "statistics", "vector")
 """Head tied to the embedding; the first block called twice; dropout in blocks; BatchNorm in the root; a parameter of one
 element and one of none."""

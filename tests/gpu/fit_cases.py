@@ -59,7 +59,8 @@ CASES: list[Case] = [
     ("device", "synchronous", "behind", "experts", "every 2nd", "host", "clipped", "each", "16-mixed"),
     ("all on disk", "synchronous", "none", "dense", "all", "keep", "clipped", "each", "bf16-mixed"),
 ]
-"""Of one rank: home, updates, saves, model, recompute, activations, clip, accumulated, precision. Every two choices meet."""
+"""Cases on one rank: home, updates, saves, model, recompute, activations, clip, accumulation, precision. Each pair of choices
+is in some case."""
 CASES_OF_RANKS: list[Case] = [
     ("all on disk", "synchronous", "sharded", "dense", "all", "keep", "free", "by two", "32-true"),
     ("all on disk", "synchronous", "behind", "experts", "every 2nd", "host", "clipped", "each", "bf16-mixed"),

@@ -1,4 +1,4 @@
-"""Offload of saved activations to RAM: which ones leave, and when they return (`offload_offload_activations="host"`).
+"""Offload of saved activations to RAM: which ones leave, and when they return (`offload_activations="host"`).
 
 Owns the decisions; memory/activation_buffers.py moves the bytes. Calls of units come in forward order, reads of saved
 tensors in backward order. The tensors that one call saves start to leave during the call and are gone from the device
