@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from kit.plain_loop import make_trainer, tokens
-from test_lock_free import built
+from lock_free_runs import built
 
 from lightning_ptm import CapacityError, ConfigError
 from lightning_ptm.memory.memory_limit import MemoryLimit

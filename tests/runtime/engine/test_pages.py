@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from decided_by_hand import PAGE, Net, decided, laid_out
-from test_build_inventory import RUNS, Odd
+from decided_by_hand import PAGE, RUNS, Net, Odd, decided, laid_out
 
 from lightning_ptm.comm import Communicators, SoloCommunicator
 from lightning_ptm.errors import CapacityError, InternalError

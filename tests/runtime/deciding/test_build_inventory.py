@@ -6,7 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from decided_by_hand import CLUSTER, PAGE, Net, adam, decided, sgd
+from decided_by_hand import (
+    ALL_ON_DISK,
+    BF16,
+    CLUSTER,
+    FP32,
+    FP64,
+    MASTERS_ON_DISK,
+    MIXED,
+    ON_HOST,
+    PAGE,
+    RUNS,
+    Net,
+    Odd,
+    adam,
+    decided,
+    sgd,
+)
 from torch import nn
 
 from lightning_ptm.errors import InternalError
@@ -21,38 +37,6 @@ from lightning_ptm.runtime.deciding.build_inventory import (
 )
 from lightning_ptm.runtime.tensors.page_io import BUFFERS
 from lightning_ptm.terms import Tier, chunk_numel
-
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-MIXED: dict[str, Any] = {"compute": BF16, "mixed": True}
-ON_HOST: dict[str, Any] = {"device_memory": "4MiB", "offload_parameters": "host", "offload_optimizer": "host"}
-MASTERS_ON_DISK: dict[str, Any] = {"offload_optimizer": "disk", "disk_path": "/d"}
-ALL_ON_DISK: dict[str, Any] = {**MASTERS_ON_DISK, "offload_parameters": "disk"}
-LOCK_FREE: dict[str, Any] = {"lock_free": True, "disk_path": "/d"}
-
-RUNS: dict[str, dict[str, Any]] = {
-    f"{place}, {kind}": {**where, **how}
-    for place, where in {
-        "ram": {},
-        "host": ON_HOST,
-        "masters on disk": MASTERS_ON_DISK,
-        "all on disk": ALL_ON_DISK,
-        "lock-free": LOCK_FREE,
-    }.items()
-    for kind, how in {
-        "plain": {},
-        "mixed": MIXED,
-        "kept": {"keep_gradients": True, "sums_gradients": True, **MIXED},
-    }.items()
-}
-
-
-class Odd(Net):
-    """With a frozen block, and a parameter whose end is no page's."""
-
-    def __init__(self) -> None:
-        super().__init__(2)
-        self.bias = nn.Parameter(torch.zeros(700))
-        self.blocks[1].requires_grad_(False)
 
 
 def rows(found: Blueprint, what: What, lifetime: Lifetime = Lifetime.RUN) -> list[Row]:

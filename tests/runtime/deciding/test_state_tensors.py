@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from decided_by_hand import PAGE, decided, sgd
-from test_build_inventory import BF16, FP32, LOCK_FREE, MIXED
+from decided_by_hand import BF16, FP32, LOCK_FREE, MIXED, PAGE, decided, sgd
 
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.runtime.deciding.state_tensors import chunk_bytes, columns, own_state_bytes, scratch_bytes
