@@ -80,8 +80,10 @@ class BackwardActions:
         """Marks the passes inside the block as backward passes of the loss, which the strategy runs."""
         self.backward_begins()
         self._of_the_loss = True
-        yield
-        self._of_the_loss = False
+        try:
+            yield
+        finally:
+            self._of_the_loss = False
 
     def abandon(self) -> None:
         """Forgets the pass in progress; see `Engine.abandon`."""

@@ -278,19 +278,16 @@ class GradAttribute:
 
     def _forget(self, slot: int) -> None:
         """Forgets the gradient of a parameter whose `.grad` the user set to None or replaced."""
+        others = [each for each in self._shown if each != slot and self._content.present[each]]
+        if self._store.layout.shared and any(self._binding.parameters[each].grad is not None for each in others):
+            raise UsageError(
+                f"the gradient of {self._names[slot]} was set to None, in a flat that several ranks share and "
+                "that holds gradients of other parameters, so they cannot be forgotten separately; use zero_grad "
+                "of the optimizer, or make the module that holds it a unit of its own with units=[...]"
+            )
         self._content.forget_slot(slot)
-        if not any(self._content.present):
-            return
-        if self._store.layout.shared:
-            others = [self._binding.parameters[each] for each in self._shown if each != slot]
-            if any(parameter.grad is not None for parameter in others):
-                raise UsageError(
-                    f"the gradient of {self._names[slot]} was set to None, in a flat that several ranks share and "
-                    "that holds gradients of other parameters, so they cannot be forgotten separately; use zero_grad "
-                    "of the optimizer, or make the module that holds it a unit of its own with units=[...]"
-                )
-            return  # the user has set all gradients of the flat to None
-        self._shard.write(slot, None)
+        if any(self._content.present) and not self._store.layout.shared:
+            self._shard.write(slot, None)
 
     def _read(self, slot: int) -> Tensor:
         self._check_alone(slot, "was read")

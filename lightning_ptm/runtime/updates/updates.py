@@ -414,10 +414,13 @@ class SynchronousUpdates(UpdateScheduler):
         return True
 
     def finish(self, unit: int) -> None:
-        for job in self._pending.pop(unit, ()):
-            self._updater.finish(job.handle)
-            job.flat.store.binding.values_have_changed()
-            job.flat.gradient.used()
+        jobs = self._pending.get(unit, [])
+        while jobs:  # a job stays pending until it is done, also if the wait is interrupted
+            self._updater.finish(jobs[0].handle)
+            jobs[0].flat.store.binding.values_have_changed()
+            jobs[0].flat.gradient.used()
+            del jobs[0]
+        self._pending.pop(unit, None)
 
     def finish_all(self) -> None:
         for unit in list(self._pending):

@@ -151,6 +151,7 @@ def test_of_a_shared_flat_all_gradients_are_forgotten_or_none(disk: Path) -> Non
         it.weight.grad = None
         with pytest.raises(UsageError, match="set to None, in a flat that several ranks share"):
             it.gradient.apply_user_changes()
+        assert list(it.gradient.grad_attribute.present()) == [True, True]
         it.bias.grad = None
         it.gradient.apply_user_changes()
         assert not it.gradient.any
