@@ -89,12 +89,6 @@ class StepGradients:
         transform = self._clipping.take(index)
         with self._changes.data_replaced(index):
             self._updates.step(index, transform)
-        for _, flat in self._updates.groups.flats_of(index):
-            scratch = flat.states.traits.writes_gradient
-            if scratch or not flat.gradient.route.outlives_step:
-                flat.gradient.grad_attribute.retire(clipped=not transform.is_identity, scratch=scratch)
-            else:
-                flat.gradient.step_has_used()
         self._executor.guard_policy.updates_begin()
         if self._backwards.in_step:
             self._executor.hold(0)  # manual optimization: code outside any hook continues to use the root

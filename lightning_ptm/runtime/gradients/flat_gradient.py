@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lightning_ptm.errors import CapacityError, InternalError
+from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Waits
 from lightning_ptm.runtime.gradients.grad_attribute import GradAttribute
 from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
 from lightning_ptm.runtime.gradients.gradient_shard import GradientShard
+from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, Event, GradientState, State
 from lightning_ptm.runtime.units.store import FlatStore
 from lightning_ptm.update.gradient_source import GradientSource, ParameterGradients, ShardGradient, Transform
 
@@ -67,12 +68,9 @@ class FlatGradient:
         self._allocator = allocator
         self._sharing = sharing
         self.in_place = route.waits is Waits.IN_GRAD
-        self.shard = GradientShard(store, route, allocator, supply, in_ram)
-        self._content = self.shard.content
-        self.grad_attribute = GradAttribute(store, route, self.shard, sharing, allocator.backend, stream)
-        # state
-        self.stepped = False
-        """Whether a step has used the gradient, which stays until it is forgotten (`outlives_step`)."""
+        self.state = GradientState(f"flat {store.layout.index}", len(store.layout.slots))
+        self.shard = GradientShard(store, route, self.state, allocator, supply, in_ram)
+        self.grad_attribute = GradAttribute(store, route, self.state, self.shard, sharing, allocator.backend, stream)
 
     def reserve(self) -> None:
         """Takes the gradient pages, if this flat's gradient waits in pages between steps."""
@@ -83,8 +81,13 @@ class FlatGradient:
 
     @property
     def any(self) -> bool:
-        """Whether any parameter of the flat has a gradient."""
-        return any(self.grad_attribute.present())
+        """Whether any parameter of the flat has a gradient that no update of this step has got."""
+        return (not self.in_place and self.state.now in COLLECTED) or any(self.grad_attribute.uncollected())
+
+    @property
+    def handed(self) -> bool:
+        """Whether an update of the step in progress has got the gradient."""
+        return self.state.now is State.HANDED
 
     def waits_for_step(self, *, used_are_forgotten: bool) -> bool:
         """Whether a gradient that no step has used is in pages, or on its way there.
@@ -95,11 +98,8 @@ class FlatGradient:
         """
         if self.in_place or self.grad_attribute.used.any or self.grad_attribute.is_forgotten or not self.any:
             return False
-        return not (used_are_forgotten and self.stepped and not any(self.grad_attribute.uncollected()))
-
-    def step_has_used(self) -> None:
-        """Records that a step has used the gradient, which stays until it is forgotten."""
-        self.stepped = self.any
+        stepped = self.state.now is State.STEPPED and not any(self.grad_attribute.uncollected())
+        return not (used_are_forgotten and stepped)
 
     @property
     def bytes(self) -> int:
@@ -151,7 +151,12 @@ class FlatGradient:
         present = here if present is None else present
         if not any(present):
             return
-        self.stepped = False
+        if self.handed:
+            raise UsageError(
+                f"gradients arrived for {self.store.layout.slots[0].spec.name} and the parameters that are updated with "
+                "it after their update of this step had begun, in the backward pass of the loss, so they would be lost; "
+                "run that backward pass before, or after the optimizer's step"
+            )
         self.shard.settle()
         layout, pages = self.store.layout, self.shard.reserve()
         if self._sharing.needs_no_reduction and pages.tier.computes:
@@ -170,14 +175,13 @@ class FlatGradient:
             raise
         self._lay_out(full.tensor(), here)
         self.grad_attribute.drop()
-        self._content.add_present(present)
         communicator, divisor = self.store.communicator, self._sharing.divisor
         if other is None:  # an expert of this rank alone: its gradient covers the tokens of all ranks already
             communicator.reduce_scatter(full.tensor(), full.tensor(), layout, divisor).wait()
-            self.shard.add(full, so_far)
+            self.shard.add(full, so_far, present)
             return
         work = communicator.reduce_scatter(full.tensor(), other.tensor(), layout, divisor)
-        self.shard.reduction_started(work, full, other)
+        self.shard.reduction_started(work, full, other, present)
 
     def add_up(self, slot: int) -> None:
         """Adds a parameter's `.grad` to the pages before autograd computes a further gradient of the same pass.
@@ -185,9 +189,12 @@ class FlatGradient:
         Does nothing if the pages hold no gradient and the sum has no wider dtype: then autograd adds in `.grad`.
         """
         gradient = self.store.binding.parameters[slot].grad
-        if gradient is None or isinstance(gradient, GradPlaceholder) or not (self._content.filled or self.shard.widens):
+        if (
+            gradient is None
+            or isinstance(gradient, GradPlaceholder)
+            or not (self.state.now in SUMS or self.shard.widens)
+        ):
             return
-        self.stepped = False
         self.shard.add_to_slot(slot, gradient)
         self.grad_attribute.take(slot)
 
@@ -210,9 +217,9 @@ class FlatGradient:
         if self.in_place:
             return ParameterGradients(self.store.binding.arrangement.in_orders(self._in_grad()))
         self.shard.finish_reduction()
-        if self.shard.pages is None or not self._content.filled:
+        if self.shard.pages is None or self.state.now not in SUMS:
             raise InternalError(f"flat {self.store.layout.index} has no gradient to update with")
-        return ShardGradient(self.shard.pages, tuple(self._content.present))
+        return ShardGradient(self.shard.pages, tuple(self.state.present))
 
     def _in_grad(self) -> list[Tensor | None]:
         gradients = self.store.binding.gradients()
@@ -225,8 +232,9 @@ class FlatGradient:
             The gradient, the transfers that it still waits for, and a function that returns its pages.
         """
         source = self.source()
+        self.hand_over()
         if isinstance(source, ParameterGradients):
-            self.hand_over()
+            self.drop_handed()
             return source, (), _nothing
         return source, self.shard.transfers(), partial(self.shard.return_pages, self.shard.give_away())
 
@@ -236,9 +244,11 @@ class FlatGradient:
         source = self.source()
         if isinstance(source, ParameterGradients):
             copies = [None if gradient is None else gradient.clone() for gradient in self._in_grad()]
+            self.hand_over()
             return ParameterGradients(self.store.binding.arrangement.in_orders(copies)), (), _nothing
         copy, transfer = self.shard.copy()
-        present = tuple(self._content.present)
+        self.hand_over()
+        present = tuple(self.state.present)
         return ShardGradient(copy, present), (transfer,), partial(self.shard.return_pages, copy)
 
     def used(self) -> None:
@@ -247,10 +257,32 @@ class FlatGradient:
             self.shard.use_up()
 
     def hand_over(self) -> None:
+        """Records that an update of the step in progress has got the gradient."""
+        self.state.send(Event.HAND, self.grad_attribute.uncollected() if self.in_place else None)
+
+    def drop_handed(self) -> None:
         """Drops `.grad` once a job holds the gradients, so that their memory is free when the job ends."""
         if self.in_place:
-            self._content.spend_uncollected(self.grad_attribute.uncollected())
             self.grad_attribute.drop()
+
+    def step_ends(self, *, clipped: bool, scratch: bool) -> None:
+        """Records that the step in progress is over: it has used what its update got.
+
+        Args:
+            clipped: the update has changed its copy of the gradient.
+            scratch: the optimizer's class has changed a copy of the gradient.
+        """
+        if self.state.now is not State.HANDED:
+            return
+        if self.route.outlives_step and not scratch:
+            self.state.send(Event.KEEP)
+        else:
+            self.grad_attribute.retire(clipped=clipped, scratch=scratch)
+
+    def give_up_step(self) -> None:
+        """Records that the step in progress is given up or left out; what its update got was applied."""
+        if self.state.now is State.HANDED:
+            self.state.send(Event.GIVE_UP)
 
     def transform_(self, how: Transform) -> None:
         """Applies a transform to the gradients in place."""
@@ -273,14 +305,13 @@ class FlatGradient:
         for sum_ in self.grad_attribute.partial_sums:
             if sum_ is not None:
                 sum_.zero_()
-        if self._content.filled:
+        if self.state.now in SUMS:
             self.grad_attribute.apply_edits(stay=False)
             with self.shard.changing() as values:
                 values.zero_()
 
     def clear(self) -> None:
         """Forgets all gradients (zero_grad, or the update has used them)."""
-        self.stepped = False
         self.shard.settle()
         self.grad_attribute.forget()
 

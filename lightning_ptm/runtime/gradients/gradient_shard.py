@@ -1,14 +1,14 @@
-"""The gradient pages of one flat: this rank's shard, transfers into it, and which parameters' gradients it holds.
+"""The gradient pages of one flat: this rank's shard, and transfers into it.
 
-Owns the pages, reductions and copies in flight with their device buffers, and the content: which parameters' gradients
-the pages hold, and which a step has used. Knows nothing of `.grad` (grad_attribute.py).
+Owns the pages, reductions and copies in flight with their device buffers. What the pages hold is in state.py. Knows
+nothing of `.grad` (grad_attribute.py).
 
 I1: the pages hold the sum over micro-batches since they were last forgotten, rounded to the gradient dtype after each,
     as autograd does in place. Under mixed precision that dtype is fp32 if there may be several micro-batches: in 16
     bits, a gradient that is added to a sum hundreds of times as large would be lost.
 I2: the pages are read only after all transfers into them have ended (`settle`).
 I3: an operation that runs out of pages (CapacityError) has changed nothing and may be retried.
-I4: pages that are not filled have undefined contents; new gradients overwrite them.
+I4: where the state is none of SUMS, pages have undefined contents, and new gradients overwrite them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute
 from lightning_ptm.runtime.gradients.host_accumulate import Addition
+from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, Event, GradientState
 from lightning_ptm.runtime.tensors.contiguous_pages import contiguous_device_pages
 from lightning_ptm.runtime.units.store import FlatStore
 from lightning_ptm.terms import Tier
@@ -36,54 +37,6 @@ if TYPE_CHECKING:
     from lightning_ptm.memory.transfer import Transfer
     from lightning_ptm.runtime.gradients.gradient_pages import PageSupply
     from lightning_ptm.runtime.gradients.host_accumulate import HostAccumulator
-
-
-class GradientContent:
-    """Which parameters' gradients the pages of a flat hold, and which a step has used.
-
-    Args:
-        count: number of parameters.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.filled = False
-        """Whether the pages hold a gradient. Read by others."""
-        self.present = [False] * count
-        """For each parameter, whether its gradient is in the pages, or on its way there. Read by others."""
-        self.spent: Sequence[bool] = ()
-        """For each parameter, whether a step has used its gradient; empty: for none. Read by others."""
-
-    def add_present(self, present: Sequence[bool]) -> None:
-        """Adds parameters whose gradients are on their way to the pages."""
-        self.present = [a or b for a, b in zip(self.present, present, strict=True)]
-
-    def mark_filled(self) -> None:
-        """Records that the gradients on their way were added."""
-        self.filled = True
-
-    def forget_slot(self, slot: int) -> None:
-        """Forgets the gradient of one parameter."""
-        self.present[slot] = False
-        if not any(self.present):
-            self.filled = False
-
-    def forget(self) -> None:
-        """Forgets all gradients, and that any were used."""
-        self.spent = ()
-        self._empty()
-
-    def spend(self) -> None:
-        """Marks all gradients as used."""
-        self.spent = tuple(self.present)
-        self._empty()
-
-    def spend_uncollected(self, here: Sequence[bool]) -> None:
-        """Marks gradients that were not in pages as used; without any, the earlier mark stays."""
-        self.spent = here if any(here) else self.spent
-
-    def _empty(self) -> None:
-        self.filled = False
-        self.present = [False] * len(self.present)
 
 
 @dataclasses.dataclass(slots=True)
@@ -101,6 +54,7 @@ class GradientShard:
     Args:
         store: the flat's compute parameters.
         route: where the gradient waits.
+        state: what the pages hold.
         supply: source of the pages; not used if the gradient waits in `.grad`.
         in_ram: adds gradients of a device to sums in RAM; None: the device has no memory of its own.
     """
@@ -109,6 +63,7 @@ class GradientShard:
         self,
         store: FlatStore,
         route: GradientRoute,
+        state: GradientState,
         allocator: Allocator,
         supply: PageSupply,
         in_ram: HostAccumulator | None = None,
@@ -117,6 +72,7 @@ class GradientShard:
         self._arrangement = store.binding.arrangement
         self._parameter_dtype = store.binding.dtype
         self._dtype = route.dtype
+        self._state = state
         self._allocator = allocator
         self._supply = supply
         self._in_ram = in_ram
@@ -130,7 +86,6 @@ class GradientShard:
         self._pages: PagedTensor | None = None
         self._arriving: _Arriving | None = None
         self._transfers: list[tuple[Transfer | Addition, PagedTensor]] = []
-        self.content = GradientContent(len(self._layout.slots))
 
     @property
     def pages(self) -> PagedTensor | None:
@@ -150,14 +105,13 @@ class GradientShard:
 
         They are device pages, so no transfer into them is in flight.
         """
-        if self._pages is not None:
+        if self._pages is not None and self._state.now not in COLLECTED:
             self._supply.give_back(self.give_away())
 
     def give_away(self) -> PagedTensor:
-        """Hands the pages to the caller, who returns them with `PageSupply.give_back`; their contents count as used."""
+        """Hands the pages to the caller, who returns them with `PageSupply.give_back`."""
         pages, self._pages = self._pages, None
         assert pages is not None
-        self.content.spend()
         return pages
 
     def copy(self) -> tuple[PagedTensor, Transfer]:
@@ -192,8 +146,13 @@ class GradientShard:
         """Whether the end of a reduction or copy will free device pages."""
         return self._arriving is not None or bool(self._transfers)
 
-    def reduction_started(self, work: Work, full: PagedTensor, part: PagedTensor) -> None:
-        """Records a reduction in flight."""
+    def reduction_started(self, work: Work, full: PagedTensor, part: PagedTensor, present: Sequence[bool]) -> None:
+        """Records a reduction in flight.
+
+        Args:
+            present: which parameters have a gradient on any rank.
+        """
+        self._state.send(Event.REDUCE, present)
         self._arriving = _Arriving(work, full, part)
 
     def settle(self) -> None:
@@ -235,7 +194,8 @@ class GradientShard:
             arriving.full = None
         so_far = self.take_sum_buffers()
         self._arriving = None
-        self.add(arriving.part, so_far)
+        self._add(arriving.part, so_far)
+        self._state.send(Event.REDUCED)
 
     # -- reading and writing -------------------------------------------------------------------------------------------
 
@@ -293,36 +253,34 @@ class GradientShard:
 
     def add_to_slot(self, slot: int, gradient: Tensor) -> None:
         """Adds one parameter's gradient to the pages. The flat must be whole on this rank."""
-        content = self.content
         self.reserve()
         with self.changing() as values:
-            if not content.filled:
+            if self._state.now not in SUMS:
                 values.zero_()
             view = self._arrangement.view(values, slot)
-            if content.present[slot]:
+            if self._state.present[slot]:
                 view.add_(gradient)
             else:
                 view.copy_(gradient)
-        content.mark_filled()
-        content.present[slot] = True
+        self._state.send(Event.ADD, [each == slot for each in range(len(self._state.present))])
 
     def add_on_device(self, take: Callable[[int], Tensor | None]) -> None:
         """Adds gradients, taken by slot, to pages on the same device. The flat must be whole on this rank."""
         pages = self.reserve().tensor()
-        content = self.content
-        filled = content.filled
-        content.mark_filled()
-        if not filled:
+        adds = self._state.now in SUMS
+        if not adds:
             pages.zero_()
-        for slot in range(len(content.present)):
+        came = [False] * len(self._state.present)
+        for slot in range(len(came)):
             gradient = take(slot)
             if gradient is not None:
                 view = self._arrangement.view(pages, slot)
-                if filled:
+                if adds:
                     view.add_(gradient)
                 else:
                     view.copy_(gradient)
-                content.present[slot] = True
+                came[slot] = True
+        self._state.send(Event.ADD, came)
 
     # -- buffers -------------------------------------------------------------------------------------------------------
 
@@ -345,7 +303,7 @@ class GradientShard:
             CapacityError: there are too few; nothing is taken.
         """
         taken: list[PagedTensor] = []
-        if (self.content.filled or self.widens) and self._pages is not None and not self._pages.tier.addressable:
+        if (self._state.now in SUMS or self.widens) and self._pages is not None and not self._pages.tier.addressable:
             most, left = self._allocator.page_size // self._dtype.itemsize, self._layout.shard_numel
             name = f"flat {self._layout.index} gradient so far"
             try:
@@ -358,7 +316,16 @@ class GradientShard:
                 raise
         return taken
 
-    def add(self, part: PagedTensor, so_far: Sequence[PagedTensor]) -> None:
+    def add(self, part: PagedTensor, so_far: Sequence[PagedTensor], present: Sequence[bool]) -> None:
+        """Adds gradients of one pass, which need no reduction; see `_add`.
+
+        Args:
+            present: which parameters have one.
+        """
+        self._add(part, so_far)
+        self._state.send(Event.ADD, present)
+
+    def _add(self, part: PagedTensor, so_far: Sequence[PagedTensor]) -> None:
         """Adds `part` to the pages and releases it.
 
         Args:
@@ -367,12 +334,13 @@ class GradientShard:
         """
         pages = self._pages
         assert pages is not None
-        if pages.tier.addressable and (pages.tier.computes or self.content.filled or self.widens):
+        adds = self._state.now in SUMS
+        if pages.tier.addressable and (pages.tier.computes or adds or self.widens):
             if self._in_ram is not None and not pages.tier.computes:
-                addition = self._in_ram.start(part.tensor(), pages.tensor(), adds=self.content.filled)
+                addition = self._in_ram.start(part.tensor(), pages.tensor(), adds=adds)
                 self._transfers.append((addition, part))
             else:
-                if self.content.filled:
+                if adds:
                     pages.tensor().add_(part.tensor())
                 else:
                     pages.tensor().copy_(part.tensor())
@@ -382,19 +350,17 @@ class GradientShard:
             self._allocator.release(part)
         else:
             self._transfers.append((self._allocator.copy(part, pages), part))
-        self.content.mark_filled()
 
     def _add_through(self, so_far: Sequence[PagedTensor], values: Tensor, pages: PagedTensor) -> None:
         """Adds values (shard_numel,) to pages without addresses."""
         starts = [0, *itertools.accumulate(each.numel for each in so_far)]
         places = list(zip(so_far, starts, values.split([each.numel for each in so_far]), strict=False))
-        coming = [
-            self._allocator.copy(pages, each, source_start=start) for each, start, _ in places if self.content.filled
-        ]
+        adds = self._state.now in SUMS
+        coming = [self._allocator.copy(pages, each, source_start=start) for each, start, _ in places if adds]
         for transfer in coming:
             transfer.wait()
         for each, start, more in places:
-            if self.content.filled:
+            if adds:
                 each.tensor().add_(more)
             else:
                 each.tensor().copy_(more)

@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
 from lightning_ptm.runtime.gradients.gradient_shard import GradientShard
+from lightning_ptm.runtime.gradients.state import Event, GradientState, State
 from lightning_ptm.runtime.units.binding import FlatBinding
 
 _USED = "after the step that has used it"
@@ -46,24 +47,29 @@ class UsedGradients:
 
     Args:
         names: names of the parameters.
-        shard: the gradient pages; their content is forgotten when no placeholder is left.
+        state: what is recorded of the gradient; it is forgotten when no placeholder is left.
+        shard: the gradient pages.
     """
 
-    def __init__(self, binding: FlatBinding, names: Sequence[str], shard: GradientShard) -> None:
+    def __init__(self, binding: FlatBinding, names: Sequence[str], state: GradientState, shard: GradientShard) -> None:
         self._binding = binding
         self._names = names
+        self._state = state
         self._shard = shard
         # state
         self._placeholders: dict[int, GradPlaceholder] = {}
         """The placeholders that the latest step has left in `.grad`."""
-        self.any = False
-        """Whether a step has left placeholders that have not all been seen to be removed. Read by others."""
         self._added_to: list[int] = []
-        """Slots of placeholders to which a backward pass has added since."""
+        """Slots of placeholders to which a backward pass has added since: a plain loop's `.grad` would be the sum."""
         self._unreadable_sums: dict[int, GradPlaceholder] = {}
         """By slot, the unreadable placeholder in `.grad` after such a pass."""
         self._shown_sums: set[int] = set()
         """Slots of those that stand for a gradient in pages."""
+
+    @property
+    def any(self) -> bool:
+        """Whether a step has left placeholders that have not all been seen to be removed."""
+        return self._state.now is State.USED or bool(self._added_to)
 
     def of(self, slot: int) -> GradPlaceholder | None:
         """The placeholder that a step has left for a parameter."""
@@ -85,7 +91,6 @@ class UsedGradients:
                 self._placeholders[slot] = left
             with torch.DisableTorchFunctionSubclass():
                 parameter.grad = left
-        self.any = True
 
     def drop_removed(self) -> None:
         """Before a backward pass or step: drops slots whose placeholder the user has removed."""
@@ -97,12 +102,11 @@ class UsedGradients:
 
     def pass_begins(self) -> None:
         """Removes placeholders from `.grad` before a backward pass, which adds to `.grad`."""
-        if self.any and not self._added_to:
+        if self._state.now is State.USED:
             # A pass run by the user, in a step after which Lightning has still to forget gradients.
             self._added_to = self._still_there()
             self._withdraw({slot: self._placeholders[slot] for slot in self._added_to})
-            if not self._added_to:
-                self._forget_all()
+        self._state.send(Event.PASS_BEGINS)
         self._withdraw({slot: each for slot, each in self._unreadable_sums.items() if slot not in self._shown_sums})
         self._unreadable_sums = {}
 
@@ -150,7 +154,7 @@ class UsedGradients:
         if not self.any:
             return
         self.drop_removed()
-        slots = self._added_to or self._still_there()
+        slots = self._still_there() if self._state.now is State.USED else self._added_to
         if slots:
             raise UsageError(
                 f"the gradient of {self._names[slots[0]]} was used by a step and not forgotten before the next "
@@ -162,7 +166,6 @@ class UsedGradients:
 
     def forget(self) -> None:
         """Forgets all placeholders."""
-        self.any = False
         self._added_to = []
         self._unreadable_sums = {}
 
@@ -171,5 +174,6 @@ class UsedGradients:
         return [at for at, grad in enumerate(gradients) if grad is not None and grad is self._placeholders.get(at)]
 
     def _forget_all(self) -> None:
-        self._shard.content.forget()
+        self._shard.settle()
+        self._state.send(Event.FORGET)
         self.forget()

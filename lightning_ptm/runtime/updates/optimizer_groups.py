@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_ptm.update.flat_states import FlatStates
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class FlatUpdate:
     """A trainable flat as one optimizer updates it: parameters, gradients and master states.
 
@@ -36,15 +36,6 @@ class FlatUpdate:
     gradient: FlatGradient
     states: FlatStates
     optimizer: int
-    done_this_step: bool = False
-
-    def begin_step(self) -> None:
-        """Notes that the next step has not updated the flat yet."""
-        self.done_this_step = False
-
-    def note_done(self) -> None:
-        """Notes that the flat's update of this step has been submitted."""
-        self.done_this_step = True
 
 
 class OptimizerGroups:

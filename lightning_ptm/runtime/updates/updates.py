@@ -106,8 +106,7 @@ class UpdateScheduler(abc.ABC):
             armed.hyper = self._checked(armed.optimizer, ready[0])
         for flat in ready:
             self._begin(unit, flat, armed.hyper, Transform())
-            flat.gradient.hand_over()
-            flat.note_done()
+            flat.gradient.drop_handed()
         self._handed_over()
 
     # -- step ----------------------------------------------------------------------------------------------------------
@@ -136,14 +135,15 @@ class UpdateScheduler(abc.ABC):
         self._in_step = True
         # First unit first: the next forward reads it first.
         for unit, flat in reversed(self.groups.flats_of(optimizer)):
-            if flat.done_this_step:
-                flat.begin_step()
-            elif flat.gradient.any:
+            if not flat.gradient.handed and flat.gradient.any:
                 assert hyper is not None
                 # A gradient clipped in place needs no more clipping, but its loss scale may still have to be removed.
                 clips = flat.gradient.grad_attribute.clipped_later
                 self._begin(unit, flat, hyper, transform if clips else Transform(unscale=transform.unscale))
         self._stepped(optimizer)
+        for _, flat in self.groups.flats_of(optimizer):
+            scratch = flat.states.traits.writes_gradient
+            flat.gradient.step_ends(clipped=not transform.is_identity, scratch=scratch)
         self.steps_taken += 1
         self._in_step = self._torn = False
 
@@ -197,9 +197,9 @@ class UpdateScheduler(abc.ABC):
     def _check_missing(self, optimizer: int) -> None:
         """Checks flats without any gradient: they are not updated, which some optimizers do not support."""
         flats = [flat for _, flat in self.groups.flats_of(optimizer)]
-        missing = [flat for flat in flats if not (flat.done_this_step or flat.gradient.any)]
+        missing = [flat for flat in flats if not (flat.gradient.handed or flat.gradient.any)]
         if len(missing) < len(flats):
-            for flat in (each for each in flats if not each.done_this_step and each.states.traits.every_gradient):
+            for flat in (each for each in flats if not each.gradient.handed and each.states.traits.every_gradient):
                 check_every_gradient(flat.states, flat.gradient.grad_attribute.present())
         elif flats and flats[0].states.traits.group_slots:
             # The optimizer's class also counts steps that update nothing.
@@ -208,7 +208,7 @@ class UpdateScheduler(abc.ABC):
     @property
     def in_mid_step(self) -> bool:
         """Whether only some flats have had an update of the current step."""
-        return self._in_step or any(flat.done_this_step for flats in self._flats for flat in flats)
+        return self._in_step or any(flat.gradient.handed for flats in self._flats for flat in flats)
 
     @property
     def torn(self) -> bool:
@@ -222,7 +222,7 @@ class UpdateScheduler(abc.ABC):
         """
         for flats in self._flats:
             for flat in flats:
-                if flat.done_this_step:
+                if flat.gradient.handed:
                     name = type(self.groups.optimizers[flat.optimizer]).__name__
                     raise UsageError(
                         f"{flat.store.layout.slots[0].spec.name} was updated during the backward pass, in place of "
@@ -234,7 +234,7 @@ class UpdateScheduler(abc.ABC):
         """Skips the step (inf or NaN under a loss scale)."""
         self._armed = None
         for _, flat in self.groups.flats_of(optimizer):
-            flat.begin_step()
+            flat.gradient.give_up_step()
 
     def abandon(self) -> None:
         """Ends the step in progress after the iteration has failed."""
@@ -243,7 +243,7 @@ class UpdateScheduler(abc.ABC):
         self._in_step = False
         for flats in self._flats:
             for flat in flats:
-                flat.begin_step()
+                flat.gradient.give_up_step()
 
     def shadow(self, flat: FlatUpdate) -> ShadowOptimizer:
         """The shadow optimizer that updates a flat."""
@@ -383,6 +383,7 @@ class SynchronousUpdates(UpdateScheduler):
         after, turn = (*flat.gradient.shard.transfers(), *store.reads()), self._turns[unit]
         job = UpdateJob(flat.states, self.shadow(flat), source, store.home, hyper, transform, after=after, turn=turn)
         self._pending.setdefault(unit, []).append(_Pending(self._updater.submit(job), flat))
+        flat.gradient.hand_over()
 
     def _handed_over(self) -> None:
         self._updater.pump()

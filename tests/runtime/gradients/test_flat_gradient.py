@@ -75,6 +75,11 @@ class One:
                 parameter.grad = new if parameter.grad is None else parameter.grad + new
         self.gradient.collect()
 
+    def step(self, *, clipped: bool = False, scratch: bool = False) -> None:
+        """A step whose update has got the gradient and has read it."""
+        self.gradient.hand_over()
+        self.gradient.step_ends(clipped=clipped, scratch=scratch)
+
     def values(self) -> list[float]:
         """Of the weight and the bias, in whatever place; all elements are alike."""
         if self.gradient.in_place:
@@ -177,10 +182,15 @@ def test_pages_of_passing_gradients_alone_are_given_back_when_they_are_used(disk
         it.backward(1.0, 2.0)
         before = it.taken
         it.gradient.used()
+        assert it.taken == before, "no update has got it"
+        it.gradient.hand_over()
+        it.gradient.used()
         passing = it.gradient.route.waits is Waits.PASSING
         assert (it.gradient.shard.pages is None) == (passing or it.gradient.in_place)
-        assert it.gradient.any == (not passing) and it.taken == before - passing
+        assert it.taken == before - passing
         if passing:
+            it.gradient.step_ends(clipped=False, scratch=False)
+            it.gradient.clear()
             it.backward(4.0, 4.0)
             assert it.values() == [4.0, 4.0]
 
@@ -190,7 +200,24 @@ def test_what_was_handed_over_is_dropped_from_grad(disk: Path, place: str) -> No
     with one(place, disk) as it:
         it.backward(1.0, 2.0)
         it.gradient.hand_over()
-        assert it.weight.grad is None and it.gradient.any == (not it.gradient.in_place)
+        it.gradient.drop_handed()
+        assert it.weight.grad is None and it.gradient.handed and not it.gradient.any
+        it.gradient.clear()
+        assert it.gradient.handed, "its step is still to come"
+        with pytest.raises(InternalError, match="flat 0 is in state HANDED"):
+            it.gradient.hand_over()
+        it.gradient.give_up_step()
+        assert not it.gradient.handed and not it.gradient.any
+
+
+@pytest.mark.parametrize("place", IN_PAGES)
+def test_gradients_that_come_behind_the_update_of_their_step_are_refused(disk: Path, place: str) -> None:
+    with one(place, disk) as it:
+        it.backward(1.0, 2.0)
+        it.gradient.hand_over()
+        with pytest.raises(UsageError, match=r"gradients arrived for weight and .* after their update of this step"):
+            it.backward(1.0, 2.0)
+        assert grad(it.weight).eq(1).all()
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -225,6 +252,8 @@ def test_a_gradient_that_is_given_away_leaves_nothing(disk: Path, place: str) ->
         for transfer in after:
             transfer.wait(host=True)
         assert not it.gradient.any and it.gradient.shard.pages is None and it.weight.grad is None
+        it.gradient.step_ends(clipped=False, scratch=False)
+        it.gradient.clear()
         it.backward(4.0, 4.0)
         assert it.values() == [4.0, 4.0]
         if isinstance(source, ShardGradient):

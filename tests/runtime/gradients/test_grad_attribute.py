@@ -85,7 +85,7 @@ def test_what_is_clipped_by_the_update_is_not_shown_before(shown: One) -> None:
 
 
 def test_a_used_gradient_is_not_read_and_not_gone_on_from(shown: One) -> None:
-    shown.gradient.grad_attribute.retire(clipped=False)
+    shown.step()
     with pytest.raises(UsageError, match="gradient of weight was read after the step that has used it"):
         grad(shown.weight).sum()
     for act in (shown.gradient.grad_attribute.used.check_forgotten, shown.gradient.apply_user_changes):
@@ -104,10 +104,10 @@ def test_a_used_gradient_is_not_read_and_not_gone_on_from(shown: One) -> None:
 def test_grad_itself_stays_readable_behind_a_step(disk: Path) -> None:
     with one("in .grad", disk) as it:
         it.backward(1.0, 2.0)
-        it.gradient.grad_attribute.retire(clipped=False)
+        it.step()
         it.gradient.grad_attribute.used.check_forgotten()
         assert it.values() == [1.0, 2.0]
-        it.gradient.grad_attribute.retire(clipped=False, scratch=True)
+        it.step(scratch=True)
         with pytest.raises(UsageError, match="after the step that has used it"):
             grad(it.weight).sum()
 
