@@ -55,7 +55,7 @@ from lightning_ptm.runtime.full_params.snapshot import Snapshots
 from lightning_ptm.runtime.full_params.state_dicts import StateDicts
 from lightning_ptm.runtime.full_params.summon import SummonFullParams
 from lightning_ptm.runtime.full_params.trained_parameters import note, trained_in
-from lightning_ptm.runtime.gradients.gradient_pages import GradientPages
+from lightning_ptm.runtime.gradients.store import GradientPages
 from lightning_ptm.runtime.machine.heap import SETTING_UP, Heap
 from lightning_ptm.runtime.ranks.barriers import ANY_TOGETHER, STEP_ENDS, Barriers, Together
 from lightning_ptm.runtime.ranks.experts import ExpertGroups

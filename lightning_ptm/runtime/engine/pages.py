@@ -21,8 +21,7 @@ from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.build_inventory import gradient_row, taken_dtype
 from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
-from lightning_ptm.runtime.gradients.gradient_pages import GradientPages, PageSupply
-from lightning_ptm.runtime.gradients.host_accumulate import HostAccumulator
+from lightning_ptm.runtime.gradients.store import GradientPages, HostAccumulator, PageSupply
 from lightning_ptm.runtime.relayout.reused_tensors import ReusedTensors
 from lightning_ptm.runtime.tensors.page_io import PageIOBuffers
 from lightning_ptm.runtime.units.binding import FlatBinding

@@ -7,8 +7,7 @@ until when:
 * **in pages** (all others): at the end of a unit's backward, its gradients are copied into a full flat, reduced to this
   rank's shard and added to the sum of earlier micro-batches, and `.grad` is dropped.
 
-The contents of `.grad`, and the user's changes to it, belong to grad_attribute.py; the pages belong to
-gradient_shard.py.
+The contents of `.grad`, and the user's changes to it, belong to grad_attribute.py; the pages belong to store.py.
 
 I1: a gradient is in exactly one place: an operation that runs out of pages (CapacityError) has changed nothing and may
     be retried.
@@ -26,8 +25,8 @@ from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Waits
 from lightning_ptm.runtime.gradients.grad_attribute import GradAttribute
 from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
-from lightning_ptm.runtime.gradients.gradient_shard import GradientShard
 from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, Event, GradientState, State
+from lightning_ptm.runtime.gradients.store import GradientShard
 from lightning_ptm.runtime.units.store import FlatStore
 from lightning_ptm.update.gradient_source import GradientSource, ParameterGradients, ShardGradient, Transform
 
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
     from lightning_ptm.memory.streams import ComputeStream
     from lightning_ptm.memory.transfer import Transfer
     from lightning_ptm.planning.sharding import ShardGroup
-    from lightning_ptm.runtime.gradients.gradient_pages import PageSupply
-    from lightning_ptm.runtime.gradients.host_accumulate import Addition, HostAccumulator
+    from lightning_ptm.runtime.gradients.store import Addition, HostAccumulator, PageSupply
 
 
 class FlatGradient:

@@ -1,7 +1,7 @@
 """The `.grad` attribute of a flat's parameters: what autograd puts there, what users see there and what they change.
 
 Owns what `.grad` shows while the gradient is in pages (grad_placeholder.py), and sums that are kept in addition to
-`.grad`. The pages belong to gradient_shard.py, and the tensors that a step leaves in `.grad` to used_gradients.py.
+`.grad`. The pages belong to store.py, and the tensors that a step leaves in `.grad` to used_gradients.py.
 
 I1: from the end of a backward pass to the next, `.grad` of a parameter whose gradient is in pages shows it. Changes by
     the user (edits, assignments, None) are applied to the pages before these are used (`apply_edits`).
@@ -20,8 +20,8 @@ from torch import Tensor
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Waits
 from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
-from lightning_ptm.runtime.gradients.gradient_shard import GradientShard
 from lightning_ptm.runtime.gradients.state import SUMS, Event, GradientState, State
+from lightning_ptm.runtime.gradients.store import GradientShard
 from lightning_ptm.runtime.gradients.used_gradients import UsedGradients, refuse_gradient
 from lightning_ptm.runtime.units.store import FlatStore
 from lightning_ptm.torch_internals import accumulation_hooks_of, version_of

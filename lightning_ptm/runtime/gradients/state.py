@@ -1,7 +1,7 @@
 """The state table of one flat's gradient: events in, the next state out. Imports no torch.
 
 Owns what is recorded of the gradient: its state, and for which parameters of the flat there is one. flat_gradient.py
-sends the events, gradient_shard.py that a reduction has ended.
+sends the events, store.py that a reduction has ended.
 
 What autograd or the user has put into `.grad` since is no state: both change it without telling anybody, so it is
 looked at when it matters (grad_attribute.py). While a state is EMPTY, `.grad` is all there is.

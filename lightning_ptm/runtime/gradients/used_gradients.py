@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
-from lightning_ptm.runtime.gradients.gradient_shard import GradientShard
 from lightning_ptm.runtime.gradients.state import Event, GradientState, State
+from lightning_ptm.runtime.gradients.store import GradientShard
 from lightning_ptm.runtime.units.binding import FlatBinding
 
 _USED = "after the step that has used it"

@@ -23,7 +23,7 @@ import torch
 from lightning_ptm.comm import Agreement, NeededCollective
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError, UsageError
-from lightning_ptm.runtime.gradients.host_accumulate import UNITS_AHEAD
+from lightning_ptm.runtime.gradients.store import UNITS_AHEAD
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.terms import Operation
 

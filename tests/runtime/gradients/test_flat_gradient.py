@@ -18,8 +18,7 @@ from lightning_ptm.planning.sharding import Axis, ShardGroup
 from lightning_ptm.runtime.deciding.gradient_route import Waits, route
 from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
 from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
-from lightning_ptm.runtime.gradients.gradient_pages import GradientPages
-from lightning_ptm.runtime.gradients.host_accumulate import HostAccumulator
+from lightning_ptm.runtime.gradients.store import GradientPages, HostAccumulator
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.gradient_source import ParameterGradients, ShardGradient, Transform
 

@@ -16,8 +16,8 @@ from lightning_ptm.comm import Work
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.runtime.deciding.gradient_route import route
-from lightning_ptm.runtime.gradients.gradient_shard import GradientShard
 from lightning_ptm.runtime.gradients.state import Event, GradientState, State
+from lightning_ptm.runtime.gradients.store import GradientShard
 from lightning_ptm.terms import Tier
 
 BOTH = (True, True)

@@ -1,7 +1,8 @@
-"""The gradient pages of one flat: this rank's shard, and transfers into it.
+"""Pages of gradients: this rank's shard of one flat's gradient, transfers into it, and where the pages come from.
 
-Owns the pages, reductions and copies in flight with their device buffers. What the pages hold is in state.py. Knows
-nothing of `.grad` (grad_attribute.py).
+Owns the pages, reductions and copies in flight with their device buffers, the pool of page sets of a lock-free run, and
+the stream of gradients that are added to sums in RAM. What the pages hold is in state.py. Knows nothing of `.grad`
+(grad_attribute.py).
 
 I1: the pages hold the sum over micro-batches since they were last forgotten, rounded to the gradient dtype after each,
     as autograd does in place. Under mixed precision that dtype is fp32 if there may be several micro-batches: in 16
@@ -9,22 +10,28 @@ I1: the pages hold the sum over micro-batches since they were last forgotten, ro
 I2: the pages are read only after all transfers into them have ended (`settle`).
 I3: an operation that runs out of pages (CapacityError) has changed nothing and may be retried.
 I4: where the state is none of SUMS, pages have undefined contents, and new gradients overwrite them.
+I5: pages have one user: the flat whose gradient is collected, then the receiver of the gradient, who returns them.
+I6: a gradient that has arrived in RAM is added once, by the first caller of `done` or `wait`, in whatever thread. The
+    source memory of its copy stays unchanged until then.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError
+from lightning_ptm.memory.streams import Copies, Pair
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute
-from lightning_ptm.runtime.gradients.host_accumulate import Addition
 from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, Event, GradientState
 from lightning_ptm.runtime.tensors.contiguous_pages import contiguous_device_pages
 from lightning_ptm.runtime.units.store import FlatStore
@@ -33,10 +40,129 @@ from lightning_ptm.terms import Tier
 if TYPE_CHECKING:
     from lightning_ptm.comm import Work
     from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.backend import Backend
     from lightning_ptm.memory.paged_tensor import PagedTensor
-    from lightning_ptm.memory.transfer import Transfer
-    from lightning_ptm.runtime.gradients.gradient_pages import PageSupply
-    from lightning_ptm.runtime.gradients.host_accumulate import HostAccumulator
+    from lightning_ptm.memory.transfer import Completion, Transfer
+
+_LOOK_S = 0.01
+_TIMEOUT_S = 60.0
+"""The pool has enough sets for all gradients in flight, so a set returns within one update of each flat in progress."""
+
+UNITS_AHEAD = 2
+"""Maximum number of units whose gradients are in flight to sums in RAM: one that is copied while the backward of the
+next unit computes, and one for a host that runs ahead of both. Each takes page-locked memory of its own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PageSupply:
+    """Source of pages for one flat's gradient.
+
+    Attributes:
+        take: returns pages for this rank's shard of the gradient, with undefined contents. Raises CapacityError if
+            there are none.
+        give_back: returns pages whose gradient was used.
+    """
+
+    take: Callable[[], PagedTensor]
+    give_back: Callable[[PagedTensor], None]
+
+
+class GradientPages:
+    """Pool of page sets by number of elements and dtype, of a lock-free run. Compute takes sets, any thread returns them.
+
+    Sets are allocated once, each contiguous, and reused: allocating and releasing them all the time would fragment
+    memory.
+
+    Args:
+        sets: all sets of the pool.
+    """
+
+    def __init__(self, sets: Iterable[PagedTensor]) -> None:
+        self._changed = threading.Condition()
+        self._free: dict[tuple[int, torch.dtype], list[PagedTensor]] = {}
+        for tensor in sets:
+            self.give_back(tensor)
+        self.while_waiting: Callable[[], None] = lambda: None
+        """Called while compute waits for a set: advances updates, and raises their errors."""
+
+    def take(self, numel: int, dtype: torch.dtype) -> PagedTensor:
+        """Returns a set with undefined contents; waits for one.
+
+        Raises:
+            CapacityError: no set was returned for a long time.
+        """
+        free = self._free.setdefault((numel, dtype), [])
+        deadline = monotonic() + _TIMEOUT_S
+        while True:
+            with self._changed:
+                if free:
+                    return free.pop()
+                self._changed.wait(_LOOK_S)
+            self.while_waiting()
+            if monotonic() > deadline:
+                raise CapacityError(
+                    f"no pages for a gradient of {numel} elements were freed for {_TIMEOUT_S:.0f} s, so updates are "
+                    f"slower than backward passes; use a faster disk_path, a smaller max_staleness, or lock_free=False"
+                )
+
+    def supply(self, numel: int, dtype: torch.dtype) -> PageSupply:
+        """The supply for a flat whose gradient has this size and dtype."""
+        return PageSupply(partial(self.take, numel, dtype), self.give_back)
+
+    def give_back(self, tensor: PagedTensor) -> None:
+        """Returns a set whose gradient was used."""
+        with self._changed:
+            self._free.setdefault((tensor.numel, tensor.dtype), []).append(tensor)
+            self._changed.notify_all()
+
+
+class Addition:
+    """A gradient on its way to a sum, with the interface of a transfer.
+
+    Args:
+        value: the buffer in RAM that the gradient is copied to.
+        sum_: the sum that `value` is added to, or written to.
+    """
+
+    def __init__(self, arriving: Completion, value: Tensor, sum_: Tensor, *, adds: bool) -> None:
+        self._arriving = arriving
+        self._value: Tensor | None = value
+        self._sum = sum_
+        self._adds = adds
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        """Whether the sum includes the gradient. Never blocks for the device."""
+        if self._value is not None and self._arriving.done():
+            self.wait()
+        return self._value is None
+
+    def wait(self, host: bool = True) -> None:
+        """Blocks until the sum includes the gradient; the CPU adds it."""
+        with self._lock:
+            if self._value is None:
+                return
+            self._arriving.synchronize()
+            with torch.no_grad():
+                if self._adds:
+                    self._sum.add_(self._value)
+                else:
+                    self._sum.copy_(self._value)
+            self._value = None
+
+
+class HostAccumulator:
+    """The stream for gradients of a device with memory of its own."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        # Not the stream of page copies: additions would wait for pages of the next units.
+        self._to_host = Copies(backend, backend.stream())
+
+    def start(self, part: Tensor, sum_: Tensor, *, adds: bool) -> Addition:
+        """Starts to copy `part`, written by the work queued so far. `part` must stay unchanged until it is added."""
+        value = self._backend.empty_in_host(part)
+        return Addition(self._to_host.launch([Pair(value, part)]), value, sum_, adds=adds)
 
 
 @dataclasses.dataclass(slots=True)
