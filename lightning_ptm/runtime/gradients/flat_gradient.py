@@ -25,7 +25,7 @@ from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Waits
 from lightning_ptm.runtime.gradients.grad_attribute import GradAttribute
 from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
-from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, Event, GradientState, State
+from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, GradEvent, GradientRecord, GradientState
 from lightning_ptm.runtime.gradients.store import GradientShard
 from lightning_ptm.runtime.units.store import FlatStore
 from lightning_ptm.update.gradient_source import GradientSource, ParameterGradients, ShardGradient, Transform
@@ -66,9 +66,9 @@ class FlatGradient:
         self._allocator = allocator
         self._sharing = sharing
         self.in_place = route.waits is Waits.IN_GRAD
-        self.state = GradientState(f"flat {store.layout.index}", len(store.layout.slots))
-        self.shard = GradientShard(store, route, self.state, allocator, supply, in_ram)
-        self.grad_attribute = GradAttribute(store, route, self.state, self.shard, sharing, allocator.backend, stream)
+        self.record = GradientRecord(f"flat {store.layout.index}", len(store.layout.slots))
+        self.shard = GradientShard(store, route, self.record, allocator, supply, in_ram)
+        self.grad_attribute = GradAttribute(store, route, self.record, self.shard, sharing, allocator.backend, stream)
 
     def reserve(self) -> None:
         """Takes the gradient pages, if this flat's gradient waits in pages between steps."""
@@ -80,12 +80,12 @@ class FlatGradient:
     @property
     def any(self) -> bool:
         """Whether any parameter of the flat has a gradient that no update of this step has got."""
-        return (not self.in_place and self.state.now in COLLECTED) or any(self.grad_attribute.uncollected())
+        return (not self.in_place and self.record.state in COLLECTED) or any(self.grad_attribute.uncollected())
 
     @property
     def handed(self) -> bool:
         """Whether an update of the step in progress has got the gradient."""
-        return self.state.now is State.HANDED
+        return self.record.state is GradientState.HANDED
 
     def waits_for_step(self, *, used_are_forgotten: bool) -> bool:
         """Whether a gradient that no step has used is in pages, or on its way there.
@@ -96,7 +96,7 @@ class FlatGradient:
         """
         if self.in_place or self.grad_attribute.used.any or self.grad_attribute.is_forgotten or not self.any:
             return False
-        stepped = self.state.now is State.STEPPED and not any(self.grad_attribute.uncollected())
+        stepped = self.record.state is GradientState.STEPPED and not any(self.grad_attribute.uncollected())
         return not (used_are_forgotten and stepped)
 
     @property
@@ -190,7 +190,7 @@ class FlatGradient:
         if (
             gradient is None
             or isinstance(gradient, GradPlaceholder)
-            or not (self.state.now in SUMS or self.shard.widens)
+            or not (self.record.state in SUMS or self.shard.widens)
         ):
             return
         self.shard.add_to_slot(slot, gradient)
@@ -215,9 +215,9 @@ class FlatGradient:
         if self.in_place:
             return ParameterGradients(self.store.binding.arrangement.in_orders(self._in_grad()))
         self.shard.finish_reduction()
-        if self.shard.pages is None or self.state.now not in SUMS:
+        if self.shard.pages is None or self.record.state not in SUMS:
             raise InternalError(f"flat {self.store.layout.index} has no gradient to update with")
-        return ShardGradient(self.shard.pages, tuple(self.state.present))
+        return ShardGradient(self.shard.pages, tuple(self.record.present))
 
     def _in_grad(self) -> list[Tensor | None]:
         gradients = self.store.binding.gradients()
@@ -246,7 +246,7 @@ class FlatGradient:
             return ParameterGradients(self.store.binding.arrangement.in_orders(copies)), (), _nothing
         copy, transfer = self.shard.copy()
         self.hand_over()
-        present = tuple(self.state.present)
+        present = tuple(self.record.present)
         return ShardGradient(copy, present), (transfer,), partial(self.shard.return_pages, copy)
 
     def used(self) -> None:
@@ -256,7 +256,7 @@ class FlatGradient:
 
     def hand_over(self) -> None:
         """Records that an update of the step in progress has got the gradient."""
-        self.state.send(Event.HAND, self.grad_attribute.uncollected() if self.in_place else None)
+        self.record.send(GradEvent.HAND, self.grad_attribute.uncollected() if self.in_place else None)
 
     def drop_handed(self) -> None:
         """Drops `.grad` once a job holds the gradients, so that their memory is free when the job ends."""
@@ -270,17 +270,17 @@ class FlatGradient:
             clipped: the update has changed its copy of the gradient.
             scratch: the optimizer's class has changed a copy of the gradient.
         """
-        if self.state.now is not State.HANDED:
+        if self.record.state is not GradientState.HANDED:
             return
         if self.route.outlives_step and not scratch:
-            self.state.send(Event.KEEP)
+            self.record.send(GradEvent.KEEP)
         else:
             self.grad_attribute.retire(clipped=clipped, scratch=scratch)
 
     def give_up_step(self) -> None:
         """Records that the step in progress is given up or left out; what its update got was applied."""
-        if self.state.now is State.HANDED:
-            self.state.send(Event.GIVE_UP)
+        if self.record.state is GradientState.HANDED:
+            self.record.send(GradEvent.GIVE_UP)
 
     def transform_(self, how: Transform) -> None:
         """Applies a transform to the gradients in place."""
@@ -303,7 +303,7 @@ class FlatGradient:
         for sum_ in self.grad_attribute.partial_sums:
             if sum_ is not None:
                 sum_.zero_()
-        if self.state.now in SUMS:
+        if self.record.state in SUMS:
             self.grad_attribute.apply_edits(stay=False)
             with self.shard.changing() as values:
                 values.zero_()

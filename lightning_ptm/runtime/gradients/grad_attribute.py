@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Waits
 from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
-from lightning_ptm.runtime.gradients.state import SUMS, Event, GradientState, State
+from lightning_ptm.runtime.gradients.state import SUMS, GradEvent, GradientRecord, GradientState
 from lightning_ptm.runtime.gradients.store import GradientShard
 from lightning_ptm.runtime.gradients.used_gradients import UsedGradients, refuse_gradient
 from lightning_ptm.runtime.units.store import FlatStore
@@ -41,7 +41,7 @@ class GradAttribute:
 
     Args:
         store: the flat's compute parameters.
-        state: what is recorded of the gradient.
+        record: what is recorded of the gradient.
         shard: the gradient pages, if the gradient waits in pages.
         sharing: the ranks that share the gradient.
         stream: the run's compute stream; None: the current one.
@@ -51,7 +51,7 @@ class GradAttribute:
         self,
         store: FlatStore,
         route: GradientRoute,
-        state: GradientState,
+        record: GradientRecord,
         shard: GradientShard,
         sharing: ShardGroup,
         backend: Backend,
@@ -62,12 +62,12 @@ class GradAttribute:
         self._route = route
         self._in_place = route.waits is Waits.IN_GRAD
         self._shard = shard
-        self._state = state
+        self._record = record
         self._sharing = sharing
         self._backend = backend
         self._stream = stream
         self._names = [slot.spec.name for slot in store.layout.slots]
-        self.used = UsedGradients(store.binding, self._names, state, shard)
+        self.used = UsedGradients(store.binding, self._names, record, shard)
         # state
         self.partial_sums: list[Tensor | None] = [None] * len(store.layout.slots)
         """By slot, the sums of passes that the ranks have not reduced, shaped as the parameters (`postpone`). Read by
@@ -90,7 +90,9 @@ class GradAttribute:
 
     def present(self) -> Sequence[bool]:
         """For each parameter of the flat, whether it has a gradient, collected or not."""
-        return self.uncollected() if self._in_place or self._state.now is State.EMPTY else self._state.present
+        return (
+            self.uncollected() if self._in_place or self._record.state is GradientState.EMPTY else self._record.present
+        )
 
     @property
     def is_forgotten(self) -> bool:
@@ -139,7 +141,7 @@ class GradAttribute:
         self.drop()
         self.used.forget()
         self.clipped_later = False
-        self._state.send(Event.FORGET)
+        self._record.send(GradEvent.FORGET)
 
     # -- showing gradients in pages ------------------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class GradAttribute:
         if not self._in_place:
             self._shard.finish_reduction()  # a reduction in flight is not in the pages yet
             for slot, parameter in enumerate(self._binding.parameters):
-                if self._state.now in SUMS and self._state.present[slot] and parameter.grad is None:
+                if self._record.state in SUMS and self._record.present[slot] and parameter.grad is None:
                     shown = GradPlaceholder(parameter, partial(self._read, slot), self._backend)
                     parameter.grad = self._shown[slot] = shown
         self.used.pass_ended(self._shown)
@@ -237,7 +239,7 @@ class GradAttribute:
         for slot in shown:
             self._binding.parameters[slot].grad = None
         for slot in given:  # the assigned gradient replaces the one in the pages
-            if self._state.present[slot]:
+            if self._record.present[slot]:
                 self._shard.write(slot, None)
         return shown
 
@@ -278,7 +280,7 @@ class GradAttribute:
 
     def _forget(self, slot: int) -> None:
         """Forgets the gradient of a parameter whose `.grad` the user set to None or replaced."""
-        others = [each for each in self._shown if each != slot and self._state.present[each]]
+        others = [each for each in self._shown if each != slot and self._record.present[each]]
         if self._store.layout.shared and any(self._binding.parameters[each].grad is not None for each in others):
             raise UsageError(
                 f"the gradient of {self._names[slot]} was set to None, in a flat that several ranks share and "
@@ -286,8 +288,8 @@ class GradAttribute:
                 "of the optimizer, or make the module that holds it a unit of its own with units=[...]"
             )
         self._shard.settle()
-        self._state.forget_one(slot)
-        if any(self._state.present) and not self._store.layout.shared:
+        self._record.forget_one(slot)
+        if any(self._record.present) and not self._store.layout.shared:
             self._shard.write(slot, None)
 
     def _read(self, slot: int) -> Tensor:
@@ -313,14 +315,14 @@ class GradAttribute:
         """
         untouched = not scratch and (self._route.clips_in_place or not clipped)
         if self._in_place and untouched and any(self.uncollected()):
-            self._state.send(Event.KEEP)
+            self._record.send(GradEvent.KEEP)
             return
-        for slot, used in enumerate(self._state.present):
+        for slot, used in enumerate(self._record.present):
             if slot in self._shown:
                 self.used.leave(slot, self._shown.pop(slot))
             elif used:
                 self.used.leave(slot, None)
-        self._state.send(Event.USE)
+        self._record.send(GradEvent.USE)
 
     def make_plain(self) -> None:
         """Makes `.grad` ordinary at the end of a run: a tensor on its parameter's device and of its dtype, or None.

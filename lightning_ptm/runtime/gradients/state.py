@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from lightning_ptm.errors import InternalError
 
 
-class State(enum.Enum):
+class GradientState(enum.Enum):
     """Where the gradient is that was collected from `.grad`, or handed to an update from there."""
 
     __hash__ = object.__hash__  # Enum's own is a call of Python's
@@ -34,7 +34,7 @@ class State(enum.Enum):
     STEPPED = "a step has used it, and it stays, readable and added to, until the user forgets it"
 
 
-class Event(enum.Enum):
+class GradEvent(enum.Enum):
     """What happens to the gradient."""
 
     __hash__ = object.__hash__
@@ -50,48 +50,54 @@ class Event(enum.Enum):
     FORGET = "the user has zeroed or removed it"
 
 
-_NEXT: dict[tuple[State, Event], State] = {
-    (State.EMPTY, Event.PASS_BEGINS): State.EMPTY,
-    (State.EMPTY, Event.ADD): State.IN_PAGES,
-    (State.EMPTY, Event.REDUCE): State.REDUCING,
-    (State.EMPTY, Event.HAND): State.HANDED,  # from `.grad`
-    (State.EMPTY, Event.FORGET): State.EMPTY,
-    (State.REDUCING, Event.PASS_BEGINS): State.REDUCING,
-    (State.REDUCING, Event.REDUCED): State.IN_PAGES,
-    (State.IN_PAGES, Event.PASS_BEGINS): State.IN_PAGES,
-    (State.IN_PAGES, Event.ADD): State.IN_PAGES,
-    (State.IN_PAGES, Event.REDUCE): State.ADDING,
-    (State.IN_PAGES, Event.HAND): State.HANDED,
-    (State.IN_PAGES, Event.FORGET): State.EMPTY,
-    (State.ADDING, Event.PASS_BEGINS): State.ADDING,
-    (State.ADDING, Event.REDUCED): State.IN_PAGES,
-    (State.HANDED, Event.PASS_BEGINS): State.HANDED,
-    (State.HANDED, Event.USE): State.USED,
-    (State.HANDED, Event.KEEP): State.STEPPED,
-    (State.HANDED, Event.GIVE_UP): State.EMPTY,  # the update has applied it: it must not be applied again
-    (State.HANDED, Event.FORGET): State.HANDED,  # the step that it was handed to is still to come
-    (State.USED, Event.PASS_BEGINS): State.EMPTY,
-    (State.USED, Event.FORGET): State.EMPTY,
-    (State.STEPPED, Event.PASS_BEGINS): State.STEPPED,
-    (State.STEPPED, Event.ADD): State.IN_PAGES,
-    (State.STEPPED, Event.REDUCE): State.ADDING,
-    (State.STEPPED, Event.HAND): State.HANDED,
-    (State.STEPPED, Event.FORGET): State.EMPTY,
+_NEXT: dict[tuple[GradientState, GradEvent], GradientState] = {
+    (GradientState.EMPTY, GradEvent.PASS_BEGINS): GradientState.EMPTY,
+    (GradientState.EMPTY, GradEvent.ADD): GradientState.IN_PAGES,
+    (GradientState.EMPTY, GradEvent.REDUCE): GradientState.REDUCING,
+    (GradientState.EMPTY, GradEvent.HAND): GradientState.HANDED,  # from `.grad`
+    (GradientState.EMPTY, GradEvent.FORGET): GradientState.EMPTY,
+    (GradientState.REDUCING, GradEvent.PASS_BEGINS): GradientState.REDUCING,
+    (GradientState.REDUCING, GradEvent.REDUCED): GradientState.IN_PAGES,
+    (GradientState.IN_PAGES, GradEvent.PASS_BEGINS): GradientState.IN_PAGES,
+    (GradientState.IN_PAGES, GradEvent.ADD): GradientState.IN_PAGES,
+    (GradientState.IN_PAGES, GradEvent.REDUCE): GradientState.ADDING,
+    (GradientState.IN_PAGES, GradEvent.HAND): GradientState.HANDED,
+    (GradientState.IN_PAGES, GradEvent.FORGET): GradientState.EMPTY,
+    (GradientState.ADDING, GradEvent.PASS_BEGINS): GradientState.ADDING,
+    (GradientState.ADDING, GradEvent.REDUCED): GradientState.IN_PAGES,
+    (GradientState.HANDED, GradEvent.PASS_BEGINS): GradientState.HANDED,
+    (GradientState.HANDED, GradEvent.USE): GradientState.USED,
+    (GradientState.HANDED, GradEvent.KEEP): GradientState.STEPPED,
+    (
+        GradientState.HANDED,
+        GradEvent.GIVE_UP,
+    ): GradientState.EMPTY,  # the update has applied it: it must not be applied again
+    (
+        GradientState.HANDED,
+        GradEvent.FORGET,
+    ): GradientState.HANDED,  # the step that it was handed to is still to come
+    (GradientState.USED, GradEvent.PASS_BEGINS): GradientState.EMPTY,
+    (GradientState.USED, GradEvent.FORGET): GradientState.EMPTY,
+    (GradientState.STEPPED, GradEvent.PASS_BEGINS): GradientState.STEPPED,
+    (GradientState.STEPPED, GradEvent.ADD): GradientState.IN_PAGES,
+    (GradientState.STEPPED, GradEvent.REDUCE): GradientState.ADDING,
+    (GradientState.STEPPED, GradEvent.HAND): GradientState.HANDED,
+    (GradientState.STEPPED, GradEvent.FORGET): GradientState.EMPTY,
 }
 """Legal transitions. A reduction in flight is waited for before anything but the beginning of a pass."""
 
-IN_FLIGHT = frozenset((State.REDUCING, State.ADDING))
+IN_FLIGHT = frozenset((GradientState.REDUCING, GradientState.ADDING))
 """States in which a reduction is in flight."""
 
-SUMS = frozenset((State.IN_PAGES, State.ADDING, State.STEPPED))
+SUMS = frozenset((GradientState.IN_PAGES, GradientState.ADDING, GradientState.STEPPED))
 """States in which pages hold a gradient that the next one is added to."""
 
 COLLECTED = SUMS | IN_FLIGHT
 """States in which pages hold a gradient that a step may use, or will hold it."""
 
 
-class GradientState:
-    """State of the gradient of one flat.
+class GradientRecord:
+    """State of the gradient of one flat, and the parameters that have one.
 
     Args:
         name: of the flat, for errors.
@@ -102,12 +108,12 @@ class GradientState:
         self._name = name
         self._none = (False,) * count
         # state
-        self.now = State.EMPTY
+        self.state = GradientState.EMPTY
         """The present state. Written by `send` alone."""
         self.present: Sequence[bool] = self._none
         """For each parameter, whether it has a gradient (I3). Written here alone."""
 
-    def send(self, event: Event, slots: Sequence[bool] | None = None) -> None:
+    def send(self, event: GradEvent, slots: Sequence[bool] | None = None) -> None:
         """Handles an event.
 
         Args:
@@ -116,28 +122,28 @@ class GradientState:
         Raises:
             InternalError: the event is illegal in this state; nothing has changed.
         """
-        following = _NEXT.get((self.now, event))
+        following = _NEXT.get((self.state, event))
         if following is None:
             raise InternalError(
-                f"the gradient of {self._name} is in state {self.now.name} ({self.now.value}), in which the event "
+                f"the gradient of {self._name} is in state {self.state.name} ({self.state.value}), in which the event "
                 f"{event.name} ({event.value}) is illegal; nothing was changed; please report this"
             )
-        self.now = following
-        if following is State.EMPTY:
+        self.state = following
+        if following is GradientState.EMPTY:
             self.present = self._none
         elif slots is not None:
-            added = event is not Event.HAND
+            added = event is not GradEvent.HAND
             self.present = tuple((old and added) or new for old, new in zip(self.present, slots, strict=True))
 
     def forget_one(self, slot: int) -> None:
         """Forgets the gradient of one parameter: with the last one, all."""
         left = tuple(here and each != slot for each, here in enumerate(self.present))
         if not any(left):
-            self.send(Event.FORGET)
-        elif self.now in SUMS - IN_FLIGHT:
+            self.send(GradEvent.FORGET)
+        elif self.state in SUMS - IN_FLIGHT:
             self.present = left
         else:
             raise InternalError(
-                f"one gradient of {self._name} is forgotten in state {self.now.name} ({self.now.value}), in which others "
+                f"one gradient of {self._name} is forgotten in state {self.state.name} ({self.state.value}), in which others "
                 "of it are needed; nothing was changed; please report this"
             )

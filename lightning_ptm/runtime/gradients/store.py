@@ -32,7 +32,7 @@ from torch import Tensor
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.memory.streams import Copies, Pair
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute
-from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, Event, GradientState
+from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, GradEvent, GradientRecord
 from lightning_ptm.runtime.tensors.contiguous_pages import contiguous_device_pages
 from lightning_ptm.runtime.units.store import FlatStore
 from lightning_ptm.terms import Tier
@@ -180,7 +180,7 @@ class GradientShard:
     Args:
         store: the flat's compute parameters.
         route: where the gradient waits.
-        state: what the pages hold.
+        record: what the pages hold.
         supply: source of the pages; not used if the gradient waits in `.grad`.
         in_ram: adds gradients of a device to sums in RAM; None: the device has no memory of its own.
     """
@@ -189,7 +189,7 @@ class GradientShard:
         self,
         store: FlatStore,
         route: GradientRoute,
-        state: GradientState,
+        record: GradientRecord,
         allocator: Allocator,
         supply: PageSupply,
         in_ram: HostAccumulator | None = None,
@@ -198,7 +198,7 @@ class GradientShard:
         self._arrangement = store.binding.arrangement
         self._parameter_dtype = store.binding.dtype
         self._dtype = route.dtype
-        self._state = state
+        self._record = record
         self._allocator = allocator
         self._supply = supply
         self._in_ram = in_ram
@@ -231,7 +231,7 @@ class GradientShard:
 
         They are device pages, so no transfer into them is in flight.
         """
-        if self._pages is not None and self._state.now not in COLLECTED:
+        if self._pages is not None and self._record.state not in COLLECTED:
             self._supply.give_back(self.give_away())
 
     def give_away(self) -> PagedTensor:
@@ -278,7 +278,7 @@ class GradientShard:
         Args:
             present: which parameters have a gradient on any rank.
         """
-        self._state.send(Event.REDUCE, present)
+        self._record.send(GradEvent.REDUCE, present)
         self._arriving = _Arriving(work, full, part)
 
     def settle(self) -> None:
@@ -321,7 +321,7 @@ class GradientShard:
         so_far = self.take_sum_buffers()
         self._arriving = None
         self._add(arriving.part, so_far)
-        self._state.send(Event.REDUCED)
+        self._record.send(GradEvent.REDUCED)
 
     # -- reading and writing -------------------------------------------------------------------------------------------
 
@@ -381,22 +381,22 @@ class GradientShard:
         """Adds one parameter's gradient to the pages. The flat must be whole on this rank."""
         self.reserve()
         with self.changing() as values:
-            if self._state.now not in SUMS:
+            if self._record.state not in SUMS:
                 values.zero_()
             view = self._arrangement.view(values, slot)
-            if self._state.present[slot]:
+            if self._record.present[slot]:
                 view.add_(gradient)
             else:
                 view.copy_(gradient)
-        self._state.send(Event.ADD, [each == slot for each in range(len(self._state.present))])
+        self._record.send(GradEvent.ADD, [each == slot for each in range(len(self._record.present))])
 
     def add_on_device(self, take: Callable[[int], Tensor | None]) -> None:
         """Adds gradients, taken by slot, to pages on the same device. The flat must be whole on this rank."""
         pages = self.reserve().tensor()
-        adds = self._state.now in SUMS
+        adds = self._record.state in SUMS
         if not adds:
             pages.zero_()
-        came = [False] * len(self._state.present)
+        came = [False] * len(self._record.present)
         for slot in range(len(came)):
             gradient = take(slot)
             if gradient is not None:
@@ -406,7 +406,7 @@ class GradientShard:
                 else:
                     view.copy_(gradient)
                 came[slot] = True
-        self._state.send(Event.ADD, came)
+        self._record.send(GradEvent.ADD, came)
 
     # -- buffers -------------------------------------------------------------------------------------------------------
 
@@ -429,7 +429,7 @@ class GradientShard:
             CapacityError: there are too few; nothing is taken.
         """
         taken: list[PagedTensor] = []
-        if (self._state.now in SUMS or self.widens) and self._pages is not None and not self._pages.tier.addressable:
+        if (self._record.state in SUMS or self.widens) and self._pages is not None and not self._pages.tier.addressable:
             most, left = self._allocator.page_size // self._dtype.itemsize, self._layout.shard_numel
             name = f"flat {self._layout.index} gradient so far"
             try:
@@ -449,7 +449,7 @@ class GradientShard:
             present: which parameters have one.
         """
         self._add(part, so_far)
-        self._state.send(Event.ADD, present)
+        self._record.send(GradEvent.ADD, present)
 
     def _add(self, part: PagedTensor, so_far: Sequence[PagedTensor]) -> None:
         """Adds `part` to the pages and releases it.
@@ -460,7 +460,7 @@ class GradientShard:
         """
         pages = self._pages
         assert pages is not None
-        adds = self._state.now in SUMS
+        adds = self._record.state in SUMS
         if pages.tier.addressable and (pages.tier.computes or adds or self.widens):
             if self._in_ram is not None and not pages.tier.computes:
                 addition = self._in_ram.start(part.tensor(), pages.tensor(), adds=adds)
@@ -481,7 +481,7 @@ class GradientShard:
         """Adds values (shard_numel,) to pages without addresses."""
         starts = [0, *itertools.accumulate(each.numel for each in so_far)]
         places = list(zip(so_far, starts, values.split([each.numel for each in so_far]), strict=False))
-        adds = self._state.now in SUMS
+        adds = self._record.state in SUMS
         coming = [self._allocator.copy(pages, each, source_start=start) for each, start, _ in places if adds]
         for transfer in coming:
             transfer.wait()

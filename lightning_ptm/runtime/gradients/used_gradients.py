@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
-from lightning_ptm.runtime.gradients.state import Event, GradientState, State
+from lightning_ptm.runtime.gradients.state import GradEvent, GradientRecord, GradientState
 from lightning_ptm.runtime.gradients.store import GradientShard
 from lightning_ptm.runtime.units.binding import FlatBinding
 
@@ -47,14 +47,16 @@ class UsedGradients:
 
     Args:
         names: names of the parameters.
-        state: what is recorded of the gradient; it is forgotten when no placeholder is left.
+        record: what is recorded of the gradient; it is forgotten when no placeholder is left.
         shard: the gradient pages.
     """
 
-    def __init__(self, binding: FlatBinding, names: Sequence[str], state: GradientState, shard: GradientShard) -> None:
+    def __init__(
+        self, binding: FlatBinding, names: Sequence[str], record: GradientRecord, shard: GradientShard
+    ) -> None:
         self._binding = binding
         self._names = names
-        self._state = state
+        self._record = record
         self._shard = shard
         # state
         self._placeholders: dict[int, GradPlaceholder] = {}
@@ -69,7 +71,7 @@ class UsedGradients:
     @property
     def any(self) -> bool:
         """Whether a step has left placeholders that have not all been seen to be removed."""
-        return self._state.now is State.USED or bool(self._added_to)
+        return self._record.state is GradientState.USED or bool(self._added_to)
 
     def of(self, slot: int) -> GradPlaceholder | None:
         """The placeholder that a step has left for a parameter."""
@@ -102,11 +104,11 @@ class UsedGradients:
 
     def pass_begins(self) -> None:
         """Removes placeholders from `.grad` before a backward pass, which adds to `.grad`."""
-        if self._state.now is State.USED:
+        if self._record.state is GradientState.USED:
             # A pass run by the user, in a step after which Lightning has still to forget gradients.
             self._added_to = self._still_there()
             self._withdraw({slot: self._placeholders[slot] for slot in self._added_to})
-        self._state.send(Event.PASS_BEGINS)
+        self._record.send(GradEvent.PASS_BEGINS)
         self._withdraw({slot: each for slot, each in self._unreadable_sums.items() if slot not in self._shown_sums})
         self._unreadable_sums = {}
 
@@ -154,7 +156,7 @@ class UsedGradients:
         if not self.any:
             return
         self.drop_removed()
-        slots = self._still_there() if self._state.now is State.USED else self._added_to
+        slots = self._still_there() if self._record.state is GradientState.USED else self._added_to
         if slots:
             raise UsageError(
                 f"the gradient of {self._names[slots[0]]} was used by a step and not forgotten before the next "
@@ -175,5 +177,5 @@ class UsedGradients:
 
     def _forget_all(self) -> None:
         self._shard.settle()
-        self._state.send(Event.FORGET)
+        self._record.send(GradEvent.FORGET)
         self.forget()

@@ -16,7 +16,7 @@ from lightning_ptm.comm import Work
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.runtime.deciding.gradient_route import route
-from lightning_ptm.runtime.gradients.state import Event, GradientState, State
+from lightning_ptm.runtime.gradients.state import GradEvent, GradientRecord, GradientState
 from lightning_ptm.runtime.gradients.store import GradientShard
 from lightning_ptm.terms import Tier
 
@@ -32,8 +32,8 @@ class Driven:
         (store,) = made.flats
         way = route(tier, torch.float32, one_rank=False, **{**NOTHING, "sums": True, "outlives_backward": True})
         assert way.tier is tier
-        self.state = GradientState("flat 0", 2)
-        self.it = GradientShard(store, way, self.state, made.allocator, made.supply(store, way))
+        self.record = GradientRecord("flat 0", 2)
+        self.it = GradientShard(store, way, self.record, made.allocator, made.supply(store, way))
         self.free = made.device_pages_free
         self.own = int(tier is Tier.DEVICE)
 
@@ -70,8 +70,8 @@ def test_what_comes_is_added_to_what_is_there(disk: Path, tier: Tier) -> None:
         for value in (1.0, 2.0):
             its.it.settle()
             its.it.add(its.part(value), its.it.take_sum_buffers(), BOTH)
-        assert its.values() == [3.0] and its.state.now is State.IN_PAGES and its.taken == its.own
-        its.state.send(Event.FORGET)
+        assert its.values() == [3.0] and its.record.state is GradientState.IN_PAGES and its.taken == its.own
+        its.record.send(GradEvent.FORGET)
         its.it.add(its.part(5.0), its.it.take_sum_buffers(), BOTH)
         assert its.values() == [5.0]
 
@@ -118,7 +118,7 @@ def test_one_parameter_is_read_written_and_added_to(disk: Path, tier: Tier) -> N
     with driven(tier, disk) as its:
         weight, bias = its.parts.module.weight, its.parts.module.bias
         its.it.add_to_slot(1, torch.full(bias.shape, 2.0))
-        assert its.state.present == (False, True) and its.state.now is State.IN_PAGES
+        assert its.record.present == (False, True) and its.record.state is GradientState.IN_PAGES
         its.it.add_to_slot(1, torch.full(bias.shape, 3.0))
         assert its.it.value(0, weight).eq(0).all() and its.it.value(1, bias).eq(5).all()
         its.it.write(0, torch.full(weight.shape, 7.0))
@@ -134,7 +134,7 @@ def test_what_is_taken_of_each_parameter_is_added_where_it_is(disk: Path) -> Non
         gradients = [torch.full(weight.shape, 2.0), torch.full(bias.shape, 4.0)]
         its.it.add_on_device(gradients.__getitem__)
         assert its.it.value(0, weight).eq(3).all() and its.it.value(1, bias).eq(4).all()
-        assert its.state.present == (True, True)
+        assert its.record.present == (True, True)
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -145,7 +145,7 @@ def test_pages_that_are_given_away_leave_nothing(disk: Path, tier: Tier) -> None
         its.it.settle()
         copy, transfer = its.it.copy()
         transfer.wait(host=True)
-        its.state.send(Event.HAND)
+        its.record.send(GradEvent.HAND)
         given = its.it.give_away()
         assert its.it.pages is None
         assert its.parts.read(given).eq(1).all() and its.parts.read(copy).eq(1).all()
@@ -163,7 +163,7 @@ def test_buffers_of_a_sum_on_disk_come_all_or_none(disk: Path) -> None:
         its = Driven(made, Tier.DISK)
         its.it.reserve()
         assert its.it.take_sum_buffers() == []  # nothing to add to
-        its.state.send(Event.ADD, BOTH)
+        its.record.send(GradEvent.ADD, BOTH)
         so_far = its.it.take_sum_buffers()
         assert [each.numel for each in so_far] == [NUMEL, NUMEL]
         with pytest.raises(CapacityError):
