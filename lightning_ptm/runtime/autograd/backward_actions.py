@@ -124,10 +124,9 @@ class BackwardActions:
         Placeholders are removed, and gradients that the user has removed are forgotten.
         """
         for flat in self._all_flats():
-            flat.gradient.grad_attribute.resolve()
+            flat.gradient.view.resolve()
         for flat in self._all_flats():
-            flat.gradient.grad_attribute.used.drop_removed()
-            flat.gradient.grad_attribute.hide()
+            flat.gradient.view.pass_begins()
 
     def backward_ended(self) -> None:
         self._executor.compute_timing.end_tick()
@@ -138,7 +137,7 @@ class BackwardActions:
             self._update_ready(self._not_updated.pop(0))
         if not self._updates.armed:
             for flat in self._all_flats():
-                flat.gradient.grad_attribute.show()
+                flat.gradient.view.show()
         self._executor.keep_held(0, held=self.in_step)
 
     def progress(self) -> None:

@@ -189,7 +189,7 @@ class StepGradients:
     def show_gradients(self, optimizer: Optimizer) -> None:
         """Makes `.grad` of an optimizer's parameters show the gradients in pages."""
         for _, flat in self._updates.groups.flats_of(self._updates.groups.index_of(optimizer)):
-            flat.gradient.grad_attribute.show()
+            flat.gradient.view.show()
 
     @property
     def adds_up(self) -> bool:
@@ -209,7 +209,7 @@ class StepGradients:
     def _follow(self, optimizer: int) -> None:
         """Applies the user's changes to `.grad` of an optimizer's parameters."""
         for flat in (each for flats in self._flats for each in flats):
-            flat.gradient.grad_attribute.resolve()
+            flat.gradient.view.resolve()
         for _, flat in self._updates.groups.flats_of(optimizer):
             flat.gradient.apply_user_changes()
 

@@ -7,7 +7,7 @@ until when:
 * **in pages** (all others): at the end of a unit's backward, its gradients are copied into a full flat, reduced to this
   rank's shard and added to the sum of earlier micro-batches, and `.grad` is dropped.
 
-The contents of `.grad`, and the user's changes to it, belong to grad_attribute.py; the pages belong to store.py.
+The contents of `.grad`, and the user's changes to it, belong to view.py; the pages belong to store.py.
 
 I1: a gradient is in exactly one place: an operation that runs out of pages (CapacityError) has changed nothing and may
     be retried.
@@ -19,14 +19,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Waits
-from lightning_ptm.runtime.gradients.grad_attribute import GradAttribute
-from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
 from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, GradEvent, GradientRecord, GradientState
 from lightning_ptm.runtime.gradients.store import GradientShard
+from lightning_ptm.runtime.gradients.view import GradView
 from lightning_ptm.runtime.units.store import FlatStore
 from lightning_ptm.update.gradient_source import GradientSource, ParameterGradients, ShardGradient, Transform
 
@@ -66,9 +63,10 @@ class FlatGradient:
         self._allocator = allocator
         self._sharing = sharing
         self.in_place = route.waits is Waits.IN_GRAD
+        self._has_gaps = store.layout.padded_numel != sum(slot.numel for slot in store.layout.slots)
         self.record = GradientRecord(f"flat {store.layout.index}", len(store.layout.slots))
         self.shard = GradientShard(store, route, self.record, allocator, supply, in_ram)
-        self.grad_attribute = GradAttribute(store, route, self.record, self.shard, sharing, allocator.backend, stream)
+        self.view = GradView(store, route, self.record, self.shard, sharing, allocator.backend, stream)
 
     def reserve(self) -> None:
         """Takes the gradient pages, if this flat's gradient waits in pages between steps."""
@@ -80,7 +78,7 @@ class FlatGradient:
     @property
     def any(self) -> bool:
         """Whether any parameter of the flat has a gradient that no update of this step has got."""
-        return (not self.in_place and self.record.state in COLLECTED) or any(self.grad_attribute.uncollected())
+        return (not self.in_place and self.record.state in COLLECTED) or any(self.view.uncollected())
 
     @property
     def handed(self) -> bool:
@@ -94,9 +92,9 @@ class FlatGradient:
             used_are_forgotten: a used gradient in pages is forgotten before the next backward pass or step, so it does
                 not count.
         """
-        if self.in_place or self.grad_attribute.used.any or self.grad_attribute.is_forgotten or not self.any:
+        if self.in_place or self.view.used or self.view.is_forgotten or not self.any:
             return False
-        stepped = self.record.state is GradientState.STEPPED and not any(self.grad_attribute.uncollected())
+        stepped = self.record.state is GradientState.STEPPED and not any(self.view.uncollected())
         return not (used_are_forgotten and stepped)
 
     @property
@@ -117,21 +115,21 @@ class FlatGradient:
         Raises:
             UsageError: several ranks share the gradient, or a step has used it.
         """
-        grad_attribute = self.grad_attribute
-        grad_attribute.used.check_forgotten()
+        view = self.view
+        view.check_forgotten()
         if self.in_place:
             return
-        grad_attribute.apply_edits(stay=True)
-        given = grad_attribute.assigned()
+        view.apply_edits(stay=True)
+        given = view.assigned()
         if given:
-            shown = grad_attribute.set_aside(given)
+            shown = view.set_aside(given)
             try:
                 self.collect()
             except CapacityError:  # no plan counts gradients that users assign
                 self.shard.settle()
                 self.shard.release_idle_units()
                 self.collect()
-            grad_attribute.show_set_aside(shown)
+            view.show_set_aside(shown)
 
     def collect(self, present: Sequence[bool] | None = None) -> None:
         """Moves the gradients from the parameters to the pages at the end of the unit's backward.
@@ -141,11 +139,11 @@ class FlatGradient:
         Args:
             present: which parameters have a gradient on any rank; by default, those that have one here.
         """
-        self.grad_attribute.hide()
+        self.view.hide()
         if self.in_place:
             return
-        self.grad_attribute.check_dense()
-        here = self.grad_attribute.uncollected()
+        self.view.check_dense()
+        here = self.view.uncollected()
         present = here if present is None else present
         if not any(present):
             return
@@ -158,7 +156,7 @@ class FlatGradient:
         self.shard.settle()
         layout, pages = self.store.layout, self.shard.reserve()
         if self._sharing.needs_no_reduction and pages.tier.computes:
-            self.shard.add_on_device(self.grad_attribute.take)
+            self.shard.add_on_device(self.view.take)
             return
         full = self.shard.take("full gradient", layout.padded_numel)
         other: PagedTensor | None = None
@@ -171,8 +169,10 @@ class FlatGradient:
         except CapacityError:
             self._allocator.release(full)
             raise
-        self._lay_out(full.tensor(), here)
-        self.grad_attribute.drop()
+        if not all(here) or self._has_gaps:
+            full.tensor().zero_()  # zeros for gaps, padding, and parameters without a gradient here
+        self.view.lay_out(full.tensor())
+        self.view.drop()
         communicator, divisor = self.store.communicator, self._sharing.divisor
         if other is None:  # an expert of this rank alone: its gradient covers the tokens of all ranks already
             communicator.reduce_scatter(full.tensor(), full.tensor(), layout, divisor).wait()
@@ -186,42 +186,22 @@ class FlatGradient:
 
         Does nothing if the pages hold no gradient and the sum has no wider dtype: then autograd adds in `.grad`.
         """
-        gradient = self.store.binding.parameters[slot].grad
-        if (
-            gradient is None
-            or isinstance(gradient, GradPlaceholder)
-            or not (self.record.state in SUMS or self.shard.widens)
-        ):
+        gradient = self.view.gradients()[slot]
+        if gradient is None or not (self.record.state in SUMS or self.shard.widens):
             return
         self.shard.add_to_slot(slot, gradient)
-        self.grad_attribute.take(slot)
-
-    def _lay_out(self, full: Tensor, here: Sequence[bool]) -> None:
-        if not all(here) or full.numel() != sum(slot.numel for slot in self.store.layout.slots):
-            full.zero_()  # zeros for gaps, padding, and parameters without a gradient here
-        binding, partial_sums = self.store.binding, self.grad_attribute.partial_sums
-        for slot, grad in enumerate(binding.gradients()):
-            sum_ = partial_sums[slot]
-            grad = None if isinstance(grad, GradPlaceholder) else grad  # a placeholder left by an earlier step
-            if sum_ is not None:
-                binding.arrangement.view(full, slot).copy_(sum_ if grad is None else sum_.add_(grad))
-            elif grad is not None:
-                binding.arrangement.view(full, slot).copy_(grad)
+        self.view.take(slot)
 
     # -- using ---------------------------------------------------------------------------------------------------------
 
     def source(self) -> GradientSource:
         """The gradient as the update reads it; transfers into the pages (`transfers`) may still run."""
         if self.in_place:
-            return ParameterGradients(self.store.binding.arrangement.in_orders(self._in_grad()))
+            return ParameterGradients(self.store.binding.arrangement.in_orders(self.view.gradients()))
         self.shard.finish_reduction()
         if self.shard.pages is None or self.record.state not in SUMS:
             raise InternalError(f"flat {self.store.layout.index} has no gradient to update with")
         return ShardGradient(self.shard.pages, tuple(self.record.present))
-
-    def _in_grad(self) -> list[Tensor | None]:
-        gradients = self.store.binding.gradients()
-        return [grad if here else None for grad, here in zip(gradients, self.grad_attribute.uncollected(), strict=True)]
 
     def detach(self) -> tuple[GradientSource, Sequence[Transfer | Addition], Callable[[], None]]:
         """Gives the gradient away: nothing of it stays here.
@@ -241,7 +221,7 @@ class FlatGradient:
         self.shard.settle()
         source = self.source()
         if isinstance(source, ParameterGradients):
-            copies = [None if gradient is None else gradient.clone() for gradient in self._in_grad()]
+            copies = [None if gradient is None else gradient.clone() for gradient in self.view.gradients()]
             self.hand_over()
             return ParameterGradients(self.store.binding.arrangement.in_orders(copies)), (), _nothing
         copy, transfer = self.shard.copy()
@@ -256,12 +236,12 @@ class FlatGradient:
 
     def hand_over(self) -> None:
         """Records that an update of the step in progress has got the gradient."""
-        self.record.send(GradEvent.HAND, self.grad_attribute.uncollected() if self.in_place else None)
+        self.record.send(GradEvent.HAND, self.view.uncollected() if self.in_place else None)
 
     def drop_handed(self) -> None:
         """Drops `.grad` once a job holds the gradients, so that their memory is free when the job ends."""
         if self.in_place:
-            self.grad_attribute.drop()
+            self.view.drop()
 
     def step_ends(self, *, clipped: bool, scratch: bool) -> None:
         """Records that the step in progress is over: it has used what its update got.
@@ -275,7 +255,7 @@ class FlatGradient:
         if self.route.outlives_step and not scratch:
             self.record.send(GradEvent.KEEP)
         else:
-            self.grad_attribute.retire(clipped=clipped, scratch=scratch)
+            self.view.retire(clipped=clipped, scratch=scratch)
 
     def give_up_step(self) -> None:
         """Records that the step in progress is given up or left out; what its update got was applied."""
@@ -286,13 +266,13 @@ class FlatGradient:
         """Applies a transform to the gradients in place."""
         if self.in_place:
             self.shard.before_change()
-            for gradient in self._in_grad():
+            for gradient in self.view.gradients():
                 if gradient is not None:
                     how.apply_(gradient)
             return
         with self.shard.changing() as values:
             how.apply_(values)
-        self.grad_attribute.refresh()
+        self.view.refresh()
 
     def zero(self) -> None:
         """Sets all gradients in pages to zero; the caller overwrites those in `.grad`."""
@@ -300,18 +280,16 @@ class FlatGradient:
             self.shard.before_change()
             return
         self.shard.settle()
-        for sum_ in self.grad_attribute.partial_sums:
-            if sum_ is not None:
-                sum_.zero_()
+        self.view.zero_sums()
         if self.record.state in SUMS:
-            self.grad_attribute.apply_edits(stay=False)
+            self.view.apply_edits(stay=False)
             with self.shard.changing() as values:
                 values.zero_()
 
     def clear(self) -> None:
         """Forgets all gradients (zero_grad, or the update has used them)."""
         self.shard.settle()
-        self.grad_attribute.forget()
+        self.view.forget()
 
 
 def _nothing() -> None:

@@ -1,10 +1,10 @@
 """The state table of one flat's gradient: events in, the next state out. Imports no torch.
 
-Owns what is recorded of the gradient: its state, and for which parameters of the flat there is one. flat_gradient.py
-sends the events, store.py that a reduction has ended.
+Owns what is recorded of the gradient: its state, and for which parameters of the flat there is one. docs/design/
+gradients.md says who sends which event.
 
-What autograd or the user has put into `.grad` since is no state: both change it without telling anybody, so it is
-looked at when it matters (grad_attribute.py). While a state is EMPTY, `.grad` is all there is.
+What autograd or the user has put into `.grad` is no state: both change it without notice, so view.py looks at it when
+it matters. While a gradient is EMPTY here, `.grad` and the sums beside it are all there is.
 
 I1: an event that is illegal in a state raises and changes nothing.
 I2: a gradient is handed to one update of a step, and one that a step has used is not handed again, unless it stays for

@@ -2,7 +2,7 @@
 
 Owns the pages, reductions and copies in flight with their device buffers, the pool of page sets of a lock-free run, and
 the stream of gradients that are added to sums in RAM. What the pages hold is in state.py. Knows nothing of `.grad`
-(grad_attribute.py).
+(view.py).
 
 I1: the pages hold the sum over micro-batches since they were last forgotten, rounded to the gradient dtype after each,
     as autograd does in place. Under mixed precision that dtype is fp32 if there may be several micro-batches: in 16

@@ -19,7 +19,7 @@ def set_data(parameter: nn.Parameter, value: Tensor) -> Tensor | None:
     (and `Module.to` makes new parameters). The parameter stays the same object, and keeps its hooks and gradient.
 
     Returns:
-        The gradient if it is a view of pages (grad_placeholder.py), which cannot be moved; else None.
+        The gradient if it is a view of pages (GradPlaceholder), which cannot be moved; else None.
     """
     try:
         parameter.data = value

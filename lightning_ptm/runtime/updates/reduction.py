@@ -83,7 +83,7 @@ class Reduction:
         flats = self._flats[unit]
         if self._postponing:
             for flat in flats:
-                flat.gradient.grad_attribute.postpone()
+                flat.gradient.view.postpone()
             return
         if all(flat.gradient.in_place for flat in flats):
             return
@@ -94,14 +94,14 @@ class Reduction:
                 self._with_room(flat.gradient.collect)
             self._collected += flats
             return
-        missing = not all(all(flat.gradient.grad_attribute.uncollected()) for flat in flats)
+        missing = not all(all(flat.gradient.view.uncollected()) for flat in flats)
         flag = _MISSING * missing | _LAST * self._in_step
         decision = self._agreement.request(NeededCollective(Operation.REDUCE, unit, flag))
         if not self._postponed_to_step(decision):
             self._reduce(decision)
             return
         for flat in flats:
-            flat.gradient.grad_attribute.postpone()
+            flat.gradient.view.postpone()
 
     def add_up(self, unit: int, parameter: torch.Tensor) -> None:
         """Adds a parameter's `.grad` to its pages, before autograd computes another gradient of it in the same pass."""
@@ -184,7 +184,7 @@ class Reduction:
         if not decision.unanimous:
             self._scattered.add(unit)
         if decision.flags & _MISSING or not decision.unanimous:
-            here = [each for flat in flats for each in flat.gradient.grad_attribute.uncollected()]
+            here = [each for flat in flats for each in flat.gradient.view.uncollected()]
             # the flat that most ranks share, so that all holders take part
             most = max(flats, key=lambda flat: flat.store.layout.world_size)
             used = most.store.communicator.all_reduce(torch.tensor(here, dtype=torch.int64), maximum=True).tolist()

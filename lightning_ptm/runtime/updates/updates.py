@@ -125,7 +125,7 @@ class UpdateScheduler(abc.ABC):
             self.groups.follow(optimizer, self.finish_all)
         self._check_missing(optimizer)
         for _, flat in self.groups.flats_of(optimizer):
-            flat.gradient.grad_attribute.check_not_edited()
+            flat.gradient.view.check_not_edited()
         if hyper is None:
             first = next((flat for _, flat in reversed(self.groups.flats_of(optimizer)) if flat.gradient.any), None)
             hyper = None if first is None else self._checked(optimizer, first)
@@ -138,7 +138,7 @@ class UpdateScheduler(abc.ABC):
             if not flat.gradient.handed and flat.gradient.any:
                 assert hyper is not None
                 # A gradient clipped in place needs no more clipping, but its loss scale may still have to be removed.
-                clips = flat.gradient.grad_attribute.clipped_later
+                clips = flat.gradient.view.clipped_later
                 self._begin(unit, flat, hyper, transform if clips else Transform(unscale=transform.unscale))
         self._stepped(optimizer)
         for _, flat in self.groups.flats_of(optimizer):
@@ -181,7 +181,7 @@ class UpdateScheduler(abc.ABC):
     def _begin(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
         self._first_under_way |= id(flat) not in self._updated
         self._updated.add(id(flat))
-        present = flat.gradient.grad_attribute.present()
+        present = flat.gradient.view.present()
         flat.store.binding.values_change(slot for slot, here in enumerate(present) if here)
         self._update(unit, flat, hyper, transform)
 
@@ -200,7 +200,7 @@ class UpdateScheduler(abc.ABC):
         missing = [flat for flat in flats if not (flat.gradient.handed or flat.gradient.any)]
         if len(missing) < len(flats):
             for flat in (each for each in flats if not each.gradient.handed and each.states.traits.every_gradient):
-                check_every_gradient(flat.states, flat.gradient.grad_attribute.present())
+                check_every_gradient(flat.states, flat.gradient.view.present())
         elif flats and flats[0].states.traits.group_slots:
             # The optimizer's class also counts steps that update nothing.
             snapshot(self.groups.optimizers[optimizer], flats[0].states.traits)

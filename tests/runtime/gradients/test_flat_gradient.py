@@ -17,8 +17,8 @@ from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.sharding import Axis, ShardGroup
 from lightning_ptm.runtime.deciding.gradient_route import Waits, route
 from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
-from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
 from lightning_ptm.runtime.gradients.store import GradientPages, HostAccumulator
+from lightning_ptm.runtime.gradients.view import GradPlaceholder
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.gradient_source import ParameterGradients, ShardGradient, Transform
 
@@ -67,7 +67,7 @@ class One:
 
     def backward(self, weight: float | None, bias: float | None) -> None:
         """As autograd leaves it, when the unit's backward has ended."""
-        self.gradient.grad_attribute.hide()
+        self.gradient.view.hide()
         for parameter, value in ((self.weight, weight), (self.bias, bias)):
             if value is not None:
                 new = torch.full(parameter.shape, value, dtype=parameter.dtype)
@@ -115,9 +115,9 @@ def test_gradients_of_several_passes_add_up_where_they_wait(disk: Path, place: s
     with one(place, disk) as it:
         assert not it.gradient.any
         it.backward(1.0, None)
-        assert list(it.gradient.grad_attribute.present()) == [True, False] and it.gradient.any
+        assert list(it.gradient.view.present()) == [True, False] and it.gradient.any
         it.backward(2.0, 5.0)
-        assert list(it.gradient.grad_attribute.present()) == [True, True] and it.values() == [3.0, 5.0]
+        assert list(it.gradient.view.present()) == [True, True] and it.values() == [3.0, 5.0]
         own = it.gradient.route.own_pages is Tier.DEVICE
         assert it.taken == own
         assert (it.weight.grad is None) == (it.bias.grad is None) == (not it.gradient.in_place)  # I3
@@ -133,7 +133,7 @@ def test_what_one_of_several_ranks_holds_whole_is_the_mean_over_their_losses(dis
         it.backward(1.0, 8.0)
         it.backward(3.0, None)
         assert it.values() == [1.0, 2.0]
-        it.gradient.grad_attribute.show()
+        it.gradient.view.show()
         with pytest.raises(UsageError, match="each of several ranks has a part of that gradient alone"):
             grad(it.weight).sum()
 
@@ -172,7 +172,7 @@ def test_cleared_gradients_are_gone_and_the_next_ones_start_anew(disk: Path, pla
         it.gradient.clear()
         assert not it.gradient.any and it.weight.grad is None is it.bias.grad
         it.backward(4.0, None)
-        assert it.values() == [4.0, 0.0] and list(it.gradient.grad_attribute.present()) == [True, False]
+        assert it.values() == [4.0, 0.0] and list(it.gradient.view.present()) == [True, False]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -340,7 +340,7 @@ def test_a_rank_without_gradients_gives_zeros(disk: Path) -> None:
     with of_two("kept in RAM", disk) as it:
         it.parts.communicator.theirs = torch.full((2 * NUMEL,), 3.0)
         it.gradient.collect([True, False])
-        assert list(it.gradient.grad_attribute.present()) == [True, False]
+        assert list(it.gradient.view.present()) == [True, False]
         assert it.gradient.shard.on_device().eq(1.5).all()
 
 
@@ -378,7 +378,7 @@ def test_device_pages_of_what_has_left_are_given_back(disk: Path) -> None:
 def test_a_reduction_under_way_is_shown_and_zeroed_as_one_that_has_ended(disk: Path) -> None:
     with of_two("kept in RAM", disk) as it:
         it.backward(1.0, 1.0)
-        it.gradient.grad_attribute.show()
+        it.gradient.view.show()
         assert isinstance(it.weight.grad, GradPlaceholder)
         it.gradient.shard.settle()  # its way to RAM, for which nobody has waited
         assert not it.gradient.shard.in_flight
@@ -407,7 +407,7 @@ def test_a_part_of_a_gradient_is_not_shown(disk: Path, look: str) -> None:
     with of_two("kept in RAM", disk) as it:
         it.backward(1.0, 1.0)
         it.gradient.shard.settle()
-        it.gradient.grad_attribute.show()
+        it.gradient.view.show()
         with pytest.raises(UsageError, match=rf"\.grad of weight was {look}, and each of several ranks has a part"):
             if look == "read":
                 it.weight.grad + 1
@@ -424,18 +424,14 @@ def test_sums_of_passes_wait_beside_grad_until_they_are_reduced(disk: Path) -> N
         weight, _ = flat.binding.parameters
         for value in (256.0, 1.0, 1.0):
             weight.grad = torch.full(weight.shape, value, dtype=torch.bfloat16)
-            gradient.grad_attribute.postpone()
-            assert (
-                weight.grad is None
-                and gradient.grad_attribute.uncollected() == [True, False]
-                and gradient.shard.pages is None
-            )
+            gradient.view.postpone()
+            assert weight.grad is None and gradient.view.uncollected() == [True, False] and gradient.shard.pages is None
         gradient.collect()
         assert flat.binding.arrangement.view(gradient.shard.on_device(), 0).unique().tolist() == [258.0]
-        assert gradient.grad_attribute.uncollected() == [False, False]
+        assert gradient.view.uncollected() == [False, False]
         gradient.clear()
         weight.grad = torch.ones_like(weight)
-        gradient.grad_attribute.postpone()
+        gradient.view.postpone()
         gradient.zero()
         weight.grad = torch.full(weight.shape, 2.0, dtype=torch.bfloat16)
         gradient.collect()

@@ -11,7 +11,7 @@ from test_flat_gradient import One, grad, one
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.gradients.state import GradientState
-from lightning_ptm.runtime.gradients.used_gradients import refuse_gradient
+from lightning_ptm.runtime.gradients.view import refuse_gradient
 
 
 def test_a_refusal_names_what_was_done_and_when_it_can_be() -> None:
@@ -36,7 +36,7 @@ def test_what_is_left_cannot_be_read(disk: Path) -> None:
             it.backward(1.0, None)
             it.step()
             left = grad(it.weight)
-            assert it.gradient.grad_attribute.used.any and it.bias.grad is None
+            assert it.gradient.view.used and it.bias.grad is None
             with pytest.raises(UsageError, match="gradient of weight was read after the step that has used it"):
                 left + 1
             it.gradient.clear()
@@ -49,7 +49,7 @@ def test_what_is_left_cannot_be_read(disk: Path) -> None:
 def test_what_somebody_has_read_before_stays_readable(disk: Path) -> None:
     with one("kept in RAM", disk) as it:
         it.backward(1.0, None)
-        it.gradient.grad_attribute.show()
+        it.gradient.view.show()
         shown = grad(it.weight)
         assert shown.sum() > 0
         it.step()
@@ -62,31 +62,31 @@ def test_what_somebody_has_read_before_stays_readable(disk: Path) -> None:
 
 def test_what_is_let_go_of_by_any_means_is_forgotten(it: One) -> None:
     with pytest.raises(UsageError, match="gradient of weight was used by a step and not forgotten"):
-        it.gradient.grad_attribute.used.check_forgotten()
+        it.gradient.view.check_forgotten()
     it.weight.grad = None
     with pytest.raises(UsageError, match="gradient of bias was used by a step"):
-        it.gradient.grad_attribute.used.check_forgotten()
+        it.gradient.view.check_forgotten()
     it.bias.grad = torch.ones(it.bias.shape)
-    it.gradient.grad_attribute.used.check_forgotten()
-    assert not it.gradient.grad_attribute.used.any and it.gradient.record.state is GradientState.EMPTY
-    it.gradient.grad_attribute.used.check_forgotten()  # there is nothing
+    it.gradient.view.check_forgotten()
+    assert not it.gradient.view.used and it.gradient.record.state is GradientState.EMPTY
+    it.gradient.view.check_forgotten()  # there is nothing
 
 
 def test_a_pass_of_the_users_own_may_come_before_it_is_forgotten(it: One) -> None:
-    it.gradient.grad_attribute.hide()
-    assert it.weight.grad is None and it.gradient.grad_attribute.used.any
+    it.gradient.view.hide()
+    assert it.weight.grad is None and it.gradient.view.used
     it.weight.grad = torch.ones(it.weight.shape)  # of that pass
-    it.gradient.grad_attribute.hide()
+    it.gradient.view.hide()
     with pytest.raises(UsageError, match="gradient of weight was used by a step"):
-        it.gradient.grad_attribute.used.check_forgotten()
+        it.gradient.view.check_forgotten()
     it.gradient.clear()
-    it.gradient.grad_attribute.used.check_forgotten()
+    it.gradient.view.check_forgotten()
 
 
 def test_a_pass_behind_it_finds_nothing(it: One) -> None:
     it.weight.grad = it.bias.grad = None
-    it.gradient.grad_attribute.hide()
-    assert not it.gradient.grad_attribute.used.any and it.gradient.record.state is GradientState.EMPTY
+    it.gradient.view.hide()
+    assert not it.gradient.view.used and it.gradient.record.state is GradientState.EMPTY
 
 
 def test_what_such_a_pass_adds_cannot_be_read(disk: Path) -> None:
@@ -95,26 +95,25 @@ def test_what_such_a_pass_adds_cannot_be_read(disk: Path) -> None:
         it.backward(1.0, 2.0)
         it.step(scratch=True)
         left = it.bias.grad
-        it.gradient.grad_attribute.hide()
+        it.gradient.view.hide()
         it.weight.grad = torch.ones(it.weight.shape)
-        it.gradient.grad_attribute.show()
-        used = it.gradient.grad_attribute.used
-        assert used.is_mixed_sum(0) and used.is_mixed_sum(1) and it.bias.grad is left
+        it.gradient.view.show()
+        assert it.gradient.view.used and it.bias.grad is left
         with pytest.raises(
             UsageError, match="gradient of weight was read after a backward pass which a plain loop would have"
         ):
             grad(it.weight).sum()
         it.weight.grad = None
-        used.drop_removed()
-        assert not used.is_mixed_sum(0) and used.is_mixed_sum(1), "one of them was forgotten"
+        with pytest.raises(UsageError, match="gradient of bias was used by a step"):
+            it.gradient.view.check_forgotten()
         it.bias.grad = torch.ones(it.bias.shape)
-        used.check_forgotten()
-        assert not used.any and not used.is_mixed_sum(1)
+        it.gradient.view.check_forgotten()
+        assert not it.gradient.view.used
 
 
 def test_what_pages_show_of_such_a_pass_cannot_be_read_either(it: One) -> None:
     it.backward(1.0, None)
-    it.gradient.grad_attribute.show()
+    it.gradient.view.show()
     shown = grad(it.weight)
     with pytest.raises(
         UsageError, match="gradient of weight was read after a backward pass which a plain loop would have"
@@ -122,5 +121,5 @@ def test_what_pages_show_of_such_a_pass_cannot_be_read_either(it: One) -> None:
         shown.sum()
     with pytest.raises(UsageError, match="gradient of bias was read after the step that has used it"):
         grad(it.bias).sum()
-    it.gradient.grad_attribute.hide()
+    it.gradient.view.hide()
     assert it.weight.grad is None is it.bias.grad

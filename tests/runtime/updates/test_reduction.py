@@ -129,7 +129,7 @@ def test_ranks_agree_and_tell_whether_a_gradient_is_missing() -> None:
         assert it.requests == [*asks(2), *asks(1, missing=True)]
         assert it.parts.communicator.issued == ["reduce 1", "maximum", "reduce 0"]
         assert it.values(2) == [1.0]
-        assert list(it.flats[1][0].gradient.grad_attribute.present()) == [True, True]  # one here, one there
+        assert list(it.flats[1][0].gradient.view.present()) == [True, True]  # one here, one there
         assert it.reduction.complete(1) and it.reduction.complete(2)
 
 

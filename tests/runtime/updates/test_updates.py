@@ -211,7 +211,7 @@ def test_what_is_done_to_gradients_on_their_way(disk: Path) -> None:
                 for flat in of_unit:
                     assert flat.gradient.route.clips_in_place == (expected == 0.9)
                     if not flat.gradient.route.clips_in_place:
-                        flat.gradient.grad_attribute.clip_later()
+                        flat.gradient.view.clip_later()
             it.step(0, halves)
             assert it.weights() == [expected] * 3
 
