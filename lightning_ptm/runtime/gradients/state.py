@@ -132,8 +132,9 @@ class GradientRecord:
         if following is GradientState.EMPTY:
             self.present = self._none
         elif slots is not None:
-            added = event is not GradEvent.HAND
-            self.present = tuple((old and added) or new for old, new in zip(self.present, slots, strict=True))
+            if event is not GradEvent.HAND and self.present is not self._none:
+                slots = [old or new for old, new in zip(self.present, slots, strict=True)]
+            self.present = tuple(slots)
 
     def forget_one(self, slot: int) -> None:
         """Forgets the gradient of one parameter: with the last one, all."""

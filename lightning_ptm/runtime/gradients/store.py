@@ -259,7 +259,7 @@ class GradientShard:
     @property
     def adds_in_ram(self) -> bool:
         """Whether an addition to a sum in RAM is in flight, as far as is known."""
-        return any(isinstance(transfer, Addition) for transfer, _ in self._transfers)
+        return self._in_ram is not None and any(isinstance(transfer, Addition) for transfer, _ in self._transfers)
 
     def end_additions(self) -> None:
         """Waits for additions to sums in RAM, at the end of the run."""

@@ -50,6 +50,10 @@ class Reduction:
         release_idle_units: Callable[[], None],
     ) -> None:
         self._flats = [list({id(flat.gradient): flat for flat in of_unit}.values()) for of_unit in flats]
+        self._in_grad = [all(flat.gradient.in_place for flat in of_unit) for of_unit in self._flats]
+        """For each unit, whether all its gradients stay in `.grad`."""
+        self._shared = [any(flat.store.layout.shared for flat in of_unit) for of_unit in self._flats]
+        """For each unit, whether ranks share a flat of it."""
         self._agreement = agreement
         self._release_idle_units = release_idle_units
 
@@ -85,10 +89,10 @@ class Reduction:
             for flat in flats:
                 flat.gradient.view.postpone()
             return
-        if all(flat.gradient.in_place for flat in flats):
+        if self._in_grad[unit]:
             return
         self._limit_additions_in_flight()
-        if not any(flat.store.layout.shared for flat in flats):
+        if not self._shared[unit]:
             self._no_longer_postponed(unit)
             for flat in flats:
                 self._with_room(flat.gradient.collect)
@@ -200,6 +204,8 @@ class Reduction:
     def _limit_additions_in_flight(self) -> None:
         """Waits for additions in RAM if the host is too many units ahead of the device."""
         adding = [flat for flat in self._collected if flat.gradient.shard.adds_in_ram]
+        if not adding:
+            return
         ahead = [*dict.fromkeys(flat.store.layout.unit for flat in adding)][-UNITS_AHEAD:]
         for flat in adding:
             if flat.store.layout.unit not in ahead:

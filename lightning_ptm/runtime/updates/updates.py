@@ -182,7 +182,7 @@ class UpdateScheduler(abc.ABC):
         self._first_under_way |= id(flat) not in self._updated
         self._updated.add(id(flat))
         present = flat.gradient.view.present()
-        flat.store.binding.values_change(slot for slot, here in enumerate(present) if here)
+        flat.store.binding.values_change([slot for slot, here in enumerate(present) if here])
         self._update(unit, flat, hyper, transform)
 
     def settle_first(self) -> None:
@@ -319,10 +319,13 @@ def _differ(known: GroupValues, now: GroupValues) -> bool:
     """
     if len(known.groups) != len(now.groups):
         return True
-    return any(
-        old.keys() != new.keys() or any(_value_differs(key, old[key], value) for key, value in new.items())
-        for old, new in zip(known.groups, now.groups, strict=True)
-    )
+    for old, new in zip(known.groups, now.groups, strict=True):
+        if old.keys() != new.keys():
+            return True
+        for key, value in new.items():
+            if old[key] is not value and _value_differs(key, old[key], value):
+                return True
+    return False
 
 
 def _value_differs(key: str, old: Any, new: Any) -> bool:
@@ -330,7 +333,7 @@ def _value_differs(key: str, old: Any, new: Any) -> bool:
         return False  # comparing device tensors would wait for the device
     if key in ("lr", "initial_lr") and isinstance(old, float | int) and isinstance(new, float | int):
         return bool(old) != bool(new)
-    return not (old is new or same_value(old, new))
+    return not same_value(old, new)
 
 
 class SynchronousUpdates(UpdateScheduler):
