@@ -46,12 +46,7 @@ OF_LIGHTNING = {
     "trainer": "as fn",
     "precision_plugin": "as fn",
 }
-NOT_YET = {
-    "before_change": "gradients are made before the updates that they wait for (runtime/engine/engine.py)",
-    "while_waiting": "as before_change",
-    "release_idle_units": "gradients are made before the executor",
-}
-EXCEPTIONS = OF_PYTHON | OF_TORCH | OF_LIGHTNING | NOT_YET
+EXCEPTIONS = OF_PYTHON | OF_TORCH | OF_LIGHTNING
 
 
 @cache

@@ -5,7 +5,7 @@ Owns nothing afterwards: stores, gradients and states belong to the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -45,6 +45,9 @@ class RunPages:
         reused_tensors: tensors of the engine that this one replaces, reused in place.
         checks_all: whether writes are detected by comparing all values of a flat when it is released, and not a sample
             (uncounted_writes.py).
+        finish_update: waits for the update of a unit, which may read its gradients.
+        advance_updates: makes updates progress while compute waits for pages of gradients, and raises their errors.
+        release_idle_units: frees device pages of gathered units that are not in use.
     """
 
     def __init__(
@@ -57,7 +60,13 @@ class RunPages:
         stream: ComputeStream | None = None,
         *,
         checks_all: bool = False,
+        finish_update: Callable[[int], None] = lambda unit: None,
+        advance_updates: Callable[[], None] = lambda: None,
+        release_idle_units: Callable[[], None] = lambda: None,
     ) -> None:
+        self._finish_update = finish_update
+        self._advance_updates = advance_updates
+        self._release_idle_units = release_idle_units
         self._blueprint = blueprint
         self._allocator = allocator
         self._communicators = communicators
@@ -71,7 +80,7 @@ class RunPages:
         """Views of pages that are the parameters' storages."""
         self._of_flats = {what: blueprint.inventory.of_flats(what) for what in _OF_FLATS}
 
-        self.gradient_pages: GradientPages | None = None
+        self._gradient_pages: GradientPages | None = None
         """Pages of gradients that are queued for lock-free updates; `take_gradient_pages` sets it, before `flats`."""
 
     def store(self, unit: int) -> UnitStore:
@@ -128,7 +137,19 @@ class RunPages:
                 continue
             route, sharing = blueprint.route(flat.layout), blueprint.holders.of_flat(flat.layout)
             supply = self._supply(flat.layout)
-            gradient = FlatGradient(flat, route, self._allocator, sharing, supply, self._sums, self._stream)
+            # A lock-free update reads pages of its own.
+            lock_free = blueprint.lock_free is not None
+            gradient = FlatGradient(
+                flat,
+                route,
+                self._allocator,
+                sharing,
+                supply,
+                self._sums,
+                self._stream,
+                before_change=_nothing if lock_free else partial(self._finish_update, store.unit.index),
+                release_idle_units=self._release_idle_units,
+            )
             for number, states in self._states(flat.layout, traits, flat.communicator.rank):
                 updates.append(FlatUpdate(flat, gradient, states, number))
         return tuple(updates)
@@ -140,8 +161,8 @@ class RunPages:
     def take_gradient_pages(self) -> GradientPages | None:
         """Allocates the pages of gradients that are queued for lock-free updates; None where `.grad` itself is queued."""
         if self._blueprint.lock_free is not None and self._blueprint.lock_free.gradients:
-            self.gradient_pages = GradientPages(self._taken(What.GRADIENTS))
-        return self.gradient_pages
+            self._gradient_pages = GradientPages(self._taken(What.GRADIENTS), self._advance_updates)
+        return self._gradient_pages
 
     def buffers_for_saves(self) -> PageIOBuffers:
         """Allocates the buffers through which background saves read states from disk."""
@@ -162,9 +183,9 @@ class RunPages:
         route = self._blueprint.route(flat)
         if route.waits is not Waits.QUEUED:
             return PageSupply(partial(self._own_gradient, flat), self._allocator.release)
-        if self.gradient_pages is None:
+        if self._gradient_pages is None:
             raise InternalError(f"flat {flat.index} is made before the pages of gradients that are queued for updates")
-        return self.gradient_pages.supply(flat.shard_numel, route.dtype)
+        return self._gradient_pages.supply(flat.shard_numel, route.dtype)
 
     def _own_gradient(self, flat: FlatLayout) -> PagedTensor:
         (taken,) = self._take(gradient_row(self._blueprint, flat))
@@ -193,3 +214,7 @@ class RunPages:
                 self._allocator.merge(tensor)
             taken.append(tensor)
         return taken
+
+
+def _nothing() -> None:
+    """Does nothing."""

@@ -103,6 +103,9 @@ class GradientShard:
         route: where the gradient waits.
         supply: source of the pages; not used if the gradient waits in `.grad`.
         in_ram: adds gradients of a device to sums in RAM; None: the device has no memory of its own.
+        before_change: called before gradients are written other than by a backward pass, since an update may still read
+            them.
+        release_idle_units: makes units that are not in use release their device pages.
     """
 
     def __init__(
@@ -112,6 +115,9 @@ class GradientShard:
         allocator: Allocator,
         supply: PageSupply,
         in_ram: HostAccumulator | None = None,
+        *,
+        before_change: Callable[[], None] = lambda: None,
+        release_idle_units: Callable[[], None] = lambda: None,
     ) -> None:
         self._layout = store.layout
         self._arrangement = store.binding.arrangement
@@ -122,10 +128,8 @@ class GradientShard:
         self._in_ram = in_ram
         self.widens = route.dtype != store.binding.dtype
         """Whether the sum has a wider dtype than the gradients that are added."""
-        self.before_change: Callable[[], None] = _nothing
-        """Called before gradients are written other than by a backward pass, since an update may still read them."""
-        self.release_idle_units: Callable[[], None] = _nothing
-        """Makes units that are not in use release their device pages."""
+        self.before_change = before_change
+        self.release_idle_units = release_idle_units
         # state
         self._pages: PagedTensor | None = None
         self._arriving: _Arriving | None = None
@@ -399,7 +403,3 @@ class GradientShard:
             else:
                 each.tensor().copy_(more)
             self._transfers.append((self._allocator.copy(each, pages, target_start=start), each))
-
-
-def _nothing() -> None:
-    """Default callback; does nothing."""

@@ -170,7 +170,7 @@ def test_gradients_travel_in_pages_of_no_flat(disk: Path) -> None:
         ):
             made.flats(stores[0])
         travelling = made.take_gradient_pages()
-        assert travelling is made.gradient_pages is not None
+        assert travelling is not None
         (flat,) = made.flats(stores[0])
         flat.gradient.reserve()
         own = flat.gradient.shard.pages
