@@ -42,8 +42,13 @@ from lightning_ptm.runtime.deciding.build_inventory import save_rows, taken_dtyp
 from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.deciding.planner import Planner, check_layout
 from lightning_ptm.runtime.engine.module_changes import ModuleChanges
-from lightning_ptm.runtime.engine.pages import RunPages
-from lightning_ptm.runtime.engine.set_up import activations_offload, check_taken, update_scheduler, write_initial_values
+from lightning_ptm.runtime.engine.set_up import (
+    RunPages,
+    activations_offload,
+    check_taken,
+    update_scheduler,
+    write_initial_values,
+)
 from lightning_ptm.runtime.engine.step_gradients import StepGradients
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.fetching.tracer import Tracer
