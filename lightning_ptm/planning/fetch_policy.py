@@ -1,17 +1,19 @@
 """Policy of prefetch and eviction: follows the plan, and falls back to fetch on use without one.
 
-Owns the refcounts of units, the fetches that wait for an update, and the units that are expected; its `PlanCursor`
-(planning/plan_cursor.py) knows the position of the iteration in its plan. Holds no bytes and never waits: `Units`
-carries out its decisions, and raises CapacityError where pages do not fit. A run drives it with stores of pages
+`FetchPolicy` owns the fetches that wait for an update, and the units that are expected; `UnitRefcounts` who uses a unit;
+`PlanCursor` the position of the iteration in its plan, and in the trace that it may repeat. Holds no bytes and never waits:
+`Units` carries out its decisions, and raises CapacityError where pages do not fit. A run drives it with stores of pages
 (runtime/fetching/executor.py), a virtual run with numbers of pages (runtime/deciding/predicted_memory.py).
 
 Without a plan to follow (the order of units changed, or the plan left too little room), a unit is fetched on use, and
 the unit whose next use is farthest away is evicted (Belady). That is never wrong, only slower.
 
-I1: a unit with a refcount is not evicted.
+I1: a unit with a refcount is not evicted. Each call and each backward that takes a reference gives it back once.
 I2: decisions are reported in order; a fetch that waits for its unit's update is reported when its wait begins.
 I3: units in `by_need` (experts, which another batch may not need) are in no plan: they make no ticks, are fetched when
     they are expected or called, and are evicted first.
+I4: an iteration that has left the plan's order does not follow it again, and one that has left the trace's order does
+    not repeat it again. The tick is valid after the iteration, until another begins; plan and trace are not.
 """
 
 from __future__ import annotations
@@ -23,10 +25,163 @@ from typing import Protocol
 
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.planning.plan import Plan, Task
-from lightning_ptm.planning.plan_cursor import PlanCursor
-from lightning_ptm.planning.refcounts import UnitRefcounts
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import Kind, Operation, Phase
+
+
+class UnitRefcounts:
+    """The refcounts of all units."""
+
+    def __init__(self, count: int) -> None:
+        self._calls = [0] * count
+        self._backward: set[int] = set()
+        self._held: set[int] = set()
+
+    def used(self, unit: int) -> bool:
+        """Returns whether a call of `unit`, or its backward, is in progress."""
+        return self._calls[unit] > 0 or unit in self._backward
+
+    def held(self, unit: int) -> bool:
+        """Returns whether `unit` is held until the iteration, or its backward, ends."""
+        return unit in self._held
+
+    def referenced(self, unit: int) -> bool:
+        """Returns whether `unit` is used or held."""
+        return self.used(unit) or unit in self._held
+
+    def in_backward(self, unit: int) -> bool:
+        """Returns whether the backward of `unit` has a reference."""
+        return unit in self._backward
+
+    def take(self, unit: int) -> None:
+        """Takes a reference for a call of `unit`; `give_back` must follow."""
+        self._calls[unit] += 1
+
+    def give_back(self, unit: int) -> None:
+        """Gives the reference of a call back."""
+        self._calls[unit] -= 1
+
+    def take_backward(self, unit: int) -> None:
+        """Takes the reference of `unit`'s backward, which begins to compute."""
+        self._backward.add(unit)
+
+    def give_back_backward(self, unit: int) -> None:
+        """Gives the backward's reference back, when it has ended or is suspended; does nothing where it has none."""
+        self._backward.discard(unit)
+
+    def hold(self, unit: int) -> None:
+        """Holds `unit` until `unhold` or the end of the iteration."""
+        self._held.add(unit)
+
+    def unhold(self, unit: int) -> None:
+        """Ends the hold of `unit`."""
+        self._held.discard(unit)
+
+    def unhold_all(self) -> None:
+        """Ends all holds, at the end of the iteration."""
+        self._held.clear()
+
+    def forget(self) -> None:
+        """Drops all references, after a failed iteration."""
+        self._calls = [0] * len(self._calls)
+        self._backward.clear()
+        self._held.clear()
+
+
+class PlanCursor:
+    """The position in one iteration; `begin` resets it."""
+
+    def __init__(self) -> None:
+        self._planned: tuple[Plan, Trace] | None = None
+        self._traced: Trace | None = None
+        self._may_repeat = False
+        self._following = False
+        self._repeating = False
+        self.tick = 0
+        """Number of ticks that have begun. Others read it."""
+        self.now = 0
+        """Index of the tick in progress; 0 before the first. Others read it, more than once a tick."""
+
+    def begin(self, planned: tuple[Plan, Trace] | None, traced: Trace | None, *, may_repeat: bool) -> None:
+        """Starts an iteration.
+
+        Args:
+            planned: the plan to follow, and the trace that it is for.
+            traced: this rank's own newest trace.
+            may_repeat: after the end of the plan or trace, the iteration may continue at the tick after the root's,
+                as if it had ended and another had begun, while the root stays live (token-by-token generation).
+        """
+        self._planned, self._traced, self._may_repeat = planned, traced, may_repeat
+        self.tick = self.now = 0
+        self._following, self._repeating = planned is not None, traced is not None
+
+    def forget(self) -> None:
+        """Drops plan and trace: the iteration is over, or has failed."""
+        self._planned = self._traced = None
+        self._may_repeat = self._following = self._repeating = False
+
+    @property
+    def followed(self) -> bool:
+        """Whether the iteration in progress has followed its plan, tick by tick, to the end."""
+        return self._following and self._planned is not None and self.tick == self._planned[0].tick_count
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the iteration has repeated this rank's newest trace, tick by tick, to the end."""
+        return self._repeating and self._traced is not None and self.tick == len(self._traced.ticks)
+
+    def step(self, unit: int, phase: Phase) -> Sequence[Task]:
+        """Begins a tick; returns the plan's tasks for it, none where the plan is not followed."""
+        self.now = index = self.tick
+        self.tick += 1
+        if self._repeating and self._traced is not None:
+            self._repeating = _is_at(self._traced, index, unit, phase)
+        if self._following and self._planned is not None:
+            self._following = _is_at(self._planned[1], index, unit, phase)
+            if self._following:
+                return self._planned[0].tasks_at(index)
+        return ()
+
+    def last_tasks(self) -> Sequence[Task]:
+        """Returns the tasks after the plan's last tick, if the plan was followed to the end."""
+        return self._planned[0].tasks_at(self.tick) if self.followed and self._planned is not None else ()
+
+    def begins_next_round(self, unit: int, phase: Phase) -> bool:
+        """Returns whether the tick that begins is the second tick of another round."""
+        if not self._may_repeat:
+            return False
+        if self.followed:
+            return self._planned is not None and _is_at(self._planned[1], 1, unit, phase)
+        return self.repeated and self._traced is not None and _is_at(self._traced, 1, unit, phase)
+
+    def first_tasks(self) -> Sequence[Task]:
+        """Returns the tasks of the plan's first tick, with which another round begins.
+
+        Returns none if the plan was not followed to the end.
+        """
+        return self._planned[0].tasks_at(0) if self.followed and self._planned is not None else ()
+
+    def start_next_round(self) -> None:
+        """Moves to the position after the first tick of another round."""
+        self.tick, self.now = 1, 0
+
+    def next_use(self, unit: int) -> int:
+        """Returns the index of the tick in which a unit is needed next, counted on into the next iteration.
+
+        Without a plan, it returns the unit's number.
+        """
+        if self._planned is None:
+            return unit
+        ticks = self._planned[1].ticks
+        for index in range(self.tick, len(ticks)):
+            if unit in ticks[index].live:
+                return index
+        return len(ticks) + next((i for i, tick in enumerate(ticks) if unit in tick.live), len(ticks))
+
+
+def _is_at(trace: Trace, index: int, unit: int, phase: Phase) -> bool:
+    """Returns whether tick `index` of a trace is this unit and phase."""
+    return index < len(trace.ticks) and (trace.ticks[index].unit, trace.ticks[index].phase) == (unit, phase)
 
 
 class Units(Protocol):
