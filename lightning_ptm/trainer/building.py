@@ -36,7 +36,7 @@ from lightning_ptm.runtime.engine.engine import Engine, RunInputs
 from lightning_ptm.runtime.full_params.first_values import Given
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.runtime.tensors.parts import Boxes, declared, split_of
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.terms import Tier
 from lightning_ptm.trainer.between_runs import BetweenRuns

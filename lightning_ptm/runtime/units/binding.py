@@ -4,7 +4,7 @@ Owns the link between a flat and the parameters that are views of it; arrangemen
 tensors, never tiers or plans.
 
 I1: a bound parameter is a view of the flat that it was last bound to. A released one is a NaN expanded to its shape, and
-    closed (guarded_parameter.py): reading or writing it raises at once.
+    closed (parameter_guard.py): reading or writing it raises at once.
 I2: a bound parameter is also closed while nothing computes with it, if its flat is a rounded copy or an update may be
     changing it.
 I3: shape, strides and identity of a parameter never change; its dtype changes once, to the compute dtype.

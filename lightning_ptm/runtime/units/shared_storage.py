@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 
 
 def overlap(module: nn.Module, changing: Iterable[Tensor]) -> tuple[str, str] | None:

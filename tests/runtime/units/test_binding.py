@@ -12,7 +12,7 @@ from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
 from lightning_ptm.runtime.units.binding import ENDED, FlatBinding
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 
 SHAPES = ((3, 5), (0,), (), (4, 2))
 TURNED = (1, 4)

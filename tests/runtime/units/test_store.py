@@ -13,7 +13,7 @@ from small_parts import Model, OnePage, Parts, parts
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.memory.disk import FileOps
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.runtime.units.store import FlatStore, FullState
 from lightning_ptm.terms import Tier
 
