@@ -70,7 +70,7 @@ from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.runtime.relayout.reused_tensors import ReusedTensors, reused_tensors
 from lightning_ptm.runtime.tensors.device_moves import move_buffers_and_metrics
 from lightning_ptm.runtime.units.binding import FlatBinding
-from lightning_ptm.runtime.units.known_parameters import KnownParameters
+from lightning_ptm.runtime.units.module_parameters import KnownParameters
 from lightning_ptm.runtime.units.parameter_guard import DIVIDED_IN_A_RUN
 from lightning_ptm.runtime.updates.clipping import Clipping
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate

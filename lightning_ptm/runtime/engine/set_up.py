@@ -36,10 +36,9 @@ from lightning_ptm.runtime.machine.machine import free_host_bytes
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.runtime.relayout.reused_tensors import ReusedTensors
 from lightning_ptm.runtime.tensors.page_io import PageIOBuffers
-from lightning_ptm.runtime.units.binding import FlatBinding
+from lightning_ptm.runtime.units.binding import Fingerprint, FlatBinding
 from lightning_ptm.runtime.units.page_views import PageViews
 from lightning_ptm.runtime.units.store import FlatStore, UnitStore
-from lightning_ptm.runtime.units.uncounted_writes import Fingerprint
 from lightning_ptm.runtime.updates.lock_free import LockFreeUpdates
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.updates import SynchronousUpdates, UpdateScheduler
@@ -59,7 +58,7 @@ class RunPages:
     Args:
         reused_tensors: tensors of the engine that this one replaces, reused in place.
         checks_all: whether writes are detected by comparing all values of a flat when it is released, and not a sample
-            (uncounted_writes.py).
+            (`Fingerprint`).
         finish_update: waits for the update of a unit, which may read its gradients.
         advance_updates: makes updates progress while compute waits for pages of gradients, and raises their errors.
         release_idle_units: frees device pages of gathered units that are not in use.

@@ -25,8 +25,7 @@ from torch import Tensor
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute
 from lightning_ptm.runtime.gradients.host_accumulate import Addition
-from lightning_ptm.runtime.tensors.contiguous_pages import contiguous_device_pages
-from lightning_ptm.runtime.units.store import FlatStore
+from lightning_ptm.runtime.units.store import FlatStore, contiguous_device_pages
 from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.memory.quantization import QuantizedTensor, decode, room_before_codes, rounded
-from lightning_ptm.runtime.tensors.contiguous_pages import contiguous_device_pages
+from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator
@@ -408,3 +408,20 @@ class UnitStore:
         """Frees the device copies of shards."""
         for flat in self.flats:
             flat.evict_shard()
+
+
+def contiguous_device_pages(allocator: Allocator, name: str, numel: int, dtype: torch.dtype) -> PagedTensor:
+    """Returns a tensor of `numel` elements in contiguous device pages, with undefined contents.
+
+    Raises:
+        CapacityError: there are too few free pages, or they are not contiguous.
+    """
+    tensor = allocator.allocate(name, numel, dtype, Tier.DEVICE)
+    if not tensor.is_contiguous:
+        pages = len(tensor.pages)
+        allocator.release(tensor)
+        raise CapacityError(
+            f"{name} needs {pages} contiguous device pages and the free ones are scattered; other units are released "
+            f"first; raise device_memory (host_memory on a CPU-only machine) if this repeats"
+        )
+    return tensor

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_parts import Model, OnePage, Parts, parts
+from small_parts import NUMEL, Model, OnePage, Parts, parts
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
-from lightning_ptm.runtime.units.store import FlatStore, FullState
+from lightning_ptm.runtime.units.store import FlatStore, FullState, contiguous_device_pages
 from lightning_ptm.terms import Tier
 
 RELEASED, FETCHING, LIVE = FullState.RELEASED, FullState.FETCHING, FullState.LIVE
@@ -341,3 +341,20 @@ def test_who_writes_to_a_home_is_told_of_copies_of_it_that_are_under_way(
         assert flat.reads() == ()
         flat.finish_fetch()
         assert is_bound(flat, made)
+
+
+def test_pages_lie_in_a_row_or_are_not_taken() -> None:
+    with parts(OnePage(), (), device_pages=4) as made:
+        taken = [contiguous_device_pages(made.allocator, f"page {at}", NUMEL, torch.float32) for at in range(4)]
+        assert made.device_pages_free == 0
+        with pytest.raises(CapacityError):
+            contiguous_device_pages(made.allocator, "more", NUMEL, torch.float32)
+        for each in (taken[0], taken[2]):
+            made.allocator.release(each)
+        told = "two needs 2 contiguous device pages and the free ones are scattered; .* raise device_memory"
+        with pytest.raises(CapacityError, match=told):
+            contiguous_device_pages(made.allocator, "two", 2 * NUMEL, torch.float32)
+        assert made.device_pages_free == 2
+        made.allocator.release(taken[1])
+        two = contiguous_device_pages(made.allocator, "two", 2 * NUMEL, torch.float32)
+        assert two.tensor().numel() == 2 * NUMEL and made.device_pages_free == 1
