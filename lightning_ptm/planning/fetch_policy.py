@@ -33,13 +33,14 @@ class UnitRefcounts:
     """The refcounts of all units."""
 
     def __init__(self, count: int) -> None:
-        self._calls = [0] * count
+        self._uses = [0] * count
+        """By unit, number of its calls in progress, and one more while its backward is."""
         self._backward: set[int] = set()
         self._held: set[int] = set()
 
     def used(self, unit: int) -> bool:
         """Returns whether a call of `unit`, or its backward, is in progress."""
-        return self._calls[unit] > 0 or unit in self._backward
+        return self._uses[unit] > 0
 
     def held(self, unit: int) -> bool:
         """Returns whether `unit` is held until the iteration, or its backward, ends."""
@@ -47,7 +48,7 @@ class UnitRefcounts:
 
     def referenced(self, unit: int) -> bool:
         """Returns whether `unit` is used or held."""
-        return self.used(unit) or unit in self._held
+        return self._uses[unit] > 0 or unit in self._held
 
     def in_backward(self, unit: int) -> bool:
         """Returns whether the backward of `unit` has a reference."""
@@ -55,19 +56,25 @@ class UnitRefcounts:
 
     def take(self, unit: int) -> None:
         """Takes a reference for a call of `unit`; `give_back` must follow."""
-        self._calls[unit] += 1
+        self._uses[unit] += 1
 
     def give_back(self, unit: int) -> None:
         """Gives the reference of a call back."""
-        self._calls[unit] -= 1
+        self._uses[unit] -= 1
 
     def take_backward(self, unit: int) -> None:
         """Takes the reference of `unit`'s backward, which begins to compute."""
-        self._backward.add(unit)
+        if unit not in self._backward:
+            self._backward.add(unit)
+            self._uses[unit] += 1
 
-    def give_back_backward(self, unit: int) -> None:
-        """Gives the backward's reference back, when it has ended or is suspended; does nothing where it has none."""
+    def give_back_backward(self, unit: int) -> bool:
+        """Gives the backward's reference back, when it has ended or is suspended; returns whether it had one."""
+        if unit not in self._backward:
+            return False
         self._backward.discard(unit)
+        self._uses[unit] -= 1
+        return True
 
     def hold(self, unit: int) -> None:
         """Holds `unit` until `unhold` or the end of the iteration."""
@@ -83,7 +90,7 @@ class UnitRefcounts:
 
     def forget(self) -> None:
         """Drops all references, after a failed iteration."""
-        self._calls = [0] * len(self._calls)
+        self._uses = [0] * len(self._uses)
         self._backward.clear()
         self._held.clear()
 
@@ -94,7 +101,8 @@ class PlanCursor:
     def __init__(self) -> None:
         self._planned: tuple[Plan, Trace] | None = None
         self._traced: Trace | None = None
-        self._may_repeat = False
+        self.may_repeat = False
+        """Whether the iteration may continue as if it had ended and another had begun. Others read it."""
         self._following = False
         self._repeating = False
         self.tick = 0
@@ -111,14 +119,14 @@ class PlanCursor:
             may_repeat: after the end of the plan or trace, the iteration may continue at the tick after the root's,
                 as if it had ended and another had begun, while the root stays live (token-by-token generation).
         """
-        self._planned, self._traced, self._may_repeat = planned, traced, may_repeat
+        self._planned, self._traced, self.may_repeat = planned, traced, may_repeat
         self.tick = self.now = 0
         self._following, self._repeating = planned is not None, traced is not None
 
     def forget(self) -> None:
         """Drops plan and trace: the iteration is over, or has failed."""
         self._planned = self._traced = None
-        self._may_repeat = self._following = self._repeating = False
+        self.may_repeat = self._following = self._repeating = False
 
     @property
     def followed(self) -> bool:
@@ -135,20 +143,22 @@ class PlanCursor:
         self.now = index = self.tick
         self.tick += 1
         if self._repeating and self._traced is not None:
-            self._repeating = _is_at(self._traced, index, unit, phase)
+            ticks = self._traced.ticks
+            self._repeating = index < len(ticks) and ticks[index].unit == unit and ticks[index].phase is phase
         if self._following and self._planned is not None:
-            self._following = _is_at(self._planned[1], index, unit, phase)
+            ticks = self._planned[1].ticks
+            self._following = index < len(ticks) and ticks[index].unit == unit and ticks[index].phase is phase
             if self._following:
-                return self._planned[0].tasks_at(index)
+                return self._planned[0].at[index]
         return ()
 
     def last_tasks(self) -> Sequence[Task]:
         """Returns the tasks after the plan's last tick, if the plan was followed to the end."""
-        return self._planned[0].tasks_at(self.tick) if self.followed and self._planned is not None else ()
+        return self._planned[0].at[self.tick] if self.followed and self._planned is not None else ()
 
     def begins_next_round(self, unit: int, phase: Phase) -> bool:
         """Returns whether the tick that begins is the second tick of another round."""
-        if not self._may_repeat:
+        if not self.may_repeat:
             return False
         if self.followed:
             return self._planned is not None and _is_at(self._planned[1], 1, unit, phase)
@@ -159,7 +169,7 @@ class PlanCursor:
 
         Returns none if the plan was not followed to the end.
         """
-        return self._planned[0].tasks_at(0) if self.followed and self._planned is not None else ()
+        return self._planned[0].at[0] if self.followed and self._planned is not None else ()
 
     def start_next_round(self) -> None:
         """Moves to the position after the first tick of another round."""
@@ -265,9 +275,11 @@ class FetchPolicy:
         self._by_need = dict.fromkeys(sorted(by_need))
         self.refcounts = UnitRefcounts(count)
         self.plan_cursor = PlanCursor()
-        self.on_decision: Callable[[Task], None] = _ignore
+        self.on_decision: Callable[[Task], None] | None = None
+        """Listener of decisions; None: there is none."""
         # state
-        self._waiting: list[Task] = []
+        self.waiting: list[Task] = []
+        """Fetches that wait for an update. Others read it."""
         self._expected: deque[int] = deque()
         self.lookups = Lookups()
         self.misses = 0
@@ -281,7 +293,7 @@ class FetchPolicy:
 
     def end(self) -> None:
         """Ends the iteration with the plan's last tasks."""
-        self._waiting = []
+        self.waiting = []
         self._expected.clear()
         self._perform(self.plan_cursor.last_tasks())
         self.refcounts.unhold_all()
@@ -289,7 +301,7 @@ class FetchPolicy:
 
     def abandon(self) -> None:
         """Resets the policy after a failed iteration."""
-        self._waiting = []
+        self.waiting = []
         self._expected.clear()
         self.refcounts.forget()
         self.plan_cursor.forget()
@@ -300,7 +312,7 @@ class FetchPolicy:
         `bring` and `computes` must follow. Returns the tick's number; for a unit in `by_need`, the number of the
         enclosing tick.
         """
-        if self.plan_cursor.begins_next_round(unit, phase):
+        if self.plan_cursor.may_repeat and self.plan_cursor.begins_next_round(unit, phase):
             self._perform(self.plan_cursor.last_tasks())
             self._perform(self.plan_cursor.first_tasks())
             self.plan_cursor.start_next_round()
@@ -310,26 +322,34 @@ class FetchPolicy:
         else:
             self.refcounts.take_backward(unit)
         if unit not in self._by_need:
-            self._perform(self.plan_cursor.step(unit, phase))
+            tasks = self.plan_cursor.step(unit, phase)
+            if tasks:
+                self._perform(tasks)
         return self.plan_cursor.now
 
     def computes(self, unit: int) -> None:
         """Reports that `unit`, after `enter` and `bring`, computes."""
-        self.on_decision(Task(Operation.COMPUTE, unit, Kind.FULL, self.plan_cursor.now))
-        self.mark_used(unit)
+        if self.on_decision is not None:
+            self.on_decision(Task(Operation.COMPUTE, unit, Kind.FULL, self.plan_cursor.now))
+        if self._expected:
+            self.mark_used(unit)
 
     def _perform(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             match task.operation:
                 case Operation.RELEASE:
                     if not self.refcounts.referenced(task.unit):
-                        self.on_decision(task)
+                        self._decided(task)
                         self._units.release(task.unit)
                 case Operation.EVICT:
-                    self.on_decision(task)
+                    self._decided(task)
                     self._units.evict(task.unit)
                 case Operation.FETCH | Operation.GATHER:
                     self._fetch_ahead(task)
+
+    def _decided(self, task: Task) -> None:
+        if self.on_decision is not None:
+            self.on_decision(task)
 
     # -- fetching -----------------------------------------------------------------------------------------------------
 
@@ -340,13 +360,17 @@ class FetchPolicy:
             CapacityError: no other unit can be evicted for it.
         """
         if self._units.live(unit):
-            self.lookups.kept += 1
+            self.note_kept()
         elif self._units.fetched(unit):
             self.lookups.ahead += 1
         else:
             self.lookups.late += 1
             self.misses += 1
             self._make_room_and_start(unit)
+
+    def note_kept(self) -> None:
+        """Counts a request of compute for a unit that is on the device."""
+        self.lookups.kept += 1
 
     def expect(self, units: Sequence[int]) -> None:
         """Announces the units that will be called next, in order: each is fetched while the one before computes."""
@@ -375,10 +399,10 @@ class FetchPolicy:
 
     def pump(self) -> None:
         """Starts the fetches that waited for an update, where it has arrived."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         for task in waiting:
             if self._waits(task):
-                self._waiting.append(task)
+                self.waiting.append(task)
             elif not self._try_start(task):
                 self.misses += 1
 
@@ -389,14 +413,14 @@ class FetchPolicy:
         )
 
     def _waits(self, task: Task) -> bool:
-        return (self._one_way and bool(self._waiting)) or self._units.update_pending(task.unit)
+        return (self._one_way and bool(self.waiting)) or self._units.update_pending(task.unit)
 
     def _fetch_ahead(self, task: Task) -> None:
         if self._waits(task):
-            self.on_decision(task)
-            self._waiting.append(task)
+            self._decided(task)
+            self.waiting.append(task)
         elif self._try_start(task):
-            self.on_decision(task)
+            self._decided(task)
         else:
             # The plan counts whole units, but a late release may still hold pages. Then `bring` fetches this unit.
             self.misses += 1
@@ -435,7 +459,7 @@ class FetchPolicy:
         return not self.refcounts.referenced(unit) and self._units.movable(unit)
 
     def _evict(self, unit: int) -> None:
-        self.on_decision(Task(Operation.RELEASE, unit, Kind.FULL, self.plan_cursor.now))
+        self._decided(Task(Operation.RELEASE, unit, Kind.FULL, self.plan_cursor.now))
         self._units.release(unit)
         self._units.evict(unit)
 
@@ -453,7 +477,7 @@ class FetchPolicy:
         while True:
             try:
                 self._start(task)
-                self.on_decision(task)
+                self._decided(task)
                 return
             except CapacityError:
                 if self._units.reclaim(True):
@@ -467,9 +491,5 @@ class FetchPolicy:
                     raise
                 # They were fetched for an all-gather that was next in the plan and that did not happen.
                 for other in spare:
-                    self.on_decision(Task(Operation.EVICT, other, Kind.PARAMETER, self.plan_cursor.now))
+                    self._decided(Task(Operation.EVICT, other, Kind.PARAMETER, self.plan_cursor.now))
                     self._units.evict(other)
-
-
-def _ignore(task: Task) -> None:
-    """Default listener: ignores the decision."""

@@ -390,7 +390,7 @@ class Engine:
             self._used_bytes,
             blueprint.by_need,
             one_way=self.backend.apart,
-            at_tick=self.heap.within_step if self.heap is not None else lambda: None,
+            at_tick=self.heap.within_step if self.heap is not None else None,
         )
         self._undo.callback(self.executor.abandon)
         for mode, trace in ((Mode.TRAIN, blueprint.trace), (Mode.FORWARD, forward_trace(blueprint.layout))):

@@ -69,10 +69,11 @@ class ComputeTiming:
     """
 
     def __init__(self, events: Events, used_bytes: Callable[[], tuple[int, ...]]) -> None:
-        self._events = events
+        self.events = events
         self._used_bytes = used_bytes
         # state
-        self._open_tick: _OpenTick | None = None
+        self.open_tick: _OpenTick | None = None
+        """The tick in progress, while events have a listener. Others read it."""
         self.stall_s: dict[str, float] = {"fetch": 0.0, "update": 0.0}
         """Seconds that compute waited, by cause. Others read it."""
 
@@ -82,29 +83,29 @@ class ComputeTiming:
         Args:
             mode: kind of the iteration; None: there is no iteration, and nothing is recorded.
         """
-        if self._events.active and mode is not None:
+        if self.events.active and mode is not None:
             name = f"{unit or 'root'} {phase.value}"
-            self._open_tick = _OpenTick(mode.value, name, perf_counter(), index, self._used_bytes())
+            self.open_tick = _OpenTick(mode.value, name, perf_counter(), index, self._used_bytes())
 
     def end_tick(self) -> None:
         """Ends the tick in progress: nothing computes until the next tick."""
-        opened, self._open_tick = self._open_tick, None
+        opened, self.open_tick = self.open_tick, None
         if opened is not None:
             most = tuple(max(pair) for pair in zip(opened.tier_bytes, self._used_bytes(), strict=True))
             now_s = perf_counter()
-            self._events.emit(
+            self.events.emit(
                 Event(EventKind.TICK, opened.track, opened.name, opened.began_s, now_s, opened.index, tier_bytes=most)
             )
 
     def drop_tick(self) -> None:
         """Drops the tick in progress, which failed."""
-        self._open_tick = None
+        self.open_tick = None
 
     def stalled(self, cause: str, unit: str, began_s: float, end_s: float) -> None:
         """Records that compute has waited for the unit with this name."""
         self.stall_s[cause] += end_s - began_s
-        if self._events.active and end_s - began_s > _LEAST_STALL_S:
-            self._events.emit(Event(EventKind.STALL, cause, unit or "root", began_s, end_s))
+        if self.events.active and end_s - began_s > _LEAST_STALL_S:
+            self.events.emit(Event(EventKind.STALL, cause, unit or "root", began_s, end_s))
 
 
 class GuardPolicy:
@@ -117,7 +118,7 @@ class GuardPolicy:
     def __init__(self, stores: Sequence[UnitStore], used: Callable[[int], bool]) -> None:
         self._stores = stores
         self._used = used
-        self._closing = [store for store in stores if store.closes]
+        self._closing = [store for store in stores if store.closing]
         # state
         self._in_step = False
         self._in_backward = False
@@ -135,25 +136,26 @@ class GuardPolicy:
 
     def computation_begins(self, phase: Phase) -> None:
         """Opens parameters for a step, or a backward pass, whose code may read them."""
-        self._note(phase, begun=True)
+        if phase is Phase.BACKWARD:
+            self._in_backward = True
+        else:
+            self._in_step = True
+        self.computing = True
         for store in self._closing:
             if not store.late or store.unit.index in self.waited_for:
                 store.open()
 
     def computation_ends(self, phase: Phase) -> None:
         """Closes parameters after a step, or a backward pass; counts only a backward pass that had begun."""
-        self.passes += phase is Phase.BACKWARD and self._in_backward
-        self._note(phase, begun=False)
+        if phase is Phase.BACKWARD:
+            self.passes += self._in_backward
+            self._in_backward = False
+        else:
+            self._in_step = False
+        self.computing = self._in_step or self._in_backward
         for store in self._closing if not self.computing else ():
             if not self._used(store.unit.index):
                 store.close()
-
-    def _note(self, phase: Phase, *, begun: bool) -> None:
-        if phase is Phase.BACKWARD:
-            self._in_backward = begun
-        else:
-            self._in_step = begun
-        self.computing = self._in_step or self._in_backward
 
     def updates_begin(self) -> None:
         """Closes `late` units, for whose updates an optimizer step does not wait.
@@ -254,7 +256,7 @@ class PolicyUnits:
         self.reclaim = reclaim
 
     def gathers(self, unit: int) -> bool:
-        return self._stores[unit].gathers
+        return bool(self._stores[unit].sharded)
 
     def live(self, unit: int) -> bool:
         return self._stores[unit].live
@@ -270,7 +272,7 @@ class PolicyUnits:
 
     def start_fetch(self, unit: int, *, agreed: bool) -> None:
         store = self._stores[unit]
-        store.start_fetch(partial(self._agree, unit) if store.gathers and not agreed else None)
+        store.start_fetch(partial(self._agree, unit) if store.sharded and not agreed else None)
 
     def _agree(self, unit: int) -> None:
         self._agreement.request(NeededCollective(Operation.GATHER, unit))
@@ -322,7 +324,7 @@ class Executor:
         by_need: Collection[int] = (),
         *,
         one_way: bool = False,
-        at_tick: Callable[[], None] = lambda: None,
+        at_tick: Callable[[], None] | None = None,
     ) -> None:
         self._stores = stores
         self._tracer = tracer
@@ -334,6 +336,7 @@ class Executor:
         units = PolicyUnits(stores, agreement, update_pending, reclaim)
         self.fetching = FetchPolicy(units, len(stores), by_need, one_way=one_way)
         self._refcounts = self.fetching.refcounts
+        self._cursor = self.fetching.plan_cursor
         self.plans = PlanSelection(replan)
         self.guard_policy = GuardPolicy(stores, self._refcounts.used)
         self.compute_timing = ComputeTiming(events, used_bytes)
@@ -355,9 +358,7 @@ class Executor:
         repeated this rank's newest trace (the plan is made for the first rank's trace).
         """
         if mode is self._mode:
-            return (
-                not self._tracing and not self.fetching.plan_cursor.followed and not self.fetching.plan_cursor.repeated
-            )
+            return not self._tracing and not self._cursor.followed and not self._cursor.repeated
         return self.plans.trace(mode) is None
 
     def begin(self, mode: Mode, *, trace: bool, all_ranks: bool = True) -> None:
@@ -388,10 +389,10 @@ class Executor:
             return
         self.compute_timing.end_tick()
         self.occasions += 1
-        known = self.fetching.plan_cursor.followed or self.fetching.plan_cursor.repeated
+        known = self._cursor.followed or self._cursor.repeated
         mode, self._mode = self._mode, None
         self.fetching.end()
-        if self._tracing and self.fetching.plan_cursor.tick:
+        if self._tracing and self._cursor.tick:
             self.plans.add_trace(mode, self._tracer.finish())
             if all_ranks:
                 self.plans.make()
@@ -410,11 +411,14 @@ class Executor:
 
         `leave` must follow, in a backward `leave_backward`.
         """
-        self.compute_timing.end_tick()
+        timing = self.compute_timing
+        if timing.open_tick is not None:
+            timing.end_tick()
         self.occasions += 1
         index = self.fetching.enter(unit, phase)
         store = self._stores[unit]
-        store.open()
+        if store.closing:
+            store.open()
         if phase is Phase.FORWARD:
             self._called.add(unit)
         self.require(unit)
@@ -424,8 +428,10 @@ class Executor:
             self._tracer.tick(
                 unit, phase, tuple(index for index in live if index not in self._by_need), self.guard_policy.passes
             )
-        self.compute_timing.begin_tick(store.unit.name, phase, index, self._mode)
-        self._at_tick()
+        if timing.events.active:
+            timing.begin_tick(store.unit.name, phase, index, self._mode)
+        if self._at_tick is not None:
+            self._at_tick()
 
     def use(self, unit: int) -> None:
         """Takes a reference on `unit` for a reader outside of ticks; `leave` must follow."""
@@ -441,8 +447,7 @@ class Executor:
 
     def leave_backward(self, unit: int) -> None:
         """Ends the backward that `enter` began, or suspends it; does nothing where it has ended already."""
-        if self._refcounts.in_backward(unit):
-            self._refcounts.give_back_backward(unit)
+        if self._refcounts.give_back_backward(unit):
             self._close_unused(unit)
 
     def end_backward(self, unit: int) -> None:
@@ -451,8 +456,9 @@ class Executor:
         self._refcounts.unhold(unit)
 
     def _close_unused(self, unit: int) -> None:
-        if not self.guard_policy.computing and not self.used(unit):
-            self._stores[unit].close()
+        store = self._stores[unit]
+        if store.closing and not self.guard_policy.computing and not self.used(unit):
+            store.close()
         if self._tracing:
             self._tracer.observe()
 
@@ -512,25 +518,26 @@ class Executor:
         store = self._stores[unit]
         if store.lent:
             return  # gathered for the user until the block of full parameters ends
-        started = perf_counter()
+        timing, started = self.compute_timing, perf_counter()
         if self.guard_policy.computing:
             self._finish_update(unit)
         else:
             self._finish_between_steps(unit)
-        self.fetching.pump()
+        if self.fetching.waiting:
+            self.fetching.pump()
         after_update = perf_counter()
-        self.compute_timing.stalled("update", store.unit.name, started, after_update)
+        timing.stalled("update", store.unit.name, started, after_update)
         self.guard_policy.waited(store)
-        waits = not store.live
-        self._bring(store)
-        if not waits:
-            return
-        store.finish_fetch()
-        self.compute_timing.stalled("fetch", store.unit.name, after_update, perf_counter())
-
-    def _bring(self, store: UnitStore) -> None:
         if not store.flats:
             return
+        if store.live:
+            self.fetching.note_kept()
+            return
+        self._bring(store)
+        store.finish_fetch()
+        timing.stalled("fetch", store.unit.name, after_update, perf_counter())
+
+    def _bring(self, store: UnitStore) -> None:
         try:
             self.fetching.bring(store.unit.index)
         except CapacityError as error:

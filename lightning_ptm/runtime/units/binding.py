@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -178,6 +179,9 @@ class Packed:
         return self.binding.layout.slots[self.slot].spec.name
 
 
+_grad_of = attrgetter("grad")
+
+
 class FlatBinding:
     """Link between one flat of a unit and its parameters, which are in the order of the layout's slots.
 
@@ -211,7 +215,13 @@ class FlatBinding:
         self.device = device
         self.arrangement = Arrangement.of(layout, parameters)
         self._shapes = self.arrangement.shapes
-        self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
+        self._sizes = tuple(map(torch.Size, self._shapes))
+        self._numels = tuple(slot.numel for slot in layout.slots)
+        self._offsets = tuple(slot.start * dtype.itemsize for slot in layout.slots)
+        """Bytes from the flat's first to each parameter's."""
+        nan = torch.full((), float("nan"), dtype=dtype, device=device)
+        self._nothing = tuple(nan.expand(shape) for shape in self._shapes)
+        self._nowhere = (nan.data_ptr(),) * len(parameters)
         self._is_copy = is_copy
         self._views = (views or PageViews()).of_flat(self)
         self._held = held
@@ -221,6 +231,8 @@ class FlatBinding:
         )
         # state
         self._base: Tensor | None = None
+        self._addresses = self._nowhere
+        """Where each parameter's data is, unless the user has replaced it."""
         self._versions: list[int] = []
         self._bound_as: Tensor | None = None
         """Fingerprint of the values that the parameters are bound to; None while an update changes them."""
@@ -245,7 +257,7 @@ class FlatBinding:
     def gradients(self) -> list[Tensor | None]:
         """Returns `.grad` of each parameter, including closed ones."""
         with torch.DisableTorchFunctionSubclass():
-            return [parameter.grad for parameter in self.parameters]
+            return list(map(_grad_of, self.parameters))
 
     def take_gradient(self, slot: int) -> Tensor | None:
         """Returns `.grad` of the parameter of `slot`, and sets it to None."""
@@ -256,16 +268,20 @@ class FlatBinding:
 
     def bind(self, full: Tensor) -> None:
         """Makes the parameters views of `full`, a 1-D tensor of at least padded_numel elements."""
-        self._note_writes()
-        with torch.DisableTorchFunctionSubclass():  # also for closed parameters
-            for slot, view in enumerate(self._views.at(full)):
-                self._check_shape(slot)
-                self._set(slot, self._users_data.get(slot, view))
-            self._versions = [version_of(parameter) for parameter in self.parameters]
+        if self._base is not None:
+            self._note_writes()
+        views = self._views.at(full)
+        if self._users_data:
+            views = [self._users_data.get(slot, view) for slot, view in enumerate(views)]
+            self._users_data = {}
+        self._place(views)
         self._base = full
-        self._users_data = {}
+        self._addresses = tuple(map(full.data_ptr().__add__, self._offsets))
+        with torch.DisableTorchFunctionSubclass():
+            self._versions = list(map(version_of, self.parameters))
         self.lent = False
-        self.values_have_changed()
+        if self._fingerprint is not None:
+            self._bound_as = self._fingerprint.of(full)
         self.parameter_guard.values_are(bound=True, lent=False)
 
     def values_will_change(self) -> None:
@@ -288,12 +304,11 @@ class FlatBinding:
         Args:
             absent: reason if they will not be bound again in this run, and what to do.
         """
-        self._note_writes()
-        with torch.DisableTorchFunctionSubclass():
-            for slot, nothing in enumerate(self.nothing()):
-                self._check_shape(slot)
-                self._set(slot, nothing)
+        if self._base is not None:
+            self._note_writes()
+        self._place(self._nothing)
         self._base = self._bound_as = None
+        self._addresses = self._nowhere
         self.lent = False
         self.absent = absent
         if absent:
@@ -324,6 +339,20 @@ class FlatBinding:
                     else torch.empty_strided(shape, strides, dtype=dtype)
                 )
                 self._set(slot, nothing)
+
+    def _place(self, values: Sequence[Tensor]) -> None:
+        """Makes tensors of the parameters' shapes their data, by slot."""
+        with torch.DisableTorchFunctionSubclass():  # also for closed parameters
+            for slot, parameter in enumerate(self.parameters):
+                if parameter.shape != self._sizes[slot]:
+                    self._check_shape(slot)
+                if self._left_gradients:
+                    self._set(slot, values[slot])
+                    continue
+                try:
+                    parameter.data = values[slot]
+                except RuntimeError:  # on a device of another library, which `set_data` knows
+                    self._set(slot, values[slot])
 
     def _set(self, slot: int, value: Tensor) -> None:
         parameter = self.parameters[slot]
@@ -360,6 +389,9 @@ class FlatBinding:
         Raises:
             UsageError: `parameter.data` was replaced, or a copy was written to in place.
         """
+        if not self.lent and self._is_in_place():
+            self.check_written()
+            return
         if self.lent:
             raise UsageError(
                 f"a step begins inside `with strategy.gathered(module):`, where {self.layout.slots[0].spec.name} is whole "
@@ -375,7 +407,9 @@ class FlatBinding:
 
     def check_written(self) -> None:
         """Raises UsageError if the user has written to a copy (of more precise values, or of pages in another tier)."""
-        written = self.written
+        if self._base is not None:
+            self._note_writes()
+        written = self._written
         if written is not None:
             raise UsageError(
                 f"the data of parameter {written} was written to, and it is a copy of values in pages, so that the new "
@@ -421,9 +455,17 @@ class FlatBinding:
             )
 
     def _is_replaced(self, slot: int) -> bool:
-        place, base = self.layout.slots[slot], self._base
-        ours = self._nan.data_ptr() if base is None else base.data_ptr() + place.start * base.itemsize
-        return place.numel > 0 and self.parameters[slot].data_ptr() != ours
+        return self._numels[slot] > 0 and self.parameters[slot].data_ptr() != self._addresses[slot]
+
+    def _is_in_place(self) -> bool:
+        """Whether each parameter has its shape, and the data that it was given."""
+        with torch.DisableTorchFunctionSubclass():
+            for slot, parameter in enumerate(self.parameters):
+                if parameter.shape != self._sizes[slot] or (
+                    self._numels[slot] and parameter.data_ptr() != self._addresses[slot]
+                ):
+                    return False
+        return True
 
     def replaced(self) -> dict[int, Tensor]:
         """Returns, by slot, the tensors that the user has assigned as data (`parameter.data = ...`) of bound parameters.
@@ -495,9 +537,9 @@ class FlatBinding:
                     f"fit and start another one"
                 )
 
-    def nothing(self) -> list[Tensor]:
+    def nothing(self) -> Sequence[Tensor]:
         """Returns placeholders of the parameters' shapes: a NaN expanded to each."""
-        return [self._nan.expand(shape) for shape in self._shapes]
+        return self._nothing
 
     def restore(self, slot: int, value: Tensor) -> None:
         """Gives a parameter `value` as its storage, outside pages (end of a run)."""

@@ -136,9 +136,9 @@ def guarded_class(
 
     def torch_function(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is Tensor.detach and absent():
-            return AbsentTensor.of(args[0], refusal((args[0],)))
         if is_about_values(function):
+            if function is Tensor.detach and absent():
+                return AbsentTensor.of(args[0], refusal((args[0],)))
             raise refusal((*args, *kwargs.values()))
         with torch.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
@@ -203,18 +203,18 @@ class ParameterGuard:
         """Marks the parameters as used: they can be read while they are bound."""
         if not self._used:
             self._used = True
-            self._change()
+            self._put_class()
 
     def close(self) -> None:
         """Marks the parameters as not used: they cannot be read, unless they never close."""
         if self._used and self.closes:
             self._used = False
-            self._change()
+            self._put_class()
 
     def values_are(self, *, bound: bool, lent: bool) -> None:
         """Sets where the parameters' values are: in the bound flat, lent to the user, or (neither) only in pages."""
         self._bound, self._lent = bound, lent
-        self._change()
+        self._put_class()
 
     def open_for_good(self, slot: int) -> None:
         """Opens a parameter whose storage is outside pages (end of a run)."""
@@ -224,7 +224,7 @@ class ParameterGuard:
         """Marks the flat as gone without changing the parameters (end of a run)."""
         self._bound = False
 
-    def _change(self) -> None:
+    def _put_class(self) -> None:
         is_open = self._lent or (self._used and self._bound)
         for parameter, kind in zip(self._parameters, self._open_kinds if is_open else self._closed_kinds, strict=True):
             parameter.__class__ = kind

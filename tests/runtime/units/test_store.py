@@ -262,7 +262,7 @@ class Mixed(OnePage):
 def test_a_unit_is_fetched_and_released_as_a_whole() -> None:
     with parts(Mixed(), ()) as made:
         (store,) = made.stores
-        assert len(store.flats) == 2 and not store.resident and not store.readable and not store.gathers
+        assert len(store.flats) == 2 and not store.resident and not store.readable and store.sharded == ()
         assert store.full_bytes == 2 * 65536
         states = [(store.fetched, store.live, store.movable)]
         store.start_fetch(None)
@@ -297,7 +297,7 @@ def test_ranks_agree_once_the_pages_are_there_and_before_the_all_gather() -> Non
 def test_parameters_that_close_are_open_while_somebody_uses_them() -> None:
     with parts(OnePage(), (), home=Tier.DEVICE, closes=True) as made:
         (store,) = made.stores
-        assert store.closes and store.resident and not store.readable
+        assert store.closing and store.resident and not store.readable
         with pytest.raises(UsageError, match="weight was read or written while nothing computes"):
             made.module.weight + 1
         store.open()
