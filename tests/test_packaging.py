@@ -128,8 +128,10 @@ def test_test_modules_have_names_of_their_own() -> None:
 
 def test_every_module_of_the_runtime_has_tests_of_its_own() -> None:
     """Where a reader looks for them: under the module's name."""
-    modules = [path.stem for path in (ROOT / "lightning_ptm" / "runtime").rglob("*.py") if path.stem != "__init__"]
-    assert not [name for name in modules if not (ROOT / "tests" / "runtime" / f"test_{name}.py").exists()]
+    runtime = ROOT / "lightning_ptm" / "runtime"
+    modules = [path.relative_to(runtime) for path in runtime.rglob("*.py") if path.stem != "__init__"]
+    tests = ROOT / "tests" / "runtime"
+    assert not [path for path in modules if not (tests / path.with_name(f"test_{path.name}")).exists()]
 
 
 def test_mapped_folders_exist() -> None:

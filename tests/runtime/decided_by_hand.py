@@ -18,7 +18,7 @@ from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.deciding.gradient_route import Waits
-from lightning_ptm.runtime.engine.pages import RunPages
+from lightning_ptm.runtime.engine.set_up import RunPages
 from lightning_ptm.runtime.full_params.lent_parameters import LentParameters
 from lightning_ptm.runtime.full_params.optimizer_values import OptimizerValues
 from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
@@ -160,3 +160,36 @@ def laid_out(
             sharded_kinds,
             LentParameters(gathered_flats, values),
         )
+
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+MIXED: dict[str, Any] = {"compute": BF16, "mixed": True}
+ON_HOST: dict[str, Any] = {"device_memory": "4MiB", "offload_parameters": "host", "offload_optimizer": "host"}
+MASTERS_ON_DISK: dict[str, Any] = {"offload_optimizer": "disk", "disk_path": "/d"}
+ALL_ON_DISK: dict[str, Any] = {**MASTERS_ON_DISK, "offload_parameters": "disk"}
+LOCK_FREE: dict[str, Any] = {"lock_free": True, "disk_path": "/d"}
+
+RUNS: dict[str, dict[str, Any]] = {
+    f"{place}, {kind}": {**where, **how}
+    for place, where in {
+        "ram": {},
+        "host": ON_HOST,
+        "masters on disk": MASTERS_ON_DISK,
+        "all on disk": ALL_ON_DISK,
+        "lock-free": LOCK_FREE,
+    }.items()
+    for kind, how in {
+        "plain": {},
+        "mixed": MIXED,
+        "kept": {"keep_gradients": True, "sums_gradients": True, **MIXED},
+    }.items()
+}
+
+
+class Odd(Net):
+    """With a frozen block, and a parameter whose end is no page's."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.bias = nn.Parameter(torch.zeros(700))
+        self.blocks[1].requires_grad_(False)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kit.ledger import Adversaries, Auditor, ByTurns, Clipped, Ledger, Overflowing, pages_of_zeros
 from kit.plain_loop import TrainModule, make_trainer, tokens
-from test_lock_free import Gate
+from lock_free_runs import Gate
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMPrecision, AngelPTMStrategy

@@ -14,7 +14,7 @@ import pytest
 import torch
 from kit.plain_loop import PlainLoop, TrainModule, make_trainer, tokens
 from kit.stacks import WIDTH, Block, ScheduledStack, Stack
-from test_lock_free import WHERE, Gate, Watch, assert_all_applied, built, run
+from lock_free_runs import WHERE, Gate, Watch, assert_all_applied, built, run
 from torch import nn
 
 from lightning_ptm import PageIOError

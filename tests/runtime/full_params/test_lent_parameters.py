@@ -1,0 +1,116 @@
+"""Parameters in the user's hands, on one rank, wherever the pages are. Several ranks: tests/ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from decided_by_hand import PAGE, Net
+from values_by_hand import MIXED, PLACES, Odd, assert_equal, copies, ids, run_of, values_of
+
+from lightning_ptm.errors import UsageError
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+@pytest.mark.parametrize("write", [False, True])
+def test_edits_are_kept_where_they_are_to_be(disk: Path, place: str, write: bool) -> None:
+    module = Odd()
+    before = copies(module)
+    with run_of(module, disk, place, **MIXED) as made:
+        made.take_over(keep_frozen=True)
+        with made.lent_parameters.gathered({0, 2}, write=write):
+            assert torch.equal(module.head, before["head"])
+            assert isinstance(module.blocks[0].weight, GuardedParameter)  # nobody asked for it
+            with torch.no_grad():
+                module.head[3] = 5.0
+                module.blocks[1].weight.data = torch.ones(2, PAGE // 4)  # replaces the view
+                module.frozen.zero_()
+        expected = before
+        if write:
+            expected["head"][3] = 5.0
+            expected["blocks.1.weight"] = torch.ones(2, PAGE // 4)
+            expected["frozen"] = torch.zeros(9)
+        assert_equal(values_of(made), expected)
+        made.lent_parameters.check_written()
+
+
+def test_edits_are_dropped_where_a_rank_is_gone(disk: Path) -> None:
+    module = Odd()
+    before = copies(module)
+    with run_of(module, disk) as made:
+        made.take_over()
+        with made.lent_parameters.gathered({0}, write=True, may_write=lambda: False), torch.no_grad():
+            module.head.zero_()
+        assert_equal(values_of(made), before)
+
+
+def test_blocks_may_be_nested(disk: Path) -> None:
+    module = Odd()
+    with run_of(module, disk, "host") as made:
+        made.take_over()
+        with made.lent_parameters.gathered({0}, write=True), torch.no_grad():
+            module.head[0] = 5.0
+            with made.lent_parameters.gathered({0, 1}, write=False):
+                assert module.head[0] == 5.0
+                module.head[1] = 6.0
+                module.blocks[0].weight.zero_()
+            assert module.head[1] == 6.0
+        assert values_of(made)["head"][:2].tolist() == [5.0, 6.0]
+        assert values_of(made)["blocks.0.weight"].any()
+        with made.lent_parameters.gathered({0}, write=True):
+            pass
+        with made.lent_parameters.gathered({0}, write=False):
+            with (
+                pytest.raises(
+                    UsageError, match=r"gathered\(write=True\) inside of .*: edits of the root would be lost"
+                ),
+                made.lent_parameters.gathered({0, 1}, write=True),
+            ):
+                pass
+            with made.lent_parameters.gathered({1}, write=True), torch.no_grad():
+                module.blocks[0].weight.zero_()
+        assert not values_of(made)["blocks.0.weight"].any()
+        with made.lent_parameters.gathered({0}, write=True):
+            pass
+
+
+def test_a_block_that_fails_keeps_its_edits_and_ends(disk: Path) -> None:
+    module = Odd()
+    with run_of(module, disk, "host") as made:
+        made.take_over()
+        with pytest.raises(ValueError, match="mine"), made.lent_parameters.gathered({0}, write=True), torch.no_grad():
+            module.head.zero_()
+            raise ValueError("mine")
+        assert not any(store.lent for store in made.stores)
+        assert not values_of(made)["head"].any()
+
+
+def test_ram_that_is_lent(disk: Path) -> None:
+    module = Net(2)
+    with run_of(module, disk, "host") as made:
+        made.take_over()
+        assert made.lent_parameters.bytes_to_gather(()) == 0
+        assert made.lent_parameters.bytes_to_gather({1}) == 2 * PAGE
+        assert made.lent_parameters.bytes_to_gather({0, 1, 2}) == (1 + 1 + 2 + 2) * PAGE
+        with made.lent_parameters.gathered({2}, write=False):
+            assert made.lent_parameters.bytes_to_gather({0, 1, 2}) == (1 + 1 + 1) * PAGE
+
+
+def test_values_are_lent_for_a_checkpoint(disk: Path) -> None:
+    module = Odd()
+    with run_of(module, disk, "host") as made:
+        made.take_over()
+        given = {name: torch.randn(value.shape) for name, value in values_of(made).items()}
+        with made.lent_parameters.substituted(ids(module, given)):
+            assert_equal(copies(module), given)
+        with made.lent_parameters.substituted(None):
+            assert all(each.isnan().all() for each in module.parameters())
+        assert all(isinstance(each, GuardedParameter) for each in module.parameters())
+        with (
+            made.lent_parameters.gathered({1}, write=False),
+            pytest.raises(UsageError, match="a checkpoint cannot be saved inside"),
+            made.lent_parameters.substituted(None),
+        ):
+            pass

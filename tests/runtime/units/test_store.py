@@ -1,0 +1,360 @@
+"""The states of a full flat and of a unit: what is bound when, and that what does not fit changes nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_parts import NUMEL, Model, OnePage, Parts, parts
+
+from lightning_ptm.errors import CapacityError, InternalError, UsageError
+from lightning_ptm.memory.disk import FileOps
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
+from lightning_ptm.runtime.units.store import FlatStore, FullState, contiguous_device_pages
+from lightning_ptm.terms import Tier
+
+RELEASED, FETCHING, LIVE = FullState.RELEASED, FullState.FETCHING, FullState.LIVE
+
+
+def is_bound(flat: FlatStore, made: Parts) -> bool:
+    """Whether every parameter is what the flat's home holds; else none of them has values of its own."""
+    if not flat.binding.bound:
+        with torch._C.DisableTorchFunctionSubclass():
+            assert all(p.isnan().all() and isinstance(p, GuardedParameter) for p in flat.binding.parameters)
+        return False
+    for slot, parameter in enumerate(flat.binding.parameters):
+        assert torch.equal(parameter, flat.binding.arrangement.view(flat.full(), slot))
+        assert parameter.data_ptr() == flat.binding.arrangement.view(flat.full(), slot).data_ptr()
+    assert flat.layout.world_size > 1 or torch.equal(flat.full(), made.values[flat.layout.index])
+    return True
+
+
+def fetch(flat: FlatStore) -> None:
+    flat.take()
+    flat.fill()
+
+
+STEPS: dict[str, Callable[[FlatStore], None]] = {
+    "take": FlatStore.take,
+    "finish": FlatStore.finish_fetch,
+    "release": FlatStore.release,
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("state", list(FullState))
+def test_every_state_with_every_step(state: FullState, step: str) -> None:
+    following = {
+        (RELEASED, "take"): FETCHING,
+        (FETCHING, "finish"): LIVE,
+        (FETCHING, "release"): RELEASED,
+        (LIVE, "release"): RELEASED,
+    }
+    with parts(OnePage(), ()) as made:
+        (flat,) = made.flats
+        if state is not RELEASED:
+            fetch(flat)
+        if state is LIVE:
+            flat.finish_fetch()
+        free = made.device_pages_free
+        if (state, step) in following:
+            STEPS[step](flat)
+            assert flat.state is following[state, step]
+        else:
+            with pytest.raises(InternalError, match=f"flat 0 cannot go from {state.value} to "):
+                STEPS[step](flat)
+            assert (flat.state, made.device_pages_free) == (state, free)
+        assert flat.binding.bound == (flat.state is LIVE)  # I1
+        assert made.device_pages_free == made.free_at_first - (flat.state is not RELEASED)
+
+
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.DISK])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_flat_is_bound_while_it_is_live(disk: Path, home: Tier, world_size: int) -> None:
+    with parts(OnePage(double=world_size > 1), (), home=home, disk=disk, world_size=world_size) as made:
+        (flat,) = made.flats
+        for _ in range(2):
+            assert not is_bound(flat, made)
+            with pytest.raises(InternalError, match="flat 0 is released, not live"):
+                flat.full()
+            flat.take()
+            flat.fill()
+            assert not is_bound(flat, made)
+            flat.finish_fetch()
+            assert is_bound(flat, made)
+            assert torch.equal(flat.full()[: flat.layout.shard_numel], made.values[0])
+            flat.release()
+            flat.evict_shard()
+            assert made.device_pages_free == made.free_at_first
+
+
+def test_a_resident_flat_is_its_own_full_flat() -> None:
+    with parts(OnePage(), (), home=Tier.DEVICE) as made:
+        (flat,) = made.flats
+        assert flat.resident and flat.state is LIVE and is_bound(flat, made) and flat.full_bytes == 0
+        flat.release()
+        flat.evict_shard()
+        assert is_bound(flat, made)
+        assert flat.full().data_ptr() == flat.home.tensor().data_ptr()
+        other = made.paged(torch.arange(flat.layout.shard_numel, dtype=torch.float32), Tier.DEVICE)
+        old = flat.adopt(other)
+        assert torch.equal(old.tensor(), made.values[0])
+        assert flat.binding.parameters[0].data_ptr() == other.tensor().data_ptr()
+
+
+def test_what_autograd_reads_counts_its_own_writes() -> None:
+    with parts(OnePage(), ()) as made:
+        (flat,) = made.flats
+        fetch(flat)
+        flat.finish_fetch()
+        saved = flat.binding.unpack(flat.binding.name(1, flat.binding.parameters[1]), copied=False)
+        before = saved._version
+        flat.full()[:64] += 1  # as an update of another unit's pages does, which are parts of the same memory
+        assert saved._version == before
+        assert torch.equal(saved, flat.binding.parameters[1])
+
+
+def test_a_home_is_not_replaced_while_its_full_flat_is_read() -> None:
+    with parts(OnePage(), ()) as made:
+        (flat,) = made.flats
+        home = flat.home
+        other = made.paged(torch.ones(flat.layout.shard_numel), Tier.HOST)
+        for advance in (lambda: fetch(flat), flat.finish_fetch):
+            advance()
+            with pytest.raises(InternalError, match=f"flat 0 is {flat.state.value} while its home is replaced"):
+                flat.adopt(other)
+            assert flat.home is home
+        flat.release()
+        assert flat.adopt(other) is home
+        fetch(flat)
+        flat.finish_fetch()
+        assert flat.full().eq(1).all()
+
+
+def predicted_memory(made: Parts, frames: list[int]) -> None:
+    """All device pages but those of `frames`."""
+    tensors = [made.paged(torch.ones(16384), Tier.DEVICE) for _ in range(made.device_pages_free)]
+    for tensor in tensors:
+        if tensor.pages[0].frame in frames:
+            made.allocator.release(tensor)
+
+
+@pytest.mark.parametrize(
+    ("free", "refusal"),
+    [
+        ([], "flat 0 full"),
+        ([1], "flat 0 full"),
+        ([0, 2, 4], "flat 0 full needs 2 contiguous device pages and the free ones are scattered.*raise device_memory"),
+        ([0, 1], "flat 0 shard"),
+    ],
+    ids=["nothing", "one page", "scattered", "no page for the shard"],
+)
+def test_what_does_not_fit_changes_nothing(free: list[int], refusal: str) -> None:
+    with parts(OnePage(double=True), (), world_size=2, device_pages=6) as made:
+        (flat,) = made.flats
+        predicted_memory(made, free)
+        with pytest.raises(CapacityError, match=refusal):
+            flat.take()
+        assert (flat.state, made.device_pages_free, flat.has_spare_shard) == (RELEASED, len(free), False)
+        assert not is_bound(flat, made)
+        assert made.communicator.issued == []
+
+
+def test_a_shard_that_an_all_gather_reads_stays_until_it_is_done() -> None:
+    with parts(OnePage(double=True), (), world_size=2) as made:
+        (flat,) = made.flats
+        flat.fetch_shard()
+        flat.fetch_shard()  # once
+        assert made.device_pages_free == made.free_at_first - 1 and flat.has_spare_shard
+        fetch(flat)
+        assert not flat.has_spare_shard
+        flat.evict_shard()
+        assert made.device_pages_free == made.free_at_first - 3
+        flat.finish_fetch()
+        assert made.device_pages_free == made.free_at_first - 2  # carried out now
+        assert is_bound(flat, made) and not flat.full().isnan().any()
+        flat.release()
+        fetch(flat)
+        flat.evict_shard()
+        flat.release()  # before it was live: the all-gather is waited for, and both are given up
+        assert (flat.state, made.device_pages_free) == (RELEASED, made.free_at_first)
+
+
+def test_a_shard_that_nobody_gathers_is_given_up_when_it_is_there(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages are another's then, under no copy."""
+    with parts(OnePage(double=True), (), home=Tier.DISK, disk=disk, world_size=2) as made:
+        (flat,) = made.flats
+        asked, may_read, read = threading.Event(), threading.Event(), FileOps.preadv
+
+        def gated(self: FileOps, *args: Any) -> int:
+            asked.set()
+            assert may_read.wait(30)
+            return read(self, *args)
+
+        monkeypatch.setattr(FileOps, "preadv", gated)
+        flat.fetch_shard()
+        assert asked.wait(30)
+        timer = threading.Timer(0.1, may_read.set)
+        timer.start()
+        flat.evict_shard()
+        timer.join()
+        assert may_read.is_set() and made.device_pages_free == made.free_at_first
+
+
+def test_one_rank_has_no_shard_apart() -> None:
+    with parts(OnePage(), ()) as made:
+        made.flats[0].fetch_shard()
+        assert not made.flats[0].has_spare_shard and made.device_pages_free == made.free_at_first
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_contributing_keeps_nothing(room: bool) -> None:
+    with parts(OnePage(double=True), (), world_size=2, device_pages=2) as made:
+        (flat,) = made.flats
+        if not room:
+            predicted_memory(made, [])
+        free = made.device_pages_free
+        read: list[Any] = []
+        flat.contribute(lambda home: read.append(home) or made.read(home))
+        assert made.communicator.issued == ["gather 0"]
+        assert read == ([] if room else [flat.home])
+        assert (flat.state, made.device_pages_free) == (RELEASED, free)
+
+
+def test_contributing_leaves_a_shard_that_was_there() -> None:
+    with parts(OnePage(double=True), (), world_size=2) as made:
+        (flat,) = made.flats
+        flat.fetch_shard()
+        flat.contribute(made.read)
+        assert flat.has_spare_shard
+
+
+def test_what_was_lent_is_bound_again_with_its_new_values() -> None:
+    with parts(OnePage(), ()) as made:
+        (flat,) = made.flats
+        changed = torch.full((flat.layout.padded_numel,), 7.0)
+        fetch(flat)
+        flat.finish_fetch()
+        flat.rebind(None)
+        assert is_bound(flat, made)
+        flat.rebind(changed)
+        assert flat.full().eq(7).all() and flat.binding.bound
+        flat.release()
+        flat.rebind(changed)
+        assert not is_bound(flat, made)
+
+
+# -- units ----------------------------------------------------------------------------------------------------------------
+
+
+class Mixed(OnePage):
+    """A unit of two flats, of a page each: one trained, one frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = torch.nn.Parameter(torch.randn(16384), requires_grad=False)
+
+
+def test_a_unit_is_fetched_and_released_as_a_whole() -> None:
+    with parts(Mixed(), ()) as made:
+        (store,) = made.stores
+        assert len(store.flats) == 2 and not store.resident and not store.readable and store.sharded == ()
+        assert store.full_bytes == 2 * 65536
+        states = [(store.fetched, store.live, store.movable)]
+        store.start_fetch(None)
+        states.append((store.fetched, store.live, store.movable))
+        store.finish_fetch()
+        states.append((store.fetched, store.live, store.movable))
+        store.release()
+        states.append((store.fetched, store.live, store.movable))
+        nothing = (False, False, False)
+        assert states == [nothing, (True, False, True), (True, True, True), nothing]
+
+
+def test_a_unit_of_which_one_flat_does_not_fit_takes_none() -> None:
+    with parts(Mixed(), (), device_pages=1) as made:
+        (store,) = made.stores
+        asked: list[int] = []
+        with pytest.raises(CapacityError):
+            store.start_fetch(lambda: asked.append(1))
+        assert not store.movable and made.device_pages_free == 1 and asked == []
+
+
+def test_ranks_agree_once_the_pages_are_there_and_before_the_all_gather() -> None:
+    with parts(Model(1, double=True), world_size=2) as made:
+        store = made.stores[1]
+        seen: list[tuple[bool, list[str]]] = []
+        store.start_fetch(lambda: seen.append((store.fetched, list(made.communicator.issued))))
+        assert seen == [(True, [])] and made.communicator.issued == ["gather 0"]
+        store.start_fetch(lambda: seen.append((True, [])))  # on its way already: nothing to agree on
+        assert len(seen) == 1 and made.communicator.issued == ["gather 0"]
+
+
+def test_parameters_that_close_are_open_while_somebody_uses_them() -> None:
+    with parts(OnePage(), (), home=Tier.DEVICE, closes=True) as made:
+        (store,) = made.stores
+        assert store.closing and store.resident and not store.readable
+        with pytest.raises(UsageError, match="weight was read or written while nothing computes"):
+            made.module.weight + 1
+        store.open()
+        assert not (made.module.weight + 1).isnan().any()
+        store.close()
+        with pytest.raises(UsageError, match="weight was read or written"):
+            made.module.weight.sum()
+
+
+def test_lent_parameters_are_told() -> None:
+    with parts(OnePage(), (), home=Tier.DEVICE) as made:
+        (store,) = made.stores
+        assert store.readable and not store.lent
+        store.flats[0].binding.lend([parameter.detach().clone() for parameter in store.flats[0].binding.parameters])
+        assert store.lent
+        store.flats[0].rebind(None)
+        assert not store.lent
+
+
+def test_who_writes_to_a_home_is_told_of_copies_of_it_that_are_under_way(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I4. That the unit was given up does not end them for whoever writes."""
+    with parts(OnePage(), (), home=Tier.DISK, disk=disk) as made:
+        (flat,) = made.flats
+        assert flat.reads() == ()
+        may_read = threading.Event()
+        read = FileOps.preadv
+
+        def gated(self: FileOps, *args: Any) -> int:
+            assert may_read.wait(30)
+            return read(self, *args)
+
+        monkeypatch.setattr(FileOps, "preadv", gated)
+        fetch(flat)
+        (copy,) = flat.reads()
+        assert not copy.done()
+        may_read.set()
+        flat.await_reads()
+        assert copy.done()
+        assert flat.reads() == ()
+        flat.finish_fetch()
+        assert is_bound(flat, made)
+
+
+def test_pages_lie_in_a_row_or_are_not_taken() -> None:
+    with parts(OnePage(), (), device_pages=4) as made:
+        taken = [contiguous_device_pages(made.allocator, f"page {at}", NUMEL, torch.float32) for at in range(4)]
+        assert made.device_pages_free == 0
+        with pytest.raises(CapacityError):
+            contiguous_device_pages(made.allocator, "more", NUMEL, torch.float32)
+        for each in (taken[0], taken[2]):
+            made.allocator.release(each)
+        told = "two needs 2 contiguous device pages and the free ones are scattered; .* raise device_memory"
+        with pytest.raises(CapacityError, match=told):
+            contiguous_device_pages(made.allocator, "two", 2 * NUMEL, torch.float32)
+        assert made.device_pages_free == 2
+        made.allocator.release(taken[1])
+        two = contiguous_device_pages(made.allocator, "two", 2 * NUMEL, torch.float32)
+        assert two.tensor().numel() == 2 * NUMEL and made.device_pages_free == 1
