@@ -46,6 +46,7 @@ class FlatGradient:
         supply: source of the gradient pages; not used if the gradient waits in `.grad`.
         in_ram: adds gradients of a device to sums in RAM; None: the device has no memory of its own.
         stream: the run's compute stream; None: the current one.
+        before_change, release_idle_units: see `GradientShard`.
     """
 
     def __init__(
@@ -57,6 +58,9 @@ class FlatGradient:
         supply: PageSupply,
         in_ram: HostAccumulator | None = None,
         stream: ComputeStream | None = None,
+        *,
+        before_change: Callable[[], None] = lambda: None,
+        release_idle_units: Callable[[], None] = lambda: None,
     ) -> None:
         self.route = route
         self.store = store
@@ -65,7 +69,16 @@ class FlatGradient:
         self.in_place = route.waits is Waits.IN_GRAD
         self._has_gaps = store.layout.padded_numel != sum(slot.numel for slot in store.layout.slots)
         self.record = GradientRecord(f"flat {store.layout.index}", len(store.layout.slots))
-        self.shard = GradientShard(store, route, self.record, allocator, supply, in_ram)
+        self.shard = GradientShard(
+            store,
+            route,
+            self.record,
+            allocator,
+            supply,
+            in_ram,
+            before_change=before_change,
+            release_idle_units=release_idle_units,
+        )
         self.view = GradView(store, route, self.record, self.shard, sharing, allocator.backend, stream)
 
     def reserve(self) -> None:

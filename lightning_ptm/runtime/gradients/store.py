@@ -33,8 +33,7 @@ from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.memory.streams import Copies, Pair
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute
 from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, GradEvent, GradientRecord
-from lightning_ptm.runtime.tensors.contiguous_pages import contiguous_device_pages
-from lightning_ptm.runtime.units.store import FlatStore
+from lightning_ptm.runtime.units.store import FlatStore, contiguous_device_pages
 from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
@@ -75,15 +74,15 @@ class GradientPages:
 
     Args:
         sets: all sets of the pool.
+        while_waiting: called while compute waits for a set: advances updates, and raises their errors.
     """
 
-    def __init__(self, sets: Iterable[PagedTensor]) -> None:
+    def __init__(self, sets: Iterable[PagedTensor], while_waiting: Callable[[], None] = lambda: None) -> None:
+        self._while_waiting = while_waiting
         self._changed = threading.Condition()
         self._free: dict[tuple[int, torch.dtype], list[PagedTensor]] = {}
         for tensor in sets:
             self.give_back(tensor)
-        self.while_waiting: Callable[[], None] = lambda: None
-        """Called while compute waits for a set: advances updates, and raises their errors."""
 
     def take(self, numel: int, dtype: torch.dtype) -> PagedTensor:
         """Returns a set with undefined contents; waits for one.
@@ -98,7 +97,7 @@ class GradientPages:
                 if free:
                     return free.pop()
                 self._changed.wait(_LOOK_S)
-            self.while_waiting()
+            self._while_waiting()
             if monotonic() > deadline:
                 raise CapacityError(
                     f"no pages for a gradient of {numel} elements were freed for {_TIMEOUT_S:.0f} s, so updates are "
@@ -183,6 +182,9 @@ class GradientShard:
         record: what the pages hold.
         supply: source of the pages; not used if the gradient waits in `.grad`.
         in_ram: adds gradients of a device to sums in RAM; None: the device has no memory of its own.
+        before_change: called before gradients are written other than by a backward pass, since an update may still read
+            them.
+        release_idle_units: makes units that are not in use release their device pages.
     """
 
     def __init__(
@@ -193,6 +195,9 @@ class GradientShard:
         allocator: Allocator,
         supply: PageSupply,
         in_ram: HostAccumulator | None = None,
+        *,
+        before_change: Callable[[], None] = lambda: None,
+        release_idle_units: Callable[[], None] = lambda: None,
     ) -> None:
         self._layout = store.layout
         self._arrangement = store.binding.arrangement
@@ -204,10 +209,8 @@ class GradientShard:
         self._in_ram = in_ram
         self.widens = route.dtype != store.binding.dtype
         """Whether the sum has a wider dtype than the gradients that are added."""
-        self.before_change: Callable[[], None] = _nothing
-        """Called before gradients are written other than by a backward pass, since an update may still read them."""
-        self.release_idle_units: Callable[[], None] = _nothing
-        """Makes units that are not in use release their device pages."""
+        self.before_change = before_change
+        self.release_idle_units = release_idle_units
         # state
         self._pages: PagedTensor | None = None
         self._arriving: _Arriving | None = None
@@ -491,7 +494,3 @@ class GradientShard:
             else:
                 each.tensor().copy_(more)
             self._transfers.append((self._allocator.copy(each, pages, target_start=start), each))
-
-
-def _nothing() -> None:
-    """Default callback; does nothing."""
