@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
-from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Waits
+from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Until, Waits
 from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, GradEvent, GradientRecord, GradientState
 from lightning_ptm.runtime.gradients.store import GradientShard
 from lightning_ptm.runtime.gradients.view import GradView
@@ -265,7 +265,7 @@ class FlatGradient:
         """
         if self.record.state is not GradientState.HANDED:
             return
-        if self.route.outlives_step and not scratch:
+        if self.route.until is Until.CLEARED and not scratch:
             self.record.send(GradEvent.KEEP)
         else:
             self.view.retire(clipped=clipped, scratch=scratch)

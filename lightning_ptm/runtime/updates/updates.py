@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.planning.update_order import first_to_wait_for
+from lightning_ptm.runtime.deciding.gradient_route import Until
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate, OptimizerGroups
 from lightning_ptm.update.flat_states import FlatStates
@@ -87,7 +88,7 @@ class UpdateScheduler(abc.ABC):
     def arm(self, optimizer: Optimizer) -> None:
         """Updates units as their backward ends, until the step, unless routes leave the update to the step."""
         index = self.groups.index_of(optimizer)
-        if not any(flat.gradient.route.outlives_backward for _, flat in self.groups.flats_of(index)):
+        if all(flat.gradient.route.until is Until.BACKWARD for _, flat in self.groups.flats_of(index)):
             self._armed = _Armed(index)
 
     @property

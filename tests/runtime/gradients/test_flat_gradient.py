@@ -15,47 +15,44 @@ from torch import Tensor
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.sharding import Axis, ShardGroup
-from lightning_ptm.runtime.deciding.gradient_route import Waits, route
+from lightning_ptm.runtime.deciding.gradient_route import GradientUse, Passes, Until, Waits, route
 from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
 from lightning_ptm.runtime.gradients.store import GradientPages, HostAccumulator
 from lightning_ptm.runtime.gradients.view import GradPlaceholder
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.gradient_source import ParameterGradients, ShardGradient, Transform
 
-PLACES: dict[str, tuple[Waits, Tier, dict[str, bool]]] = {
+PLACES: dict[str, tuple[Waits, Tier, dict[str, Any]]] = {
     "in .grad": (Waits.IN_GRAD, Tier.DEVICE, {}),
-    "kept on the device": (Waits.KEPT, Tier.DEVICE, {"sums": True, "outlives_backward": True}),
-    "kept in RAM": (Waits.KEPT, Tier.HOST, {"outlives_backward": True}),
-    "kept on disk": (Waits.KEPT, Tier.DISK, {"outlives_backward": True}),
+    "kept on the device": (Waits.KEPT, Tier.DEVICE, {"passes": Passes.COPIED, "until": Until.STEP}),
+    "kept in RAM": (Waits.KEPT, Tier.HOST, {"until": Until.STEP}),
+    "kept on disk": (Waits.KEPT, Tier.DISK, {"until": Until.STEP}),
     "from the first in RAM": (Waits.FROM_FIRST, Tier.HOST, {}),
     "from the first on disk": (Waits.FROM_FIRST, Tier.DISK, {}),
-    "passing": (Waits.PASSING, Tier.DEVICE, {"sums": True}),
+    "passing": (Waits.PASSING, Tier.DEVICE, {"passes": Passes.COPIED}),
     "travelling in RAM": (Waits.QUEUED, Tier.HOST, {"lock_free": True}),
     "travelling on disk": (Waits.QUEUED, Tier.DISK, {"lock_free": True}),
-    "sums in RAM": (Waits.KEPT, Tier.HOST, {"outlives_backward": True}),
+    "sums in RAM": (Waits.KEPT, Tier.HOST, {"until": Until.STEP}),
     "travelling sums": (Waits.QUEUED, Tier.HOST, {"lock_free": True}),
 }
 """Of sums: as a device's, what comes is added when somebody looks or waits."""
 IN_PAGES = [place for place in PLACES if place != "in .grad"]
-NOTHING = {
-    "sums": False,
-    "widens": False,
-    "lock_free": False,
-    "reduced_at_step": False,
-    "outlives_backward": False,
-    "outlives_step": False,
-}
+
+
+def use_of(**asked: Any) -> GradientUse:
+    """Of a gradient that one rank has, which is updated in the backward."""
+    return GradientUse(**{"until": Until.BACKWARD, "passes": Passes.AS_LEFT, **asked})
 
 
 class One:
     """The gradient of one flat: a weight and a bias that fill one page of fp32, of each rank."""
 
-    def __init__(self, made: Parts, place: str, dtype: torch.dtype, **asked: bool) -> None:
+    def __init__(self, made: Parts, place: str, dtype: torch.dtype, **asked: Any) -> None:
         waits, tier, questions = PLACES[place]
         self.parts = made
         (store,) = made.flats
-        one_rank = made.communicator.world_size == 1
-        chosen = route(tier, dtype, one_rank=one_rank, **{**NOTHING, **questions, **asked})
+        several = {"passes": Passes.COPIED} if made.communicator.world_size > 1 else {}
+        chosen = route(tier, dtype, use_of(**{**questions, **several, **asked}))
         assert chosen.waits is waits
         sets = [made.allocator.allocate("set", NUMEL, dtype, tier) for _ in range(2)] if "travel" in place else []
         self.travelling = GradientPages(sets)
@@ -102,7 +99,7 @@ class One:
 
 @contextmanager
 def one(
-    place: str, disk: Path, *, dtype: torch.dtype = torch.float32, device_pages: int = 8, **asked: bool
+    place: str, disk: Path, *, dtype: torch.dtype = torch.float32, device_pages: int = 8, **asked: Any
 ) -> Iterator[One]:
     with parts(OnePage(), (), disk=disk if "disk" in place else None, device_pages=device_pages) as made:
         yield One(made, place, dtype, **asked)
@@ -149,7 +146,7 @@ def test_sums_of_16_bits_are_fp32(disk: Path, place: str) -> None:
         _, tier, questions = PLACES[place]
         numel = flat.layout.shard_numel
         sets = [made.allocator.allocate("set", numel, torch.float32, tier)] if "travel" in place else []
-        chosen = route(tier, torch.float32, one_rank=True, **{**NOTHING, **questions, "sums": True})
+        chosen = route(tier, torch.float32, use_of(**{**questions, "passes": Passes.COPIED}))
         supply = GradientPages(sets).supply(numel, torch.float32) if sets else made.supply(flat, chosen)
         gradient = FlatGradient(flat, chosen, made.allocator, made.sharing, supply)
         it.gradient, (it.weight, it.bias), it.parts = gradient, flat.binding.parameters, made
@@ -422,7 +419,7 @@ def test_a_part_of_a_gradient_is_not_shown(disk: Path, look: str) -> None:
 def test_sums_of_passes_wait_beside_grad_until_they_are_reduced(disk: Path) -> None:
     with parts(OnePage(), (), disk=disk, dtype=torch.bfloat16, gradient_itemsize=4) as made:
         (flat,) = made.flats
-        chosen = route(Tier.HOST, torch.float32, one_rank=False, **{**NOTHING, "sums": True, "outlives_backward": True})
+        chosen = route(Tier.HOST, torch.float32, use_of(passes=Passes.COPIED, until=Until.STEP))
         gradient = FlatGradient(flat, chosen, made.allocator, made.sharing, made.supply(flat, chosen))
         weight, _ = flat.binding.parameters
         for value in (256.0, 1.0, 1.0):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from small_parts import NUMEL, OnePage, parts
-from test_flat_gradient import NOTHING
+from test_flat_gradient import use_of
 
 from lightning_ptm.comm import Work
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.memory.paged_tensor import PagedTensor
-from lightning_ptm.runtime.deciding.gradient_route import route
+from lightning_ptm.runtime.deciding.gradient_route import Passes, Until, route
 from lightning_ptm.runtime.gradients.state import GradEvent, GradientRecord, GradientState
 from lightning_ptm.runtime.gradients.store import GradientShard
 from lightning_ptm.terms import Tier
@@ -30,7 +30,7 @@ class Driven:
     def __init__(self, made: Any, tier: Tier) -> None:
         self.parts = made
         (store,) = made.flats
-        way = route(tier, torch.float32, one_rank=False, **{**NOTHING, "sums": True, "outlives_backward": True})
+        way = route(tier, torch.float32, use_of(passes=Passes.COPIED, until=Until.STEP))
         assert way.tier is tier
         self.record = GradientRecord("flat 0", 2)
         self.before_change: Callable[[], None] = lambda: None

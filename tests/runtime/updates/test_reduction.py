@@ -13,7 +13,7 @@ from small_parts import NUMEL, Model, Parts, parts
 from lightning_ptm.comm import NeededCollective
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError, UsageError
-from lightning_ptm.runtime.deciding.gradient_route import route
+from lightning_ptm.runtime.deciding.gradient_route import GradientUse, Passes, Until, route
 from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.reduction import Reduction
@@ -34,8 +34,9 @@ class Run:
         self.given_up = 0
         self.in_the_way: list[Any] = []
         several = made.communicator.world_size > 1
-        asked = {"sums": False, "widens": False, "lock_free": False, "outlives_backward": True, "outlives_step": False}
-        way = route(home, torch.float32, one_rank=not several, reduced_at_step=reduced_at_step, **asked)
+        passes = Passes.COPIED if several else Passes.AS_LEFT
+        use = GradientUse(until=Until.STEP, passes=passes, reduced_at_step=reduced_at_step)
+        way = route(home, torch.float32, use)
         self.flats = [
             tuple(
                 FlatUpdate(
