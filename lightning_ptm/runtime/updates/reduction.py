@@ -79,7 +79,7 @@ class Reduction:
             yield
         finally:
             if self._postponing:
-                self._postponed = [unit for unit in reversed(range(len(self._flats))) if self._flats[unit]]
+                self._postponed = [unit for unit in reversed(range(len(self._flats))) if not self._in_grad[unit]]
             self._postponing = False
 
     def collect(self, unit: int) -> None:

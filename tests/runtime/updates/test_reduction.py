@@ -119,6 +119,16 @@ def test_alone_nothing_is_postponed() -> None:
         it.reduction.collect_postponed()
 
 
+def test_units_whose_gradients_all_stay_in_grad_have_none_to_reduce_at_the_step() -> None:
+    with parts(Model(2)) as made:
+        it = Run(made, Tier.DEVICE, reduced_at_step=True)
+        with it.reduction.postponed():
+            it.backward(1, 2.0)
+            it.reduction.collect(1)
+        it.reduction.collect_postponed()
+        assert it.in_grad(1)
+
+
 def test_ranks_agree_and_tell_whether_a_gradient_is_missing() -> None:
     with of_two() as it:
         it.backward(2, 2.0)
