@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lightning_ptm.memory.streams import ComputeStream
     from lightning_ptm.memory.transfer import Transfer
     from lightning_ptm.planning.sharding import ShardGroup
-    from lightning_ptm.runtime.gradients.store import Addition, HostAccumulator, PageSupply
+    from lightning_ptm.runtime.gradients.store import Addition, HostAccumulator, InFlight, PageSupply
 
 
 class FlatGradient:
@@ -44,6 +44,7 @@ class FlatGradient:
         route: where the gradient waits.
         sharing: the ranks that share the gradient.
         supply: source of the gradient pages; not used if the gradient waits in `.grad`.
+        in_flight: the run's gradients that are in flight.
         in_ram: adds gradients of a device to sums in RAM; None: the device has no memory of its own.
         stream: the run's compute stream; None: the current one.
         before_change, release_idle_units: see `GradientShard`.
@@ -56,6 +57,7 @@ class FlatGradient:
         allocator: Allocator,
         sharing: ShardGroup,
         supply: PageSupply,
+        in_flight: InFlight,
         in_ram: HostAccumulator | None = None,
         stream: ComputeStream | None = None,
         *,
@@ -75,6 +77,7 @@ class FlatGradient:
             self.record,
             allocator,
             supply,
+            in_flight,
             in_ram,
             before_change=before_change,
             release_idle_units=release_idle_units,

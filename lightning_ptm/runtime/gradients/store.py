@@ -164,6 +164,54 @@ class HostAccumulator:
         return Addition(self._to_host.launch([Pair(value, part)]), value, sum_, adds=adds)
 
 
+class InFlight:
+    """The gradients of a run with reductions or copies in flight, in the order in which these were started.
+
+    Their buffers are device pages that the run gets back when they have ended.
+    """
+
+    def __init__(self) -> None:
+        self._shards: dict[GradientShard, None] = {}
+
+    def add(self, shard: GradientShard) -> None:
+        """Adds a gradient; no effect if it is in flight already."""
+        self._shards[shard] = None
+
+    def discard(self, shard: GradientShard) -> None:
+        """Removes a gradient, if it is in flight."""
+        self._shards.pop(shard, None)
+
+    def release(self, wait: bool) -> bool:
+        """Releases device pages of gradients that have reached their home. Returns whether any page was freed.
+
+        Args:
+            wait: also waits for those that have not.
+        """
+        freed = False
+        for shard in tuple(self._shards):
+            freed |= shard.release(wait=wait)
+        return freed
+
+    def settle(self) -> None:
+        """Waits for all of them."""
+        for shard in tuple(self._shards):
+            shard.settle()
+
+    def limit_additions(self) -> None:
+        """Waits for additions in RAM if the host is too many units ahead of the device."""
+        adding = [shard for shard in self._shards if shard.adds_in_ram]
+        if adding:
+            ahead = [*dict.fromkeys(shard.unit for shard in adding)][-UNITS_AHEAD:]
+            for shard in adding:
+                if shard.unit not in ahead:
+                    shard.settle()
+
+    def end_additions(self) -> None:
+        """Waits for additions to sums in RAM, at the end of the run."""
+        for shard in tuple(self._shards):
+            shard.end_additions()
+
+
 @dataclasses.dataclass(slots=True)
 class _Arriving:
     """A reduction in flight: it reads `full` (None once that is released) and writes this rank's share to `part`."""
@@ -181,6 +229,7 @@ class GradientShard:
         route: where the gradient waits.
         record: what the pages hold.
         supply: source of the pages; not used if the gradient waits in `.grad`.
+        in_flight: those of the run; it is one of them while its reduction or copies are.
         in_ram: adds gradients of a device to sums in RAM; None: the device has no memory of its own.
         before_change: called before gradients are written other than by a backward pass, since an update may still read
             them.
@@ -194,6 +243,7 @@ class GradientShard:
         record: GradientRecord,
         allocator: Allocator,
         supply: PageSupply,
+        in_flight: InFlight,
         in_ram: HostAccumulator | None = None,
         *,
         before_change: Callable[[], None] = lambda: None,
@@ -206,6 +256,8 @@ class GradientShard:
         self._record = record
         self._allocator = allocator
         self._supply = supply
+        self._in_flight = in_flight
+        self.unit = store.layout.unit
         self._in_ram = in_ram
         self.widens = route.dtype != store.binding.dtype
         """Whether the sum has a wider dtype than the gradients that are added."""
@@ -283,6 +335,7 @@ class GradientShard:
         """
         self._record.send(GradEvent.REDUCE, present)
         self._arriving = _Arriving(work, full, part)
+        self._in_flight.add(self)
 
     def settle(self) -> None:
         """Waits until the gradient pages may be read, and frees the buffers of finished transfers and of `on_device`."""
@@ -292,8 +345,9 @@ class GradientShard:
             if not transfer.done():
                 transfer.wait()
             self._allocator.release(buffer)
+        self._in_flight.discard(self)
 
-    def give_back(self, *, wait: bool) -> bool:
+    def release(self, *, wait: bool) -> bool:
         """Releases device pages of gradients that have reached their home.
 
         Args:
@@ -310,6 +364,8 @@ class GradientShard:
         if wait and self._arriving is not None:
             self.settle()
             return True
+        if not self.in_flight:
+            self._in_flight.discard(self)
         return bool(gone)
 
     def finish_reduction(self) -> None:
@@ -479,6 +535,8 @@ class GradientShard:
             self._allocator.release(part)
         else:
             self._transfers.append((self._allocator.copy(part, pages), part))
+        if self._transfers:
+            self._in_flight.add(self)
 
     def _add_through(self, so_far: Sequence[PagedTensor], values: Tensor, pages: PagedTensor) -> None:
         """Adds values (shard_numel,) to pages without addresses."""
