@@ -313,14 +313,6 @@ def _counted_bytes(blueprint: Blueprint, rows: list[Row], transit: Mapping[Tier,
         counted[blueprint.ram] += whole(placement.staging_bytes)
     for tier, pages in transit.items():
         counted[tier] += pages * page
-    counted[blueprint.ram] += whole(
-        sum(
-            home_bytes(flat.gradient_bytes)
-            for flat in blueprint.trained_flats()
-            for homes in (placement.homes[flat.unit],)
-            if not blueprint.unified and homes.gradient.computes and not homes.master.computes
-        )
-    )
     travel = blueprint.lock_free.gradients if blueprint.lock_free is not None else ()
     beside = [row for row in rows if row.what in (What.SAVES, What.VERSIONS)]
     counted[blueprint.ram] += pages_of((*travel, *beside), page) * page
@@ -344,11 +336,12 @@ def _in_place_home_bytes(blueprint: Blueprint) -> int:
 
 def _outside_bytes(blueprint: Blueprint) -> int:
     """Returns the most bytes that passing gradients in `.grad` take at once: the root's and those of two other units."""
-    if blueprint.layout.shared or blueprint.placement.keeps_gradients:
+    placement = blueprint.placement
+    if blueprint.layout.shared or placement.keeps_gradients:
         return 0
     per_unit = [
         sum(flat.padded_bytes for flat in blueprint.layout.flats_of(unit) if flat.trainable)
-        if blueprint.gradient_home(unit).computes
+        if placement.homes[unit].gradient.computes
         else 0
         for unit in range(len(blueprint.units))
     ]

@@ -109,11 +109,10 @@ class VirtualGradients:
         return LaidOut(full, reduced, passing)
 
     def _gradients_leave(self, unit: int) -> bool:
-        return self._blueprint.gradient_home(unit) is not Tier.DEVICE
+        return self._blueprint.placement.homes[unit].gradient is not Tier.DEVICE
 
     def _update(self, unit: int) -> None:
         """Passes a unit's reduced gradients to the update, and releases the unit."""
-        blueprint, layout = self._blueprint, self._layout
         for shared in (True,) if self._gradients_leave(unit) else (True, False):
             held = self._gradients.get((unit, shared), 0)
             stays = min(held, self._after_reduction(unit, shared=shared))
@@ -122,9 +121,9 @@ class VirtualGradients:
             self._leaving.append((unit, shared))
         self._units.release(unit)
         self._units.evict(unit)
-        if layout.gathers(unit):
+        if self._layout.gathers(unit):
             self._done.add(Operation.REDUCE, unit, Kind.GRADIENT)
-        if blueprint.placement.homes[unit].gradient is not Tier.DEVICE:
+        if self._gradients_leave(unit):
             self._done.add(Operation.OFFLOAD, unit, Kind.GRADIENT)
         self._done.add(Operation.UPDATE, unit, Kind.MASTER)
 
