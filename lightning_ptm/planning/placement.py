@@ -25,17 +25,16 @@ from lightning_ptm.planning.capacity_words import (
 )
 from lightning_ptm.planning.device_demand import (
     Demand,
-    extra_gradient_pages,
     gradient_demands,
     gradient_linger,
     parameter_demands,
 )
 from lightning_ptm.planning.home_bytes import Bytes, HomeBytes, less, together
 from lightning_ptm.planning.inventory import What
-from lightning_ptm.planning.layout import ModelLayout, round_up
+from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
 from lightning_ptm.planning.lifetime import Uses, uses_of
 from lightning_ptm.planning.page_occupancy import Occupancy
-from lightning_ptm.planning.placement_data import Budget, Gradients, Homes, Placement, PlacementWishes
+from lightning_ptm.planning.placement_data import Budget, GradientRow, Gradients, Homes, Placement, PlacementWishes
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import Kind, Tier
 
@@ -216,18 +215,19 @@ class _Problem:
         master_homes = self._place_masters()
         gradient_homes = self._place_gradients(parameter_homes, master_homes)
         homes = tuple(map(Homes, parameter_homes, gradient_homes, master_homes))
+        gradients = tuple(map(self._gradients, self._units, gradient_homes))
         page = self._layout.page_size
         used = {tier: capacity[tier] - min(self._left[tier]) for tier in self._budget}
         used[Tier.DEVICE] = round_up(used[Tier.DEVICE], page)
         most_pages = sum(
             2 * self._layout.full_pages(unit, in_place=home.computes)
             + self._layout.gathered_pages(unit)
-            + 2 * (self._layout.full_gradient_pages(unit) + max(beside, self._layout.trainable_pages(unit)))
-            for unit, home in enumerate(parameter_homes)
-            for beside in (extra_gradient_pages(self._layout, unit, self._gradients(gradient_homes[unit])),)
+            + 2 * (passing.full() + max(passing.beside(), sum(row.shard for row in passing.rows)))
+            for unit, (home, passing) in enumerate(zip(parameter_homes, gradients, strict=True))
         )
         return Placement(
             homes=homes,
+            gradients=gradients,
             master_bytes_per_element=self._per_element,
             keeps_gradients=self._keep_gradients,
             sums_gradients=self._sums_gradients,
@@ -370,15 +370,34 @@ class _Problem:
         return next(iter(self._slower_tiers(None)))
 
     def _demands(self, unit: int, parameter_home: Tier, gradient_home: Tier | None = None) -> list[Demand]:
-        gradients = self._gradients(gradient_home or self._gradient_home(parameter_home))
+        gradients = self._gradients(unit, gradient_home or self._gradient_home(parameter_home))
         demands = list(parameter_demands(self._layout, self._uses, unit, parameter_home, comfortable=self._comfortable))
-        demands += gradient_demands(self._layout, self._uses, unit, gradients)
+        demands += gradient_demands(self._uses, unit, gradients)
         if self._comfortable:
-            demands += gradient_linger(self._layout, self._uses, unit, gradients)
+            demands += gradient_linger(self._uses, unit, gradients)
         return demands
 
-    def _gradients(self, home: Tier) -> Gradients:
-        return Gradients(home, self._keep_gradients, self._sums_gradients)
+    def _gradients(self, unit: int, home: Tier) -> Gradients:
+        """Returns the pages of a unit's gradients that wait in `home`."""
+        flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable]
+        return Gradients(
+            home.computes and not self._keep_gradients, tuple(self._gradient(flat, home) for flat in flats)
+        )
+
+    def _gradient(self, flat: FlatLayout, home: Tier) -> GradientRow:
+        reduces = not self._layout.needs_no_reduction(flat)
+        added_at_home = not reduces and home.computes and self._keep_gradients
+        through_buffer = self._sums_gradients and not home.addressable and not flat.shared
+        return GradientRow(
+            flat.index,
+            reduces,
+            full=0 if added_at_home else self._pages(flat.padded_bytes),
+            shard=flat.shard_pages,
+            sum=self._pages(flat.gradient_bytes) if through_buffer else 0,
+        )
+
+    def _pages(self, size: int) -> int:
+        return -(-size // self._layout.page_size)
 
     def _add(self, demands: Iterable[Demand]) -> None:
         for demand in demands:

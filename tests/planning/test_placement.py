@@ -118,7 +118,7 @@ def test_gradients_leave_the_device_for_an_update_elsewhere(keep: bool) -> None:
     assert [each.gradient for each in found.homes] == [DEVICE, HOST]
     assert found.at_home_bytes[DEVICE] == (3 + 6 + keep) * PAGE
     assert found.at_home_bytes[HOST] == (12 + 2) * PAGE
-    with pytest.raises(CapacityError, match="the gradients of layers.0 need 128 KiB"):
+    with pytest.raises(CapacityError, match=r"the gradients of layers\.0 need 128 KiB"):
         placed(
             layout, pages(100, host=18 + 1), wishes=PlacementWishes(DEVICE, HOST), unified=False, keep_gradients=keep
         )

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import InternalError
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.planning.device_demand import extra_gradient_pages
 from lightning_ptm.planning.inventory import EMPTY, Inventory, Row
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.placement_data import Budget, Placement
@@ -172,10 +171,7 @@ class Blueprint:
             2 * layout.full_pages(unit, in_place=in_place) + (0 if in_place else layout.gathered_pages(unit))
             for unit, in_place in at_home.items()
         )
-        gradients = (
-            layout.full_gradient_pages(unit) + extra_gradient_pages(layout, unit, self.placement.gradients(unit))
-            for unit in self.by_need
-        )
+        gradients = (each.full() + each.beside() for each in map(self.placement.gradients.__getitem__, self.by_need))
         return (max(pages, default=0) + max(gradients, default=0)) * layout.page_size
 
     def updates_late(self, unit: int, *, apart: bool) -> bool:

@@ -340,9 +340,7 @@ def _outside_bytes(blueprint: Blueprint) -> int:
     if blueprint.layout.shared or placement.keeps_gradients:
         return 0
     per_unit = [
-        sum(flat.padded_bytes for flat in blueprint.layout.flats_of(unit) if flat.trainable)
-        if placement.homes[unit].gradient.computes
-        else 0
-        for unit in range(len(blueprint.units))
+        gradients.full() if homes.gradient.computes else 0
+        for homes, gradients in zip(placement.homes, placement.gradients, strict=True)
     ]
-    return per_unit[0] + 2 * max(per_unit[1:], default=0)
+    return (per_unit[0] + 2 * max(per_unit[1:], default=0)) * blueprint.layout.page_size
