@@ -304,7 +304,6 @@ class Engine:
             blueprint,
             self.stores,
             self.values,
-            self.bars,
             trains=trains,
             precise_bytes=self.precise_bytes(),
             handed=self._handed,

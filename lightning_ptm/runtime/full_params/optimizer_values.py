@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.progress import Progress, Seen
-from lightning_ptm.runtime.tensors import page_io
 from lightning_ptm.runtime.tensors.parts import put_together
 from lightning_ptm.runtime.units.store import UnitStore
 
@@ -128,7 +127,7 @@ class OptimizerValues:
                     del whole  # so that no two of them exist at once
                     paged = update.states.slots.get(name) if last_read and update is not None else None
                     if paged is not None:
-                        self._gathered_flats.allocator.discard(paged)
+                        self._gathered_flats.pages.allocator.discard(paged)
                 for slot, state in states.items():
                     yield binding.parameters[slot], state
                 seen(size_bytes)
@@ -159,7 +158,8 @@ class OptimizerValues:
         """
         flats = [flat for flat in self._gathered_flats.updates.values() if flat.optimizer == optimizer]
         total_bytes = sum(flat.states.elements(name).nbytes for flat in flats for name in flat.states.slots)
-        with self._progress.bar("loading optimizer states", total_bytes) as seen:
+        pages = self._gathered_flats.pages
+        with self._progress.bar("loading optimizer states", total_bytes) as seen, pages.operation():
             for flat in flats:
                 self._load_flat(flat, states, seen)
 
@@ -177,10 +177,15 @@ class OptimizerValues:
         """
         flats = [flat for flat in self._gathered_flats.updates.values() if flat.optimizer == optimizer]
         total_bytes = sum(flat.states.elements(name).nbytes for flat in flats for name in flat.states.slots)
-        with self._progress.bar("optimizer states into pages", total_bytes) as seen:
+        pages = self._gathered_flats.pages
+        with (
+            self._progress.bar("optimizer states into pages", total_bytes) as seen,
+            pages.operation(),
+            handed.pages.operation(),
+        ):
             for flat in flats:
                 for name in flat.states.everywhere:
-                    handed.write_states(flat, name, before, self._gathered_flats.allocator, seen)
+                    handed.write_states(flat, name, before, pages, seen)
                 self._load_flat(flat, states, seen, keep=True)
 
     def _load_flat(
@@ -216,10 +221,8 @@ class OptimizerValues:
             else:
                 given, boxes = binding.arrangement.as_laid(given), binding.arrangement.boxes
             if name in ours.slots and not (keep and all(value is None for value in given)):
-                segments = ours.state_segments(name)
-                page_io.fill(
-                    self._gathered_flats.allocator, ours.elements(name), segments, given, boxes, keep=keep, seen=seen
-                )
+                segments, pages = ours.state_segments(name), self._gathered_flats.pages
+                pages.fill(ours.elements(name), segments, given, boxes, keep=keep, seen=seen)
         for slot, state in enumerate(per_slot):
             paged_names = ours.state_names(slot) if ours.traits.whole else ours.slots.keys()
             fresh = state is None or not (state or keep)

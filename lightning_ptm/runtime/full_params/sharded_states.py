@@ -234,7 +234,7 @@ class AllShardedStates:
         update = self._gathered_flats.update_of(flat)
         if update is None or not update.states.traits.whole:
             return None
-        cuts = chunk_bounds_of(flat.layout, chunk_numel(self._gathered_flats.allocator.page_size))
+        cuts = chunk_bounds_of(flat.layout, chunk_numel(self._gathered_flats.pages.allocator.page_size))
         if kind == PARAMETERS:
             return cuts.starts
         layout = update.states.layouts[kind]

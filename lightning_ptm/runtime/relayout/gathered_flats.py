@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lightning_ptm.runtime.tensors import page_io
-from lightning_ptm.runtime.tensors.page_io import Elements
+from lightning_ptm.runtime.tensors.page_io import Elements, PageIO
 from lightning_ptm.runtime.units.store import FlatStore, UnitStore
 from lightning_ptm.update.flat_states import Segment, shard_segments
 
@@ -48,7 +47,7 @@ class GatheredFlats:
         flats: Sequence[Sequence[FlatUpdate]],
         holders: ModelSharding,
     ) -> None:
-        self.allocator = allocator
+        self.pages = PageIO(allocator)
         self.communicator = communicators.world
         self.stores = stores
         self.holders = holders
@@ -159,7 +158,7 @@ class GatheredFlats:
 
     def read(self, paged: Elements) -> Tensor:
         """Returns the values of paged elements, on the CPU."""
-        return page_io.read(self.allocator, paged)
+        return self.pages.read(paged)
 
 
 def flats_of(store: UnitStore) -> Iterator[tuple[FlatBinding, FlatStore | None]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,10 +30,10 @@ from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator, Communicators
-    from lightning_ptm.memory.allocator import Allocator
     from lightning_ptm.planning.sharding import Axis
     from lightning_ptm.planning.tensor_slices import TensorSlice
     from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
+    from lightning_ptm.runtime.tensors.page_io import PageIO
     from lightning_ptm.runtime.units.binding import FlatBinding
     from lightning_ptm.runtime.units.store import FlatStore, UnitStore
     from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
@@ -60,7 +60,7 @@ class PreviousState:
     parameters.
 
     Args:
-        gathered_flats: reads the engine's flats; this object owns its allocator from now on.
+        gathered_flats: reads the engine's flats; this object owns their pages from now on.
         optimizers: the engine's, in the order of their numbers.
         scalars: states that are not element-wise, by (flat, optimizer).
         originals: values before they were rounded to compute precision, by id of parameter.
@@ -78,12 +78,13 @@ class PreviousState:
         of_files: Collection[int],
         disk_paths: tuple[Path, ...],
     ) -> None:
-        self.allocator = gathered_flats.allocator
+        self.pages = gathered_flats.pages
+        self.allocator = self.pages.allocator
         self.disk_paths = disk_paths
         self.optimizers = tuple(optimizers)
         self.flats: dict[tuple[object, ...], PreviousFlat] = {}
         """By geometry (`shard_map.geometry`)."""
-        self.resharder = Resharder(self.allocator)
+        self.resharder = Resharder(self.pages)
         self._values: dict[int, ShardMap] = {}
         self._precise: dict[int, ShardMap] = {}
         self._states: dict[tuple[int, str], dict[int, ShardMap]] = {}
@@ -205,15 +206,15 @@ class PreviousState:
         assert value is not None
         return put_together(value, self._boxes.get(key), world)
 
-    def write_precise(self, target: PagedTensor, flat: FlatStore, allocator: Allocator, seen: Seen) -> None:
+    def write_precise(self, target: PagedTensor, flat: FlatStore, pages: PageIO, seen: Seen) -> None:
         """Writes master weights of a flat. Parameters that are not in the old pages keep what new pages have."""
         here = {id(each) for each in flat.binding.parameters}
         originals = {key: original for key, original in self._originals.items() if key in here}
         sources = {key: self._precise[key] for key in here - originals.keys() if key in self._precise}
         keep = len(sources) + len(originals) < len(here)
-        self._write(target, self._new(flat, target), sources, originals, flat, allocator, keep=keep, seen=seen)
+        self._write(target, self._new(flat, target), sources, originals, flat, pages, keep=keep, seen=seen)
 
-    def write_values(self, flat: FlatStore, allocator: Allocator, seen: Seen) -> None:
+    def write_values(self, flat: FlatStore, pages: PageIO, seen: Seen) -> None:
         """Writes compute parameters of a flat. Called after `write_precise`, as it frees the old pages that it reads."""
         target = flat.values
         known = {id(each) for each in flat.binding.parameters if each in self}
@@ -224,9 +225,9 @@ class PreviousState:
         }
         sources |= {key: self._precise[key] for key in known - sources.keys() - originals.keys()}
         keep, new = len(known) < len(flat.binding.parameters), self._new(flat, target)
-        self._write(target, new, sources, originals, flat, allocator, keep=keep, last_read=True, seen=seen)
+        self._write(target, new, sources, originals, flat, pages, keep=keep, last_read=True, seen=seen)
 
-    def write_states(self, update: FlatUpdate, name: str, before: int, allocator: Allocator, seen: Seen) -> None:
+    def write_states(self, update: FlatUpdate, name: str, before: int, pages: PageIO, seen: Seen) -> None:
         """Writes one kind of states of a flat. If the old pages have none for any parameter, the new pages keep their
         initial states, as at the start of a run; else parameters without old states get 0.
 
@@ -243,7 +244,7 @@ class PreviousState:
         target = states.elements(name) if name in states.slots else None
         ranks = next(iter(sources.values())).ranks
         new = ShardMap(flat.layout, ranks, keys, states.dtype_of(name), target, states.everywhere[name].own)
-        self._write(target, new, sources, {}, flat, allocator, last_read=True, seen=seen)
+        self._write(target, new, sources, {}, flat, pages, last_read=True, seen=seen)
 
     def _new(self, flat: FlatStore, target: page_io.Elements) -> ShardMap:
         ranks = (0,) * flat.communicator.world_size  # only their number is used
@@ -256,7 +257,7 @@ class PreviousState:
         sources: Mapping[int, ShardMap],
         tensors: Mapping[int, Tensor],
         flat: FlatStore,
-        allocator: Allocator,
+        pages: PageIO,
         *,
         keep: bool = False,
         last_read: bool = False,
@@ -270,7 +271,7 @@ class PreviousState:
             tensors: by id of parameter, values that are in no pages.
             keep: elements in neither keep what new pages have; else they get 0.
         """
-        if target is not None and allocator.is_reused(page_io.in_pages(target)):
+        if target is not None and pages.allocator.is_reused(page_io.in_pages(target)):
             return
         communicator, tensors = flat.communicator, dict(tensors)
         for key, held in sources.items():  # stored in another order or shape than in the new pages
@@ -283,26 +284,14 @@ class PreviousState:
             for _ in moved:
                 raise AssertionError("elements were sent to a rank that owns none of them")
             return
-        step = page_io.step_of(allocator, target)
-        merged = heapq.merge(moved, _of_tensors(new, tensors, communicator.rank, step, flat), key=itemgetter(0))
-        page_io.lay(allocator, target, merged, keep=keep, seen=seen)
+        arrangement = flat.binding.arrangement
+        given = [
+            value if value is None else value.reshape(-1) if new.own is not None else arrangement.in_order(slot, value)
+            for slot, value in enumerate(map(tensors.get, new.keys))
+        ]
+        others = page_io.of_tensors(new.segments(communicator.rank), given, step=pages.step_of(target))
+        pages.write(target, heapq.merge(moved, others, key=itemgetter(0)), keep=keep, seen=seen)
 
     def close(self) -> None:
         """Frees the old pages, in all tiers."""
         self.allocator.close()
-
-
-def _of_tensors(
-    new: ShardMap, tensors: Mapping[int, Tensor], rank: int, step: int, flat: FlatStore
-) -> Iterator[tuple[int, Tensor]]:
-    """Yields (offset in this rank's shard, elements) of tensors, at most `step` elements at a time."""
-    slots = {key: slot for slot, key in enumerate(new.keys) if key in tensors}
-    laid = {
-        slot: flat.binding.arrangement.in_order(slot, tensors[key]) for key, slot in slots.items() if new.own is None
-    }
-    laid |= {slot: tensors[key].reshape(-1) for key, slot in slots.items() if new.own is not None}
-    for segment in new.segments(rank) if laid else ():
-        if segment.parameter in laid:
-            elements = laid[segment.parameter].narrow(0, segment.parameter_start, segment.numel)
-            for start in range(0, segment.numel, step):
-                yield segment.start + start, elements[start : start + step]

@@ -25,19 +25,19 @@ from lightning_ptm.runtime.tensors import page_io
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator
-    from lightning_ptm.memory.allocator import Allocator
     from lightning_ptm.runtime.relayout.shard_map import ShardMap
+    from lightning_ptm.runtime.tensors.page_io import PageIO
 
 
 class Resharder:
     """Reads elements of old pages in the order of a new layout, and exchanges them between ranks.
 
     Args:
-        allocator: the old pages' allocator.
+        pages: reads the old pages.
     """
 
-    def __init__(self, allocator: Allocator) -> None:
-        self._allocator = allocator
+    def __init__(self, pages: PageIO) -> None:
+        self._pages = pages
         self.irreversible = False
         """Whether some old pages were freed, so that the previous layout cannot be restored."""
         self.moved_bytes = 0
@@ -94,9 +94,8 @@ class Resharder:
         self, own: Sequence[Move], sources: Mapping[int, ShardMap], *, last_read: bool
     ) -> Iterator[tuple[Move, int, Tensor]]:
         """Yields (move, elements of it that were yielded before, elements) for moves from this rank, in their order."""
-        on_disk = {id(held): page_io.in_pages(held.here()) for move in own for held in (sources[move.parameter],)}
-        through = [(paged.dtype, paged.numel) for paged in on_disk.values() if not paged.tier.addressable]
-        with contextlib.closing(page_io.PageIOBuffers.for_now(self._allocator, through)) as buffers:
+        tensors = {id(held): page_io.in_pages(held.here()) for move in own for held in (sources[move.parameter],)}
+        with self._pages.buffers(list(tensors.values())) as buffers:
             for _, group in itertools.groupby(own, key=lambda move: id(sources[move.parameter])):
                 found = list(group)
                 yield from self._read_one(found, sources[found[0].parameter], buffers, last_read=last_read)
@@ -105,7 +104,7 @@ class Resharder:
         self, own: Sequence[Move], held: ShardMap, buffers: page_io.PageIOBuffers, *, last_read: bool
     ) -> Iterator[tuple[Move, int, Tensor]]:
         tensor = held.here()
-        step = page_io.step_of(self._allocator, tensor)
+        step = self._pages.step_of(tensor)
         cells = [
             start
             for start, _ in itertools.groupby(
@@ -113,8 +112,7 @@ class Resharder:
             )
         ]
         stretches = ((start, min(step, tensor.numel - start)) for start in cells)
-        reading = page_io.chosen(self._allocator, tensor, stretches, buffers)
-        with contextlib.closing(reading):  # type: ignore[type-var]
+        with contextlib.closing(self._pages.stream(tensor, stretches, buffers)) as reading:
             start, cell = next(reading, (-1, torch.empty(0)))
             for move in own:
                 done = 0
@@ -140,10 +138,10 @@ class Resharder:
             return
         if isinstance(tensor, PagedTensor):
             self.irreversible = True
-            self._allocator.discard(tensor, start, numel)
-        elif numel == page_io.step_of(self._allocator, tensor):
+            self._pages.allocator.discard(tensor, start, numel)
+        elif numel == self._pages.step_of(tensor):
             self.irreversible = True
-            self._allocator.discard(page_io.in_pages(tensor), *tensor.stretch(start, numel))
+            self._pages.allocator.discard(page_io.in_pages(tensor), *tensor.stretch(start, numel))
 
     def _exchanged(
         self, planned: Sequence[Move], sources: Mapping[int, ShardMap], communicator: Communicator, *, last_read: bool
@@ -151,7 +149,7 @@ class Resharder:
         """Yields as `moved`, for moves between ranks."""
         here = communicator.rank
         dtype = reduce(torch.promote_types, {held.dtype for held in sources.values()})
-        found = list(rounds(planned, self._allocator.page_size // dtype.itemsize))
+        found = list(rounds(planned, self._pages.allocator.page_size // dtype.itemsize))
         own = [move for each in found for move in each if move.source == here]
         reading = self._read(own, sources, last_read=last_read)
         with contextlib.closing(reading):  # type: ignore[type-var]

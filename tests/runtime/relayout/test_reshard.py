@@ -15,7 +15,7 @@ from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.reshard_moves import ShardRange
 from lightning_ptm.runtime.relayout.reshard import Resharder
 from lightning_ptm.runtime.relayout.shard_map import ShardMap
-from lightning_ptm.runtime.tensors import page_io
+from lightning_ptm.runtime.tensors.page_io import PageIO
 from lightning_ptm.terms import Tier
 
 SIZES = (100, 70_000, 64, 33_000)
@@ -32,8 +32,9 @@ def test_what_is_wanted_comes_in_order(disk: Path, tier: Tier) -> None:
     ) as allocator:
         paged = allocator.allocate("values", flat.shard_numel, torch.float32, tier)
         values = torch.arange(flat.shard_numel, dtype=torch.float32) + 1
-        page_io.write(allocator, paged, values)
-        held, resharder = ShardMap(flat, (0,), (10, 11, 12, 13), torch.float32, paged), Resharder(allocator)
+        pages = PageIO(allocator)
+        pages.write(paged, [(0, values)])
+        held, resharder = ShardMap(flat, (0,), (10, 11, 12, 13), torch.float32, paged), Resharder(pages)
         for key, slot in zip(held.keys, flat.slots, strict=True):
             assert torch.equal(resharder.whole(held, key, SoloCommunicator()), values[slot.start : slot.end])
         assert resharder.moved_bytes == 4 * sum(SIZES) and not resharder.irreversible and not resharder.sent_bytes
@@ -56,7 +57,7 @@ def test_what_is_wanted_comes_in_order(disk: Path, tier: Tier) -> None:
         expected[50_000:120_000] = values[flat.slots[1].start : flat.slots[1].end]
         assert torch.equal(found, expected)
         assert resharder.irreversible is tier.addressable
-        left = page_io.read(allocator, paged)
+        left = pages.read(paged)
         assert torch.equal(left[-2000:], values[-2000:]), "nobody has wanted these"
         if tier.addressable:
             assert int((left[flat.slots[1].start :][:70_000] != 0).sum()) <= 2 * 1024
@@ -67,11 +68,11 @@ def test_of_many_tensors_through_one_buffer(disk: Path) -> None:
     with Allocator(
         page_size=PAGE, backend=CpuBackend(), sizes={Tier.DEVICE: 2 * PAGE, Tier.DISK: 20 * PAGE}, disk_paths=[disk]
     ) as allocator:
-        sources = {}
+        sources, pages = {}, PageIO(allocator)
         for key in range(count):
             paged = allocator.allocate(f"values {key}", flat.shard_numel, torch.float32, Tier.DISK)
-            page_io.write(allocator, paged, torch.full((flat.shard_numel,), float(key)))
+            pages.write(paged, [(0, torch.full((flat.shard_numel,), float(key)))])
             sources[key] = ShardMap(flat, (0,), (key,), torch.float32, paged)
         wanted = [ShardRange(key, 0, 20_000, 0, 20_000 * key) for key in range(count)]
-        moved = Resharder(allocator).reshard(wanted, sources, SoloCommunicator())
+        moved = Resharder(pages).reshard(wanted, sources, SoloCommunicator())
         assert all(bool((part == place // 20_000).all()) for place, part in moved)
