@@ -78,7 +78,7 @@ class CarriedInPages(Carried):
             index = engine.updates.groups.index_of(plain)
             outside = {known: state for known, state in pop_unpaged_states(engine, optimizer, scalars).items() if state}
             states = outside | scalars
-            engine.optimizer_values.take_over(index, self._handed, before[id(plain)], states)
+            engine.optimizer_values.load(index, states, handed=self._handed, before=before[id(plain)])
 
     @override
     def close(self) -> None:

@@ -65,7 +65,7 @@ def write_initial_values(
     room = not (trains and any(blueprint.traits)) and 2 * precise_bytes < free_host_bytes() and precise_bytes <= allowed
     built = [not any(item.parameter.is_meta for item in store.unit.parameters) for store in stores]
     first.buffers()
-    with values.taking_over(handed) as seen:
+    with values.taking_over() as seen:
         for store, complete in _made(first, stores):
             was_built = built[store.unit.index]
             values.take_over(

@@ -151,46 +151,36 @@ class OptimizerValues:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def load(self, optimizer: int, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Writes optimizer states by id of parameter. Parameters without an entry start with fresh states.
+    def load(
+        self,
+        optimizer: int,
+        states: Mapping[int, Mapping[str, Any]],
+        *,
+        handed: PreviousState | None = None,
+        before: int = 0,
+    ) -> None:
+        """Writes optimizer states by id of parameter. Parameters without an entry start with fresh states. Collective where
+        `handed` is given.
+
+        Args:
+            handed: pages of the previous engine, whose states are written first. `states` then has what is not in them;
+                an empty entry is that of a parameter that was updated and has only states in pages.
+            before: the optimizer's number in the previous engine.
 
         Raises: as `ParameterValues.load_parameters`.
         """
+        pages = self._gathered_flats.pages
         flats = [flat for flat in self._gathered_flats.updates.values() if flat.optimizer == optimizer]
         total_bytes = sum(flat.states.elements(name).nbytes for flat in flats for name in flat.states.slots)
-        pages = self._gathered_flats.pages
-        with self._progress.bar("loading optimizer states", total_bytes) as seen, pages.operation():
+        title = "loading optimizer states" if handed is None else "optimizer states into pages"
+        with self._progress.bar(title, total_bytes) as seen, pages.operation():
             for flat in flats:
-                self._load_flat(flat, states, seen)
+                if handed is not None:
+                    for name in flat.states.everywhere:
+                        handed.write_states(flat, name, before, pages, seen)
+                self._load_flat(flat, states, seen, keep=handed is not None)
 
-    @torch.no_grad()
-    def take_over(
-        self, optimizer: int, handed: PreviousState, before: int, states: Mapping[int, Mapping[str, Any]]
-    ) -> None:
-        """As `load`, with states from the pages of the previous engine. Collective.
-
-        Args:
-            handed: the previous engine's state.
-            before: the optimizer's number in the previous engine.
-            states: what is not in pages, by id of parameter; an empty entry for a parameter that was updated and has
-                only states in pages.
-        """
-        flats = [flat for flat in self._gathered_flats.updates.values() if flat.optimizer == optimizer]
-        total_bytes = sum(flat.states.elements(name).nbytes for flat in flats for name in flat.states.slots)
-        pages = self._gathered_flats.pages
-        with (
-            self._progress.bar("optimizer states into pages", total_bytes) as seen,
-            pages.operation(),
-            handed.pages.operation(),
-        ):
-            for flat in flats:
-                for name in flat.states.everywhere:
-                    handed.write_states(flat, name, before, pages, seen)
-                self._load_flat(flat, states, seen, keep=True)
-
-    def _load_flat(
-        self, flat: FlatUpdate, states: Mapping[int, Mapping[str, Any]], seen: Seen, *, keep: bool = False
-    ) -> None:
+    def _load_flat(self, flat: FlatUpdate, states: Mapping[int, Mapping[str, Any]], seen: Seen, *, keep: bool) -> None:
         """Writes states of one flat.
 
         Args:

@@ -12,7 +12,7 @@ I2: of a parameter that is a slice of a larger one (tensor parallelism), the lar
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -78,12 +78,11 @@ class ParameterValues:
     # -- first values -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def taking_over(self, handed: PreviousState | None = None) -> Iterator[Seen]:
-        """Context of the calls of `take_over` for all units; yields their `seen`. Args: as for `take_over`."""
+    def taking_over(self) -> Iterator[Seen]:
+        """Context of the calls of `take_over` for all units; yields their `seen`."""
         flats = self._gathered_flats
         total_bytes = sum(flats.bytes_of_homes(flat) for store in flats.stores for flat in store.flats)
-        old = nullcontext() if handed is None else handed.pages.operation()
-        with self._progress.bar("weights into pages", total_bytes) as seen, flats.pages.operation(), old:
+        with self._progress.bar("weights into pages", total_bytes) as seen, flats.pages.operation():
             yield seen
 
     @torch.no_grad()

@@ -176,6 +176,7 @@ class PreviousState:
     def free_all_but_states(self) -> None:
         """Frees all pages but those of the states. Called when the old engine has ended."""
         self.allocator.discard_all_but(self.tensors())
+        self.pages.keep_buffers()
 
     # -- writing new pages --------------------------------------------------------------------------------------------
 

@@ -81,17 +81,22 @@ class PageIO:
                 self._kept.close()
                 self._kept = None
 
+    def keep_buffers(self) -> None:
+        """Keeps buffers until the allocator is closed."""
+        self._operations += 1
+
     @contextlib.contextmanager
     def buffers(self, tensors: Sequence[PagedTensor]) -> Iterator[PageIOBuffers]:
         """Context with buffers for those of the tensors that are on disk."""
         sizes = [(tensor.dtype, tensor.numel) for tensor in tensors if not tensor.tier.addressable]
-        kept = None
+        pages = max((-(-numel * dtype.itemsize // self.allocator.page_size) for dtype, numel in sizes), default=0)
+        most, kept = min(BUFFERS, pages), None
         if sizes:
             kept, self._kept = self._kept, None
-        if kept is not None and not kept.suffice(sizes):
+        if kept is not None and not kept.suffice(sizes, most):
             kept.close()
             kept = None
-        lent = kept or PageIOBuffers.for_now(self.allocator, sizes)
+        lent = kept or PageIOBuffers.for_now(self.allocator, sizes, most)
         try:
             yield lent
         except BaseException:
@@ -336,8 +341,10 @@ class PageIOBuffers:
             self._free.setdefault(tensor.dtype, []).append(tensor)
 
     @classmethod
-    def for_now(cls, allocator: Allocator, tensors: Iterable[tuple[torch.dtype, int]]) -> PageIOBuffers:
-        """Allocates temporary buffers: up to `BUFFERS` of each dtype if there is room, at least one.
+    def for_now(
+        cls, allocator: Allocator, tensors: Iterable[tuple[torch.dtype, int]], most: int = BUFFERS
+    ) -> PageIOBuffers:
+        """Allocates temporary buffers: up to `most` of each dtype if there is room, at least one.
 
         Args:
             tensors: (dtype, elements) of the tensors that are read or written through them.
@@ -349,17 +356,17 @@ class PageIOBuffers:
             longest[dtype] = max(longest.get(dtype, 0), -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL)
         for dtype, numel in longest.items():
             numel, count = min(allocator.page_size // dtype.itemsize, numel), 0
-            while not count or (count < BUFFERS and allocator.free_bytes(tier) > 2 * allocator.page_size):
+            while not count or (count < most and allocator.free_bytes(tier) > 2 * allocator.page_size):
                 taken.append(allocator.allocate("values in transit", numel, dtype, tier))
                 allocator.merge(taken[-1])
                 count += 1
         return cls(allocator, taken)
 
-    def suffice(self, tensors: Iterable[tuple[torch.dtype, int]]) -> bool:
-        """Returns whether `for_now` would make no longer buffers for these tensors, nor buffers of other dtypes."""
+    def suffice(self, tensors: Iterable[tuple[torch.dtype, int]], most: int) -> bool:
+        """Returns whether `for_now` would make no more buffers for these tensors, nor longer ones."""
         page_size = self._allocator.page_size
         return all(
-            any(buffer.numel >= min(page_size // dtype.itemsize, numel) for buffer in self._free.get(dtype, ()))
+            len(free := self._free.get(dtype, [])) >= most and free[0].numel >= min(page_size // dtype.itemsize, numel)
             for dtype, numel in tensors
         )
 

@@ -27,7 +27,7 @@ def test_all_bits_go_along(disk: Path, before: str, after: str, options: dict[st
         optimizer.add_param_group({"params": [module.frozen]})
         with new_pages(module, disk, after, handed, optimizer, **options) as (made, _):
             made.take_over(keep_frozen=True, handed=handed)
-            made.optimizer_values.take_over(0, handed, 0, scalars_of(states))
+            made.optimizer_values.load(0, scalars_of(states), handed=handed)
             handed.close()
             assert_equal(values_of(made), expected)
             assert_states(made, states)
@@ -59,7 +59,7 @@ def test_of_old_memory_nothing_is_left_when_all_is_read(disk: Path) -> None:
         new_pages(module, disk, "ram", handed, optimizer, **MIXED) as (made, _),
     ):
         made.take_over(keep_frozen=True, handed=handed)
-        made.optimizer_values.take_over(0, handed, 0, scalars_of(states))
+        made.optimizer_values.load(0, scalars_of(states), handed=handed)
         assert handed.resharder.irreversible
         homes = [flat.home for flat in handed.flats.values()]
         kept = [old.gathered_flats.read(home).float().count_nonzero().item() for home in homes]
