@@ -177,7 +177,8 @@ class OptimizerValues:
             for flat in flats:
                 if handed is not None:
                     for name in flat.states.everywhere:
-                        handed.write_states(flat, name, before, pages, seen)
+                        target = self._gathered_flats.states_map(flat, name)
+                        handed.write_states(target, flat, name, before, pages, seen)
                 self._load_flat(flat, states, seen, keep=handed is not None)
 
     def _load_flat(self, flat: FlatUpdate, states: Mapping[int, Mapping[str, Any]], seen: Seen, *, keep: bool) -> None:
@@ -211,8 +212,9 @@ class OptimizerValues:
             else:
                 given, boxes = binding.arrangement.as_laid(given), binding.arrangement.boxes
             if name in ours.slots and not (keep and all(value is None for value in given)):
-                segments, pages = ours.state_segments(name), self._gathered_flats.pages
-                pages.fill(ours.elements(name), segments, given, boxes, keep=keep, seen=seen)
+                target = self._gathered_flats.states_map(flat, name)
+                segments = target.segments(flat.store.communicator.rank)
+                self._gathered_flats.pages.fill(target.here(), segments, given, boxes, keep=keep, seen=seen)
         for slot, state in enumerate(per_slot):
             paged_names = ours.state_names(slot) if ours.traits.whole else ours.slots.keys()
             fresh = state is None or not (state or keep)

@@ -174,10 +174,10 @@ class ParameterValues:
                 self._originals[id(parameter)] = (
                     handed.precise(id(parameter), flat.communicator) if original is None else original
                 )
-        master = self._gathered_flats.master(flat)
-        if master is not None:
-            handed.write_precise(master, flat, self._gathered_flats.pages, seen)
-        handed.write_values(flat, self._gathered_flats.pages, seen)
+        flats = self._gathered_flats
+        if flats.master(flat) is not None:
+            handed.write_precise(flats.precise_map(flat), flat, flats.pages, seen)
+        handed.write_values(flats.values_map(flat), flat, flats.pages, seen)
         if not keep:  # else it is the same tensor and takes no more memory
             handed.forget_originals([id(each) for each in known])
 
@@ -354,8 +354,8 @@ class ParameterValues:
         Args:
             through: dtype to which values are rounded first; default: that of master weights.
         """
-        master, segments = self._gathered_flats.master(flat), self._gathered_flats.segments(flat)
-        pages = self._gathered_flats.pages
+        master, pages = self._gathered_flats.master(flat), self._gathered_flats.pages
+        segments = self._gathered_flats.values_map(flat).segments(flat.communicator.rank)
         flat.binding.values_will_change()
         given, boxes = flat.binding.arrangement.as_laid(given), flat.binding.arrangement.boxes
         if master is not None:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from lightning_ptm.runtime.relayout.shard_map import ShardMap
 from lightning_ptm.runtime.tensors.page_io import Elements, PageIO
 from lightning_ptm.runtime.units.store import FlatStore, UnitStore
-from lightning_ptm.update.flat_states import Segment, shard_segments
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator, Communicators
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_ptm.planning.sharding import ModelSharding
     from lightning_ptm.runtime.units.binding import FlatBinding
     from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
+    from lightning_ptm.update.state_layout import OwnShapes
 
 
 class GatheredFlats:
@@ -100,10 +101,28 @@ class GatheredFlats:
         master = self.master(flat)
         return flat.values.nbytes + (0 if master is None else master.nbytes)
 
-    def segments(self, flat: FlatStore) -> Sequence[Segment]:
-        """Returns the ranges of parameters in this rank's shard of a flat."""
-        update = self.update_of(flat)
-        return update.states.segments if update is not None else shard_segments(flat.layout, flat.communicator.rank)
+    # -- maps ---------------------------------------------------------------------------------------------------------
+
+    def precise_map(self, flat: FlatStore) -> ShardMap:
+        """Returns the map of a flat's precise values (I2)."""
+        home = self.precise_home(flat)
+        return self._map(flat, home, home.dtype)
+
+    def values_map(self, flat: FlatStore) -> ShardMap:
+        """Returns the map of a flat's compute parameters."""
+        return self._map(flat, flat.values, flat.values.dtype)
+
+    def states_map(self, update: FlatUpdate, name: str) -> ShardMap:
+        """Returns the map of the optimizer states of one name of a flat."""
+        states = update.states
+        elements = states.elements(name) if name in states.slots else None
+        return self._map(update.store, elements, states.dtype_of(name), states.everywhere[name].own)
+
+    def _map(
+        self, flat: FlatStore, elements: Elements | None, dtype: torch.dtype, own: OwnShapes | None = None
+    ) -> ShardMap:
+        keys = tuple(map(id, flat.binding.parameters))
+        return ShardMap(flat.layout, self.holders.of_flat(flat.layout).ranks, keys, dtype, elements, own)
 
     # -- broadcasts ---------------------------------------------------------------------------------------------------
 

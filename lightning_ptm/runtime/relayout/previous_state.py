@@ -100,24 +100,22 @@ class PreviousState:
             if flat is None:
                 continue
             keys = tuple(map(id, binding.parameters))
-            sharing = gathered_flats.holders.of_flat(flat.layout)
-            ranks = sharing.ranks
-            self._axes |= dict.fromkeys(keys, sharing.axes)
-            home, master = gathered_flats.precise_home(flat), gathered_flats.master(flat)
-            precise = ShardMap(flat.layout, ranks, keys, home.dtype, home)
-            rounded = ShardMap(flat.layout, ranks, keys, flat.values.dtype, flat.values)
-            self._precise |= dict.fromkeys(keys, precise)
-            self._values |= dict.fromkeys(keys, rounded)
+            self._axes |= dict.fromkeys(keys, gathered_flats.holders.of_flat(flat.layout).axes)
+            self._precise |= dict.fromkeys(keys, gathered_flats.precise_map(flat))
+            self._values |= dict.fromkeys(keys, gathered_flats.values_map(flat))
             updates = [gathered_flats.updates[flat.layout.index, number] for number in flat.layout.optimizers]
             for update in updates:
                 known = scalars[flat.layout.index, update.optimizer]
-                self._remember(update, keys, ranks, [each is not None for each in known])
+                for name in update.states.everywhere:
+                    held, names = gathered_flats.states_map(update, name), update.states.state_names
+                    kept = [key for slot, key in enumerate(keys) if known[slot] is not None and name in names(slot)]
+                    self._states.setdefault((update.optimizer, name), {}).update(dict.fromkeys(kept, held))
             states = {
                 (update.optimizer, name): (tensor, update.states.layouts[name])
                 for update in updates
                 for name, tensor in update.states.slots.items()
             }
-            self.flats[geometry(flat.layout, keys)] = PreviousFlat(flat.home, master, states)
+            self.flats[geometry(flat.layout, keys)] = PreviousFlat(flat.home, gathered_flats.master(flat), states)
 
     def _remember_apart(
         self, gathered_flats: GatheredFlats, store: UnitStore, binding: FlatBinding, flat: FlatStore | None
@@ -133,16 +131,6 @@ class PreviousState:
                 id(each): slot.spec.shape for each, slot in zip(binding.parameters, binding.layout.slots, strict=True)
             }
             self._apart |= {key: (source, dtype, shape) for key, shape in shapes.items()}
-
-    def _remember(
-        self, update: FlatUpdate, keys: tuple[int, ...], ranks: tuple[int, ...], updated: Sequence[bool]
-    ) -> None:
-        states, layout = update.states, update.store.layout
-        for name, where in states.everywhere.items():
-            elements = states.elements(name) if name in states.slots else None
-            held = ShardMap(layout, ranks, keys, states.dtype_of(name), elements, where.own)
-            kept = [key for slot, key in enumerate(keys) if updated[slot] and name in states.state_names(slot)]
-            self._states.setdefault((update.optimizer, name), {}).update(dict.fromkeys(kept, held))
 
     # -- contents -----------------------------------------------------------------------------------------------------
 
@@ -207,17 +195,16 @@ class PreviousState:
         assert value is not None
         return put_together(value, self._boxes.get(key), world)
 
-    def write_precise(self, target: PagedTensor, flat: FlatStore, pages: PageIO, seen: Seen) -> None:
+    def write_precise(self, target: ShardMap, flat: FlatStore, pages: PageIO, seen: Seen) -> None:
         """Writes master weights of a flat. Parameters that are not in the old pages keep what new pages have."""
-        here = {id(each) for each in flat.binding.parameters}
+        here = set(target.keys)
         originals = {key: original for key, original in self._originals.items() if key in here}
         sources = {key: self._precise[key] for key in here - originals.keys() if key in self._precise}
         keep = len(sources) + len(originals) < len(here)
-        self._write(target, self._new(flat, target), sources, originals, flat, pages, keep=keep, seen=seen)
+        self._write(target, sources, originals, flat, pages, keep=keep, seen=seen)
 
-    def write_values(self, flat: FlatStore, pages: PageIO, seen: Seen) -> None:
+    def write_values(self, target: ShardMap, flat: FlatStore, pages: PageIO, seen: Seen) -> None:
         """Writes compute parameters of a flat. Called after `write_precise`, as it frees the old pages that it reads."""
-        target = flat.values
         known = {id(each) for each in flat.binding.parameters if each in self}
         # Rounding the precise value again could give other bits.
         sources = {key: held for key in known if (held := self._values[key]).dtype is target.dtype}
@@ -225,36 +212,26 @@ class PreviousState:
             key: original for key in known - sources.keys() if (original := self._originals.get(key)) is not None
         }
         sources |= {key: self._precise[key] for key in known - sources.keys() - originals.keys()}
-        keep, new = len(known) < len(flat.binding.parameters), self._new(flat, target)
-        self._write(target, new, sources, originals, flat, pages, keep=keep, last_read=True, seen=seen)
+        keep = len(known) < len(target.keys)
+        self._write(target, sources, originals, flat, pages, keep=keep, last_read=True, seen=seen)
 
-    def write_states(self, update: FlatUpdate, name: str, before: int, pages: PageIO, seen: Seen) -> None:
+    def write_states(
+        self, target: ShardMap, update: FlatUpdate, name: str, before: int, pages: PageIO, seen: Seen
+    ) -> None:
         """Writes one kind of states of a flat. If the old pages have none for any parameter, the new pages keep their
         initial states, as at the start of a run; else parameters without old states get 0.
 
         Args:
             before: the optimizer's number in the previous engine.
         """
-        flat, states = update.store, update.states
-        keys = tuple(map(id, flat.binding.parameters))
-        known = self._states.get((before, name), {})
-        kept = {key for slot, key in enumerate(keys) if name in states.state_names(slot)}
-        sources = {key: known[key] for key in keys if key in known and key in kept}
-        if not sources:
-            return
-        target = states.elements(name) if name in states.slots else None
-        ranks = next(iter(sources.values())).ranks
-        new = ShardMap(flat.layout, ranks, keys, states.dtype_of(name), target, states.everywhere[name].own)
-        self._write(target, new, sources, {}, flat, pages, last_read=True, seen=seen)
-
-    def _new(self, flat: FlatStore, target: page_io.Elements) -> ShardMap:
-        ranks = (0,) * flat.communicator.world_size  # only their number is used
-        return ShardMap(flat.layout, ranks, tuple(map(id, flat.binding.parameters)), target.dtype, target)
+        known, names = self._states.get((before, name), {}), update.states.state_names
+        sources = {key: known[key] for slot, key in enumerate(target.keys) if key in known and name in names(slot)}
+        if sources:
+            self._write(target, sources, {}, update.store, pages, last_read=True, seen=seen)
 
     def _write(
         self,
-        target: page_io.Elements | None,
-        new: ShardMap,
+        target: ShardMap,
         sources: Mapping[int, ShardMap],
         tensors: Mapping[int, Tensor],
         flat: FlatStore,
@@ -267,31 +244,36 @@ class PreviousState:
         """Writes one tensor of a flat from old pages and from tensors.
 
         Args:
-            target: the new elements; None if this rank owns none.
+            target: the new elements, and where those of other ranks are.
             sources: by id of parameter, the old pages that have its elements.
             tensors: by id of parameter, values that are in no pages.
+            pages: writes the new elements.
             keep: elements in neither keep what new pages have; else they get 0.
         """
-        if target is not None and pages.allocator.is_reused(page_io.in_pages(target)):
+        if target.elements is not None and pages.allocator.is_reused(page_io.in_pages(target.elements)):
             return
         communicator, tensors = flat.communicator, dict(tensors)
         for key, held in sources.items():  # stored in another order or shape than in the new pages
-            if held.stride(key) != new.stride(key) or held.shape(key) != new.shape(key):
+            if held.stride(key) != target.stride(key) or held.shape(key) != target.shape(key):
                 tensors[key] = self.resharder.whole(held, key, communicator)
         sources = {key: held for key, held in sources.items() if key not in tensors}
-        wanted = list(new.stretches())
-        moved = self.resharder.reshard(wanted, sources, communicator, last_read=last_read)
-        if target is None:
+        moved = self.resharder.reshard(list(target.stretches()), sources, communicator, last_read=last_read)
+        if target.elements is None:
             for _ in moved:
                 raise AssertionError("elements were sent to a rank that owns none of them")
             return
         arrangement = flat.binding.arrangement
         given = [
-            value if value is None else value.reshape(-1) if new.own is not None else arrangement.in_order(slot, value)
-            for slot, value in enumerate(map(tensors.get, new.keys))
+            value
+            if value is None
+            else value.reshape(-1)
+            if target.own is not None
+            else arrangement.in_order(slot, value)
+            for slot, value in enumerate(map(tensors.get, target.keys))
         ]
-        others = page_io.of_tensors(new.segments(communicator.rank), given, step=pages.step_of(target))
-        pages.write(target, heapq.merge(moved, others, key=itemgetter(0)), keep=keep, seen=seen)
+        step = pages.step_of(target.elements)
+        others = page_io.of_tensors(target.segments(communicator.rank), given, step=step)
+        pages.write(target.elements, heapq.merge(moved, others, key=itemgetter(0)), keep=keep, seen=seen)
 
     def close(self) -> None:
         """Frees the old pages, in all tiers."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.planning.layout import FlatLayout
+from lightning_ptm.planning.layout import FlatLayout, ParameterSpec
 from lightning_ptm.planning.reshard_moves import ShardRange
 from lightning_ptm.runtime.tensors.page_io import Elements
 from lightning_ptm.update.flat_states import Segment, shard_segments
@@ -53,6 +53,16 @@ class ShardMap:
             Segment(place, own.starts[place] - own.shares[rank], 0, math.prod(shape), ragged=False)
             for place, _ in flat.whole_slots()
             if (shape := own.shapes[place]) is not None
+        ]
+
+    def specs(self) -> list[ParameterSpec]:
+        """Returns the flat's parameters, with the shapes of the elements in this tensor."""
+        found, own = [slot.spec for slot in self.flat.slots], self.own
+        if own is None:
+            return found
+        return [
+            spec if shape is None else dataclasses.replace(spec, shape=shape)
+            for spec, shape in zip(found, own.shapes, strict=True)
         ]
 
     def stretches(self) -> Iterator[ShardRange]:
