@@ -116,7 +116,10 @@ class OptimizerValues:
             for (store, binding, update, known), size_bytes in zip(flats, sizes, strict=True):
                 states = {slot: _copied(scalars) for slot, scalars in enumerate(known.scalars) if scalars is not None}
                 for name in known.dtypes if states else ():
-                    whole = None if update is None else self._gathered_flats.whole_states(update, name)
+                    whole = None
+                    if update is not None:
+                        held = self._gathered_flats.states_map(update, name)
+                        whole = self._gathered_flats.whole(update.store, held)
                     whole = self._gathered_flats.broadcast(store, binding, whole)
                     for slot, state in states.items():
                         if name in known.slots[slot]:

@@ -216,7 +216,7 @@ class ParameterValues:
 
     def precise(self, flat: FlatStore) -> Tensor:
         """Returns the precise values of a flat, whole, on the CPU: (padded_numel,)."""
-        whole = self._gathered_flats.whole(flat, self._gathered_flats.precise_home(flat))
+        whole = self._gathered_flats.whole(flat, self._gathered_flats.precise_map(flat))
         originals = [self._originals.get(id(parameter)) for parameter in flat.binding.parameters]
         wide = torch.float32 if self._mixed and whole.dtype.itemsize < 4 else whole.dtype
         for original in originals:
@@ -380,14 +380,8 @@ class ParameterValues:
                 )
 
     def _write_pages(self, flat: FlatStore, whole: Tensor, seen: Seen = unseen) -> None:
-        shard, pages = self._shard(flat, whole), self._gathered_flats.pages
+        pages, pieces = self._gathered_flats.pages, flat.layout.pieces(flat.communicator.rank)
+        own = [(piece.shard_start, whole.narrow(0, piece.full_start, piece.numel)) for piece in pieces]
         if (master := self._gathered_flats.master(flat)) is not None:
-            pages.write(master, [(0, shard)], seen=seen)
-        pages.write(flat.values, [(0, shard)], seen=seen)
-
-    def _shard(self, flat: FlatStore, whole: Tensor) -> Tensor:
-        if not flat.layout.shared:
-            return whole
-        own = flat.layout.pieces(flat.communicator.rank)
-        parts = (whole[piece.full_start : piece.full_start + piece.numel] for piece in own)
-        return torch.cat([whole[:0], *parts])  # a flat without elements has no pieces
+            pages.write(master, own, seen=seen)
+        pages.write(flat.values, own, seen=seen)

@@ -153,26 +153,20 @@ class GatheredFlats:
 
     # -- values -------------------------------------------------------------------------------------------------------
 
-    def whole(self, flat: FlatStore, paged: Elements) -> Tensor:
-        """Returns a flat's values from the shards of all ranks, on the CPU: (padded_numel,). `paged`: this rank's
-        shard."""
-        shard = self.read(paged)
+    def whole(self, flat: FlatStore, held: ShardMap) -> Tensor:
+        """Returns all elements of a tensor of a flat from the shards of all ranks, on the CPU: (padded_numel,), or those of
+        states whose shapes differ from the parameters'."""
         if not flat.layout.shared:
-            return shard
+            return self.read(held.here())
         device = flat.binding.device  # where the collectives' backend works
-        full = torch.empty(flat.layout.padded_numel, dtype=shard.dtype, device=device)
-        flat.communicator.all_gather(shard.to(device), full, flat.layout).wait()
-        return full.cpu()
-
-    def whole_states(self, update: FlatUpdate, name: str) -> Tensor:
-        """Returns the states of one name of a flat from all ranks, on the CPU."""
-        flat, layout, paged = update.store, update.states.everywhere[name], update.states.slots.get(name)
-        if layout.own is None or not flat.layout.shared:
-            return self.whole(flat, update.states.elements(name))
-        device = flat.binding.device
-        full = torch.empty(layout.own.shares[-1], dtype=layout.dtype, device=device)
-        share = None if paged is None else self.read(paged).to(device)
-        flat.communicator.gather_shares(share, full, layout.own.shares).wait()
+        shard = None if held.elements is None else self.read(held.elements).to(device)
+        if held.own is not None:
+            full = torch.empty(held.own.shares[-1], dtype=held.dtype, device=device)
+            flat.communicator.gather_shares(shard, full, held.own.shares).wait()
+        else:
+            assert shard is not None
+            full = torch.empty(flat.layout.padded_numel, dtype=shard.dtype, device=device)
+            flat.communicator.all_gather(shard, full, flat.layout).wait()
         return full.cpu()
 
     def read(self, paged: Elements) -> Tensor:

@@ -52,7 +52,9 @@ def test_what_there_is_in_order(disk: Path, place: str) -> None:
             assert home is (made.gathered_flats.master(flat) or flat.values)
             masters = 0 if home is flat.values else home.nbytes
             assert made.gathered_flats.bytes_of_homes(flat) == flat.values.nbytes + masters
-            whole = made.gathered_flats.broadcast(store, binding, made.gathered_flats.whole(flat, home))
+            whole = made.gathered_flats.broadcast(
+                store, binding, made.gathered_flats.whole(flat, made.gathered_flats.precise_map(flat))
+            )
             for slot, named in enumerate(binding.layout.slots):
                 expected = before[named.spec.name].to(whole.dtype)
                 assert torch.equal(binding.arrangement.view(whole, slot), expected), named.spec.name
@@ -66,10 +68,9 @@ class Late:
 
 
 def test_states_of_other_owners_have_come_when_they_are_read(disk: Path) -> None:
-    store = SimpleNamespace(
+    store: Any = SimpleNamespace(
         layout=SimpleNamespace(shared=True), binding=SimpleNamespace(device="cpu"), communicator=Late()
     )
-    layout = SimpleNamespace(own=SimpleNamespace(shares=(0, 2, 5)), dtype=torch.float32)
-    update: Any = SimpleNamespace(store=store, states=SimpleNamespace(everywhere={"rows": layout}, slots={}))
+    held: Any = SimpleNamespace(own=SimpleNamespace(shares=(0, 2, 5)), dtype=torch.float32, elements=None)
     with run_of(Odd(), disk, "masters on disk", **MIXED) as made:
-        assert made.gathered_flats.whole_states(update, "rows").tolist() == [0, 1, 2, 3, 4]
+        assert made.gathered_flats.whole(store, held).tolist() == [0, 1, 2, 3, 4]
