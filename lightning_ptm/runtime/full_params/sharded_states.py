@@ -27,8 +27,7 @@ from lightning_ptm.update.flat_states import Segment
 
 if TYPE_CHECKING:
     from lightning_ptm.planning.layout import Family, ParameterSpec
-    from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
-    from lightning_ptm.runtime.relayout.shard_map import ShardMap
+    from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats, ShardMap
     from lightning_ptm.runtime.units.discovery import Unit
     from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
     from lightning_ptm.update.state_layout import StateLayout

@@ -16,7 +16,7 @@ from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.reused_extents import ReusedExtents, frames_of
 from lightning_ptm.planning.inventory import Lifetime, Row, What, pages_of
 from lightning_ptm.runtime.deciding.state_tensors import Column, columns
-from lightning_ptm.runtime.relayout.shard_map import geometry
+from lightning_ptm.runtime.relayout.gathered_flats import geometry
 from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
