@@ -400,7 +400,7 @@ class Engine:
             self.offload = activations_offload(self.module, self.backend, self.stream, self.allocator, self.events)
             self._undo.callback(self.offload.close)
         for flat in self._all_flats:
-            self._undo.callback(flat.gradient.grad_attribute.make_plain)
+            self._undo.callback(flat.gradient.view.make_plain)
             self._undo.callback(flat.gradient.shard.end_additions)
         self.backwards: BackwardActions = BackwardActions(
             blueprint.units,
@@ -528,7 +528,7 @@ class Engine:
             UsageError: the pass would add to gradients that a step has used and overwritten.
         """
         for flat in self._all_flats:
-            flat.gradient.grad_attribute.used.check_forgotten()
+            flat.gradient.view.check_forgotten()
         if self._manual and not self.backwards.in_step and self._module_buffers is not None:
             self._module_buffers.backward_outside(reduced=not self.stepping.adds_up)
         of_the_loss = nullcontext() if by_user else self.backwards.of_the_loss()
