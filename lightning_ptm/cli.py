@@ -147,15 +147,15 @@ def export(
             Hugging Face model as self.model.
         weights_only: false loads a checkpoint with objects of any class, which can run code: only for one that you trust.
     """
+    from lightning_ptm.checkpoints import pretrained
+    from lightning_ptm.checkpoints.source import Source
     from lightning_ptm.progress import Progress
-    from lightning_ptm.storage import huggingface
-    from lightning_ptm.storage.source import Source
 
-    wanted = None if dtype is None else huggingface.parse_dtype(dtype)
+    wanted = None if dtype is None else pretrained.parse_dtype(dtype)
     source = Source(checkpoint, weights_only=weights_only)
-    plan = huggingface.plan(source, dtype=wanted, shard_size=shard_size, strip=strip)
+    plan = pretrained.plan(source, dtype=wanted, shard_size=shard_size, strip=strip)
     with Progress().bar("export", plan.size_bytes) as seen:
-        infinite = huggingface.write(source, plan, out, seen=seen)
+        infinite = pretrained.write(source, plan, out, seen=seen)
     for name, kept in plan.dropped.items():
         print(f"tied: {name} is {kept}, and written under that name only")
     if plan.left_out:
@@ -184,9 +184,9 @@ def inspect(checkpoint: Path, *, verify: bool = True, weights_only: bool = True)
         verify: read all of it to compare checksums; false reads names and sizes only.
         weights_only: false loads a checkpoint with objects of any class, which can run code: only for one that you trust.
     """
+    from lightning_ptm.checkpoints.describe import describe
+    from lightning_ptm.checkpoints.source import Source
     from lightning_ptm.progress import Progress
-    from lightning_ptm.storage.describe import describe
-    from lightning_ptm.storage.source import Source
 
     source = Source(checkpoint, weights_only=weights_only)
     print(describe(source))

@@ -18,8 +18,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptm.checkpoints.folder_contents import StateFiles, index_of, write_dictionary
 from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
+from lightning_ptm.checkpoints.saving import StateFiles, index_of, write_dictionary
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.engine.engine import Engine

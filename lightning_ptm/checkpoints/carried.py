@@ -20,14 +20,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
+from lightning_ptm.checkpoints.optimizer_states import opened, parameters_of, plain_optimizer
 from lightning_ptm.errors import some
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.full_params.first_values import Given
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.runtime.tensors.parameter_data import set_data
 from lightning_ptm.runtime.units.guarded_parameter import reopen
-from lightning_ptm.trainer.paged_optimizer_state import opened
 
 
 class Carried(abc.ABC):

@@ -30,6 +30,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_ptm import sharded
+from lightning_ptm.checkpoints.pretrained import FileTensor, find
 from lightning_ptm.comm import Communicator, raise_on_all_ranks
 from lightning_ptm.config import Settings, Weights
 from lightning_ptm.errors import ConfigError, some
@@ -37,7 +38,6 @@ from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.full_params.first_values import Given
 from lightning_ptm.runtime.tensors.parts import Boxes
 from lightning_ptm.storage.index import PARAMETERS, Index, StateFile, is_sharded
-from lightning_ptm.storage.pretrained import FileTensor, find
 from lightning_ptm.torch_internals import (
     MAY_BE_MISSING,
     MAY_BE_UNEXPECTED,

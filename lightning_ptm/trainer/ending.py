@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints import after_run, restore
+from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.engine.statistics import last_audit
@@ -26,7 +27,6 @@ from lightning_ptm.runtime.tensors.parts import put_together
 from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
 from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.trainer.building import root_folder
-from lightning_ptm.trainer.checkpointing import RunCheckpoints
 from lightning_ptm.trainer.internals import checkpoints_of
 from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.stale_optimizers import mark_stale

@@ -36,8 +36,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ptm.checkpoints import after_run
+from lightning_ptm.checkpoints.auto_resume import AutoResume
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
+from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.errors import ConfigError, UsageError, one_line
 from lightning_ptm.events import Listener
@@ -69,10 +71,8 @@ from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.terms import Mode, Tier
 from lightning_ptm.trainer import rearranging
-from lightning_ptm.trainer.auto_resume import AutoResume
 from lightning_ptm.trainer.between_runs import BetweenRuns
 from lightning_ptm.trainer.building import Builder
-from lightning_ptm.trainer.checkpointing import RunCheckpoints
 from lightning_ptm.trainer.device_mesh import MeshOfOne, forget_mesh
 from lightning_ptm.trainer.ending import end, having_states
 from lightning_ptm.trainer.internals import (

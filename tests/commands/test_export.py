@@ -22,11 +22,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lightning_ptm.checkpoints import pretrained
+from lightning_ptm.checkpoints.source import Source
 from lightning_ptm.cli import main
 from lightning_ptm.errors import CheckpointError, ConfigError
-from lightning_ptm.storage import archive, huggingface, verified
+from lightning_ptm.storage import archive, verified
 from lightning_ptm.storage.index import PARTIAL, read_index
-from lightning_ptm.storage.source import Source
 from lightning_ptm.storage.tensors import read_layout
 from lightning_ptm.storage.writer import SaveOps
 
@@ -208,9 +209,9 @@ def test_the_names_of_dtypes() -> None:
         torch.bfloat16: ("bf16", "BF16", "bfloat16", "torch.bfloat16"),
         torch.float16: ("fp16", "half", "float16"),
     }.items():
-        assert all(huggingface.parse_dtype(name) is dtype for name in names)
+        assert all(pretrained.parse_dtype(name) is dtype for name in names)
     with pytest.raises(ConfigError, match=r"dtype='int8' .* use fp32, bf16 or fp16"):
-        huggingface.parse_dtype("int8")
+        pretrained.parse_dtype("int8")
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------------
@@ -227,7 +228,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, make_sharded: Any) 
     script = f"""
         from pathlib import Path
         from lightning_ptm.cli import export
-        from lightning_ptm.storage import huggingface, source  # what the command imports when it is called
+        from lightning_ptm.checkpoints import pretrained, source  # what the command imports when it is called
 
         def memory():
             # Not VmHWM: a mapped file's pages count there too, which the system takes back.
@@ -434,12 +435,12 @@ class FailingDisk(SaveOps):
 )
 def test_a_disk_that_fails_leaves_nothing(trained: Any, tmp_path: Path, call: str, number: int, after: int) -> None:
     source = Source(trained.sharded)
-    plan = huggingface.plan(source, shard_size="20KB")
+    plan = pretrained.plan(source, shard_size="20KB")
     disk = FailingDisk(call, number, after)
     with pytest.raises(CheckpointError, match=os.strerror(number)):
-        huggingface.write(source, plan, tmp_path / "out", ops=disk)
+        pretrained.write(source, plan, tmp_path / "out", ops=disk)
     assert [entry.name for entry in tmp_path.iterdir()] == ["here"]
     # The same once more, on a disk that works: nothing of the first try is in the way.
     seen: list[int] = []
-    assert huggingface.write(source, plan, tmp_path / "out", seen=seen.append) == {}
+    assert pretrained.write(source, plan, tmp_path / "out", seen=seen.append) == {}
     assert sum(seen) == plan.size_bytes

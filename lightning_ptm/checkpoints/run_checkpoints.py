@@ -17,11 +17,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_ptm import sharded
-from lightning_ptm.checkpoints import after_run, module_states, optimizer_states
+from lightning_ptm.checkpoints import after_run, gathering, module_states
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO, check_lightnings
-from lightning_ptm.checkpoints.interruption import TORN
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
-from lightning_ptm.checkpoints.save_queue import SaveQueue
+from lightning_ptm.checkpoints.save_queue import TORN, SaveQueue
 from lightning_ptm.checkpoints.saving import Saving
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
@@ -84,7 +83,7 @@ class RunCheckpoints:
             with run.interruption.recorded():
                 if self._type == "sharded":
                     return sharded.module_remainder(run.engine, module)
-                return module_states.module_state(run.engine, module, keep=keep)
+                return gathering.module_state(run.engine, module, keep=keep)
         return {}
 
     def optimizer_state(self, run: Run | None, optimizer: Optimizer) -> dict[str, Any]:
@@ -102,7 +101,7 @@ class RunCheckpoints:
             with run.interruption.recorded():
                 if self._type == "sharded":
                     return sharded.optimizer_remainder(run.engine, optimizer)
-                return optimizer_states.optimizer_state(run.engine, optimizer, keep=keep)
+                return gathering.optimizer_state(run.engine, optimizer, keep=keep)
         return {}
 
     def save(

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ptm.checkpoints.source import Source, Weight
 from lightning_ptm.config import format_bytes
 from lightning_ptm.storage.index import PARAMETERS, Index
-from lightning_ptm.storage.source import Source, Weight
 
 _LIGHTNING_OWN = {"epoch", "global_step", "pytorch-lightning_version", "state_dict", "optimizer_states"}
 
