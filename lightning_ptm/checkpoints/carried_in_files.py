@@ -25,9 +25,9 @@ from typing_extensions import override
 from lightning_ptm.checkpoints.carried import Carried, pop_unpaged_states
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.checkpoints.saving import Saving
+from lightning_ptm.checkpoints.sharded import check
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.full_params.first_values import Given, Read
-from lightning_ptm.sharded import check
 from lightning_ptm.storage.folder import Draft
 from lightning_ptm.storage.index import PARAMETERS, slot_of
 from lightning_ptm.storage.tensors import Mapped

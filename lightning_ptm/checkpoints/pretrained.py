@@ -24,10 +24,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_ptm.checkpoints.source import Source, Weight
+from lightning_ptm.checkpoints.opened import Opened, Weight
+from lightning_ptm.checkpoints.protocol import FileTensor, WeightFormat
 from lightning_ptm.config import parse_bytes
 from lightning_ptm.errors import CheckpointError, ConfigError, some
+from lightning_ptm.progress import Progress
 from lightning_ptm.storage.folder import Draft
 from lightning_ptm.storage.index import write_synced
 from lightning_ptm.storage.tensors import Layout, Mapped, lay_out
@@ -47,17 +50,12 @@ _CONVERT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class FileTensor:
-    """A tensor of a file.
+class PretrainedFormat(WeightFormat):
+    """A safetensors file, an index of shards, or a folder with either."""
 
-    Args:
-        read: returns it as a view of the mapped file.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
+    @override
+    def tensors(self, path: Path, share: slice, progress: Progress | None) -> Mapping[str, FileTensor]:
+        return find(path)  # these files have no checksums to be verified
 
 
 def find(path: Path) -> dict[str, FileTensor]:
@@ -216,7 +214,7 @@ class Export:
 
 
 def plan(
-    source: Source, *, dtype: torch.dtype | None = None, shard_size: str | int = "5GB", strip: str | None = None
+    source: Opened, *, dtype: torch.dtype | None = None, shard_size: str | int = "5GB", strip: str | None = None
 ) -> Export:
     """Decides which tensors are written to which files.
 
@@ -254,7 +252,7 @@ def plan(
     return Export(tuple(shards), tuple(left_out), source.others)
 
 
-def _named(source: Source, dtype: torch.dtype | None, strip: str | None) -> tuple[list[Entry], list[str]]:
+def _named(source: Opened, dtype: torch.dtype | None, strip: str | None) -> tuple[list[Entry], list[str]]:
     prefix = "" if not strip else strip.rstrip(".") + "."
     entries: list[Entry] = []
     left_out: list[str] = []
@@ -274,7 +272,7 @@ def _named(source: Source, dtype: torch.dtype | None, strip: str | None) -> tupl
 
 
 def write(
-    source: Source,
+    source: Opened,
     chosen: Export,
     folder: Path,
     *,
