@@ -16,8 +16,8 @@ from torch import nn
 
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.engine.engine import Engine
-from lightning_ptm.runtime.tensors.parameter_data import set_data
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter, reopen
+from lightning_ptm.runtime.units.binding import set_data
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter, reopen
 from lightning_ptm.runtime.updates.audits import UpdateAudit
 
 

@@ -75,7 +75,7 @@ class FullFormat(Format):
 
     @override
     def module_state_after_run(self, module: LightningModule) -> dict[str, Any]:
-        from lightning_ptm.runtime.units.guarded_parameter import AbsentTensor
+        from lightning_ptm.runtime.units.parameter_guard import AbsentTensor
 
         state = module.state_dict()
         for name in [name for name, item in state.items() if isinstance(item, AbsentTensor)]:

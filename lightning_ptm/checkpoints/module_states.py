@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_ptm.errors import ConfigError, UsageError, some
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.tensors.parts import Boxes, cut
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.torch_internals import (
     IncompatibleKeys,
     OpOverload,

@@ -46,7 +46,7 @@ from lightning_ptm.runtime.full_params.sharded_states import ShardedFlat, Sharde
 from lightning_ptm.runtime.full_params.snapshot import SnapshotPart, stretches
 from lightning_ptm.runtime.machine.machine import free_host_bytes
 from lightning_ptm.runtime.tensors.page_io import within
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.storage.folder import Draft
 from lightning_ptm.storage.index import (
     LIGHTNING,
