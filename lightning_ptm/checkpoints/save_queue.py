@@ -33,7 +33,7 @@ class SaveQueue:
     """The checkpoints of one run.
 
     Args:
-        on_failure: see `Settings.on_failure`.
+        on_failure: see `Checkpoints.on_failure`.
     """
 
     def __init__(self, on_failure: Literal["stop", "warn"]) -> None:
@@ -53,7 +53,7 @@ class SaveQueue:
                 since its thread reads pages, which must outlive it.
 
         Raises:
-            CheckpointError: this save or the previous one failed, and failed_save is "stop".
+            CheckpointError: this save or the previous one failed, and `on_failure` is "stop".
         """
         self.finish()
         try:
