@@ -18,13 +18,13 @@ from typing import TypeVar
 from lightning_ptm.errors import InternalError
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.copy_plan import CopyMachine, CopyRange, disk_jobs, ram_pairs, source_pieces, target_pieces
-from lightning_ptm.memory.device_work import Mark
+from lightning_ptm.memory.device_work import Completion, Mark
 from lightning_ptm.memory.io import IoQueue
 from lightning_ptm.memory.ledger import TierLedger
 from lightning_ptm.memory.link_meters import Link, LinkMeter, LinkStats
 from lightning_ptm.memory.page_ranges import PagePiece
 from lightning_ptm.memory.page_table import Flight, PageEvent
-from lightning_ptm.memory.transfer import Completion, StreamTransfer, Transfer
+from lightning_ptm.memory.transfer import StreamTransfer, Transfer
 from lightning_ptm.terms import Tier
 
 Result = TypeVar("Result")

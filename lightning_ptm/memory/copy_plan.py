@@ -15,8 +15,7 @@ import torch
 from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.device_work import Mark
 from lightning_ptm.memory.disk import DiskRegion
-from lightning_ptm.memory.io import IoJob
-from lightning_ptm.memory.io_jobs import DiskToDisk, ReadBounced, Straight, WriteBounced
+from lightning_ptm.memory.io import DiskToDisk, IoJob, ReadBounced, Straight, WriteBounced
 from lightning_ptm.memory.page_ranges import PagePiece, direct_bytes, extents, join, pair_up, pieces, round_up
 from lightning_ptm.memory.paged_tensor import PagedTensor, PageSpan
 from lightning_ptm.memory.region import HostRegion, Region

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from lightning_ptm.events import Event, EventKind, Events
-from lightning_ptm.memory.transfer import Timer
+from lightning_ptm.memory.device_work import Timer
 from lightning_ptm.terms import Tier
 
 

@@ -8,34 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
-
-class Timer(Protocol):
-    """Duration of copies launched on a stream. It holds none of their bytes, so it may outlive them."""
-
-    def done(self) -> bool: ...
-
-    def seconds(self) -> float:
-        """Returns how long the copies ran; only when done."""
-
-
-class Completion(Protocol):
-    """The end of copies launched on a stream (streams.py)."""
-
-    def done(self) -> bool: ...
-
-    def timer(self) -> Timer:
-        """Returns their timer, for code that counts the copies without keeping source and target alive."""
-
-    def synchronize(self) -> None:
-        """Blocks this thread until the copies are complete."""
-
-    def order(self) -> None:
-        """Makes the current stream, not this thread, wait for the copies."""
-
-    def seconds(self) -> float:
-        """Returns how long the copies ran; only when done."""
+from lightning_ptm.memory.device_work import Completion
 
 
 class Transfer:

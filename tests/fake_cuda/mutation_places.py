@@ -66,7 +66,6 @@ CLOSEST: dict[str, tuple[str, ...]] = {
     "gradient_pages": ("runtime/gradients/test_gradient_pages.py", "runtime/updates/test_lock_free.py"),
     "flat_gradient": ("runtime/gradients/test_flat_gradient.py", "runtime/test_manual_optimization.py"),
     "io": ("memory/test_allocator.py", "memory/test_disk.py"),
-    "io_jobs": ("memory/test_disk.py", "memory/test_allocator.py"),
     "process_groups": ("ranks/test_communicator.py", "ranks/test_rank_failures.py", "ranks/test_rank_exceptions.py"),
     "mesh": ("ranks/test_mesh.py",),
     "shm_collectives": ("ranks/test_shm_collectives.py", "ranks/test_tensor_exchanges.py"),

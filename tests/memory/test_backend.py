@@ -26,8 +26,8 @@ from lightning_ptm.memory.backend import (
     backend_of,
     in_ram,
 )
-from lightning_ptm.memory.io import IoQueue
-from lightning_ptm.memory.region import HostRegion, Staging
+from lightning_ptm.memory.io import IoQueue, Staging
+from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.transfer import Transfer
 
 PAGE = 1 << 16

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.memory.device_work import Completion
 from lightning_ptm.memory.streams import Copies, Pair
-from lightning_ptm.memory.transfer import Completion
 
 UNITS_AHEAD = 2
 """Maximum number of units whose gradients are in flight: one that is copied while the backward of the next unit
