@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -31,7 +32,9 @@ class LinkStats:
 
 
 class LinkMeter:
-    """Counter of one link. Its owner, the Allocator, holds a lock and passes the time, in seconds."""
+    """Counter of one link, or of several links together. Its owner holds a lock and passes the time, in seconds."""
+
+    __slots__ = ("_busy_s", "_bytes", "_in_flight", "_since_s", "_transfers")
 
     def __init__(self) -> None:
         self._bytes = 0
@@ -40,17 +43,23 @@ class LinkMeter:
         self._in_flight = 0
         self._since_s = 0.0
 
-    def begin(self, size_bytes: int, now_s: float) -> None:
-        self._bytes += size_bytes
-        self._transfers += 1
-        if self._in_flight == 0:
-            self._since_s = now_s
-        self._in_flight += 1
+    @staticmethod
+    def begin(meters: Sequence[LinkMeter], size_bytes: int, now_s: float) -> None:
+        """Counts a transfer that begins in each of the meters."""
+        for meter in meters:
+            meter._bytes += size_bytes
+            meter._transfers += 1
+            if meter._in_flight == 0:
+                meter._since_s = now_s
+            meter._in_flight += 1
 
-    def end(self, now_s: float) -> None:
-        self._in_flight -= 1
-        if self._in_flight == 0:
-            self._busy_s += now_s - self._since_s
+    @staticmethod
+    def end(meters: Sequence[LinkMeter], now_s: float) -> None:
+        """Counts the end of a transfer that has begun in each of the meters."""
+        for meter in meters:
+            meter._in_flight -= 1
+            if meter._in_flight == 0:
+                meter._busy_s += now_s - meter._since_s
 
     def add(self, size_bytes: int, seconds_s: float) -> None:
         """Counts a transfer that has ended and measured its own duration, without `begin`: a copy on a CUDA stream.

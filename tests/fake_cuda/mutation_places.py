@@ -59,7 +59,6 @@ CLOSEST: dict[str, tuple[str, ...]] = {
     "background_group": ("ranks/test_rows_behind.py", "ranks/test_communicator.py"),
     "communicator": ("ranks/test_communicator.py",),
     "uds": ("ranks/test_uds.py", "ranks/test_shm_collectives.py"),
-    "copier": ("memory/test_streamed_copies.py", "memory/test_allocator.py"),
     "intra_node": ("ranks/test_communicator.py", "ranks/test_tensor_exchanges.py"),
     "flat_counters": ("runtime/updates/test_flat_counters.py", "runtime/updates/test_lock_free.py"),
     "user_collectives": ("adversarial/ranks/test_raw_collectives.py", "adversarial/ranks/test_one_rank_alone.py"),

@@ -249,8 +249,7 @@ def test_io_threads_take_the_ranks_device_before_they_page_lock() -> None:
     queue = IoQueue(2, threads_per_lane=2, page_size=PAGE, backend=watched, pin=True)
     try:
         transfer = Transfer(threads)
-        for lane in (0, 0, 1, 1):
-            queue.submit(lane, Bounces(together), transfer)
+        queue.submit([(lane, Bounces(together)) for lane in (0, 0, 1, 1)], transfer.piece_finished)
         transfer.wait()
     finally:
         queue.close()
