@@ -305,7 +305,7 @@ class Allocator:
         with self._lock:
             self._check_usable(tensor)
             if start_bytes < stop_bytes:
-                self._copier.unless_busy(partial(tensor.pages.check, start_bytes, stop_bytes, PageEvent.FREE))
+                self._copier.unless_busy(partial(tensor.pages.after, start_bytes, stop_bytes, PageEvent.FREE))
             self._machine.discard(tensor, start_bytes, stop_bytes)
 
     def discard_all_but(self, kept: Sequence[PagedTensor]) -> None:
@@ -404,7 +404,7 @@ class Allocator:
             self._tables[tensor.tier].vacate(tensor.id, tensor.pages)
 
     def _poison_pages(self, tensor: PagedTensor) -> None:
-        tensor.pages.check(0, round_up(tensor.nbytes), PageEvent.FREE)
+        tensor.pages.after(0, round_up(tensor.nbytes), PageEvent.FREE)
         for piece in page_pieces(tensor.pages.extents, self.page_size, joined=False):
             if not tensor.tier.addressable:
                 assert self._machine.disk is not None and self._poison_page is not None

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import bisect
 import enum
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -108,9 +107,10 @@ class Pages:
         self.extents = tuple(extents)
         self.holds: list[Hold] = []
         """Of the transfers under way."""
-        sizes = (extent.stop_bytes - extent.start_bytes for extent in extents)
-        self._starts = tuple(itertools.accumulate(sizes, initial=0))
+        self._starts = [0]
         """First byte of each extent, then the number of bytes."""
+        for extent in extents:
+            self._starts.append(self._starts[-1] + extent.stop_bytes - extent.start_bytes)
 
     @property
     def spans(self) -> tuple[PageSpan, ...]:
@@ -160,25 +160,25 @@ class Pages:
                 state = hold.state
         return state
 
-    def check(self, start_bytes: int, stop_bytes: int, event: PageEvent) -> PageState:
+    def after(self, start_bytes: int, stop_bytes: int, event: PageEvent) -> PageState:
         """Returns the state of the bytes after `event`; InternalError if it is not allowed in their present state."""
         state = self.state(start_bytes, stop_bytes)
-        after = TRANSITIONS.get((state, event))
-        if after is None:
-            raise InternalError(f"bytes of a page that are {state.value} cannot {event.value}")
-        return after
+        try:
+            return TRANSITIONS[state, event]
+        except KeyError:
+            raise InternalError(f"bytes of a page that are {state.value} cannot {event.value}") from None
 
     def begin(self, start_bytes: int, stop_bytes: int, event: PageEvent) -> Hold:
         """Starts a transfer's hold on bytes; `event` is ARRIVE or LEAVE. End it once, with `Hold.end`."""
-        hold = Hold(self, start_bytes, stop_bytes, self.check(start_bytes, stop_bytes, event))
+        hold = Hold(self, start_bytes, stop_bytes, self.after(start_bytes, stop_bytes, event))
         self.holds.append(hold)
         return hold
 
     def free(self) -> Sequence[Extent]:
         """Gives all bytes up and returns them; InternalError, and no change, if a transfer holds some."""
         if self.extents:
-            self.check(0, self._starts[-1], PageEvent.FREE)
-        extents, self.extents, self._starts = self.extents, (), (0,)
+            self.after(0, self._starts[-1], PageEvent.FREE)
+        extents, self.extents, self._starts = self.extents, (), [0]
         return extents
 
 

@@ -178,10 +178,10 @@ class Copy:
     """The hold on the source, until it ends."""
     arriving: Hold | None = None
     """The hold on the target, until it ends."""
-
-    @property
-    def ends_with_target(self) -> bool:
-        return self.target_start_bytes + self.length_bytes == self.target.nbytes
+    block_bytes: int = 0
+    """The length in whole blocks."""
+    tail_is_free: bool = False
+    """Whether the range ends where the target's elements end, so that its last block may be written whole."""
 
 
 def checked_copy(
@@ -290,7 +290,14 @@ class Copier:
         """
         if self._streamed:
             self._reap()
-        self.unless_busy(partial(self._hold, copy))
+        copy.block_bytes = round_up(copy.length_bytes)
+        copy.tail_is_free = copy.target_start_bytes + copy.length_bytes == copy.target.nbytes
+        try:
+            self._hold(copy)
+        except InternalError:
+            if not self._finish_ordered():
+                raise
+            self._hold(copy)
         source, target = copy.source.tier, copy.target.tier
         link = self._links.get((source, target))
         if link is None:
@@ -334,12 +341,16 @@ class Copier:
         try:
             return action()
         except InternalError:
-            ordered = [transfer for transfer in self._streamed if transfer.ordered]
-            if not ordered:
+            if not self._finish_ordered():
                 raise
-            for transfer in ordered:
-                transfer.wait()
             return action()
+
+    def _finish_ordered(self) -> bool:
+        """Waits for the copies already ordered on a stream; returns whether there are any."""
+        ordered = [transfer for transfer in self._streamed if transfer.ordered]
+        for transfer in ordered:
+            transfer.wait()
+        return bool(ordered)
 
     def stats(self) -> dict[Link, LinkStats]:
         """Returns the totals of every link used so far (lock held)."""
@@ -373,16 +384,20 @@ class Copier:
         source, target = copy.source, copy.target
         source_stop = copy.source_start_bytes + copy.length_bytes
         target_stop = copy.target_start_bytes + copy.length_bytes
-        # Padding that a whole last block reads or overwrites is held, too.
+        # The rest of a last block is held, too. Ranges on disk begin on a block.
         if not source.tier.addressable:
-            source_stop = round_up(source_stop)
-        if not target.tier.addressable or (not source.tier.addressable and copy.ends_with_target):
-            target_stop = round_up(target_stop)
+            source_stop = copy.source_start_bytes + copy.block_bytes
+            if copy.tail_is_free:
+                target_stop = round_up(target_stop)
+        if not target.tier.addressable:
+            target_stop = copy.target_start_bytes + copy.block_bytes
         try:
             copy.leaving = source.pages.begin(copy.source_start_bytes, source_stop, PageEvent.LEAVE)
             copy.arriving = target.pages.begin(copy.target_start_bytes, target_stop, PageEvent.ARRIVE)
         except InternalError as error:
-            self._let_go(copy)
+            if copy.leaving is not None:
+                copy.leaving.end()
+                copy.leaving = None
             raise InternalError(
                 f"copying {source.name} to {target.name}: {error}; wait for the transfer that holds them"
             ) from None
@@ -428,17 +443,12 @@ class Copier:
             # One of the two tensors is often a buffer. The name of the one farther from compute, the home, says more.
             home = max(copy.source, copy.target, key=lambda tensor: tensor.tier.distance)
             self._events.emit(Event(EventKind.COPY, track, home.name, copy.began_s, end_s, bytes=copy.length_bytes))
-        self._let_go(copy)
-        if copy.settle is not None:
-            copy.settle(error)
-
-    @staticmethod
-    def _let_go(copy: Copy) -> None:
-        """Ends the holds that have not ended."""
         for hold in (copy.leaving, copy.arriving):
             if hold is not None:
                 hold.end()
         copy.leaving = copy.arriving = None
+        if copy.settle is not None:
+            copy.settle(error)
 
     def _reap(self) -> None:
         """Finishes the copies whose CUDA events have completed."""
@@ -482,8 +492,8 @@ def disk_jobs(copy: Copy, machine: CopyMachine) -> list[tuple[int, IoJob]]:
     direct_bytes = 0
     if isinstance(region, HostRegion) and ram_start % BLOCK_BYTES == 0:
         direct_bytes = copy.length_bytes // BLOCK_BYTES * BLOCK_BYTES
-        if copy.ends_with_target:
-            direct_bytes = round_up(copy.length_bytes)
+        if copy.tail_is_free:
+            direct_bytes = copy.block_bytes
         # A chunk rarely begins at a page border, and a disk is slower with two transfers of half the length.
         direct = on_disk.pages.between(disk_start, disk_start + direct_bytes)
         ram_at = ram_start
@@ -506,7 +516,7 @@ def disk_jobs(copy: Copy, machine: CopyMachine) -> list[tuple[int, IoJob]]:
             job: IoJob = (
                 ReadBounced(disk, piece, parts, stream, after)
                 if reading
-                else WriteBounced(disk, piece, parts, stream, after, keep_tail=not copy.ends_with_target)
+                else WriteBounced(disk, piece, parts, stream, after, keep_tail=not copy.tail_is_free)
             )
             jobs.append((disk.lane(piece.start_bytes // machine.page_size), job))
             ram_at += size
@@ -519,7 +529,7 @@ def _disk_to_disk(copy: Copy, disk: DiskRegion) -> list[tuple[int, IoJob]]:
     pairs = pair_up(
         page_pieces(source, disk.page_size, joined=False), page_pieces(target, disk.page_size, joined=False)
     )
-    keep_tail = not copy.ends_with_target
+    keep_tail = not copy.tail_is_free
     return [
         (disk.lane(source.start_bytes // disk.page_size), DiskToDisk(disk, source, target, keep_tail))
         for source, target in pairs
