@@ -33,14 +33,13 @@ from lightning_ptm.memory.device_work import Mark
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.disk_probe import threads_per_path
 from lightning_ptm.memory.io import IoQueue
-from lightning_ptm.memory.link_meters import Link, LinkStats
 from lightning_ptm.memory.page_table import PageTable
 from lightning_ptm.memory.paged_tensor import PagedTensor, PageEvent, page_pieces, round_up
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.reused_extents import ReusedExtents, gaps
 from lightning_ptm.memory.streams import copy_streams
 from lightning_ptm.memory.tiers import check_settings, disk_region, regions
-from lightning_ptm.memory.transfer import Copier, Copy, CopyMachine, Transfer, checked_copy
+from lightning_ptm.memory.transfer import Copier, Copy, CopyMachine, Link, LinkStats, Transfer, checked_copy
 from lightning_ptm.progress import Progress
 from lightning_ptm.terms import TIERS, Tier
 

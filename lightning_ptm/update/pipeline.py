@@ -1,10 +1,11 @@
 """Update pipeline: reads, arithmetic and writes of chunks, in the order that planning/chunks.py decides.
 
-Section 7 of the paper, and the updating part of Algorithm 2. Owns the transfers and staging buffers of chunks, and advances
-the scalars of flats. Used by one thread at a time; it starts no thread and takes no lock (updater.py does). `advance` never
+Section 7 of the paper, and the updating part of Algorithm 2. Owns the staging buffers, the transfers of chunks and the
+counters of the updater, and advances the scalars of flats. Used by one thread at a time; it starts no thread and takes no lock (updater.py does). `advance` never
 waits; `advance_or_wait` waits if it cannot advance.
 I1: scalars advance when a job's last chunk is computed.
-I2: a handle is done only when the job's compute parameters are readable in their tier; writes of master states to their home
+I2: a staging buffer that was taken is given back once, when no transfer touches it.
+I3: a handle is done only when the job's compute parameters are readable in their tier; writes of master states to their home
     may still be in flight.
 """
 
@@ -20,12 +21,10 @@ import torch
 
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import in_ram
-from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
-from lightning_ptm.planning.chunks import Chunks, WantedChunk
+from lightning_ptm.planning.chunks import Chunks, WantedChunk, chunk_bounds_of
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.arithmetic import Arithmetic
 from lightning_ptm.update.flat_states import FlatStates
-from lightning_ptm.update.staging import StagingPool
 from lightning_ptm.update.state_encoding import VALUES_DTYPE, Encoder
 from lightning_ptm.update.update_job import (
     GRADIENT,
@@ -40,11 +39,114 @@ from lightning_ptm.update.update_job import (
     arithmetic_tier,
     state_columns,
 )
-from lightning_ptm.update.update_stats import UpdateStats, Wait
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator
     from lightning_ptm.memory.paged_tensor import PagedTensor
+
+import bisect
+import enum
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.paged_tensor import PagedTensor
+
+
+class Wait(enum.Enum):
+    """Causes for which an update waits."""
+
+    READ = "read"
+    WRITE = "write"
+    GRADIENT = "gradient"
+    SAVE = "save"
+
+
+@dataclasses.dataclass(slots=True)
+class UpdateStats:
+    """Totals since the updater was made. Written by the thread that does the arithmetic; any thread may read them."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    chunks: int = 0
+    arithmetic_s: float = 0.0
+    read_stall_s: float = 0.0
+    write_stall_s: float = 0.0
+    gradient_stall_s: float = 0.0
+    save_stall_s: float = 0.0
+
+    def add_read(self, size: int) -> None:
+        """Counts bytes of master states read."""
+        self.bytes_read += size
+
+    def add_written(self, size: int) -> None:
+        """Counts bytes of master states written."""
+        self.bytes_written += size
+
+    def add_chunk(self, arithmetic_s: float) -> None:
+        """Counts a chunk that was computed."""
+        self.arithmetic_s += arithmetic_s
+        self.chunks += 1
+
+    def add_stall(self, cause: Wait, seconds: float) -> None:
+        """Counts time waited."""
+        name = f"{cause.value}_stall_s"
+        setattr(self, name, getattr(self, name) + seconds)
+
+
+class StagingPool:
+    """Pool of buffers by tier, dtype and size. It grows on demand; `reserve` makes it grow in advance.
+
+    Args:
+        allocator: allocates the buffers.
+    """
+
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
+
+        self._free: dict[tuple[Tier, torch.dtype], list[PagedTensor]] = {}
+        """Free buffers, smallest first."""
+        self._owned: dict[tuple[Tier, torch.dtype], list[PagedTensor]] = {}
+
+    def reserve(self, tier: Tier, dtype: torch.dtype, numel: int, count: int) -> None:
+        """Allocates until the pool owns at least `count` buffers of `numel` elements.
+
+        Raises:
+            CapacityError: the tier has too few pages.
+        """
+        while sum(buffer.numel == numel for buffer in self._owned.get((tier, dtype), ())) < count:
+            self.give_back(self._allocate(tier, dtype, numel))
+
+    def take(self, tier: Tier, dtype: torch.dtype, numel: int) -> PagedTensor:
+        """Takes a buffer of `numel` elements or more, with undefined contents.
+
+        Raises:
+            CapacityError: none is free and the tier has too few pages for another.
+        """
+        free = self._free.get((tier, dtype), [])
+        for place, buffer in enumerate(free):
+            if buffer.numel >= numel:
+                return free.pop(place)
+        return self._allocate(tier, dtype, numel)
+
+    def give_back(self, buffer: PagedTensor) -> None:
+        """Returns a buffer that no transfer touches to the pool."""
+        # Among buffers of equal size the last used comes first: it may be in the cache.
+        bisect.insort_left(self._free.setdefault((buffer.tier, buffer.dtype), []), buffer, key=attrgetter("numel"))
+
+    def close(self) -> None:
+        """Releases every buffer. Idempotent."""
+        owned, self._owned, self._free = self._owned, {}, {}
+        for buffers in owned.values():
+            for buffer in buffers:
+                self._allocator.release(buffer)
+
+    def _allocate(self, tier: Tier, dtype: torch.dtype, numel: int) -> PagedTensor:
+        buffer = self._allocator.allocate(f"update staging {dtype}", numel, dtype, tier, shared_tail=True)
+        self._owned.setdefault((tier, dtype), []).append(buffer)
+        self._allocator.merge(buffer)
+        return buffer
 
 
 BeforeWrite = Callable[["PagedTensor", int, torch.Tensor], None]

@@ -3,7 +3,7 @@
 Data and bookkeeping only; planning/chunks.py decides the order of reads, updates and writes, pipeline.py does them.
 I1: a column is one paged tensor that a job reads or writes element by element. It is staged if the arithmetic cannot
     address it in its tier.
-I2: a chunk is the same stretch of all columns. planning/chunk_bounds.py cuts at multiples of the updater's `chunk_numel` or,
+I2: a chunk is the same stretch of all columns. planning/chunks.py cuts at multiples of the updater's `chunk_numel` or,
     where parameters are updated whole, at the starts of parameters. A state with its own shape is then as long as its shape
     says.
 """
@@ -19,10 +19,10 @@ import torch
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning import chunks
-from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
+from lightning_ptm.planning.chunks import chunk_bounds_of
 from lightning_ptm.planning.placement_data import arithmetic_tier as tier_of_arithmetic
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.flat_states import FlatStates
+from lightning_ptm.update.flat_states import FlatStates, StateLayout
 from lightning_ptm.update.gradient_source import (
     NO_TRANSFORM,
     GradientSource,
@@ -32,7 +32,6 @@ from lightning_ptm.update.gradient_source import (
 )
 from lightning_ptm.update.merged_steps import MergedSteps, merge
 from lightning_ptm.update.shadow import GroupValues, ShadowOptimizer
-from lightning_ptm.update.state_layout import StateLayout
 from lightning_ptm.update.trial.traits import ScalarState
 from lightning_ptm.update.weight_prediction import WeightPrediction
 

@@ -30,8 +30,7 @@ from lightning_ptm.runtime.units.page_views import PageViews
 from lightning_ptm.runtime.units.store import FlatStore, UnitStore
 from lightning_ptm.runtime.units.uncounted_writes import Fingerprint
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
-from lightning_ptm.update.flat_states import FlatStates
-from lightning_ptm.update.state_layout import lay_out_states, layout_groups
+from lightning_ptm.update.flat_states import FlatStates, lay_out_states, layout_groups
 from lightning_ptm.update.trial.traits import OptimizerTraits
 
 _OF_FLATS = (What.PARAMETERS, What.MASTERS, What.STATES)

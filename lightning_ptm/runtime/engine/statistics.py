@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning_ptm.memory.link_meters import LinkStats
+from lightning_ptm.memory.transfer import LinkStats
 from lightning_ptm.planning.fetch_policy import Lookups
 from lightning_ptm.runtime.ranks.experts import TokenStats
 from lightning_ptm.runtime.updates.audits import StalenessStats, UpdateAudit

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
+from lightning_ptm.planning.chunks import chunk_bounds_of
 from lightning_ptm.runtime.full_params.optimizer_values import OptimizerValues, Scalars
 from lightning_ptm.runtime.tensors.page_io import Elements
 from lightning_ptm.runtime.units.store import FlatStore

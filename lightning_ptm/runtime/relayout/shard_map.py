@@ -20,7 +20,7 @@ from lightning_ptm.runtime.tensors.page_io import Elements
 from lightning_ptm.update.flat_states import Segment, shard_segments
 
 if TYPE_CHECKING:
-    from lightning_ptm.update.state_layout import OwnShapes
+    from lightning_ptm.update.flat_states import OwnShapes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ptm.memory.link_meters import LinkStats
+from lightning_ptm.memory.transfer import LinkStats
 from lightning_ptm.planning.fetch_policy import Lookups
 from lightning_ptm.runtime.engine.statistics import audit, collect, last_audit, together
 from lightning_ptm.runtime.ranks.experts import TokenStats
