@@ -228,6 +228,7 @@ class Allocator:
         source_start: int = 0,
         target_start: int = 0,
         numel: int | None = None,
+        whole_blocks: bool = False,
     ) -> Transfer:
         """Starts to copy elements between tensors of any tiers. Wait on the transfer before using the bytes of either.
 
@@ -241,6 +242,7 @@ class Allocator:
             source_start: first element read; on disk at a multiple of 4096 bytes, like target_start.
             target_start: first element written.
             numel: elements; by default as many as both have from their starts.
+            whole_blocks: the target's elements after the range may be overwritten, up to the end of their disk block.
         Raises:
             UsageError: dtypes differ, a range is outside its tensor, begins inside a disk block or overlaps itself; a
                 tensor is released or being moved; the allocator is closed.
@@ -248,7 +250,8 @@ class Allocator:
         """
         with self._lock:
             self._check_usable(source, target)
-            copy = self._copier.begin(checked_copy(source, target, source_start, target_start, numel))
+            copy = checked_copy(source, target, source_start, target_start, numel, whole_blocks=whole_blocks)
+            self._copier.begin(copy)
         return self._copier.launch(copy)
 
     def fill(self, source: PagedTensor, target: PagedTensor, target_start: int = 0) -> Transfer:
@@ -258,8 +261,7 @@ class Allocator:
         """
         with self._lock:
             self._check_usable(source, target)
-            copy = checked_copy(source, target, 0, target_start, None)
-            copy.after = self._last_uses(target)
+            copy = checked_copy(source, target, 0, target_start, None, after=self._last_uses(target))
             self._copier.begin(copy)
         return self._copier.launch(copy)
 
@@ -434,7 +436,8 @@ class Allocator:
             tensor.place(tier, arriving.pages, view)
 
         try:
-            copy = self._copier.begin(Copy(tensor, arriving, 0, 0, tensor.nbytes, settle))
+            copy = Copy(tensor, arriving, 0, 0, tensor.nbytes, settle)
+            self._copier.begin(copy)
         except InternalError:
             self._vacate(arriving)
             raise

@@ -85,11 +85,11 @@ class PagePool:
         Raises:
             CapacityError: no run is long enough; nothing is taken.
         """
-        for start, stop in zip(self._starts, self._stops, strict=True):
-            if stop - start >= count:
-                return self.take_at(start, count)
         if count == 0:
             return range(0)
+        for index, start in enumerate(self._starts):
+            if self._stops[index] - start >= count:
+                return self._cut_out(index, start, count)
         raise self._capacity_error(count, name, longest_run=self.longest_run())
 
     def take_at(self, first: int, count: int) -> Sequence[int]:
@@ -98,12 +98,20 @@ class PagePool:
             return range(first, first)
         if not self.has_run_at(first, count):
             raise InternalError(f"{self.tier.name} frames {first} to {first + count - 1} are not all free")
-        index = bisect.bisect_right(self._starts, first) - 1
+        return self._cut_out(bisect.bisect_right(self._starts, first) - 1, first, count)
+
+    def _cut_out(self, index: int, first: int, count: int) -> range:
+        """Takes frames out of the free interval at `index`."""
         start, stop = self._starts[index], self._stops[index]
-        left = [(start, first)] if start < first else []
-        right = [(first + count, stop)] if first + count < stop else []
-        self._starts[index : index + 1] = [piece[0] for piece in left + right]
-        self._stops[index : index + 1] = [piece[1] for piece in left + right]
+        starts, stops = [], []
+        if start < first:
+            starts.append(start)
+            stops.append(first)
+        if first + count < stop:
+            starts.append(first + count)
+            stops.append(stop)
+        self._starts[index : index + 1] = starts
+        self._stops[index : index + 1] = stops
         self._free_frames -= count
         return range(first, first + count)
 

@@ -163,10 +163,10 @@ class Pages:
     def after(self, start_bytes: int, stop_bytes: int, event: PageEvent) -> PageState:
         """Returns the state of the bytes after `event`; InternalError if it is not allowed in their present state."""
         state = self.state(start_bytes, stop_bytes)
-        try:
-            return TRANSITIONS[state, event]
-        except KeyError:
-            raise InternalError(f"bytes of a page that are {state.value} cannot {event.value}") from None
+        after = TRANSITIONS.get((state, event))
+        if after is None:
+            raise InternalError(f"bytes of a page that are {state.value} cannot {event.value}")
+        return after
 
     def begin(self, start_bytes: int, stop_bytes: int, event: PageEvent) -> Hold:
         """Starts a transfer's hold on bytes; `event` is ARRIVE or LEAVE. End it once, with `Hold.end`."""
@@ -195,6 +195,10 @@ def page_pieces(extents: Sequence[Extent], page_size: int, *, joined: bool) -> l
     return found
 
 
+_NOWHERE = Pages(0, ())
+"""Of a tensor that has no pages. Nothing can change it: no byte is in it."""
+
+
 class PagedTensor:
     """A 1-D tensor on pages. Only the Allocator creates, places, moves and releases it; any code may read it.
 
@@ -213,7 +217,7 @@ class PagedTensor:
 
         # State, changed by the Allocator under its lock.
         self.tier = tier
-        self.pages = Pages(0, ())
+        self.pages = _NOWHERE
         self._view: torch.Tensor | None = None
         self.moving = False
         self.is_released = False
@@ -248,7 +252,7 @@ class PagedTensor:
 
     def forget(self) -> None:
         """Marks the tensor as released (for the Allocator)."""
-        self.pages, self._view, self.is_released = Pages(0, ()), None, True
+        self.pages, self._view, self.is_released = _NOWHERE, None, True
 
     def __repr__(self) -> str:
         where = "released" if self.is_released else f"{self.tier.name.lower()}, {len(self.pages.frames)} pages"

@@ -1,8 +1,8 @@
 """Copies between paged tensors: what a copy moves, its pages while it runs, the handle on which callers wait, and traffic.
 
 Ranges on disk begin on a block; their end need not be on one. If the range ends where the target's elements end, the last
-block is transferred whole, since only padding follows it in the page. Otherwise the last block goes through a staging
-buffer, so that the target's next elements keep their values.
+block is transferred whole, since only padding follows it in the page; likewise if the caller allows it. Otherwise the last
+block goes through a staging buffer, so that the target's next elements keep their values.
 
 I1: `Copier.begin` holds all bytes of a copy before the first of them moves; if it cannot, it holds none and raises
     InternalError.
@@ -292,6 +292,8 @@ class Copy:
     length_bytes: int
     settle: Settle | None = None
     """Called at the end."""
+    whole_blocks: bool = False
+    """Whether the target's bytes after the range may be overwritten, up to the end of their block."""
     after: Sequence[Mark] | None = None
     """Marks that the stream part of the copy waits for; None: it waits for the launching thread's current stream."""
 
@@ -306,11 +308,18 @@ class Copy:
     block_bytes: int = 0
     """The length in whole blocks."""
     tail_is_free: bool = False
-    """Whether the range ends where the target's elements end, so that its last block may be written whole."""
+    """Whether its last block may be written whole, also because the range ends where the target's elements end."""
 
 
 def checked_copy(
-    source: PagedTensor, target: PagedTensor, source_start: int, target_start: int, numel: int | None
+    source: PagedTensor,
+    target: PagedTensor,
+    source_start: int,
+    target_start: int,
+    numel: int | None,
+    *,
+    whole_blocks: bool = False,
+    after: Sequence[Mark] | None = None,
 ) -> Copy:
     """Returns a copy of elements, checked.
 
@@ -335,7 +344,8 @@ def checked_copy(
         raise UsageError(
             f"a copy of {numel} elements within {source.name} overlaps itself; copy through another tensor"
         )
-    return Copy(source, target, source_start * item_bytes, target_start * item_bytes, numel * item_bytes)
+    start_bytes = source_start * item_bytes, target_start * item_bytes
+    return Copy(source, target, *start_bytes, numel * item_bytes, whole_blocks=whole_blocks, after=after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +417,7 @@ class Copier:
         """All links together."""
         self._streamed: list[StreamTransfer] = []
 
-    def begin(self, copy: Copy) -> Copy:
+    def begin(self, copy: Copy) -> None:
         """Holds the bytes of a copy (lock held). Call `launch` afterwards, without the lock.
 
         Raises:
@@ -416,7 +426,8 @@ class Copier:
         if self._streamed:
             self._reap()
         copy.block_bytes = round_up(copy.length_bytes)
-        copy.tail_is_free = copy.target_start_bytes + copy.length_bytes == copy.target.nbytes
+        stop_bytes = copy.target_start_bytes + copy.length_bytes
+        copy.tail_is_free = copy.whole_blocks or stop_bytes == copy.target.nbytes
         try:
             self._hold(copy)
         except InternalError:
@@ -433,7 +444,6 @@ class Copier:
             copy.meters = (link, self._all_links)
         copy.began_s = perf_counter()
         LinkMeter.begin(copy.meters, copy.length_bytes, copy.began_s)
-        return copy
 
     def launch(self, copy: Copy) -> Transfer:
         """Starts the bytes of a copy (lock not held) and returns the handle to wait on."""

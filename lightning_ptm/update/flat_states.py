@@ -473,25 +473,34 @@ class FlatStates:
         """Sets every updated parameter's scalars to those after the step.
 
         Args:
-            successors: by `clock(parameter)`, the scalars after the step.
+            successors: by clock (`clocks`), the scalars after the step.
             present: for each parameter, whether it had a gradient.
         """
         for index, group in enumerate(self.groups):
             if group is not None and present[index]:
-                self._scalars[index] = successors[self.clock(index)]
+                self._scalars[index] = successors[group, id(self._scalars[index])]
 
-    def clock(self, parameter: int) -> tuple[int, int]:
-        """Group and identity of a parameter's scalars: parameters with equal clocks go through the same update."""
-        group = self.groups[parameter]
-        if group is None:
-            raise UsageError(
-                f"parameter {parameter} of {self.flat.unit}/{self.flat.index} is not updated by {self.traits.name}"
-            )
-        return group, id(self._scalars[parameter])
+    def clocks(self, present: Sequence[bool]) -> dict[tuple[int, int], ScalarState | None]:
+        """The scalars of parameters with a gradient, by clock: group and identity of the scalars.
+
+        Parameters with equal clocks go through the same update.
+        """
+        found: dict[tuple[int, int], ScalarState | None] = {}
+        for group, scalars, here in zip(self.groups, self._scalars, present, strict=True):
+            if group is not None and here:
+                found[group, id(scalars)] = scalars
+        return found
 
     def started(self, start: int, numel: int) -> bool:
         """Whether any slot element in [start, start + numel) of the shard has state already."""
         return any(self._scalars[each.parameter] is not None for each in self.segments_within(start, start + numel))
+
+    def updates(self, start: int, numel: int, present: Sequence[bool]) -> bool:
+        """Whether any of elements [start, start + numel) of the shard is updated. Args: as of `runs`."""
+        for segment in self.segments_within(start, start + numel):
+            if self.groups[segment.parameter] is not None and present[segment.parameter]:
+                return True
+        return False
 
     def runs(self, start: int, numel: int, present: Sequence[bool]) -> list[StateRun]:
         """The runs of elements [start, start + numel) of the shard, in order (I4).

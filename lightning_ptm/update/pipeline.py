@@ -1,8 +1,8 @@
 """Update pipeline: reads, arithmetic and writes of chunks, in the order that planning/chunks.py decides.
 
 Section 7 of the paper, and the updating part of Algorithm 2. Owns the staging buffers, the transfers of chunks and the
-counters of the updater, and advances the scalars of flats. Used by one thread at a time; it starts no thread and takes no lock (updater.py does). `advance` never
-waits; `advance_or_wait` waits if it cannot advance.
+counters of the updater, and advances the scalars of flats. Used by one thread at a time; it starts no thread and takes no
+lock (updater.py does). `advance` never waits; `advance_or_wait` waits if it cannot advance.
 I1: scalars advance when a job's last chunk is computed.
 I2: a staging buffer that was taken is given back once, when no transfer touches it.
 I3: a handle is done only when the job's compute parameters are readable in their tier; writes of master states to their home
@@ -232,13 +232,14 @@ class Pipeline:
 
     def advance(self) -> bool:
         """Does what needs no waiting, at most one chunk's arithmetic; returns whether anything changed."""
-        landed = [progress for progress in self._landing if all(transfer.done() for transfer in progress.landing)]
-        for progress in landed:
-            for transfer in progress.landing:
-                transfer.wait()
-            self._landing.remove(progress)
-            progress.handle.mark_done()
-        return self.policy.advance() or bool(landed)
+        landed = False
+        for progress in [*self._landing]:
+            if progress.landing.ended():
+                progress.landing.wait()
+                self._landing.remove(progress)
+                progress.handle.mark_done()
+                landed = True
+        return self.policy.advance() or landed
 
     def advance_or_wait(self, handle: JobHandle | None, wait: Callable[[Blocker], None]) -> bool:
         """Advances; if that is impossible, calls `wait` with what blocks the job of `handle` (None: the first job).
@@ -259,7 +260,7 @@ class Pipeline:
         """The unfinished transfer or gradient that blocks a job (None: the first job); None if there is none."""
         lead = self._find(handle) if handle is not None else None
         for progress in (landing for landing in self._landing if landing.handle is handle):
-            for transfer in progress.landing:
+            for transfer in progress.landing.all:
                 if not transfer.done():
                     return Blocker(transfer, Wait.WRITE)
         found = self.policy.awaited(lead)
@@ -268,8 +269,8 @@ class Pipeline:
         if isinstance(found, JobUnderWay):
             every = [Blocker(pending, Wait.GRADIENT) for pending in found.job.after]
         else:
-            every = [Blocker(transfer, Wait.READ) for transfer in found.reads.values()]
-            every += [Blocker(transfer, Wait.WRITE) for transfer in found.writes.values()]
+            every = [Blocker(transfer, Wait.READ) for transfer in found.reads.all]
+            every += [Blocker(transfer, Wait.WRITE) for transfer in found.writes.all]
         # If all have ended since the policy looked, waiting for the last returns at once, and there is something to do.
         return next((blocker for blocker in every if not blocker.pending.done()), every[-1])
 
@@ -284,7 +285,7 @@ class Pipeline:
     def close(self) -> None:
         """Waits for transfers in flight, whether or not they fail, and releases the buffers."""
         for chunk in self.policy.clear():
-            for transfer in (*chunk.reads.values(), *chunk.writes.values()):
+            for transfer in (*chunk.reads.all, *chunk.writes.all):
                 with contextlib.suppress(Exception):  # reported before, or of no interest any more
                     transfer.wait()
         self._landing.clear()
@@ -302,33 +303,35 @@ class Pipeline:
             tier, columns = self._tier(chunk.flat), self._of(chunk, self._staged(chunk.flat))
         else:
             tier, columns = progress.tier, self._of(chunk, progress.staged)
-        missing = [
-            column
-            for column in columns
-            if column.role not in chunk.buffers
-            and (column.role != GRADIENT or (progress is not None and progress.has_gradient()))
-        ]
-        reads = any(column.reads for column in missing)
-        if reads and progress is not None and progress.submitted is not None:
-            progress.submitted.order()  # copies from a device start after the work queued at submission
-        for column in missing:
+        gradient = progress is not None and progress.has_gradient()
+        started = chunk.flat.started(chunk.start, chunk.numel)
+        submitted = None if progress is None else progress.submitted
+        begun, all_begun = False, progress is not None
+        for column in columns:
+            if column.role in chunk.buffers:
+                continue
+            if column.role == GRADIENT and not gradient:
+                all_begun = False
+                continue
+            begun = True
             start, numel = column.stretch(chunk.start, chunk.numel)
             size = max(numel, self.chunk_numel)
             buffer = chunk.buffers[column.role] = self.pool.take(tier, column.home.dtype, size)
-            is_slot = column.role in chunk.flat.slots
-            if column.reads and (not is_slot or chunk.flat.started(chunk.start, chunk.numel)):
-                chunk.reads[column.role] = self._allocator.copy(column.home, buffer, source_start=start, numel=numel)
+            if column.reads and (started or column.role not in chunk.flat.slots):
+                if submitted is not None:
+                    submitted.order()  # copies from a device start after the work queued at submission
+                    submitted = None
+                chunk.reads.add(
+                    self._allocator.copy(column.home, buffer, source_start=start, numel=numel, whole_blocks=True)
+                )
                 self.stats.add_read(numel * column.home.dtype.itemsize)
         # A chunk read ahead may have more than the job needs: a job without any gradient only copies the master parameter.
-        chunk.note_reads(
-            all_reads_begun=progress is not None and all(column.role in chunk.buffers for column in columns)
-        )
-        return bool(missing)
+        chunk.note_reads(all_reads_begun=all_begun)
+        return begun
 
     def free(self, chunk: JobChunk) -> None:
         """Gives a chunk's buffers back; raises the error of its writes, if any."""
-        for transfer in chunk.writes.values():
-            transfer.wait()
+        chunk.writes.wait()
         for buffer in chunk.buffers.values():
             self.pool.give_back(buffer)
         chunk.buffers.clear()
@@ -349,10 +352,8 @@ class Pipeline:
         for factor in progress.job.transform.tensors():
             if not in_ram(factor):
                 self._backend.record_use(factor)  # made on the stream of compute
-        for pending in progress.job.after:
-            pending.wait()
-        for transfer in chunk.reads.values():
-            transfer.wait()
+        progress.before.wait()
+        chunk.reads.wait()
         started = perf_counter()
         windows = self._windows(progress, chunk)
         if self.before_write is not None:
@@ -374,13 +375,14 @@ class Pipeline:
         for column in self._of(chunk, progress.staged):
             if column.writes:
                 start, numel = column.stretch(chunk.start, chunk.numel)
-                transfer = chunk.writes[column.role] = self._allocator.copy(
+                transfer = self._allocator.copy(
                     chunk.buffers[column.role], column.home, target_start=start, numel=numel
                 )
+                chunk.writes.add(transfer)
                 self.stats.add_written(numel * column.home.dtype.itemsize)
                 if column.role == truth:
-                    progress.landing.append(transfer)
-        return bool(chunk.writes)
+                    progress.landing.add(transfer)
+        return bool(chunk.writes.all)
 
     @staticmethod
     def _of(chunk: JobChunk, columns: list[JobColumn]) -> list[JobColumn]:
@@ -402,10 +404,10 @@ class Pipeline:
     @contextlib.contextmanager
     def _scratch(self, progress: JobUnderWay, chunk: JobChunk) -> Iterator[dict[str, torch.Tensor]]:
         """A buffer for the gradient of a parameter that is updated whole; empty where updates are element-wise."""
-        parameter = next(column.home for column in progress.columns if column.role == PARAMETER)
         if not chunk.flat.traits.whole:
             yield {}
             return
+        parameter = next(column.home for column in progress.columns if column.role == PARAMETER)
         buffer = self.pool.take(progress.tier, parameter.dtype, max(chunk.numel, self.chunk_numel))
         try:
             yield {SCRATCH: buffer.tensor()}
@@ -450,7 +452,7 @@ class Pipeline:
         progress.advance_scalars(like)
         progress.forget_gradient(self._backend)
         progress.handle.computed(self._backend.mark())
-        if progress.landing:
+        if progress.landing.all:
             self._landing.append(progress)
         else:
             progress.handle.mark_done()

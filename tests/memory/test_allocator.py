@@ -738,3 +738,17 @@ def test_discarding_on_the_disk_does_nothing(make_allocator: MakeAllocator) -> N
     ram.tensor().fill_(0.0)
     allocator.copy(there, ram).wait()
     assert ram.tensor().eq(5.0).all()
+
+
+@pytest.mark.parametrize("whole_blocks", [False, True])
+def test_the_rest_of_a_targets_block_is_overwritten_only_if_it_may_be(
+    make_allocator: MakeAllocator, whole_blocks: bool
+) -> None:
+    allocator = make_allocator(poison=False)
+    home = filled(allocator, "home", torch.full((3 * BLOCK_FLOATS,), 7.0), Tier.DISK)
+    buffer = filled(allocator, "buffer", torch.zeros(3 * BLOCK_FLOATS), Tier.HOST)
+    numel = BLOCK_FLOATS + 10
+    allocator.copy(home, buffer, numel=numel, whole_blocks=whole_blocks).wait()
+    values = buffer.tensor()
+    assert values[:numel].eq(7.0).all() and values[2 * BLOCK_FLOATS :].eq(0.0).all()
+    assert values[numel : 2 * BLOCK_FLOATS].eq(7.0 if whole_blocks else 0.0).all()

@@ -84,7 +84,8 @@ class Bench:
 
     def copy(self, source: PagedTensor, target: PagedTensor) -> Transfer:
         with self.lock:
-            copy = self.copier.begin(Copy(source, target, 0, 0, PAGE))
+            copy = Copy(source, target, 0, 0, PAGE)
+            self.copier.begin(copy)
         return self.copier.launch(copy)
 
 
