@@ -516,8 +516,8 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def further_tiers(self) -> Mapping[Tier, int]:
         """Tiers in addition to device, host and disk, with the bytes of each that pages of this rank may take; default: none.
-        Subclasses override it on machines with other memory. Homes are chosen in them as in all tiers, nearest first (see
-        `terms.Tier`)."""
+        Subclasses override it on machines with other memory, and return the same `Tier` objects at each call. Homes are
+        chosen in them as in all tiers, nearest first (see `terms.Tier`)."""
         return {}
 
     def boxes(self) -> Mapping[str, TensorSlice]:

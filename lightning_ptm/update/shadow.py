@@ -126,13 +126,13 @@ def snapshot(optimizer: Optimizer, traits: OptimizerTraits, number: int = 0) -> 
 
 def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a parameter group's hyper-parameters that shares nothing that could be written to."""
-    return {key: _copy_hyperparameter(value) for key, value in group.items() if key not in NOT_HYPERPARAMETERS}
-
-
-def _copy_hyperparameter(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return copy_value(value)
-    return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
+    values = {key: value for key, value in group.items() if key not in NOT_HYPERPARAMETERS}
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor):
+            values[key] = copy_value(value)
+        elif isinstance(value, list | dict | set):
+            values[key] = copy.deepcopy(value)
+    return values
 
 
 class ShadowOptimizer:

@@ -41,8 +41,7 @@ from lightning_ptm.runtime.updates.lock_free import LockFreeUpdates
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.updates import SynchronousUpdates, UpdateScheduler
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.flat_states import FlatStates
-from lightning_ptm.update.state_layout import lay_out_states, layout_groups
+from lightning_ptm.update.flat_states import FlatStates, lay_out_states, layout_groups
 from lightning_ptm.update.trial.traits import OptimizerTraits
 from lightning_ptm.update.updater import Updater
 
