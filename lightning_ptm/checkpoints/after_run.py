@@ -23,8 +23,8 @@ from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_opti
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.engine.engine import Engine
-from lightning_ptm.runtime.tensors.parameter_data import set_data
-from lightning_ptm.runtime.units.guarded_parameter import AbsentTensor, GuardedParameter, reopen
+from lightning_ptm.runtime.units.binding import set_data
+from lightning_ptm.runtime.units.parameter_guard import AbsentTensor, GuardedParameter, reopen
 from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.sharded import without_parameters
 from lightning_ptm.storage.folder import Draft

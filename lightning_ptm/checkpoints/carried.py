@@ -25,8 +25,8 @@ from lightning_ptm.errors import some
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.full_params.first_values import Given
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
-from lightning_ptm.runtime.tensors.parameter_data import set_data
-from lightning_ptm.runtime.units.guarded_parameter import reopen
+from lightning_ptm.runtime.units.binding import set_data
+from lightning_ptm.runtime.units.parameter_guard import reopen
 from lightning_ptm.trainer.paged_optimizer_state import opened
 
 

@@ -21,8 +21,8 @@ from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.full_params.first_values import Given
 from lightning_ptm.runtime.machine.machine import free_host_bytes
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
-from lightning_ptm.runtime.tensors.parameter_data import set_data
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter, reopen
+from lightning_ptm.runtime.units.binding import set_data
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter, reopen
 
 
 class CarriedInPages(Carried):

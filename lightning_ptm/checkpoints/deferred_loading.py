@@ -18,7 +18,7 @@ from lightning_ptm.checkpoints.placeholders import Placeholders
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.tensors.parts import Boxes, cut
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.torch_internals import buffers_in, unsaved_buffers_in, version_of
 
 

@@ -201,7 +201,7 @@ class Clock:
                 ahead = (flat for flat in read_ahead(self._layout, self._placement) if flat.unit in self._updates)
                 self.chunks.want([WantedChunk(flat, self._cuts(flat)) for flat in ahead])
             for trigger in range(plan.tick_count + 1):
-                tasks = plan.tasks_at(trigger)
+                tasks = plan.at[trigger]
                 updates = [task for task in tasks if task.operation is Operation.UPDATE]
                 if self._hardware.shared_cores:
                     updates.sort(key=lambda task: self._places[task.unit])

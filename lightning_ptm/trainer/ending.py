@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from lightning_ptm.checkpoints import after_run, restore
 from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.runtime.engine.engine import Engine
-from lightning_ptm.runtime.engine.statistics import last_audit
+from lightning_ptm.runtime.engine.inspection import last_audit
 from lightning_ptm.runtime.ranks.barriers import Together
 from lightning_ptm.runtime.tensors.parts import put_together
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.trainer.building import root_folder
 from lightning_ptm.trainer.checkpointing import RunCheckpoints

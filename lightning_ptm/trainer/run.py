@@ -31,8 +31,7 @@ from lightning_ptm.events import Events, Listener
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.engine.engine import Engine
-from lightning_ptm.runtime.engine.inspection import states_in_words
-from lightning_ptm.runtime.engine.statistics import Statistics, collect, together
+from lightning_ptm.runtime.engine.inspection import Statistics, collect, states_in_words, together
 from lightning_ptm.runtime.full_params.first_values import Given
 from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
 from lightning_ptm.runtime.ranks.barriers import Together

@@ -54,7 +54,9 @@ from lightning_ptm.runtime.engine.inspection import (
     PageUse,
     PlannedBytes,
     StateBytes,
+    Statistics,
     TierRoom,
+    audit,
     flat_names,
     inventory,
     optimizers_in_pages,
@@ -62,7 +64,6 @@ from lightning_ptm.runtime.engine.inspection import (
     rooms,
     states_at_home,
 )
-from lightning_ptm.runtime.engine.statistics import Statistics, audit
 from lightning_ptm.runtime.tensors.device_moves import move_buffers_and_metrics
 from lightning_ptm.runtime.tensors.parts import declared
 from lightning_ptm.runtime.updates.audits import UpdateAudit

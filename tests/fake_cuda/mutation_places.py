@@ -29,9 +29,15 @@ USERS = (
 """Of users_program.py."""
 LEAVING = ("LeavesAside:host", "LeavesAside:device", "LeavesAside:all on disk")
 USERS_OF: dict[str, tuple[str, ...]] = {
-    "hooks": ("UnitsAside:host", "LeavesAside:host", "StepsAside:all on disk", "HooksAside:host:host"),
+    "hooks": (
+        "UnitsAside:host",
+        *LEAVING,
+        "StepsAside:all on disk",
+        "HooksAside:host:host",
+        "PassesOfOneGraph:host",
+        "PassesOfOneGraph:device",
+    ),
     "offload": ("UnitsAside:host:host", "StepsAside:all on disk:host", "HooksAside:host:host"),
-    "backward_pass": (*LEAVING, "PassesOfOneGraph:host", "PassesOfOneGraph:device"),
     "saved_tensors": ("UnitsAside:host:host", "StepsAside:host:recomputed", "PassesOfOneGraph:host"),
     "grad_placeholder": ("LooksAside:all on disk", "ChangesAside:all on disk", "AssignsAside:host"),
     "step_gradients": (*LEAVING, "GoesOnAside:host", "ChangesAside:host"),

@@ -1,7 +1,7 @@
 """Engine-side reactions to backward events: reduces a unit's gradients when its backward ends, then starts its update.
 
 Owns the queue of units whose update has not been started yet. Knows no hooks: it implements `BackwardListener`
-(backward_pass.py), and the hooks call it.
+(hooks.py), and the hooks call it.
 
 I1: the update of a unit starts one unit after the unit's backward, so that the reduction overlaps the next unit's
     backward. At the end of the pass every queued update has been started.

@@ -1,6 +1,6 @@
 """Inventory of a blueprint: one row for each allocation of homes, gradients, updates and saves, in the order of set-up.
 
-Counts only. `planning/inventory.py` defines a row; engine/pages.py and the engine allocate them. Decisions that precede the
+Counts only. `planning/inventory.py` defines a row; engine/set_up.py and the engine allocate them. Decisions that precede the
 choice of homes use `queued_gradients_row` and `spare_versions_row` to size the rows of lock-free updates.
 """
 

@@ -14,7 +14,7 @@ from lightning_ptm.errors import CapacityError
 from lightning_ptm.planning.placement_data import Placement, PlacementWishes
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding.budgets import wishes_of
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.terms import Tier
 
 

@@ -19,8 +19,7 @@ from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.full_params.lent_parameters import LentParameters
 from lightning_ptm.runtime.units.discovery import UnitParameter
-from lightning_ptm.runtime.units.known_parameters import KnownParameters
-from lightning_ptm.runtime.units.shared_storage import overlap
+from lightning_ptm.runtime.units.module_parameters import KnownParameters, overlap
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.updates import UpdateScheduler

@@ -23,7 +23,7 @@ from lightning_ptm.progress import Progress, Seen, unseen
 from lightning_ptm.runtime.relayout.gathered_flats import flats_of
 from lightning_ptm.runtime.tensors import page_io
 from lightning_ptm.runtime.tensors.parts import cut, put_together
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.runtime.units.store import FlatStore, UnitStore
 
 if TYPE_CHECKING:

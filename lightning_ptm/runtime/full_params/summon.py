@@ -22,8 +22,7 @@ from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
 from lightning_ptm.runtime.machine.machine import free_host_bytes
 from lightning_ptm.runtime.ranks.barriers import Barriers, Together
 from lightning_ptm.runtime.units.binding import FlatBinding
-from lightning_ptm.runtime.units.known_parameters import KnownParameters
-from lightning_ptm.runtime.units.shared_storage import overlap
+from lightning_ptm.runtime.units.module_parameters import KnownParameters, overlap
 from lightning_ptm.runtime.units.store import UnitStore
 
 

@@ -50,6 +50,7 @@ class FlatGradient:
         supply: source of the gradient pages; not used if the gradient waits in `.grad`.
         in_ram: adds gradients of a device to sums in RAM; None: the device has no memory of its own.
         stream: the run's compute stream; None: the current one.
+        before_change, release_idle_units: see `GradientShard`.
     """
 
     def __init__(
@@ -61,13 +62,24 @@ class FlatGradient:
         supply: PageSupply,
         in_ram: HostAccumulator | None = None,
         stream: ComputeStream | None = None,
+        *,
+        before_change: Callable[[], None] = lambda: None,
+        release_idle_units: Callable[[], None] = lambda: None,
     ) -> None:
         self.route = route
         self.store = store
         self._allocator = allocator
         self._sharing = sharing
         self.in_place = route.waits is Waits.IN_GRAD
-        self.shard = GradientShard(store, route, allocator, supply, in_ram)
+        self.shard = GradientShard(
+            store,
+            route,
+            allocator,
+            supply,
+            in_ram,
+            before_change=before_change,
+            release_idle_units=release_idle_units,
+        )
         self._content = self.shard.content
         self.grad_attribute = GradAttribute(store, route, self.shard, sharing, allocator.backend, stream)
         # state

@@ -46,15 +46,15 @@ class GradientPages:
 
     Args:
         sets: all sets of the pool.
+        while_waiting: called while compute waits for a set: advances updates, and raises their errors.
     """
 
-    def __init__(self, sets: Iterable[PagedTensor]) -> None:
+    def __init__(self, sets: Iterable[PagedTensor], while_waiting: Callable[[], None] = lambda: None) -> None:
+        self._while_waiting = while_waiting
         self._changed = threading.Condition()
         self._free: dict[tuple[int, torch.dtype], list[PagedTensor]] = {}
         for tensor in sets:
             self.give_back(tensor)
-        self.while_waiting: Callable[[], None] = lambda: None
-        """Called while compute waits for a set: advances updates, and raises their errors."""
 
     def take(self, numel: int, dtype: torch.dtype) -> PagedTensor:
         """Returns a set with undefined contents; waits for one.
@@ -69,7 +69,7 @@ class GradientPages:
                 if free:
                     return free.pop()
                 self._changed.wait(_LOOK_S)
-            self.while_waiting()
+            self._while_waiting()
             if monotonic() > deadline:
                 raise CapacityError(
                     f"no pages for a gradient of {numel} elements were freed for {_TIMEOUT_S:.0f} s, so updates are "

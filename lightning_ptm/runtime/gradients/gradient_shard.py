@@ -25,8 +25,7 @@ from torch import Tensor
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute
 from lightning_ptm.runtime.gradients.host_accumulate import Addition
-from lightning_ptm.runtime.tensors.contiguous_pages import contiguous_device_pages
-from lightning_ptm.runtime.units.store import FlatStore
+from lightning_ptm.runtime.units.store import FlatStore, contiguous_device_pages
 from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
@@ -103,6 +102,9 @@ class GradientShard:
         route: where the gradient waits.
         supply: source of the pages; not used if the gradient waits in `.grad`.
         in_ram: adds gradients of a device to sums in RAM; None: the device has no memory of its own.
+        before_change: called before gradients are written other than by a backward pass, since an update may still read
+            them.
+        release_idle_units: makes units that are not in use release their device pages.
     """
 
     def __init__(
@@ -112,6 +114,9 @@ class GradientShard:
         allocator: Allocator,
         supply: PageSupply,
         in_ram: HostAccumulator | None = None,
+        *,
+        before_change: Callable[[], None] = lambda: None,
+        release_idle_units: Callable[[], None] = lambda: None,
     ) -> None:
         self._layout = store.layout
         self._arrangement = store.binding.arrangement
@@ -122,10 +127,8 @@ class GradientShard:
         self._in_ram = in_ram
         self.widens = route.dtype != store.binding.dtype
         """Whether the sum has a wider dtype than the gradients that are added."""
-        self.before_change: Callable[[], None] = _nothing
-        """Called before gradients are written other than by a backward pass, since an update may still read them."""
-        self.release_idle_units: Callable[[], None] = _nothing
-        """Makes units that are not in use release their device pages."""
+        self.before_change = before_change
+        self.release_idle_units = release_idle_units
         # state
         self._pages: PagedTensor | None = None
         self._arriving: _Arriving | None = None
@@ -399,7 +402,3 @@ class GradientShard:
             else:
                 each.tensor().copy_(more)
             self._transfers.append((self._allocator.copy(each, pages, target_start=start), each))
-
-
-def _nothing() -> None:
-    """Default callback; does nothing."""

@@ -10,7 +10,7 @@ from decided_by_hand import PAGE, Net
 from values_by_hand import MIXED, PLACES, Odd, assert_equal, copies, ids, run_of, values_of
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 
 
 @pytest.mark.parametrize("place", list(PLACES))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,10 @@ class One:
         self.travelling = GradientPages(sets)
         self.supply = self.travelling.supply(NUMEL, dtype) if sets else made.supply(store, chosen)
         in_ram = HostAccumulator(CpuBackend()) if "sums" in place else None
-        self.gradient = FlatGradient(store, chosen, made.allocator, made.sharing, self.supply, in_ram)
+        self.before_change: Callable[[], None] = lambda: None
+        self.gradient = FlatGradient(
+            store, chosen, made.allocator, made.sharing, self.supply, in_ram, before_change=lambda: self.before_change()
+        )
         self.weight, self.bias = store.binding.parameters
         self.free = made.device_pages_free
 
@@ -273,7 +276,7 @@ def test_transforms_and_zeros_come_behind_who_still_reads(disk: Path, place: str
     with one(place, disk) as it:
         seen: list[list[float]] = []
         it.backward(1.0, 6.0)
-        it.gradient.shard.before_change = lambda: seen.append(it.values())
+        it.before_change = lambda: seen.append(it.values())
         it.gradient.transform_(Transform(clamp=2.0))
         assert it.values() == [1.0, 2.0]
         it.gradient.zero()

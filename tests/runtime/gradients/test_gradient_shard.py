@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,10 @@ class Driven:
         (store,) = made.flats
         way = route(tier, torch.float32, one_rank=False, **{**NOTHING, "sums": True, "outlives_backward": True})
         assert way.tier is tier
-        self.it = GradientShard(store, way, made.allocator, made.supply(store, way))
+        self.before_change: Callable[[], None] = lambda: None
+        self.it = GradientShard(
+            store, way, made.allocator, made.supply(store, way), before_change=lambda: self.before_change()
+        )
         self.free = made.device_pages_free
         self.own = int(tier is Tier.DEVICE)
 
@@ -103,7 +106,7 @@ def test_a_change_comes_behind_who_still_reads_and_is_in_the_pages_then(disk: Pa
         its.it.reserve()
         its.it.add(its.part(1.0), its.it.take_sum_buffers())
         seen: list[list[float]] = []
-        its.it.before_change = lambda: seen.append(its.values())
+        its.before_change = lambda: seen.append(its.values())
         with its.it.changing() as values:
             values.mul_(6)
         assert its.taken == its.own  # at once: a step changes the gradients of all flats, and each has a buffer

@@ -1,4 +1,4 @@
-"""Which changes of a model count as other parameters."""
+"""Which changes of a model count as other parameters, and which tensors of a module share memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
-from lightning_ptm.runtime.units.known_parameters import KnownParameters
+from lightning_ptm.runtime.units.module_parameters import KnownParameters, overlap
 
 
 def model() -> Any:
@@ -33,6 +33,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "untied": lambda built: put(built[2], "weight", nn.Parameter(torch.ones(2, 2))),
     "parametrized": lambda built: parametrize.register_parametrization(built[1], "weight", nn.Identity()),
 }
+
 SAME: dict[str, Callable[[Any], object]] = {
     "nothing": lambda built: None,
     "pruned": lambda built: prune.l1_unstructured(built[1], "weight", 1),
@@ -65,3 +66,32 @@ def test_what_optimizers_have_and_no_module() -> None:
     optimizers = [torch.optim.SGD(built.parameters()), torch.optim.SGD([built[1].bias, other])]
     (found,) = KnownParameters(built, optimizers).strangers
     assert found is other
+
+
+def holder(**tensors: Tensor) -> nn.Module:
+    module = nn.Module()
+    for name, each in tensors.items():
+        module.register_parameter(name, each if isinstance(each, nn.Parameter) else nn.Parameter(each))
+    return module
+
+
+ROWS = torch.zeros(8, 4)
+
+
+@pytest.mark.parametrize(
+    ("build", "found"),
+    [
+        (lambda: holder(a=ROWS[:4], b=ROWS[4:]), None),
+        (lambda: holder(a=ROWS[:5], b=ROWS[4:]), ("a", "b")),
+        (lambda: holder(b=ROWS[4:], a=ROWS[:5]), ("a", "b")),
+        (lambda: holder(a=ROWS, c=torch.zeros(2), b=ROWS[6:7]), ("a", "b")),
+        (lambda: holder(a=ROWS.t(), b=ROWS[7:]), ("a", "b")),
+        (lambda: holder(a=torch.empty(0), b=torch.empty(0)), None),
+        (lambda: holder(a=torch.empty(4, device="meta"), b=torch.empty(4, device="meta")), None),
+        (lambda: holder(a=(one := nn.Parameter(torch.zeros(3))), b=one), None),
+    ],
+)
+def test_which_share_memory(build: Callable[[], nn.Module], found: tuple[str, str] | None) -> None:
+    module = build()
+    assert overlap(module, module.parameters()) == found
+    assert overlap(module, ()) is None

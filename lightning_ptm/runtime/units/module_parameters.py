@@ -1,8 +1,9 @@
-"""Record of a model's parameters at set-up, and comparison with its present parameters.
+"""Parameters of a module: which it has since set-up, and whether two share memory, which pages do not support.
 
-Knows objects, never values.
+Knows objects and addresses, reads no values. A parameter object that several modules refer to (tied weights) is one
+parameter.
 
-I1: it is used before each batch, and therefore reads no tensor.
+I1: `KnownParameters` is used before each batch, and therefore reads no tensor.
 I2: names do not matter: pruning renames a parameter, which keeps its place in pages.
 """
 
@@ -11,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.torch_internals import parameters_in
 
 
@@ -60,3 +63,26 @@ def _places(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
 
 def _ids(places: Iterable[tuple[nn.Module, nn.Parameter]]) -> set[tuple[int, int]]:
     return {(id(module), id(parameter)) for module, parameter in places}
+
+
+def overlap(module: nn.Module, changing: Iterable[Tensor]) -> tuple[str, str] | None:
+    """Returns the names of two of a module's tensors that share memory and at least one of which is in `changing`; None if
+    there are none."""
+    known = {id(each) for each in changing}
+    ends: dict[object, tuple[int, str, bool]] = {}
+    for device, start, end, name, changes in sorted(_stretches(module, known), key=lambda each: each[1]):
+        before = ends.get(device)
+        if before is not None and start < before[0] and (changes or before[2]):
+            return before[1], name
+        if before is None or end > before[0]:
+            ends[device] = end, name, changes
+    return None
+
+
+def _stretches(module: nn.Module, changing: set[int]) -> Iterator[tuple[object, int, int, str, bool]]:
+    for name, each in (*module.named_parameters(), *module.named_buffers()):
+        if each.is_meta or isinstance(each, GuardedParameter) or not each.numel() or each.layout is not torch.strided:
+            continue
+        last = sum((size - 1) * step for size, step in zip(each.shape, each.stride(), strict=True))
+        start = each.data_ptr()
+        yield each.device, start, start + (last + 1) * each.element_size(), name, id(each) in changing
