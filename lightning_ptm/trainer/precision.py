@@ -204,8 +204,11 @@ class AngelPTMPrecision(Precision):
         engine = self._running()
         self.arm(optimizer, model, closure)
         if self.loss_scale is None:
-            with engine.memory_in_words("the optimizer's step"):
+            try:
                 return super().optimizer_step(optimizer, model, closure, **kwargs)
+            except BaseException as error:
+                engine.explain(error, "the optimizer's step")
+                raise
         # As in Lightning's plugin and GradScaler: the step is taken if the unscaled gradients are finite.
         result = closure()
         self._after_closure(model, optimizer)

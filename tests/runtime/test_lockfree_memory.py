@@ -167,7 +167,7 @@ def test_sets_of_several_pages_lie_in_a_row_and_apart(disk: Path) -> None:
         made = [allocator.allocate("gradient", numel, torch.bfloat16, Tier.HOST) for _ in range(3)]
         supply = GradientPages(made)
         taken = [supply.take(numel, torch.bfloat16) for _ in made]
-        frames = [span.frame for tensor in taken for span in tensor.pages]
+        frames = [frame for tensor in taken for frame in tensor.pages.frames]
         assert len(frames) == len(set(frames)) == 3 * 5
         for value, tensor in enumerate(taken):
             assert tensor.is_contiguous

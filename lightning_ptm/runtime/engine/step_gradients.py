@@ -8,7 +8,7 @@ I1: before a step uses gradients, postponed reductions are done on all ranks, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class StepGradients:
         stream: ComputeStream,
     ) -> None:
         self._blueprint = blueprint
-        self._flats = flats
+        self._flats = tuple(flat for of_unit in flats for flat in of_unit)
         self._executor = executor
         self._reduction = reduction
         self._clipping = clipping
@@ -87,7 +87,8 @@ class StepGradients:
         self._collect_postponed(STEP_ENDS)
         self._follow(index)
         transform = self._clipping.take(index)
-        with self._changes.data_replaced(index):
+        replaced = self._changes.data_replaced(index) if self._blueprint.may_be_outside else nullcontext()
+        with replaced:
             self._updates.step(index, transform)
         self._executor.guard_policy.updates_begin()
         if self._backwards.in_step:
@@ -208,7 +209,7 @@ class StepGradients:
 
     def _follow(self, optimizer: int) -> None:
         """Applies the user's changes to `.grad` of an optimizer's parameters."""
-        for flat in (each for flats in self._flats for each in flats):
+        for flat in self._flats:
             flat.gradient.view.resolve()
         for _, flat in self._updates.groups.flats_of(optimizer):
             flat.gradient.apply_user_changes()

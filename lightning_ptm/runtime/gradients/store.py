@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from lightning_ptm.comm import Work
     from lightning_ptm.memory.allocator import Allocator
     from lightning_ptm.memory.backend import Backend
+    from lightning_ptm.memory.device_work import Completion
     from lightning_ptm.memory.paged_tensor import PagedTensor
-    from lightning_ptm.memory.transfer import Completion, Transfer
+    from lightning_ptm.memory.transfer import Transfer
 
 _LOOK_S = 0.01
 _TIMEOUT_S = 60.0

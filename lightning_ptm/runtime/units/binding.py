@@ -476,6 +476,15 @@ class FlatBinding:
                 self._check_shape(slot)
         return found
 
+    @property
+    def resized(self) -> bool:
+        """Whether the user has given a parameter another shape."""
+        with torch.DisableTorchFunctionSubclass():
+            for slot, parameter in enumerate(self.parameters):
+                if parameter.shape != self._sizes[slot]:
+                    return True
+        return False
+
     def give_up_resized(self, whole: Tensor | None = None) -> dict[str, nn.Parameter]:
         """Gives up the parameters that the user has resized, and returns them by name; new parameters take their slots.
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.memory.paged_tensor import PagedTensor
-from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
+from lightning_ptm.planning.chunks import chunk_bounds_of
 from lightning_ptm.runtime.deciding.gradient_route import Until
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.runtime.updates.audits import UpdateAudit

@@ -157,27 +157,30 @@ class UpdateScheduler(abc.ABC):
         hyper = snapshot(self.groups.optimizers[optimizer], flat.states.traits, self._number_of_step())
         known = self._tried.get(optimizer)
         if known is None or _differ(known, hyper):
-            for shadow, states, group, scalars in self._kinds_of(optimizer):
+            for shadow, states, group, scalars, slots in self._kinds_of(optimizer):
                 dtype = states.master.dtype if states.master is not None else getattr(torch, states.flat.dtype)
-                shadow.check(hyper, group, scalars, torch.empty(0, dtype=dtype, device=states.traits.device))
+                like = torch.empty(0, dtype=dtype, device=states.traits.device)
+                shadow.check(hyper, group, scalars, slots, like)
             self._tried[optimizer] = hyper
         return hyper
 
-    def _kinds_of(self, optimizer: int) -> Iterator[tuple[ShadowOptimizer, FlatStates, int, ScalarState | None]]:
+    def _kinds_of(
+        self, optimizer: int
+    ) -> Iterator[tuple[ShadowOptimizer, FlatStates, int, ScalarState | None, tuple[str, ...]]]:
         """Yields each kind of parameter of an optimizer.
 
-        A kind is a shadow optimizer, the states of one such flat, a group, and the scalar states.
+        A kind is a shadow optimizer, the states of one such flat, a group, the scalar states, and the names of the slots.
         """
-        found = set[tuple[int, int, int]]()
+        found = set[tuple[int, int, int, tuple[str, ...]]]()
         for _, flat in self.groups.flats_of(optimizer):
             shadow = self._shadow_in(self._trials, flat)
             for index, group in enumerate(flat.states.groups):
                 if group is None or not flat.states.owns(index):
                     continue
-                scalars = flat.states.scalars(index)
-                if (id(shadow), group, id(scalars)) not in found:
-                    found.add((id(shadow), group, id(scalars)))
-                    yield shadow, flat.states, group, scalars
+                scalars, slots = flat.states.scalars(index), flat.states.state_names(index)
+                if (id(shadow), group, id(scalars), slots) not in found:
+                    found.add((id(shadow), group, id(scalars), slots))
+                    yield shadow, flat.states, group, scalars, slots
 
     def _begin(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
         self._first_under_way |= id(flat) not in self._updated
