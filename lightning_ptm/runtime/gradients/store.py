@@ -144,10 +144,7 @@ class Addition:
                 return
             self._arriving.synchronize()
             with torch.no_grad():
-                if self._adds:
-                    self._sum.add_(self._value)
-                else:
-                    self._sum.copy_(self._value)
+                _put(self._sum, self._value, adds=self._adds)
             self._value = None
 
 
@@ -437,17 +434,18 @@ class GradientShard:
             else:
                 view.copy_(value)
 
-    def add_to_slot(self, slot: int, gradient: Tensor) -> None:
-        """Adds one parameter's gradient to the pages. The flat must be whole on this rank."""
+    def add_to_slot(self, slot: int, gradient: Tensor, *, replaces: bool = False) -> None:
+        """Adds one parameter's gradient to the pages. The flat must be whole on this rank.
+
+        Args:
+            replaces: it takes the place of the one that is there.
+        """
         self.reserve()
         with self.changing() as values:
             if self._record.state not in SUMS:
                 values.zero_()
             view = self._arrangement.view(values, slot)
-            if self._record.present[slot]:
-                view.add_(gradient)
-            else:
-                view.copy_(gradient)
+            _put(view, gradient, adds=self._record.present[slot] and not replaces)
         self._record.send(GradEvent.ADD, [each == slot for each in range(len(self._record.present))])
 
     def add_on_device(self, take: Callable[[int], Tensor | None]) -> None:
@@ -461,10 +459,7 @@ class GradientShard:
             gradient = take(slot)
             if gradient is not None:
                 view = self._arrangement.view(pages, slot)
-                if adds:
-                    view.add_(gradient)
-                else:
-                    view.copy_(gradient)
+                _put(view, gradient, adds=adds)
                 came[slot] = True
         self._record.send(GradEvent.ADD, came)
 
@@ -526,10 +521,7 @@ class GradientShard:
                 addition = self._in_ram.start(part.tensor(), pages.tensor(), adds=adds)
                 self._transfers.append((addition, part))
             else:
-                if adds:
-                    pages.tensor().add_(part.tensor())
-                else:
-                    pages.tensor().copy_(part.tensor())
+                _put(pages.tensor(), part.tensor(), adds=adds)
                 self._allocator.release(part)
         elif so_far:
             self._add_through(so_far, part.tensor(), pages)
@@ -548,8 +540,13 @@ class GradientShard:
         for transfer in coming:
             transfer.wait()
         for each, start, more in places:
-            if adds:
-                each.tensor().add_(more)
-            else:
-                each.tensor().copy_(more)
+            _put(each.tensor(), more, adds=adds)
             self._transfers.append((self._allocator.copy(each, pages, target_start=start), each))
+
+
+def _put(target: Tensor, gradient: Tensor, *, adds: bool) -> None:
+    """Adds a gradient to a sum, or writes it there."""
+    if adds:
+        target.add_(gradient)
+    else:
+        target.copy_(gradient)
