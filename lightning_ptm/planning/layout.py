@@ -183,11 +183,6 @@ class FlatLayout:
             empty.
         rank: the rank, among those that share the flat, whose shard is described; irrelevant where `shares` is empty.
         code: quantization format of homes; None: the compute dtype.
-
-    Attributes:
-        shared: whether several ranks share the flat, so that each has only pieces of it.
-        shard_numel: elements of the rank's shard, padding included; equal for all ranks unless they own whole parameters.
-        padded_numel: elements of the full flat, padding included.
     """
 
     unit: int
@@ -205,16 +200,6 @@ class FlatLayout:
     shares: tuple[int, ...] = ()
     rank: int = 0
     code: Code | None = None
-    shared: bool = field(init=False, repr=False, compare=False)
-    shard_numel: int = field(init=False, repr=False, compare=False)
-    padded_numel: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        shares, even = self.shares, self.stripes * self.piece_numel + self.tail_piece_numel
-        object.__setattr__(self, "shared", self.world_size > 1)
-        object.__setattr__(self, "shard_numel", shares[self.rank + 1] - shares[self.rank] if shares else even)
-        object.__setattr__(self, "padded_numel", shares[-1] if shares else self.world_size * even)
-
     # Derived, once: they are asked for at every fetch and release.
     shared: bool = field(init=False, repr=False, compare=False)
     """Whether several ranks share the flat, so that each has only pieces of it."""

@@ -239,7 +239,7 @@ def test_buffers_are_given_back_when_a_read_cannot_begin(allocator: Allocator, m
 
     monkeypatch.setattr(allocator, "copy", fails_at_the_third)
     with pytest.raises(InternalError, match="busy"):
-        list(page_io.chosen(allocator, tensor, [(start, CELL) for start in range(0, 5 * CELL, CELL)], buffers))
+        list(PageIO(allocator).stream(tensor, [(start, CELL) for start in range(0, 5 * CELL, CELL)], buffers))
     taken = [buffers.take(torch.float32) for _ in range(BUFFERS + 1)]
     assert [buffer is not None for buffer in taken] == [True] * BUFFERS + [False]
 
