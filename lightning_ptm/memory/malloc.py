@@ -147,7 +147,7 @@ def _counters() -> _MallInfo2 | None:
     if libc is None or not hasattr(libc, "mallinfo2"):  # glibc before 2.33
         return None
     libc.mallinfo2.restype = _MallInfo2
-    return libc.mallinfo2()  # type: ignore[no-any-return]
+    return libc.mallinfo2()
 
 
 def trim() -> bool:

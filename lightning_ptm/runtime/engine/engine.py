@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -71,7 +71,6 @@ from lightning_ptm.runtime.units.binding import FlatBinding
 from lightning_ptm.runtime.units.module_parameters import KnownParameters
 from lightning_ptm.runtime.units.parameter_guard import DIVIDED_IN_A_RUN
 from lightning_ptm.runtime.updates.clipping import Clipping
-from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.reduction import Reduction
 from lightning_ptm.runtime.updates.updates import UpdateScheduler
 from lightning_ptm.terms import Mode, Operation, Phase, Tier
@@ -179,7 +178,7 @@ class Engine:
             )
             self._undo.callback(self.heap.close)
         try:
-            with self.memory_in_words(SETTING_UP):
+            with nullcontext() if self.heap is None else self.heap.explain_failures(SETTING_UP):
                 self._build(inputs)
         except BaseException:
             with self._undo:
@@ -198,6 +197,8 @@ class Engine:
         pages = self._take_pages(inputs)
         pages.take_gradient_pages()
         self.flats = tuple(pages.flats(store) for store in self.stores)
+        self._all_flats = tuple(flat for flats in self.flats for flat in flats)
+        self._bindings = tuple(binding for store in self.stores for binding in store.bindings)
         self._lay_values(inputs)
         self._prepare_updates(pages, inputs)
         self._prepare_steps(inputs.recompute)
@@ -335,7 +336,7 @@ class Engine:
     def _prepare_updates(self, pages: RunPages, inputs: RunInputs) -> None:
         """Creates what allocates the remaining pages, and the parts that run updates."""
         blueprint = self.blueprint
-        for flat in self._all_flats():
+        for flat in self._all_flats:
             if flat.gradient.route.waits is Waits.KEPT:
                 flat.gradient.reserve()
         for row in blueprint.inventory.of(What.STAGING):
@@ -355,7 +356,7 @@ class Engine:
         )
         self._undo.callback(self.updates.close)
         check_taken(blueprint, self.allocator, self._pages_between)
-        states = {flat.store.layout.index: flat.states for flat in self._all_flats()}
+        states = {flat.store.layout.index: flat.states for flat in self._all_flats}
         self._read_ahead = [
             states[flat.index]
             for flat in read_ahead(blueprint.layout, blueprint.placement)
@@ -397,8 +398,8 @@ class Engine:
         if blueprint.activations_to_host:
             self.offload = activations_offload(self.module, self.backend, self.stream, self.allocator, self.events)
             self._undo.callback(self.offload.close)
-        for flat in self._all_flats():
-            self._undo.callback(flat.gradient.grad_attribute.make_plain)
+        for flat in self._all_flats:
+            self._undo.callback(flat.gradient.view.make_plain)
             self._undo.callback(flat.gradient.shard.end_additions)
         self.backwards: BackwardActions = BackwardActions(
             blueprint.units,
@@ -438,9 +439,8 @@ class Engine:
         self.barriers.iteration_begins()
         self.backwards.iteration_begins()
         computes_only = mode is Mode.FORWARD and self.blueprint.may_be_outside
-        for store in self.stores:
-            for binding in store.bindings:
-                binding.check(computes_only=computes_only)
+        for binding in self._bindings:
+            binding.check(computes_only=computes_only)
         self.values.check_known()
         self.updates.check_stepped()
         if mode is Mode.TRAIN:
@@ -475,10 +475,13 @@ class Engine:
         self.executor.guard_policy.computation_begins(Phase.FORWARD)
         self._forward_root()
         try:
-            with self.memory_in_words("the step"), self.backwards.step(), self.hooks.step():
+            with self.backwards.step(), self.hooks.step():
                 yield
-        except BaseException:
-            self.abandon()
+        except BaseException as error:
+            try:
+                self.explain(error, "the step")
+            finally:
+                self.abandon()
             raise
         finally:
             self.executor.guard_policy.computation_ends(Phase.FORWARD)
@@ -523,17 +526,23 @@ class Engine:
         Raises:
             UsageError: the pass would add to gradients that a step has used and overwritten.
         """
-        for flat in self._all_flats():
-            flat.gradient.grad_attribute.used.check_forgotten()
+        for flat in self._all_flats:
+            flat.gradient.view.check_forgotten()
         if self._manual and not self.backwards.in_step and self._module_buffers is not None:
             self._module_buffers.backward_outside(reduced=not self.stepping.adds_up)
         of_the_loss = nullcontext() if by_user else self.backwards.of_the_loss()
-        with self.memory_in_words("the backward pass"), of_the_loss, self.hooks.backward(by_user=by_user):
-            yield
+        try:
+            with of_the_loss, self.hooks.backward(by_user=by_user):
+                yield
+        except BaseException as error:
+            self.explain(error, "the backward pass")
+            raise
 
-    def memory_in_words(self, doing: str) -> AbstractContextManager[None]:
-        """See Heap.explain_failures."""
-        return nullcontext() if self.heap is None else self.heap.explain_failures(doing)
+    def explain(self, error: BaseException, doing: str) -> None:
+        """Raises a CapacityError in place of an error of `doing` that is a lack of RAM; see `Heap.refused`."""
+        refused = None if self.heap is None else self.heap.refused(error, doing)
+        if refused is not None:
+            raise refused from error
 
     def loss_is(self, loss: Tensor) -> None:
         """Notes the loss of the backward pass that begins: ranks of a tensor-parallel group compare it at the next barrier.
@@ -543,9 +552,6 @@ class Engine:
             compared = before if self.backend.apart else self._loss
             if compared is not None:
                 self.barriers.record_loss(float(compared))
-
-    def _all_flats(self) -> Iterator[FlatUpdate]:
-        return (flat for flats in self.flats for flat in flats)
 
     @on_compute_stream
     def _take_part(self, decision: Decision) -> None:
@@ -621,7 +627,7 @@ class Engine:
         """Returns the bytes of all ranks' optimizer states, without master weights, whose home is on disk, or in memory."""
         return sum(
             flat.states.bytes_of_ranks(self.communicator.world_size)
-            for flat in self._all_flats()
+            for flat in self._all_flats
             if self.blueprint.placement.homes[flat.store.layout.unit].master.addressable != on_disk
         )
 

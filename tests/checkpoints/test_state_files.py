@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_ptm.checkpoints.folder_contents import StateFiles
+from lightning_ptm.checkpoints.saving import StateFiles
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.storage.index import Seal
 

@@ -1,10 +1,15 @@
-"""Export of weights in the layout that Hugging Face's loaders read: `model.safetensors`, or shards with an index.
+"""Weight files of other programs: folders of safetensors files in the layout of Hugging Face, read and written.
 
-Decides which tensor is written to which file (`plan`), then writes the files, a piece of a tensor at a time (`write`).
-I1: a folder under its final name is complete: it is written under another name, synced and renamed (folder.py).
+Reading: `find` lists the tensors of a path's safetensors files, from headers and indexes only; callers read tensors
+from the mapped files. It downloads nothing, and opens no file that could run code.
+
+Writing (`lightning-ptm export`): `plan` decides which tensor of a checkpoint is written to which file,
+`model.safetensors` or shards with an index; `write` writes the files, a piece of a tensor at a time.
+I1: a folder under its final name is complete: it is written under another name, synced and renamed
+    (storage/folder.py).
 I2: memory does not grow with the model: one piece, its converted copy, and the writer's buffers.
-I3: a tensor with several names (tied weights) is written once, under the first of them; the metadata of its file lists
-    the other names, as safetensors' own `save_model` does.
+I3: a tensor with several names (tied weights) is written once, under the first of them; the metadata of its file
+    lists the other names, as safetensors' own `save_model` does.
 """
 
 from __future__ import annotations
@@ -14,22 +19,128 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from lightning_ptm.checkpoints.opened import Opened, Weight
+from lightning_ptm.checkpoints.protocol import FileTensor, WeightFormat
 from lightning_ptm.config import parse_bytes
-from lightning_ptm.errors import CheckpointError, ConfigError
+from lightning_ptm.errors import CheckpointError, ConfigError, some
+from lightning_ptm.progress import Progress
 from lightning_ptm.storage.folder import Draft
 from lightning_ptm.storage.index import write_synced
-from lightning_ptm.storage.source import Source, Weight
-from lightning_ptm.storage.tensors import Layout, lay_out
+from lightning_ptm.storage.tensors import Layout, Mapped, lay_out
+from lightning_ptm.storage.user_errors import unread
 from lightning_ptm.storage.writer import RangeWriter, SaveOps
 
 SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_SUFFIX = ".safetensors"
+_INDEX_SUFFIX = ".safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_CONVERT = (
+    "only safetensors files are read, since the others can run code when they are opened; convert it if you trust it: "
+    "`lightning-ptm export` for a checkpoint of Lightning, from_pretrained(folder).save_pretrained(folder) of "
+    "transformers for its models, safetensors.torch.save_file(torch.load(path, weights_only=True), "
+    "'model.safetensors') for a state dict"
+)
+
+
+class PretrainedFormat(WeightFormat):
+    """A safetensors file, an index of shards, or a folder with either."""
+
+    @override
+    def tensors(self, path: Path, share: slice, progress: Progress | None) -> Mapping[str, FileTensor]:
+        return find(path)  # these files have no checksums to be verified
+
+
+def find(path: Path) -> dict[str, FileTensor]:
+    """Returns all tensors of a path by name. The path is a safetensors file, an index of shards, or a folder with
+    `model.safetensors`, with an index and shards, or with one safetensors file of any name.
+
+    Raises:
+        ConfigError: there is no file, none that may be opened, or more than one candidate.
+        CheckpointError: a file is damaged or unreadable, or an index lists what does not exist.
+    """
+    try:
+        return _find(path)
+    except PermissionError as error:
+        raise unread(Path(error.filename or path), error) from error
+
+
+def _find(path: Path) -> dict[str, FileTensor]:
+    if path.is_file():
+        if path.name.endswith(_INDEX_SUFFIX):
+            return _indexed(path)
+        if path.suffix in _PICKLES:
+            raise ConfigError(f"weights: {path} is no safetensors file by its name; {_CONVERT}")
+        return _tensors(path)
+    if not path.is_dir():
+        raise ConfigError(
+            f"weights: {path} does not exist, so there is nothing to start from; give a safetensors file, or a folder "
+            f"with {SINGLE} or {INDEX} (nothing is downloaded: fetch a model of a hub first and give its folder)"
+        )
+    if (path / SINGLE).is_file():
+        return _tensors(path / SINGLE)
+    if (path / INDEX).is_file():
+        return _indexed(path / INDEX)
+    files = sorted(file for file in path.iterdir() if file.suffix == _SUFFIX and file.is_file())
+    if len(files) == 1:
+        return _tensors(files[0])
+    if files:
+        raise ConfigError(
+            f"weights: {path} has neither {SINGLE} nor {INDEX}, and {len(files)} other safetensors files "
+            f"({some([file.name for file in files])}); give one of them, or an index"
+        )
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)
+    if pickles:
+        raise ConfigError(f"weights: {path} has {some(pickles)} and no safetensors file; {_CONVERT}")
+    raise ConfigError(
+        f"weights: {path} has no safetensors file, so there is nothing to start from; give a folder with {SINGLE} or "
+        f"{INDEX}, or a file"
+    )
+
+
+def _tensors(path: Path) -> dict[str, FileTensor]:
+    mapped = Mapped(path)
+    return {
+        tensor.name: FileTensor(tensor.dtype, tensor.shape, partial(mapped.tensor, tensor.name))
+        for tensor in mapped.layout.tensors
+    }
+
+
+def _indexed(path: Path) -> dict[str, FileTensor]:
+    try:
+        places = json.loads(path.read_bytes())["weight_map"]
+        if not isinstance(places, Mapping) or not all(isinstance(file, str) for file in places.values()):
+            raise TypeError("its weight_map does not give a file for each name")
+    except OSError as error:
+        raise unread(path, error) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is no index of safetensors files, or is damaged ({error}); fetch it again"
+        ) from error
+    missing = sorted({file for file in places.values() if not (path.parent / file).is_file()})
+    if missing:
+        raise CheckpointError(
+            f"{path} lists {len(missing)} file(s) that are not in its folder: {some(missing)}; the weights are "
+            "incomplete, so fetch these files again"
+        )
+    files = {file: _tensors(path.parent / file) for file in sorted(set(places.values()))}
+    absent = [f"{name} ({file})" for name, file in places.items() if name not in files[file]]
+    if absent:
+        raise CheckpointError(
+            f"{path} lists {len(absent)} tensor(s) that are not in their files: {some(absent)}; the files are of "
+            "different models, or incomplete: fetch them again"
+        )
+    return {name: files[file][name] for name, file in places.items()}
+
+
 SHARD = "model-{number:05d}-of-{count:05d}.safetensors"
-SHARD_INDEX = "model.safetensors.index.json"
 
 _DTYPES = {
     torch.float32: ("fp32", "float32", "float"),
@@ -103,7 +214,7 @@ class Export:
 
 
 def plan(
-    source: Source, *, dtype: torch.dtype | None = None, shard_size: str | int = "5GB", strip: str | None = None
+    source: Opened, *, dtype: torch.dtype | None = None, shard_size: str | int = "5GB", strip: str | None = None
 ) -> Export:
     """Decides which tensors are written to which files.
 
@@ -141,7 +252,7 @@ def plan(
     return Export(tuple(shards), tuple(left_out), source.others)
 
 
-def _named(source: Source, dtype: torch.dtype | None, strip: str | None) -> tuple[list[Entry], list[str]]:
+def _named(source: Opened, dtype: torch.dtype | None, strip: str | None) -> tuple[list[Entry], list[str]]:
     prefix = "" if not strip else strip.rstrip(".") + "."
     entries: list[Entry] = []
     left_out: list[str] = []
@@ -161,7 +272,7 @@ def _named(source: Source, dtype: torch.dtype | None, strip: str | None) -> tupl
 
 
 def write(
-    source: Source,
+    source: Opened,
     chosen: Export,
     folder: Path,
     *,
@@ -208,7 +319,7 @@ def write(
                     seen(converted.numel() * entry.dtype.itemsize)
         writer.finish()
         if len(chosen.shards) > 1:
-            write_synced(draft.folder / SHARD_INDEX, _shard_index(chosen), ops)
+            write_synced(draft.folder / INDEX, _shard_index(chosen), ops)
         draft.commit()
         undo.pop_all()
     return infinite

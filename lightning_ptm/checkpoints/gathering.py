@@ -1,7 +1,9 @@
-"""Memory in which a full checkpoint is assembled: RAM, or a memory-mapped file on the disk tier (or in the Trainer's
-root folder) if RAM is short.
+"""Full state dicts of a run, gathered on rank 0: the module's and the optimizers', as a single device would have saved
+them.
 
-The file has no name; its space is freed with the last tensor in it, or when the process ends.
+They are gathered unit by unit, and only rank 0 keeps them whole: in RAM, or if RAM is short in a memory-mapped file
+on the disk tier (or in the Trainer's root folder). The file has no name; its space is freed with the last tensor in
+it, or when the process ends. Functions with an engine argument are collective, except `copies`.
 """
 
 from __future__ import annotations
@@ -10,11 +12,15 @@ import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 
+from lightning_ptm.checkpoints.optimizer_states import opened, plain_optimizer
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.memory.disk import nameless
@@ -23,6 +29,47 @@ from lightning_ptm.runtime.machine.machine import free_host_bytes
 
 _RAM_SHARE = 0.5
 """Share of the free RAM that a full checkpoint may take."""
+
+
+def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict[str, Any]:
+    """Returns the module's state dict with precise, full weights; empty unless `keep` (on ranks other than 0)."""
+    engine.drain("state dict")
+    engine.executor.release_all()
+    values: dict[int, Tensor] = {}
+    copy_of = copies(engine)
+    for name, parameter, value in engine.values.parameters():
+        if keep:
+            values[id(parameter)] = copy_of(name, value)
+    if not keep:
+        return {}
+    # The module's own state_dict knows all names (tied weights, buffers, extra state, overrides), its hooks may change
+    # values, and it adds the modules' versions, which `load_state_dict` reads.
+    with engine.lent_parameters.substituted(values):
+        return module.state_dict()
+
+
+def optimizer_state(engine: Engine, optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
+    """Returns the optimizer's state dict with full state tensors; empty unless `keep`."""
+    engine.drain("optimizer state")
+    engine.executor.release_all()
+    optimizer = plain_optimizer(optimizer)
+    index = engine.updates.groups.index_of(optimizer)
+    order = {id(p): place for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    states: dict[int, dict[str, Any]] = {}
+    copy_of = copies(engine)
+    for parameter, state in engine.optimizer_values.states(index, copy_of if keep else lambda name, value: value):
+        if keep and id(parameter) in order:  # else it was removed from the optimizer's groups
+            states[order[id(parameter)]] = state
+    if not keep:
+        return {}
+    with opened(optimizer):
+        result = optimizer.state_dict()
+    if engine.stepping.steps_itself(optimizer) or not order:  # or it is Lightning's mock optimizer
+        return result
+    # States that the optimizer itself holds are those of parameters that this run does not train.
+    states = result["state"] | states
+    result["state"] = {place: states[place] for place in sorted(states) if states[place]}
+    return result
 
 
 def copies(engine: Engine) -> Callable[[str, Tensor], Tensor]:

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 from small_parts import NUMEL, OnePage, parts
-from test_flat_gradient import NOTHING
+from test_flat_gradient import use_of
 
 from lightning_ptm.comm import Work
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.memory.paged_tensor import PagedTensor
-from lightning_ptm.runtime.deciding.gradient_route import route
-from lightning_ptm.runtime.gradients.gradient_shard import GradientShard
+from lightning_ptm.runtime.deciding.gradient_route import Passes, Until, route
+from lightning_ptm.runtime.gradients.state import GradEvent, GradientRecord, GradientState
+from lightning_ptm.runtime.gradients.store import GradientShard
 from lightning_ptm.terms import Tier
 
+BOTH = (True, True)
 TIERS = [Tier.DEVICE, Tier.HOST, Tier.DISK]
 
 
@@ -28,11 +30,17 @@ class Driven:
     def __init__(self, made: Any, tier: Tier) -> None:
         self.parts = made
         (store,) = made.flats
-        way = route(tier, torch.float32, one_rank=False, **{**NOTHING, "sums": True, "outlives_backward": True})
+        way = route(tier, torch.float32, use_of(passes=Passes.COPIED, until=Until.STEP))
         assert way.tier is tier
+        self.record = GradientRecord("flat 0", 2)
         self.before_change: Callable[[], None] = lambda: None
         self.it = GradientShard(
-            store, way, made.allocator, made.supply(store, way), before_change=lambda: self.before_change()
+            store,
+            way,
+            self.record,
+            made.allocator,
+            made.supply(store, way),
+            before_change=lambda: self.before_change(),
         )
         self.free = made.device_pages_free
         self.own = int(tier is Tier.DEVICE)
@@ -69,10 +77,10 @@ def test_what_comes_is_added_to_what_is_there(disk: Path, tier: Tier) -> None:
         assert its.it.reserve() is pages is its.it.pages and its.taken == its.own
         for value in (1.0, 2.0):
             its.it.settle()
-            its.it.add(its.part(value), its.it.take_sum_buffers())
-        assert its.values() == [3.0] and its.it.content.filled and its.taken == its.own
-        its.it.content.forget()
-        its.it.add(its.part(5.0), its.it.take_sum_buffers())
+            its.it.add(its.part(value), its.it.take_sum_buffers(), BOTH)
+        assert its.values() == [3.0] and its.record.state is GradientState.IN_PAGES and its.taken == its.own
+        its.record.send(GradEvent.FORGET)
+        its.it.add(its.part(5.0), its.it.take_sum_buffers(), BOTH)
         assert its.values() == [5.0]
 
 
@@ -82,7 +90,7 @@ def test_a_reduction_is_waited_for_once_and_its_buffers_come_back(disk: Path, ti
         its.it.reserve()
         waited: list[int] = []
         full = its.it.take("full", NUMEL)
-        its.it.reduction_started(Work(finish=lambda: waited.append(1)), full, its.part(4.0))
+        its.it.reduction_started(Work(finish=lambda: waited.append(1)), full, its.part(4.0), BOTH)
         assert its.it.in_flight and waited == [] and not its.it.give_back(wait=False)
         assert its.it.give_back(wait=True) and waited == [1] and its.taken == its.own
         its.it.finish_reduction()
@@ -93,7 +101,7 @@ def test_a_reduction_is_waited_for_once_and_its_buffers_come_back(disk: Path, ti
 def test_what_leaves_for_the_disk_is_told_until_it_has(disk: Path) -> None:
     with driven(Tier.DISK, disk) as its:
         its.it.reserve()
-        its.it.add(its.part(1.0), ())
+        its.it.add(its.part(1.0), (), BOTH)
         (transfer,) = its.it.transfers()
         assert its.it.in_flight and its.taken == 1
         its.it.settle()
@@ -104,7 +112,7 @@ def test_what_leaves_for_the_disk_is_told_until_it_has(disk: Path) -> None:
 def test_a_change_comes_behind_who_still_reads_and_is_in_the_pages_then(disk: Path, tier: Tier) -> None:
     with driven(tier, disk) as its:
         its.it.reserve()
-        its.it.add(its.part(1.0), its.it.take_sum_buffers())
+        its.it.add(its.part(1.0), its.it.take_sum_buffers(), BOTH)
         seen: list[list[float]] = []
         its.before_change = lambda: seen.append(its.values())
         with its.it.changing() as values:
@@ -118,7 +126,7 @@ def test_one_parameter_is_read_written_and_added_to(disk: Path, tier: Tier) -> N
     with driven(tier, disk) as its:
         weight, bias = its.parts.module.weight, its.parts.module.bias
         its.it.add_to_slot(1, torch.full(bias.shape, 2.0))
-        assert its.it.content.present == [False, True] and its.it.content.filled
+        assert its.record.present == (False, True) and its.record.state is GradientState.IN_PAGES
         its.it.add_to_slot(1, torch.full(bias.shape, 3.0))
         assert its.it.value(0, weight).eq(0).all() and its.it.value(1, bias).eq(5).all()
         its.it.write(0, torch.full(weight.shape, 7.0))
@@ -134,20 +142,20 @@ def test_what_is_taken_of_each_parameter_is_added_where_it_is(disk: Path) -> Non
         gradients = [torch.full(weight.shape, 2.0), torch.full(bias.shape, 4.0)]
         its.it.add_on_device(gradients.__getitem__)
         assert its.it.value(0, weight).eq(3).all() and its.it.value(1, bias).eq(4).all()
-        assert its.it.content.present == [True, True]
+        assert its.record.present == (True, True)
 
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_pages_that_are_given_away_leave_nothing(disk: Path, tier: Tier) -> None:
     with driven(tier, disk) as its:
-        its.it.content.add_present([True, False])
         its.it.reserve()
-        its.it.add(its.part(1.0), its.it.take_sum_buffers())
+        its.it.add(its.part(1.0), its.it.take_sum_buffers(), BOTH)
         its.it.settle()
         copy, transfer = its.it.copy()
         transfer.wait(host=True)
+        its.record.send(GradEvent.HAND)
         given = its.it.give_away()
-        assert its.it.pages is None and not its.it.content.filled and its.it.content.spent == (True, False)
+        assert its.it.pages is None
         assert its.parts.read(given).eq(1).all() and its.parts.read(copy).eq(1).all()
         for each in (given, copy):
             its.it.return_pages(each)
@@ -163,7 +171,7 @@ def test_buffers_of_a_sum_on_disk_come_all_or_none(disk: Path) -> None:
         its = Driven(made, Tier.DISK)
         its.it.reserve()
         assert its.it.take_sum_buffers() == []  # nothing to add to
-        its.it.content.mark_filled()
+        its.record.send(GradEvent.ADD, BOTH)
         so_far = its.it.take_sum_buffers()
         assert [each.numel for each in so_far] == [NUMEL, NUMEL]
         with pytest.raises(CapacityError):

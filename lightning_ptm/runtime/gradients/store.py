@@ -1,88 +1,167 @@
-"""The gradient pages of one flat: this rank's shard, transfers into it, and which parameters' gradients it holds.
+"""Pages of gradients: this rank's shard of one flat's gradient, transfers into it, and where the pages come from.
 
-Owns the pages, reductions and copies in flight with their device buffers, and the content: which parameters' gradients
-the pages hold, and which a step has used. Knows nothing of `.grad` (grad_attribute.py).
+Owns the pages, reductions and copies in flight with their device buffers, the pool of page sets of a lock-free run, and
+the stream of gradients that are added to sums in RAM. What the pages hold is in state.py. Knows nothing of `.grad`
+(view.py).
 
 I1: the pages hold the sum over micro-batches since they were last forgotten, rounded to the gradient dtype after each,
     as autograd does in place. Under mixed precision that dtype is fp32 if there may be several micro-batches: in 16
     bits, a gradient that is added to a sum hundreds of times as large would be lost.
 I2: the pages are read only after all transfers into them have ended (`settle`).
 I3: an operation that runs out of pages (CapacityError) has changed nothing and may be retried.
-I4: pages that are not filled have undefined contents; new gradients overwrite them.
+I4: where the state is none of SUMS, pages have undefined contents, and new gradients overwrite them.
+I5: pages have one user: the flat whose gradient is collected, then the receiver of the gradient, who returns them.
+I6: a gradient that has arrived in RAM is added once, by the first caller of `done` or `wait`, in whatever thread. The
+    source memory of its copy stays unchanged until then.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError
+from lightning_ptm.memory.streams import Copies, Pair
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute
-from lightning_ptm.runtime.gradients.host_accumulate import Addition
+from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, GradEvent, GradientRecord
 from lightning_ptm.runtime.units.store import FlatStore, contiguous_device_pages
 from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Work
     from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.backend import Backend
     from lightning_ptm.memory.paged_tensor import PagedTensor
-    from lightning_ptm.memory.transfer import Transfer
-    from lightning_ptm.runtime.gradients.gradient_pages import PageSupply
-    from lightning_ptm.runtime.gradients.host_accumulate import HostAccumulator
+    from lightning_ptm.memory.transfer import Completion, Transfer
+
+_LOOK_S = 0.01
+_TIMEOUT_S = 60.0
+"""The pool has enough sets for all gradients in flight, so a set returns within one update of each flat in progress."""
+
+UNITS_AHEAD = 2
+"""Maximum number of units whose gradients are in flight to sums in RAM: one that is copied while the backward of the
+next unit computes, and one for a host that runs ahead of both. Each takes page-locked memory of its own."""
 
 
-class GradientContent:
-    """Which parameters' gradients the pages of a flat hold, and which a step has used.
+@dataclasses.dataclass(frozen=True, slots=True)
+class PageSupply:
+    """Source of pages for one flat's gradient.
 
-    Args:
-        count: number of parameters.
+    Attributes:
+        take: returns pages for this rank's shard of the gradient, with undefined contents. Raises CapacityError if
+            there are none.
+        give_back: returns pages whose gradient was used.
     """
 
-    def __init__(self, count: int) -> None:
-        self.filled = False
-        """Whether the pages hold a gradient. Read by others."""
-        self.present = [False] * count
-        """For each parameter, whether its gradient is in the pages, or on its way there. Read by others."""
-        self.spent: Sequence[bool] = ()
-        """For each parameter, whether a step has used its gradient; empty: for none. Read by others."""
+    take: Callable[[], PagedTensor]
+    give_back: Callable[[PagedTensor], None]
 
-    def add_present(self, present: Sequence[bool]) -> None:
-        """Adds parameters whose gradients are on their way to the pages."""
-        self.present = [a or b for a, b in zip(self.present, present, strict=True)]
 
-    def mark_filled(self) -> None:
-        """Records that the gradients on their way were added."""
-        self.filled = True
+class GradientPages:
+    """Pool of page sets by number of elements and dtype, of a lock-free run. Compute takes sets, any thread returns them.
 
-    def forget_slot(self, slot: int) -> None:
-        """Forgets the gradient of one parameter."""
-        self.present[slot] = False
-        if not any(self.present):
-            self.filled = False
+    Sets are allocated once, each contiguous, and reused: allocating and releasing them all the time would fragment
+    memory.
 
-    def forget(self) -> None:
-        """Forgets all gradients, and that any were used."""
-        self.spent = ()
-        self._empty()
+    Args:
+        sets: all sets of the pool.
+        while_waiting: called while compute waits for a set: advances updates, and raises their errors.
+    """
 
-    def spend(self) -> None:
-        """Marks all gradients as used."""
-        self.spent = tuple(self.present)
-        self._empty()
+    def __init__(self, sets: Iterable[PagedTensor], while_waiting: Callable[[], None] = lambda: None) -> None:
+        self._while_waiting = while_waiting
+        self._changed = threading.Condition()
+        self._free: dict[tuple[int, torch.dtype], list[PagedTensor]] = {}
+        for tensor in sets:
+            self.give_back(tensor)
 
-    def spend_uncollected(self, here: Sequence[bool]) -> None:
-        """Marks gradients that were not in pages as used; without any, the earlier mark stays."""
-        self.spent = here if any(here) else self.spent
+    def take(self, numel: int, dtype: torch.dtype) -> PagedTensor:
+        """Returns a set with undefined contents; waits for one.
 
-    def _empty(self) -> None:
-        self.filled = False
-        self.present = [False] * len(self.present)
+        Raises:
+            CapacityError: no set was returned for a long time.
+        """
+        free = self._free.setdefault((numel, dtype), [])
+        deadline = monotonic() + _TIMEOUT_S
+        while True:
+            with self._changed:
+                if free:
+                    return free.pop()
+                self._changed.wait(_LOOK_S)
+            self._while_waiting()
+            if monotonic() > deadline:
+                raise CapacityError(
+                    f"no pages for a gradient of {numel} elements were freed for {_TIMEOUT_S:.0f} s, so updates are "
+                    f"slower than backward passes; use a faster disk_path, a smaller max_staleness, or lock_free=False"
+                )
+
+    def supply(self, numel: int, dtype: torch.dtype) -> PageSupply:
+        """The supply for a flat whose gradient has this size and dtype."""
+        return PageSupply(partial(self.take, numel, dtype), self.give_back)
+
+    def give_back(self, tensor: PagedTensor) -> None:
+        """Returns a set whose gradient was used."""
+        with self._changed:
+            self._free.setdefault((tensor.numel, tensor.dtype), []).append(tensor)
+            self._changed.notify_all()
+
+
+class Addition:
+    """A gradient on its way to a sum, with the interface of a transfer.
+
+    Args:
+        value: the buffer in RAM that the gradient is copied to.
+        sum_: the sum that `value` is added to, or written to.
+    """
+
+    def __init__(self, arriving: Completion, value: Tensor, sum_: Tensor, *, adds: bool) -> None:
+        self._arriving = arriving
+        self._value: Tensor | None = value
+        self._sum = sum_
+        self._adds = adds
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        """Whether the sum includes the gradient. Never blocks for the device."""
+        if self._value is not None and self._arriving.done():
+            self.wait()
+        return self._value is None
+
+    def wait(self, host: bool = True) -> None:
+        """Blocks until the sum includes the gradient; the CPU adds it."""
+        with self._lock:
+            if self._value is None:
+                return
+            self._arriving.synchronize()
+            with torch.no_grad():
+                if self._adds:
+                    self._sum.add_(self._value)
+                else:
+                    self._sum.copy_(self._value)
+            self._value = None
+
+
+class HostAccumulator:
+    """The stream for gradients of a device with memory of its own."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        # Not the stream of page copies: additions would wait for pages of the next units.
+        self._to_host = Copies(backend, backend.stream())
+
+    def start(self, part: Tensor, sum_: Tensor, *, adds: bool) -> Addition:
+        """Starts to copy `part`, written by the work queued so far. `part` must stay unchanged until it is added."""
+        value = self._backend.empty_in_host(part)
+        return Addition(self._to_host.launch([Pair(value, part)]), value, sum_, adds=adds)
 
 
 @dataclasses.dataclass(slots=True)
@@ -100,6 +179,7 @@ class GradientShard:
     Args:
         store: the flat's compute parameters.
         route: where the gradient waits.
+        record: what the pages hold.
         supply: source of the pages; not used if the gradient waits in `.grad`.
         in_ram: adds gradients of a device to sums in RAM; None: the device has no memory of its own.
         before_change: called before gradients are written other than by a backward pass, since an update may still read
@@ -111,6 +191,7 @@ class GradientShard:
         self,
         store: FlatStore,
         route: GradientRoute,
+        record: GradientRecord,
         allocator: Allocator,
         supply: PageSupply,
         in_ram: HostAccumulator | None = None,
@@ -122,6 +203,7 @@ class GradientShard:
         self._arrangement = store.binding.arrangement
         self._parameter_dtype = store.binding.dtype
         self._dtype = route.dtype
+        self._record = record
         self._allocator = allocator
         self._supply = supply
         self._in_ram = in_ram
@@ -133,7 +215,6 @@ class GradientShard:
         self._pages: PagedTensor | None = None
         self._arriving: _Arriving | None = None
         self._transfers: list[tuple[Transfer | Addition, PagedTensor]] = []
-        self.content = GradientContent(len(self._layout.slots))
 
     @property
     def pages(self) -> PagedTensor | None:
@@ -153,14 +234,13 @@ class GradientShard:
 
         They are device pages, so no transfer into them is in flight.
         """
-        if self._pages is not None:
+        if self._pages is not None and self._record.state not in COLLECTED:
             self._supply.give_back(self.give_away())
 
     def give_away(self) -> PagedTensor:
-        """Hands the pages to the caller, who returns them with `PageSupply.give_back`; their contents count as used."""
+        """Hands the pages to the caller, who returns them with `PageSupply.give_back`."""
         pages, self._pages = self._pages, None
         assert pages is not None
-        self.content.spend()
         return pages
 
     def copy(self) -> tuple[PagedTensor, Transfer]:
@@ -182,7 +262,7 @@ class GradientShard:
     @property
     def adds_in_ram(self) -> bool:
         """Whether an addition to a sum in RAM is in flight, as far as is known."""
-        return any(isinstance(transfer, Addition) for transfer, _ in self._transfers)
+        return self._in_ram is not None and any(isinstance(transfer, Addition) for transfer, _ in self._transfers)
 
     def end_additions(self) -> None:
         """Waits for additions to sums in RAM, at the end of the run."""
@@ -195,8 +275,13 @@ class GradientShard:
         """Whether the end of a reduction or copy will free device pages."""
         return self._arriving is not None or bool(self._transfers)
 
-    def reduction_started(self, work: Work, full: PagedTensor, part: PagedTensor) -> None:
-        """Records a reduction in flight."""
+    def reduction_started(self, work: Work, full: PagedTensor, part: PagedTensor, present: Sequence[bool]) -> None:
+        """Records a reduction in flight.
+
+        Args:
+            present: which parameters have a gradient on any rank.
+        """
+        self._record.send(GradEvent.REDUCE, present)
         self._arriving = _Arriving(work, full, part)
 
     def settle(self) -> None:
@@ -238,7 +323,8 @@ class GradientShard:
             arriving.full = None
         so_far = self.take_sum_buffers()
         self._arriving = None
-        self.add(arriving.part, so_far)
+        self._add(arriving.part, so_far)
+        self._record.send(GradEvent.REDUCED)
 
     # -- reading and writing -------------------------------------------------------------------------------------------
 
@@ -296,36 +382,34 @@ class GradientShard:
 
     def add_to_slot(self, slot: int, gradient: Tensor) -> None:
         """Adds one parameter's gradient to the pages. The flat must be whole on this rank."""
-        content = self.content
         self.reserve()
         with self.changing() as values:
-            if not content.filled:
+            if self._record.state not in SUMS:
                 values.zero_()
             view = self._arrangement.view(values, slot)
-            if content.present[slot]:
+            if self._record.present[slot]:
                 view.add_(gradient)
             else:
                 view.copy_(gradient)
-        content.mark_filled()
-        content.present[slot] = True
+        self._record.send(GradEvent.ADD, [each == slot for each in range(len(self._record.present))])
 
     def add_on_device(self, take: Callable[[int], Tensor | None]) -> None:
         """Adds gradients, taken by slot, to pages on the same device. The flat must be whole on this rank."""
         pages = self.reserve().tensor()
-        content = self.content
-        filled = content.filled
-        content.mark_filled()
-        if not filled:
+        adds = self._record.state in SUMS
+        if not adds:
             pages.zero_()
-        for slot in range(len(content.present)):
+        came = [False] * len(self._record.present)
+        for slot in range(len(came)):
             gradient = take(slot)
             if gradient is not None:
                 view = self._arrangement.view(pages, slot)
-                if filled:
+                if adds:
                     view.add_(gradient)
                 else:
                     view.copy_(gradient)
-                content.present[slot] = True
+                came[slot] = True
+        self._record.send(GradEvent.ADD, came)
 
     # -- buffers -------------------------------------------------------------------------------------------------------
 
@@ -348,7 +432,7 @@ class GradientShard:
             CapacityError: there are too few; nothing is taken.
         """
         taken: list[PagedTensor] = []
-        if (self.content.filled or self.widens) and self._pages is not None and not self._pages.tier.addressable:
+        if (self._record.state in SUMS or self.widens) and self._pages is not None and not self._pages.tier.addressable:
             most, left = self._allocator.page_size // self._dtype.itemsize, self._layout.shard_numel
             name = f"flat {self._layout.index} gradient so far"
             try:
@@ -361,7 +445,16 @@ class GradientShard:
                 raise
         return taken
 
-    def add(self, part: PagedTensor, so_far: Sequence[PagedTensor]) -> None:
+    def add(self, part: PagedTensor, so_far: Sequence[PagedTensor], present: Sequence[bool]) -> None:
+        """Adds gradients of one pass, which need no reduction; see `_add`.
+
+        Args:
+            present: which parameters have one.
+        """
+        self._add(part, so_far)
+        self._record.send(GradEvent.ADD, present)
+
+    def _add(self, part: PagedTensor, so_far: Sequence[PagedTensor]) -> None:
         """Adds `part` to the pages and releases it.
 
         Args:
@@ -370,12 +463,13 @@ class GradientShard:
         """
         pages = self._pages
         assert pages is not None
-        if pages.tier.addressable and (pages.tier.computes or self.content.filled or self.widens):
+        adds = self._record.state in SUMS
+        if pages.tier.addressable and (pages.tier.computes or adds or self.widens):
             if self._in_ram is not None and not pages.tier.computes:
-                addition = self._in_ram.start(part.tensor(), pages.tensor(), adds=self.content.filled)
+                addition = self._in_ram.start(part.tensor(), pages.tensor(), adds=adds)
                 self._transfers.append((addition, part))
             else:
-                if self.content.filled:
+                if adds:
                     pages.tensor().add_(part.tensor())
                 else:
                     pages.tensor().copy_(part.tensor())
@@ -385,19 +479,17 @@ class GradientShard:
             self._allocator.release(part)
         else:
             self._transfers.append((self._allocator.copy(part, pages), part))
-        self.content.mark_filled()
 
     def _add_through(self, so_far: Sequence[PagedTensor], values: Tensor, pages: PagedTensor) -> None:
         """Adds values (shard_numel,) to pages without addresses."""
         starts = [0, *itertools.accumulate(each.numel for each in so_far)]
         places = list(zip(so_far, starts, values.split([each.numel for each in so_far]), strict=False))
-        coming = [
-            self._allocator.copy(pages, each, source_start=start) for each, start, _ in places if self.content.filled
-        ]
+        adds = self._record.state in SUMS
+        coming = [self._allocator.copy(pages, each, source_start=start) for each, start, _ in places if adds]
         for transfer in coming:
             transfer.wait()
         for each, start, more in places:
-            if self.content.filled:
+            if adds:
                 each.tensor().add_(more)
             else:
                 each.tensor().copy_(more)

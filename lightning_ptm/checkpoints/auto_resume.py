@@ -24,11 +24,11 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, Mod
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_ptm.checkpoints import formats
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
 from lightning_ptm.errors import CheckpointError, ConfigError, InternalError, PageIOError, RankError, UsageError
 from lightning_ptm.storage import folder as folders
-from lightning_ptm.storage.index import INDEX
-from lightning_ptm.storage.user_errors import is_file, is_folder
+from lightning_ptm.storage.user_errors import is_file
 from lightning_ptm.trainer.internals import (
     checkpoints_of,
     is_search,
@@ -243,7 +243,7 @@ def _in(place: Path, suffixes: Collection[str]) -> Iterator[Path]:
 
 def _completed_ns(path: Path) -> int | None:
     """When the checkpoint was completed; None if the path is not one: a dangling link, a pipe, an unrelated folder."""
-    file = path / INDEX if is_folder(path) else path
+    file = formats.of_checkpoint(path).completed_file(path)
     with contextlib.suppress(FileNotFoundError):  # removed by another process meanwhile
         if is_file(file):
             return file.stat().st_mtime_ns

@@ -1,41 +1,58 @@
-"""Saving and loading of a strategy's checkpoints, in a run and outside of runs.
+"""What Lightning's calls on a strategy do about checkpoints: saving and loading, in a run and outside of runs.
 
-Dispatches to the functions of checkpoints/. Checkpoints that Lightning loads before a run has pages are in `SetUp`.
+Chooses the format (formats.py), and decides whether there is anything to save. Checkpoints that Lightning loads before a
+run has pages are in `SetUp`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from lightning_ptm import sharded
-from lightning_ptm.checkpoints import after_run, module_states, optimizer_states
-from lightning_ptm.checkpoints.file_io import FileCheckpointIO, check_lightnings
-from lightning_ptm.checkpoints.interruption import TORN
+from lightning_ptm.checkpoints import after_run, formats, module_states
+from lightning_ptm.checkpoints.file_io import FileCheckpointIO
+from lightning_ptm.checkpoints.full import check_lightnings
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
-from lightning_ptm.checkpoints.save_queue import SaveQueue
-from lightning_ptm.checkpoints.saving import Saving
+from lightning_ptm.checkpoints.protocol import Files, Format, Load, Save
+from lightning_ptm.checkpoints.save_queue import TORN, SaveQueue
 from lightning_ptm.config import Settings
-from lightning_ptm.errors import CheckpointError, ConfigError, UsageError
+from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.memory.backend import backend_of
 from lightning_ptm.progress import Progress
-from lightning_ptm.storage import folder as folders
-from lightning_ptm.storage.index import PARAMETERS, Index, StateFile, is_sharded
-from lightning_ptm.storage.user_errors import is_folder
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.between_runs import BetweenRuns
 from lightning_ptm.trainer.ranks import SetUp
 from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.stale_optimizers import renew
+
+
+class _LightningFiles(Files):
+    """Lightning's own methods, which the strategy overrides, and which call its CheckpointIO."""
+
+    def __init__(self, strategy: ParallelStrategy) -> None:
+        self._strategy = strategy
+
+    @override
+    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
+        ParallelStrategy.save_checkpoint(self._strategy, checkpoint, path, storage_options=storage_options)
+
+    @override
+    def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        return ParallelStrategy.load_checkpoint(self._strategy, path, weights_only)
+
+    @override
+    def remove(self, path: Path) -> None:
+        self._strategy.checkpoint_io.remove_checkpoint(path)
 
 
 class RunCheckpoints:
@@ -55,21 +72,22 @@ class RunCheckpoints:
         save_ops: Callable[[], SaveOps | None],
     ) -> None:
         self._strategy = strategy
+        self._files = _LightningFiles(strategy)
         self._settings = settings
         self._between = between
         self._save_ops = save_ops
         # State.
         self.saves = SaveQueue(settings.checkpoints.on_failure)
-        self._type = settings.checkpoints.state_dict_type
+        self._format = formats.BY_STATE_DICT_TYPE[settings.checkpoints.state_dict_type]
 
     @contextmanager
-    def of_type(self, state_dict_type: Literal["full", "sharded"]) -> Iterator[None]:
-        """Overrides the checkpoint type of the settings inside the block."""
-        self._type = state_dict_type
+    def in_format(self, chosen: Format) -> Iterator[None]:
+        """Overrides the format of the settings inside the block."""
+        before, self._format = self._format, chosen
         try:
             yield
         finally:
-            self._type = self._settings.checkpoints.state_dict_type
+            self._format = before
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -77,32 +95,30 @@ class RunCheckpoints:
         """The module's state for a checkpoint; empty on ranks that do not write it. Collective."""
         keep = self._strategy.is_global_zero
         if run is None or not (run.has_pages or run.cut_off):
-            return after_run.module_state(self._between.ended, module, self._settings, keep=keep)
+            after_run.check_weights(self._between.ended, module, warn=keep)
+            return self._format.module_state_after_run(module) if keep else {}
         if not run.cut_off:
             run.settle()
         if not run.unsaved and run.interruption is not None:
             with run.interruption.recorded():
-                if self._type == "sharded":
-                    return sharded.module_remainder(run.engine, module)
-                return module_states.module_state(run.engine, module, keep=keep)
+                return self._format.module_state(run.engine, module, keep=keep)
         return {}
 
     def optimizer_state(self, run: Run | None, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state for a checkpoint; empty on ranks that do not write it. Collective."""
         keep = self._strategy.is_global_zero
-        if run is not None and run.has_pages and not run.fits and self._type == "sharded":
+        if run is not None and run.has_pages and not run.fits and self._format.from_pages:
             raise UsageError(
                 "a sharded checkpoint during an evaluation cannot hold the optimizer states of the fit before; save "
                 "after the evaluation, or give save_checkpoint(..., weights_only=True); Lightning's tuner needs a "
                 "Trainer that has not trained"
             )
         if run is None or not (run.cut_off or (run.has_pages and run.fits)):
-            return after_run.optimizer_state(self._between.ended, optimizer, self._settings, keep=keep)
+            after_run.check_optimizer_states(self._between.ended)
+            return self._format.optimizer_state_after_run(optimizer) if keep else {}
         if not run.unsaved and run.interruption is not None:
             with run.interruption.recorded():
-                if self._type == "sharded":
-                    return sharded.optimizer_remainder(run.engine, optimizer)
-                return optimizer_states.optimizer_state(run.engine, optimizer, keep=keep)
+                return self._format.optimizer_state(run.engine, optimizer, keep=keep)
         return {}
 
     def save(
@@ -137,20 +153,46 @@ class RunCheckpoints:
     ) -> None:
         if "optimizer_states" in checkpoint and self._between.ran:  # otherwise nothing is resumed from it
             checkpoint = randomness.with_states(checkpoint, self._random_states(run))
-        if self._type == "full":
-            self.saves.save(filepath, lambda: self._write_full(run, checkpoint, filepath, storage_options))
-            return
-        if storage_options is not None:
-            raise ConfigError(
-                "storage_options are arguments of a checkpoint_io, and state_dict_type='sharded' writes folders without one"
-            )
         if run is None:
-            self.saves.save(filepath, lambda: self._save_afterwards(module, checkpoint, Path(filepath)))
+            save = Save(
+                checkpoint,
+                filepath,
+                module,
+                self._strategy.optimizers,
+                self._files,
+                storage_options,
+                ops=self._save_ops(),
+            )
+            self._format.check(save)
+            self.saves.save(filepath, lambda: self._write_after_run(save))
             return
         # Nothing waits at the end of an interrupted run, so a failure would go unreported.
         cut_short = run.interruption is not None and run.interruption.on_this_rank
         behind = self._settings.checkpoints.async_save and run.engine.blueprint.saves_in_background and not cut_short
-        self.saves.save(filepath, lambda: self._begin(run, checkpoint, Path(filepath), behind), in_background=behind)
+        save = self._save_of(run, checkpoint, filepath, storage_options, in_background=behind)
+        self._format.check(save)
+        self.saves.save(filepath, lambda: self._format.write(run.engine, save), in_background=behind)
+
+    def _save_of(
+        self,
+        run: Run,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        storage_options: Any = None,
+        *,
+        in_background: bool = False,
+    ) -> Save:
+        return Save(
+            checkpoint,
+            path,
+            run.module,
+            run.builder.optimizers,
+            self._files,
+            storage_options,
+            in_background,
+            run.builder.place.ranks_here,
+            self._save_ops(),
+        )
 
     def _random_states(self, run: Run | None) -> list[Mapping[str, Any]]:
         """Random states of one rank of each tensor group, since all ranks of a group draw the same numbers. Collective."""
@@ -161,31 +203,16 @@ class RunCheckpoints:
         states = [tell(ours if rank == strategy.global_rank else None, rank) for rank in ranks]
         return [randomness.from_message(each) for each in states]
 
-    def _write_full(
-        self, run: Run | None, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
-    ) -> None:
-        with self._together(run):
-            # Lightning's own method: the strategy's override has called this one.
-            ParallelStrategy.save_checkpoint(self._strategy, checkpoint, filepath, storage_options=storage_options)
-
     def write_now(self, run: Run, checkpoint: dict[str, Any], path: Path) -> None:
         """Writes a checkpoint of a run now, regardless of queued ones. Raises CheckpointError, OSError."""
-        if self._type == "full":
-            self._write_full(run, checkpoint, path)
-        else:
-            self._begin(run, checkpoint, path, False)
+        self._format.write(run.engine, self._save_of(run, checkpoint, path))
 
-    @contextmanager
-    def _together(self, run: Run | None) -> Iterator[None]:
-        """Raises an exception of one rank on all ranks, in a run and outside of runs; outside, only rank 0's block may raise.
-        Collective."""
-        if run is not None:
-            with run.engine.barriers.errors_on_all_ranks():
-                yield
-            return
+    def _write_after_run(self, save: Save) -> None:
+        """Writes a checkpoint on rank 0, whose exception all ranks raise. Collective."""
         error: Exception | None = None
         try:
-            yield
+            if self._strategy.is_global_zero:
+                self._format.write_after_run(self._between.ended, save)
         except Exception as caught:
             error = caught
         text = self._strategy.broadcast(None if error is None else str(error))
@@ -193,26 +220,6 @@ class RunCheckpoints:
             raise error
         if text is not None:
             raise CheckpointError(f"rank 0: {text}")
-
-    def _save_afterwards(self, module: LightningModule, checkpoint: dict[str, Any], path: Path) -> None:
-        with self._together(None):
-            if self._strategy.is_global_zero:
-                after_run.save(
-                    self._between.ended, module, self._strategy.optimizers, checkpoint, path, self._save_ops()
-                )
-
-    def _begin(self, run: Run, checkpoint: dict[str, Any], path: Path, behind: bool) -> Saving | None:
-        saving = Saving(
-            run.engine,
-            run.module,
-            run.builder.optimizers,
-            checkpoint,
-            path,
-            in_background=behind,
-            ranks_here=run.builder.place.ranks_here,
-            ops=self._save_ops(),
-        )
-        return saving if behind else None
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -249,7 +256,7 @@ class RunCheckpoints:
         weights_only: bool | None,
         progress: Callable[[], Progress],
     ) -> dict[str, Any]:
-        """Reads a checkpoint of either type; its tensors are read from disk when they are needed.
+        """Reads a checkpoint of any format; its tensors are read from disk when they are needed.
 
         Args:
             set_up: the set-up in progress, if any; an exception of one rank is then raised on all.
@@ -258,38 +265,31 @@ class RunCheckpoints:
         # Includes the first access to the path: a single rank may lack the permission, or the file.
         with nullcontext() if set_up is None else set_up.on_all_ranks():
             path = Path(checkpoint_path)
-            if self.is_sharded(path):
-                checkpoint = self._load_sharded(run, set_up, module, path, weights_only is not False, progress)
-            else:
-                checkpoint = ParallelStrategy.load_checkpoint(self._strategy, checkpoint_path, weights_only)
+            how = self._how(run, set_up, module, weights_only, progress)
+            checkpoint = self._format_at(path).load(checkpoint_path, how)
             check_lightnings(checkpoint_path, checkpoint)
         return randomness.set_aside(checkpoint)
 
-    def _load_sharded(
+    def _how(
         self,
         run: Run | None,
         set_up: SetUp | None,
         module: LightningModule,
-        path: Path,
-        weights_only: bool,
+        weights_only: bool | None,
         progress: Callable[[], Progress],
-    ) -> dict[str, Any]:
+    ) -> Load:
         paged = run is not None and run.has_pages
-        # Runs that do not train skip the optimizer states: with Adam, two thirds of the bytes.
         if not paged and set_up is None:
-            return sharded.load(path, weights_only=weights_only)
+            return Load(self._files, weights_only)
+        # Runs that do not train skip the optimizer states: with Adam, two thirds of the bytes.
         fitting, strategy = module.trainer.state.fn is TrainerFn.FITTING, self._strategy
+        share = slice(strategy.global_rank, None, strategy.world_size)
+        together = run.engine.barriers.errors_on_all_ranks if run is not None and paged else nullcontext
+        return Load(self._files, weights_only, fitting, share, together, progress)
 
-        def ours(index: Index) -> Sequence[StateFile]:
-            needed = [file for file in index.files if fitting or file.kind == PARAMETERS]
-            return needed[strategy.global_rank :: strategy.world_size]
-
-        with run.engine.barriers.errors_on_all_ranks() if run is not None and paged else nullcontext():
-            return sharded.load(path, weights_only=weights_only, optimizers=fitting, verify=ours, progress=progress())
-
-    def is_sharded(self, path: Path) -> bool:
-        """Whether a path is a sharded checkpoint, perhaps a damaged one; a user's plugin may write folders, too."""
-        return is_folder(path) and (is_sharded(path) or isinstance(self._strategy.checkpoint_io, FileCheckpointIO))
+    def _format_at(self, path: Path) -> Format:
+        plugin = not isinstance(self._strategy.checkpoint_io, FileCheckpointIO)
+        return formats.of_checkpoint(path, may_be_of_plugin=plugin)
 
     # -- earlier ones -------------------------------------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ class RunCheckpoints:
             self.saves.remove(Path(filepath), self._remove)
 
     def _remove(self, path: Path) -> None:
-        if not path.is_symlink() and self.is_sharded(path):
-            folders.remove(path)
+        if path.is_symlink():
+            self._files.remove(path)
         else:
-            self._strategy.checkpoint_io.remove_checkpoint(path)
+            self._format_at(path).remove(path, self._files)
