@@ -1,4 +1,4 @@
-"""A hard memory cap: a memory control group inside the one that this process is in, removed at the end.
+"""A memory limit for processes: a memory control group inside the one that this process is in, removed at the end.
 
 Knows version 1 (a `memory` hierarchy of its own) and version 2 (one hierarchy, controllers switched on by the parent).
 I1: the new group is a child, so that no limit above it is escaped.
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from common import SkipBenchmark
+from benchmarks.race import SkipCase
 
 CGROUPS = Path("/sys/fs/cgroup")
 REMOVAL_TRIES = 50
@@ -24,17 +24,17 @@ def memory_cap(cap_bytes: int, name: str = "") -> Iterator[str]:
     swap; a process enters by writing its id to `cgroup.procs` there. All of them must have ended when the block does.
 
     Args:
-        name: tells the groups of one benchmark apart.
+        name: tells the groups of one case apart.
 
     Raises:
-        SkipBenchmark: there is no memory controller, or no right to make a group.
+        SkipCase: there is no memory controller, or no right to make a group.
     """
     version, parent = _own_group()
     group = parent / f"lightning_ptm_benchmark_{os.getpid()}{name}"
     try:
         group.mkdir()
     except OSError as error:
-        raise SkipBenchmark(f"no memory cap: {group} cannot be made ({error.strerror})") from error
+        raise SkipCase(f"no memory cap: {group} cannot be made ({error.strerror})") from error
     try:
         _limit(group, version, cap_bytes)
         yield str(group)
@@ -51,7 +51,7 @@ def _own_group() -> tuple[int, Path]:
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         if line.startswith("0::") and (CGROUPS / "cgroup.controllers").exists():
             return 2, CGROUPS / line[3:].lstrip("/")
-    raise SkipBenchmark("no memory cap: this machine has no memory control groups")
+    raise SkipCase("no memory cap: this machine has no memory control groups")
 
 
 def _limit(group: Path, version: int, cap_bytes: int) -> None:
@@ -67,8 +67,8 @@ def _limit(group: Path, version: int, cap_bytes: int) -> None:
         with contextlib.suppress(OSError):
             (group / "memory.swap.max").write_text("0")
     except OSError as error:
-        raise SkipBenchmark(
-            f"no memory cap: {error.filename} cannot be written ({error.strerror}); start the benchmark in a "
+        raise SkipCase(
+            f"no memory cap: {error.filename} cannot be written ({error.strerror}); start the case in a "
             f"group of its own, e.g. systemd-run --scope -p MemoryMax={cap_bytes}, or as root"
         ) from error
 
