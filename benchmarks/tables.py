@@ -38,11 +38,11 @@ class Line:
 
 FASTER = "x faster"
 LOSS = "loss over synchronous"
-LOCK_FREE = "GPT 124M, masters on disk: lock-free updates (at most 16 steps late) against synchronous ones"
+LOCK_FREE = "GPT 124M, master states on disk: lock-free updates (at most 16 steps late) against synchronous ones"
 README = (
     Line("GPT 3.0B trains with 4 GiB of memory in all (48 GB of states)", "scale-3.0B", "step"),
     Line(
-        "GPT 124M, masters on disk, against DeepSpeed ZeRO-3, optimizer on NVMe",
+        "GPT 124M, master states on disk, against DeepSpeed ZeRO-3 with its optimizer on NVMe",
         "deepspeed-124M",
         "speed over DeepSpeed",
         FASTER,
@@ -62,7 +62,7 @@ MEASURED = (
         "step over max(compute, its disk traffic)",
     ),
     Line(
-        "GPT 124M, masters on disk, step against max(compute alone, the disk alone)",
+        "GPT 124M, master states on disk, step against max(compute alone, the disk alone)",
         "disk_masters-124M",
         "step over max(compute, disk)",
     ),
@@ -85,7 +85,7 @@ MEASURED = (
         "bytes/s over sequential writes",
     ),
     Line(
-        "the same with masters on disk, which are read from it meanwhile",
+        "the same with master states on disk, which are read from it meanwhile",
         "checkpoints-355M",
         "bytes/s over sequential writes, masters on disk",
     ),
@@ -114,8 +114,8 @@ MEASURED = (
     Line("the same, batch 8", "freed_memory-124M-batch8", "peak memory over single"),
     Line("the same in fp32, batch 2", "freed_memory-124M-fp32", "peak memory over single"),
     Line(
-        'GPT 124M, masters on disk, `Tuning(freed_memory="return")`, peak memory of the process against 4 bytes a parameter, '
-        "activations and 600 MB",
+        'GPT 124M, master states on disk, `Tuning(freed_memory="return")`, peak memory of the process against '
+        "4 bytes a parameter, activations and 600 MB",
         "memory-124M",
         "peak memory over 4 bytes a parameter, activations and 600 MB",
     ),

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from lightning_ptm.runtime.engine.inspection import PageUse as PageUse
     from lightning_ptm.runtime.engine.inspection import PlannedBytes as PlannedBytes
     from lightning_ptm.runtime.engine.inspection import StateBytes as StateBytes
+    from lightning_ptm.runtime.engine.inspection import Statistics as Statistics
     from lightning_ptm.runtime.engine.inspection import TierRoom as TierRoom
-    from lightning_ptm.runtime.engine.statistics import Statistics as Statistics
     from lightning_ptm.runtime.updates.audits import UpdateAudit as UpdateAudit
     from lightning_ptm.trainer.precision import AngelPTMPrecision as AngelPTMPrecision
     from lightning_ptm.trainer.strategy import AngelPTMStrategy as AngelPTMStrategy
@@ -64,9 +64,8 @@ _HOMES = {
     ),
     "events": ("Event", "EventKind"),
     "planning.trace": ("TensorUse", "Tick", "Trace"),
-    "runtime.engine.inspection": ("PageUse", "PlannedBytes", "StateBytes", "TierRoom"),
+    "runtime.engine.inspection": ("PageUse", "PlannedBytes", "StateBytes", "Statistics", "TierRoom"),
     "runtime.updates.audits": ("UpdateAudit",),
-    "runtime.engine.statistics": ("Statistics",),
     "trainer.precision": ("AngelPTMPrecision",),
     "trainer.strategy": ("AngelPTMStrategy",),
 }

@@ -5,7 +5,7 @@ A parameter that is cut by columns has rows whose parts are on different ranks. 
 range of the file; a page has hundreds or thousands of them, and each would be a write of its own. The ranks of a
 tensor-parallel group own the same elements of their slices, so their pages together are whole rows of the file, of
 which each rank writes an equal share. Elements of a row that is only partly in a page are written without an exchange.
-Where states are in RAM, a "page" of this file is several pages (`folder_contents._AT_ONCE_BYTES`): an exchange of one
+Where states are in RAM, a "page" of this file is several pages (`saving._AT_ONCE_BYTES`): an exchange of one
 page costs as much in hand-offs between threads and ranks as in bytes.
 
 A page is sent while the rows of the previous one are written, since the disk would be idle while ranks wait for each

@@ -20,8 +20,7 @@ from lightning_ptm.forecasting.rates import Activity, Hardware, Stall, Timing
 from lightning_ptm.forecasting.send_order import Exchanged, SendOrder
 from lightning_ptm.forecasting.timed_chunks import Moment, TimedChunk, TimedJob, comes_s
 from lightning_ptm.forecasting.update_extras import NO_EXTRAS, UpdateExtra, with_extra
-from lightning_ptm.planning.chunk_bounds import ChunkBounds, chunk_bounds_of
-from lightning_ptm.planning.chunks import Chunks, WantedChunk
+from lightning_ptm.planning.chunks import ChunkBounds, Chunks, WantedChunk, chunk_bounds_of
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.placement_data import Budget, Placement, arithmetic_tier
 from lightning_ptm.planning.plan import Plan, Task
@@ -201,7 +200,7 @@ class Clock:
                 ahead = (flat for flat in read_ahead(self._layout, self._placement) if flat.unit in self._updates)
                 self.chunks.want([WantedChunk(flat, self._cuts(flat)) for flat in ahead])
             for trigger in range(plan.tick_count + 1):
-                tasks = plan.tasks_at(trigger)
+                tasks = plan.at[trigger]
                 updates = [task for task in tasks if task.operation is Operation.UPDATE]
                 if self._hardware.shared_cores:
                     updates.sort(key=lambda task: self._places[task.unit])

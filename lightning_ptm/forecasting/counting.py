@@ -26,8 +26,7 @@ from lightning_ptm.forecasting.meta_calls import Call, MetaCalls
 from lightning_ptm.forecasting.send_order import NOTHING_SENT, SendOrder
 from lightning_ptm.models.moe import MixtureOfExperts, Routing
 from lightning_ptm.parallel.counted_group import CountedTensorGroup, Sent
-from lightning_ptm.runtime.autograd.forward_wrappers import RecomputedForwardWrapper, stand_in
-from lightning_ptm.runtime.autograd.recompute import replace
+from lightning_ptm.runtime.autograd.recompute import RecomputedForwardWrapper, replace, stand_in
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.divided_experts import DividedExperts
 from lightning_ptm.torch_internals import storage_id, tree_leaves

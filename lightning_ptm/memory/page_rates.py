@@ -113,9 +113,9 @@ def transfer(
         buffer = region.memory[thread * disk.page_size : (thread + 1) * disk.page_size]
         for frame in range(thread, frames, depth):
             if write or (write is None and thread % 2):
-                disk.write(frame, 0, [buffer])
+                disk.write(frame * disk.page_size, [buffer])
             else:
-                disk.read(frame, 0, [buffer])
+                disk.read(frame * disk.page_size, [buffer])
             done += 1
             if perf_counter() - started > limit_s:
                 break

@@ -28,7 +28,7 @@ from lightning_ptm.parallel.sequence_parallel import SequenceParallel
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.autograd.recompute import replace
 from lightning_ptm.runtime.tensors.parts import cut
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.torch_internals import is_executed, not_traced, parameters_in
 
 

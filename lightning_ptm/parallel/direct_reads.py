@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.parallel.exchange import TensorGroup
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter, is_about_values
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter, is_about_values
 
 
 class CutParameter:

@@ -32,8 +32,8 @@ from lightning_ptm.parallel.rules import (
     VocabParallel,
 )
 from lightning_ptm.planning.tensor_slices import TensorSlice
-from lightning_ptm.runtime.autograd.forward_wrappers import Forward, ForwardWrapper
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.autograd.recompute import Forward, ForwardWrapper
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.torch_internals import parameters_in
 
 

@@ -16,7 +16,7 @@ from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.rules import Place
 from lightning_ptm.parallel.sequence_parts import InBlock, InRegion, SequenceParts
 from lightning_ptm.parallel.sequence_regions import SequenceBlock, is_in, layers_computing_whole, sequence_block
-from lightning_ptm.runtime.autograd.forward_wrappers import Forward
+from lightning_ptm.runtime.autograd.recompute import Forward
 from lightning_ptm.torch_internals import BatchNorm, parameters_in
 
 

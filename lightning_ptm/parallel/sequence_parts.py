@@ -27,7 +27,7 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.between_layers import BetweenLayers
 from lightning_ptm.parallel.exchange import TensorGroup
 from lightning_ptm.parallel.sequence import Again, Gather, Join, Product, Scatter, Split, of_each
-from lightning_ptm.runtime.autograd.forward_wrappers import Forward, ForwardWrapper, RecomputedForwardWrapper
+from lightning_ptm.runtime.autograd.recompute import Forward, ForwardWrapper, RecomputedForwardWrapper
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, user_receives_gradient
 from lightning_ptm.torch_internals import version_of
 

@@ -1,17 +1,19 @@
 """Policy of prefetch and eviction: follows the plan, and falls back to fetch on use without one.
 
-Owns the refcounts of units, the fetches that wait for an update, and the units that are expected; its `PlanCursor`
-(planning/plan_cursor.py) knows the position of the iteration in its plan. Holds no bytes and never waits: `Units`
-carries out its decisions, and raises CapacityError where pages do not fit. A run drives it with stores of pages
+`FetchPolicy` owns the fetches that wait for an update, and the units that are expected; `UnitRefcounts` who uses a unit;
+`PlanCursor` the position of the iteration in its plan, and in the trace that it may repeat. Holds no bytes and never waits:
+`Units` carries out its decisions, and raises CapacityError where pages do not fit. A run drives it with stores of pages
 (runtime/fetching/executor.py), a virtual run with numbers of pages (runtime/deciding/predicted_memory.py).
 
 Without a plan to follow (the order of units changed, or the plan left too little room), a unit is fetched on use, and
 the unit whose next use is farthest away is evicted (Belady). That is never wrong, only slower.
 
-I1: a unit with a refcount is not evicted.
+I1: a unit with a refcount is not evicted. Each call and each backward that takes a reference gives it back once.
 I2: decisions are reported in order; a fetch that waits for its unit's update is reported when its wait begins.
 I3: units in `by_need` (experts, which another batch may not need) are in no plan: they make no ticks, are fetched when
     they are expected or called, and are evicted first.
+I4: an iteration that has left the plan's order does not follow it again, and one that has left the trace's order does
+    not repeat it again. The tick is valid after the iteration, until another begins; plan and trace are not.
 """
 
 from __future__ import annotations
@@ -23,10 +25,173 @@ from typing import Protocol
 
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.planning.plan import Plan, Task
-from lightning_ptm.planning.plan_cursor import PlanCursor
-from lightning_ptm.planning.refcounts import UnitRefcounts
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import Kind, Operation, Phase
+
+
+class UnitRefcounts:
+    """The refcounts of all units."""
+
+    def __init__(self, count: int) -> None:
+        self._uses = [0] * count
+        """By unit, number of its calls in progress, and one more while its backward is."""
+        self._backward: set[int] = set()
+        self._held: set[int] = set()
+
+    def used(self, unit: int) -> bool:
+        """Returns whether a call of `unit`, or its backward, is in progress."""
+        return self._uses[unit] > 0
+
+    def held(self, unit: int) -> bool:
+        """Returns whether `unit` is held until the iteration, or its backward, ends."""
+        return unit in self._held
+
+    def referenced(self, unit: int) -> bool:
+        """Returns whether `unit` is used or held."""
+        return self._uses[unit] > 0 or unit in self._held
+
+    def in_backward(self, unit: int) -> bool:
+        """Returns whether the backward of `unit` has a reference."""
+        return unit in self._backward
+
+    def take(self, unit: int) -> None:
+        """Takes a reference for a call of `unit`; `give_back` must follow."""
+        self._uses[unit] += 1
+
+    def give_back(self, unit: int) -> None:
+        """Gives the reference of a call back."""
+        self._uses[unit] -= 1
+
+    def take_backward(self, unit: int) -> None:
+        """Takes the reference of `unit`'s backward, which begins to compute."""
+        if unit not in self._backward:
+            self._backward.add(unit)
+            self._uses[unit] += 1
+
+    def give_back_backward(self, unit: int) -> bool:
+        """Gives the backward's reference back, when it has ended or is suspended; returns whether it had one."""
+        if unit not in self._backward:
+            return False
+        self._backward.discard(unit)
+        self._uses[unit] -= 1
+        return True
+
+    def hold(self, unit: int) -> None:
+        """Holds `unit` until `unhold` or the end of the iteration."""
+        self._held.add(unit)
+
+    def unhold(self, unit: int) -> None:
+        """Ends the hold of `unit`."""
+        self._held.discard(unit)
+
+    def unhold_all(self) -> None:
+        """Ends all holds, at the end of the iteration."""
+        self._held.clear()
+
+    def forget(self) -> None:
+        """Drops all references, after a failed iteration."""
+        self._uses = [0] * len(self._uses)
+        self._backward.clear()
+        self._held.clear()
+
+
+class PlanCursor:
+    """The position in one iteration; `begin` resets it."""
+
+    def __init__(self) -> None:
+        self._planned: tuple[Plan, Trace] | None = None
+        self._traced: Trace | None = None
+        self.may_repeat = False
+        """Whether the iteration may continue as if it had ended and another had begun. Others read it."""
+        self._following = False
+        self._repeating = False
+        self.tick = 0
+        """Number of ticks that have begun. Others read it."""
+        self.now = 0
+        """Index of the tick in progress; 0 before the first. Others read it, more than once a tick."""
+
+    def begin(self, planned: tuple[Plan, Trace] | None, traced: Trace | None, *, may_repeat: bool) -> None:
+        """Starts an iteration.
+
+        Args:
+            planned: the plan to follow, and the trace that it is for.
+            traced: this rank's own newest trace.
+            may_repeat: after the end of the plan or trace, the iteration may continue at the tick after the root's,
+                as if it had ended and another had begun, while the root stays live (token-by-token generation).
+        """
+        self._planned, self._traced, self.may_repeat = planned, traced, may_repeat
+        self.tick = self.now = 0
+        self._following, self._repeating = planned is not None, traced is not None
+
+    def forget(self) -> None:
+        """Drops plan and trace: the iteration is over, or has failed."""
+        self._planned = self._traced = None
+        self.may_repeat = self._following = self._repeating = False
+
+    @property
+    def followed(self) -> bool:
+        """Whether the iteration in progress has followed its plan, tick by tick, to the end."""
+        return self._following and self._planned is not None and self.tick == self._planned[0].tick_count
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the iteration has repeated this rank's newest trace, tick by tick, to the end."""
+        return self._repeating and self._traced is not None and self.tick == len(self._traced.ticks)
+
+    def step(self, unit: int, phase: Phase) -> Sequence[Task]:
+        """Begins a tick; returns the plan's tasks for it, none where the plan is not followed."""
+        self.now = index = self.tick
+        self.tick += 1
+        if self._repeating and self._traced is not None:
+            ticks = self._traced.ticks
+            self._repeating = index < len(ticks) and ticks[index].unit == unit and ticks[index].phase is phase
+        if self._following and self._planned is not None:
+            ticks = self._planned[1].ticks
+            self._following = index < len(ticks) and ticks[index].unit == unit and ticks[index].phase is phase
+            if self._following:
+                return self._planned[0].at[index]
+        return ()
+
+    def last_tasks(self) -> Sequence[Task]:
+        """Returns the tasks after the plan's last tick, if the plan was followed to the end."""
+        return self._planned[0].at[self.tick] if self.followed and self._planned is not None else ()
+
+    def begins_next_round(self, unit: int, phase: Phase) -> bool:
+        """Returns whether the tick that begins is the second tick of another round."""
+        if not self.may_repeat:
+            return False
+        if self.followed:
+            return self._planned is not None and _is_at(self._planned[1], 1, unit, phase)
+        return self.repeated and self._traced is not None and _is_at(self._traced, 1, unit, phase)
+
+    def first_tasks(self) -> Sequence[Task]:
+        """Returns the tasks of the plan's first tick, with which another round begins.
+
+        Returns none if the plan was not followed to the end.
+        """
+        return self._planned[0].at[0] if self.followed and self._planned is not None else ()
+
+    def start_next_round(self) -> None:
+        """Moves to the position after the first tick of another round."""
+        self.tick, self.now = 1, 0
+
+    def next_use(self, unit: int) -> int:
+        """Returns the index of the tick in which a unit is needed next, counted on into the next iteration.
+
+        Without a plan, it returns the unit's number.
+        """
+        if self._planned is None:
+            return unit
+        ticks = self._planned[1].ticks
+        for index in range(self.tick, len(ticks)):
+            if unit in ticks[index].live:
+                return index
+        return len(ticks) + next((i for i, tick in enumerate(ticks) if unit in tick.live), len(ticks))
+
+
+def _is_at(trace: Trace, index: int, unit: int, phase: Phase) -> bool:
+    """Returns whether tick `index` of a trace is this unit and phase."""
+    return index < len(trace.ticks) and (trace.ticks[index].unit, trace.ticks[index].phase) == (unit, phase)
 
 
 class Units(Protocol):
@@ -110,9 +275,11 @@ class FetchPolicy:
         self._by_need = dict.fromkeys(sorted(by_need))
         self.refcounts = UnitRefcounts(count)
         self.plan_cursor = PlanCursor()
-        self.on_decision: Callable[[Task], None] = _ignore
+        self.on_decision: Callable[[Task], None] | None = None
+        """Listener of decisions; None: there is none."""
         # state
-        self._waiting: list[Task] = []
+        self.waiting: list[Task] = []
+        """Fetches that wait for an update. Others read it."""
         self._expected: deque[int] = deque()
         self.lookups = Lookups()
         self.misses = 0
@@ -126,7 +293,7 @@ class FetchPolicy:
 
     def end(self) -> None:
         """Ends the iteration with the plan's last tasks."""
-        self._waiting = []
+        self.waiting = []
         self._expected.clear()
         self._perform(self.plan_cursor.last_tasks())
         self.refcounts.unhold_all()
@@ -134,7 +301,7 @@ class FetchPolicy:
 
     def abandon(self) -> None:
         """Resets the policy after a failed iteration."""
-        self._waiting = []
+        self.waiting = []
         self._expected.clear()
         self.refcounts.forget()
         self.plan_cursor.forget()
@@ -145,7 +312,7 @@ class FetchPolicy:
         `bring` and `computes` must follow. Returns the tick's number; for a unit in `by_need`, the number of the
         enclosing tick.
         """
-        if self.plan_cursor.begins_next_round(unit, phase):
+        if self.plan_cursor.may_repeat and self.plan_cursor.begins_next_round(unit, phase):
             self._perform(self.plan_cursor.last_tasks())
             self._perform(self.plan_cursor.first_tasks())
             self.plan_cursor.start_next_round()
@@ -155,26 +322,34 @@ class FetchPolicy:
         else:
             self.refcounts.take_backward(unit)
         if unit not in self._by_need:
-            self._perform(self.plan_cursor.step(unit, phase))
+            tasks = self.plan_cursor.step(unit, phase)
+            if tasks:
+                self._perform(tasks)
         return self.plan_cursor.now
 
     def computes(self, unit: int) -> None:
         """Reports that `unit`, after `enter` and `bring`, computes."""
-        self.on_decision(Task(Operation.COMPUTE, unit, Kind.FULL, self.plan_cursor.now))
-        self.mark_used(unit)
+        if self.on_decision is not None:
+            self.on_decision(Task(Operation.COMPUTE, unit, Kind.FULL, self.plan_cursor.now))
+        if self._expected:
+            self.mark_used(unit)
 
     def _perform(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             match task.operation:
                 case Operation.RELEASE:
                     if not self.refcounts.referenced(task.unit):
-                        self.on_decision(task)
+                        self._decided(task)
                         self._units.release(task.unit)
                 case Operation.EVICT:
-                    self.on_decision(task)
+                    self._decided(task)
                     self._units.evict(task.unit)
                 case Operation.FETCH | Operation.GATHER:
                     self._fetch_ahead(task)
+
+    def _decided(self, task: Task) -> None:
+        if self.on_decision is not None:
+            self.on_decision(task)
 
     # -- fetching -----------------------------------------------------------------------------------------------------
 
@@ -185,13 +360,17 @@ class FetchPolicy:
             CapacityError: no other unit can be evicted for it.
         """
         if self._units.live(unit):
-            self.lookups.kept += 1
+            self.note_kept()
         elif self._units.fetched(unit):
             self.lookups.ahead += 1
         else:
             self.lookups.late += 1
             self.misses += 1
             self._make_room_and_start(unit)
+
+    def note_kept(self) -> None:
+        """Counts a request of compute for a unit that is on the device."""
+        self.lookups.kept += 1
 
     def expect(self, units: Sequence[int]) -> None:
         """Announces the units that will be called next, in order: each is fetched while the one before computes."""
@@ -220,10 +399,10 @@ class FetchPolicy:
 
     def pump(self) -> None:
         """Starts the fetches that waited for an update, where it has arrived."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         for task in waiting:
             if self._waits(task):
-                self._waiting.append(task)
+                self.waiting.append(task)
             elif not self._try_start(task):
                 self.misses += 1
 
@@ -234,14 +413,14 @@ class FetchPolicy:
         )
 
     def _waits(self, task: Task) -> bool:
-        return (self._one_way and bool(self._waiting)) or self._units.update_pending(task.unit)
+        return (self._one_way and bool(self.waiting)) or self._units.update_pending(task.unit)
 
     def _fetch_ahead(self, task: Task) -> None:
         if self._waits(task):
-            self.on_decision(task)
-            self._waiting.append(task)
+            self._decided(task)
+            self.waiting.append(task)
         elif self._try_start(task):
-            self.on_decision(task)
+            self._decided(task)
         else:
             # The plan counts whole units, but a late release may still hold pages. Then `bring` fetches this unit.
             self.misses += 1
@@ -280,7 +459,7 @@ class FetchPolicy:
         return not self.refcounts.referenced(unit) and self._units.movable(unit)
 
     def _evict(self, unit: int) -> None:
-        self.on_decision(Task(Operation.RELEASE, unit, Kind.FULL, self.plan_cursor.now))
+        self._decided(Task(Operation.RELEASE, unit, Kind.FULL, self.plan_cursor.now))
         self._units.release(unit)
         self._units.evict(unit)
 
@@ -298,7 +477,7 @@ class FetchPolicy:
         while True:
             try:
                 self._start(task)
-                self.on_decision(task)
+                self._decided(task)
                 return
             except CapacityError:
                 if self._units.reclaim(True):
@@ -312,9 +491,5 @@ class FetchPolicy:
                     raise
                 # They were fetched for an all-gather that was next in the plan and that did not happen.
                 for other in spare:
-                    self.on_decision(Task(Operation.EVICT, other, Kind.PARAMETER, self.plan_cursor.now))
+                    self._decided(Task(Operation.EVICT, other, Kind.PARAMETER, self.plan_cursor.now))
                     self._units.evict(other)
-
-
-def _ignore(task: Task) -> None:
-    """Default listener: ignores the decision."""

@@ -10,9 +10,8 @@ I2: within a trigger, tasks that free pages come first, so no fetch waits for a 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_ptm.terms import Kind, Operation
 
@@ -45,11 +44,15 @@ class Plan:
 
     tasks: tuple[Task, ...]
     tick_count: int
+    at: tuple[tuple[Task, ...], ...] = field(init=False, repr=False, compare=False)
+    """Tasks by trigger, in issue order; the last entry is after the last tick."""
 
-    def tasks_at(self, trigger: int) -> tuple[Task, ...]:
-        """Returns the tasks of one trigger in issue order; trigger `tick_count` is after the last tick."""
-        first = bisect_left(self.tasks, trigger, key=_trigger)
-        return self.tasks[first : bisect_left(self.tasks, trigger + 1, first, key=_trigger)]
+    def __post_init__(self) -> None:
+        at: list[list[Task]] = [[] for _ in range(self.tick_count + 1)]
+        for task in self.tasks:
+            if 0 <= task.trigger <= self.tick_count:
+                at[task.trigger].append(task)
+        object.__setattr__(self, "at", tuple(map(tuple, at)))
 
     def with_tasks(self, tasks: Iterable[Task]) -> Plan:
         """Returns a plan with further tasks, in issue order."""
@@ -58,7 +61,3 @@ class Plan:
             tuple(sorted((*self.tasks, *tasks), key=lambda task: (task.trigger, order[task.operation]))),
             self.tick_count,
         )
-
-
-def _trigger(task: Task) -> int:
-    return task.trigger

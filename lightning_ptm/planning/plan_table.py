@@ -19,7 +19,7 @@ def render(plan: Plan, layout: ModelLayout) -> str:
     """
     rows = [("tick", "compute", "issued before it")]
     for trigger in range(plan.tick_count + 1):
-        tasks = plan.tasks_at(trigger)
+        tasks = plan.at[trigger]
         computes = [_name(task, layout) for task in tasks if task.operation is Operation.COMPUTE]
         others = [
             f"{task.operation.value} {_name(task, layout)}" for task in tasks if task.operation is not Operation.COMPUTE

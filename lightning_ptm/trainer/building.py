@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints import weights
-from lightning_ptm.checkpoints.deferred_loading import DeferredState
+from lightning_ptm.checkpoints.module_states import DeferredState
 from lightning_ptm.comm import Communicator, Communicators
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings, format_bytes
 from lightning_ptm.errors import AngelPTMError, RankError
@@ -32,11 +32,11 @@ from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding.decide import check_parameters, decide_here
-from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.runtime.engine.engine import Engine, RunInputs
 from lightning_ptm.runtime.full_params.first_values import Given
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.runtime.tensors.parts import Boxes, declared, split_of
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.terms import Tier
 from lightning_ptm.trainer.between_runs import BetweenRuns
@@ -140,22 +140,24 @@ class Builder:
         return Engine(
             self.module,
             blueprint,
-            self.optimizers,
             communicators,
-            place.backend,
-            disk_paths=settings.disk_paths,
-            recompute=self.settings.recompute_every if fitting else 0,
-            poison=self.settings.debug.poison,
-            file_ops=self.file_ops,
-            given=given,
-            events=events,
-            progress=self.progress,
-            ranks_here=place.ranks_here,
-            handed=handed,
-            root=root_folder(self.trainer),
-            before_edits=before_edits,
-            # A resumed run rounds stochastically with the seeds that the first run would have had.
-            number_of_step=lambda: self.trainer.global_step,
+            RunInputs(
+                backend=place.backend,
+                optimizers=self.optimizers,
+                disk_paths=settings.disk_paths,
+                root=root_folder(self.trainer),
+                recompute=self.settings.recompute_every if fitting else 0,
+                ranks_here=place.ranks_here,
+                given=given or Given(),
+                handed=handed,
+                before_edits=before_edits,
+                # A resumed run rounds stochastically with the seeds that the first run would have had.
+                number_of_step=lambda: self.trainer.global_step,
+                events=events,
+                progress=self.progress,
+                poison=self.settings.debug.poison,
+                file_ops=self.file_ops,
+            ),
         )
 
     def decided(self, request: Request, communicator: Communicator, handed: PreviousState | None) -> Blueprint:

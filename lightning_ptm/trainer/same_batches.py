@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_ptm.errors import RankError, UsageError
 from lightning_ptm.memory.backend import Backend, in_ram
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 
 FIRST = 3
 """How many batches of each loader are compared at once; after them, the first batch of each pass over it. A sampler that

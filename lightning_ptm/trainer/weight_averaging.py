@@ -1,6 +1,6 @@
 """Support for Lightning's weight averaging callbacks: weights are gathered while the callbacks copy them.
 
-The callbacks read and write parameters directly, which is refused between steps (runtime/units/guarded_parameter.py). Knows
+The callbacks read and write parameters directly, which is refused between steps (runtime/units/parameter_guard.py). Knows
 the callbacks' methods; pages belong to the strategy.
 """
 

@@ -28,9 +28,8 @@ from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
 from lightning_ptm.terms import chunk_numel as default_chunk_numel
 from lightning_ptm.update.core_limits import use_cores
 from lightning_ptm.update.flat_states import FlatStates
-from lightning_ptm.update.pipeline import BeforeWrite, Blocker, Pipeline
+from lightning_ptm.update.pipeline import BeforeWrite, Blocker, Pipeline, UpdateStats, Wait
 from lightning_ptm.update.update_job import JobHandle, JobUnderWay, UpdateJob
-from lightning_ptm.update.update_stats import UpdateStats, Wait
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator

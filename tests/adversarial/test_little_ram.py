@@ -22,7 +22,7 @@ from lightning_ptm import sharded
 from lightning_ptm.checkpoints import restore
 from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.runtime.full_params import summon
-from lightning_ptm.runtime.units.guarded_parameter import AbsentTensor, GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import AbsentTensor, GuardedParameter
 
 peft = pytest.importorskip("peft")
 

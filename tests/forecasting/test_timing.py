@@ -191,7 +191,7 @@ def test_ranks_agree_on_every_collective_and_meet_at_boundaries(micro_batches: i
             layout, placement, plan, trace, budget, hardware, micro_batches=micro_batches, exchanged=exchanged
         )
 
-    tasks = [task.operation for at in range(plan.tick_count + 1) for task in plan.tasks_at(at)]
+    tasks = [task.operation for at in range(plan.tick_count + 1) for task in plan.at[at]]
     agreed = tasks.count(Operation.GATHER) + tasks.count(Operation.REDUCE)
     free, slow = timed(INSTANT), timed(replace(INSTANT, round_s=1.0))
     assert agreed and slow.rounds == micro_batches * (4 + 2 + agreed) + 1

@@ -11,8 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from lightning_ptm.planning.chunk_bounds import even_chunk_bounds
-from lightning_ptm.planning.chunks import Chunk, Chunks, Job, WantedChunk
+from lightning_ptm.planning.chunks import Chunk, Chunks, Job, WantedChunk, even_chunk_bounds
 
 STATES, TARGET, GRADIENT = 1, 2, 4
 """Columns of a chunk, each a buffer. States are read, also before a job is known. The target is a buffer that its job adds, a

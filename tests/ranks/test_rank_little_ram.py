@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_ptm import sharded
 from lightning_ptm.checkpoints import restore
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 
 Ending = tuple[dict[str, Tensor], int, str]
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -18,7 +18,7 @@ from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.deciding.gradient_route import Waits
-from lightning_ptm.runtime.engine.pages import RunPages
+from lightning_ptm.runtime.engine.set_up import RunPages
 from lightning_ptm.runtime.full_params.lent_parameters import LentParameters
 from lightning_ptm.runtime.full_params.optimizer_values import OptimizerValues
 from lightning_ptm.runtime.full_params.parameter_values import ParameterValues

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, Optimizer
 from lightning_ptm.comm import Communicators, SoloCommunicator
 from lightning_ptm.comm.agreement import Row
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.runtime.engine.engine import Engine, RunInputs
 from lightning_ptm.terms import Mode, Tier
 
 WIDTH = 8
@@ -113,7 +113,8 @@ def build(
     blueprint = decided(module, list(optimizers), ranks=communicator.world_size, **settings)
     communicators = Communicators(blueprint.holders.mesh, communicator)
     paths = [disk] if disk is not None and blueprint.pool_bytes[Tier.DISK] else []
-    return Engine(module, change(blueprint), optimizers, communicators, CpuBackend(), disk_paths=paths, poison=True)
+    inputs = RunInputs(backend=CpuBackend(), optimizers=optimizers, disk_paths=paths, poison=True)
+    return Engine(module, change(blueprint), communicators, inputs)
 
 
 @contextmanager

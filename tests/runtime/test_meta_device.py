@@ -11,7 +11,7 @@ from kit.stacks import VOCABULARY, WIDTH, Block, Stack
 from torch import Tensor, nn
 
 from lightning_ptm import ConfigError
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 
 BATCHES = tokens(5)
 

@@ -12,7 +12,7 @@ import lightning_ptm
 ROOT = Path(lightning_ptm.__file__).parent
 
 OF_PYTHON = {
-    "__class__": "parameters that may not be read change theirs (runtime/units/guarded_parameter.py)",
+    "__class__": "parameters that may not be read change theirs (runtime/units/parameter_guard.py)",
     "__cause__": "an error of another thread is raised with its own cause",
     "__signature__": "the strategy lists its settings",
     "__module__": "copies of users' functions, and replacements of torch's, say where they are from",
@@ -46,12 +46,7 @@ OF_LIGHTNING = {
     "trainer": "as fn",
     "precision_plugin": "as fn",
 }
-NOT_YET = {
-    "before_change": "gradients are made before the updates that they wait for (runtime/engine/engine.py)",
-    "while_waiting": "as before_change",
-    "release_idle_units": "gradients are made before the executor",
-}
-EXCEPTIONS = OF_PYTHON | OF_TORCH | OF_LIGHTNING | NOT_YET
+EXCEPTIONS = OF_PYTHON | OF_TORCH | OF_LIGHTNING
 
 
 @cache

@@ -1,42 +1,55 @@
 """Hooks on modules and autograd, turned into events: a unit's forward, its backward, the end of a backward pass.
 
 Owns every hook on the user's modules and tensors, and removes all of them at the end. Knows nothing of tiers. How far a
-unit is in a backward pass, and what follows from an event, is decided in calls.py.
+unit is in a backward pass, and what follows from an event, is decided in calls.py. `Hooks` wraps calls of units; its parts:
+`SubmoduleHooks` makes calls of submodules from outside their unit's forward count as calls of the unit; `CallCompletion`
+reports that autograd has computed the gradients of everything that a call took; `BackwardPass` owns whether a pass is in
+progress, and carries out the actions of calls.py.
 
 I1: a unit is gathered during its forward, during its recomputed forward, and from the start to the end of its backward.
 I2: parameters that autograd saves are packed by name (saved_tensors.py). Parameters saved inside a recomputed forward
     are not, so a unit gathered for recomputation stays gathered until its backward ends.
+I3: hooks of a forgotten call never report anything, and keep no graph alive. Gradients of inputs that are not among the
+    arguments (closures, slots, attributes of modules) are waited for, too.
+I4: a unit that is in use or held already is not entered again. A call of a submodule inside a backward pass is a recomputed
+    one, and ends with the unit's backward.
+I5: a pass of the whole loss is announced by the strategy and ends when the strategy says so. A pass that the user runs, also
+    inside `LightningModule.backward`, begins with its first autograd event and ends with autograd's final callback. The
+    executor and the listener get the end of a pass once, after the end of each of its units. For a pass that is given up,
+    only the executor is informed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NoReturn
+from operator import attrgetter
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.memory.streams import ComputeStream, on_compute_stream
-from lightning_ptm.runtime.autograd.backward_pass import BackwardListener, BackwardPass
-from lightning_ptm.runtime.autograd.call_ends import CallCompletion
-from lightning_ptm.runtime.autograd.forward_wrappers import RecomputedForwardWrapper
+from lightning_ptm.runtime.autograd.calls import Action, Calls
 from lightning_ptm.runtime.autograd.offload import Offload
-from lightning_ptm.runtime.autograd.parametrizations import parametrizing_is_no_write
-from lightning_ptm.runtime.autograd.recompute import Recompute, replace
+from lightning_ptm.runtime.autograd.recompute import Recompute, RecomputedForwardWrapper, replace
 from lightning_ptm.runtime.autograd.saved_tensors import SavedTensors, inside_checkpoint
-from lightning_ptm.runtime.autograd.submodule_hooks import SubmoduleHooks
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.tensors.autograd_graphs import (
     DERIVATIVES,
     OwnHook,
+    double_backward,
+    exit_nodes,
     in_backward,
     in_derivative,
+    nodes_of,
     not_compiled,
     refuse_derivative,
-    refuse_double_backward,
+    run_before_output_hooks,
     tensors_in,
 )
 from lightning_ptm.runtime.units.binding import FlatBinding
@@ -44,9 +57,353 @@ from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.runtime.units.page_views import PageViews
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.terms import Phase
-from lightning_ptm.torch_internals import CALL, COMPILED_CALL, compiled_call_of, not_traced
+from lightning_ptm.torch_internals import (
+    CALL,
+    COMPILED_CALL,
+    PUT_ON,
+    at_end_of_backward,
+    compiled_call_of,
+    graph_task,
+    is_executed,
+    nodes_made,
+    not_traced,
+    transform_level,
+)
+
+
+@contextmanager
+def parametrizing_is_no_write() -> Iterator[None]:
+    """Inside, a parametrization that leaves its parameter's data alone does not count as a write to it.
+
+    PEFT registers and removes parametrizations within a forward, for LoRA on packed experts (`target_parameters`). That sets
+    the parameter's data to itself (`parameter.set_(parameter)`), which changes nothing but which torch counts as a write, and
+    writes to parameters in pages are refused, since they would be lost (units/binding.py).
+    """
+    original: Any = getattr(parametrize, PUT_ON)
+
+    def set_data(target: Tensor, source: Tensor) -> None:
+        if target is not source:
+            original(target, source)
+
+    setattr(parametrize, PUT_ON, set_data)
+    try:
+        yield
+    finally:
+        setattr(parametrize, PUT_ON, original)
+
+
+class BackwardListener(Protocol):
+    """Receiver of the events of a backward pass."""
+
+    def backward_begins(self) -> None:
+        """A backward pass has begun that the strategy did not announce."""
+
+    def another_gradient(self, unit: int, parameter: Tensor) -> None:
+        """A further gradient is about to be added to the parameter's `.grad` in this pass."""
+
+    def unit_backward_ended(self, unit: int) -> None:
+        """All gradients of `unit` that this backward pass computes are in `.grad` of its parameters."""
+
+    def backward_ended(self) -> None:
+        """The backward pass is over, and so is the backward of every unit."""
+
+    def progress(self) -> None:
+        """A convenient moment to advance background work."""
+
+
+class BackwardPass:
+    """State of the backward pass in progress; passes follow each other.
+
+    Args:
+        names: names of the units.
+        calls: table of how far each unit is.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        executor: Executor,
+        listener: BackwardListener,
+        calls: Calls,
+        stream: ComputeStream,
+    ) -> None:
+        self.stream = stream
+        self._names = names
+        self._executor = executor
+        self._listener = listener
+        self._calls = calls
+        self.begun = False
+        """Whether a pass is in progress. Read by others."""
+        self.announced = False
+        """Whether the pass is of the whole loss and ends when the strategy says so. Read by others."""
+
+    @contextmanager
+    def of_the_loss(self, checked: AbstractContextManager[None], *, by_user: bool = False) -> Iterator[None]:
+        """Runs the announced pass in the block, inside `checked`, and ends what the pass left open.
+
+        Args:
+            by_user: the user's code runs one pass, several or none, and may read gradients after each: no pass is
+                announced.
+        """
+        if not by_user:
+            self.announced = True
+            self.start()
+        try:
+            with checked:
+                yield
+        except BaseException:  # the step may catch it and run another pass
+            if self.begun:
+                self.give_up()
+            raise
+        self.announced = False
+        if self.begun:
+            self._finish()
+
+    def start(self) -> None:
+        """Begins a pass if none is in progress; called at every autograd event."""
+        if not self.begun:
+            self._begin()
+
+    @on_compute_stream
+    def _begin(self) -> None:
+        self.begun = True
+        self._executor.guard_policy.computation_begins(Phase.BACKWARD)
+        self._calls.begin_pass()
+        if not self.announced:
+            self._listener.backward_begins()
+            at_end_of_backward(self._finish)
+        self.act(0, self._calls.output(0))
+
+    def act(self, index: int, actions: Sequence[Action]) -> None:
+        """Carries out the actions that the table returned for a unit."""
+        for action in actions:
+            match action:
+                case Action.ENTER:
+                    self._executor.enter(index, Phase.BACKWARD)
+                case Action.HOLD:
+                    self._executor.hold(index)
+                case Action.LEAVE:
+                    self._executor.leave_backward(index)
+                case Action.END:
+                    self._executor.end_backward(index)
+                    self._listener.unit_backward_ended(index)
+                case Action.REFUSE:
+                    raise UsageError(
+                        f"a gradient arrived for unit {self._names[index] or 'root'} after its backward had ended, as a "
+                        f"backward pass inside of this one might bring it, and its update may have begun; run that pass "
+                        f"after this one"
+                    )
+
+    @not_compiled
+    @on_compute_stream
+    def _finish(self) -> None:
+        if not self.begun:
+            return
+        for index, actions in self._calls.end_pass():
+            if actions:
+                self.act(index, actions)
+        self.begun = False
+        self._executor.guard_policy.computation_ends(Phase.BACKWARD)
+        self._listener.backward_ended()
+
+    def give_up(self) -> None:
+        """Ends a pass in its middle: the executor's leases are returned, gradients are left as they are."""
+        for index in range(len(self._names)):
+            self._executor.leave_backward(index)
+        self.forget()
+        self._executor.guard_policy.computation_ends(Phase.BACKWARD)
+
+    def forget(self) -> None:
+        """Resets the state of the pass, after the executor has forgotten it."""
+        self.begun = self.announced = False
+
+
+_is_trained = attrgetter("requires_grad")
+
+CallReport = Callable[[int, int, Any], None]
+
+"""Callback with the index of a unit, the number of a call and the gradients."""
+
+
+class CallCompletion:
+    """Hooks that report the end of the backward of each call, for all units.
+
+    Args:
+        ready: called when the gradients of a call's inputs have been computed, before the backward of the unit that
+            produced the inputs begins.
+        done: called for the same event, after `ready`.
+    """
+
+    def __init__(self, units: Sequence[Unit], ready: CallReport, done: CallReport) -> None:
+        self._ready = ready
+        self._done = done
+        self._inside = [frozenset(map(id, unit.module.parameters())) for unit in units]
+        self._parameters = [[item.parameter for item in unit.parameters] for unit in units]
+        # state
+        self._hooks: list[RemovableHandle] = []
+        self._nodes: dict[int, tuple[Any, ...]] = {}
+        """By number of a call, the nodes of its graph from which autograd tells whether a pass goes through it."""
+        self._began: dict[int, int] = {}
+        """By unit, autograd's sequence number when the unit's last call began: nodes of the call have higher ones."""
+        self.calls = Calls(len(units), self._trained, self._takes_part)
+
+    def _trained(self, index: int) -> int:
+        with torch.DisableTorchFunctionSubclass():  # parameters may be closed
+            return sum(map(_is_trained, self._parameters[index]))
+
+    def call_begins(self, index: int) -> None:
+        """Records where the graph of a unit's call begins, without watching its inputs."""
+        self._began[index] = nodes_made()
+
+    def watch_inputs(self, index: int, args: Any, kwargs: Any) -> int | None:
+        """Begins a call of a unit. Returns its number if some inputs require gradients.
+
+        Such a call ends when the gradients of these inputs have been computed.
+        """
+        self._began[index] = nodes_made()
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if not inputs:
+            return None
+        call = self.calls.called(index)
+        self._nodes[call] = nodes_of(inputs)
+        # Autograd cannot say whether autograd.grad reaches a leaf: if all inputs are leaves, the call ends with the
+        # pass. Inputs of a reentrant checkpoint's recomputed call are leaves too, but are reached in a backward pass of
+        # its own.
+        watched = [tensor for tensor in inputs if in_backward() or not tensor.is_leaf]
+        if watched:
+            done, ready = partial(self._done, index, call), partial(self._ready, index, call)
+            self._hooks.append(torch.autograd.graph.register_multi_grad_hook(watched, done, mode="all"))
+            first: Any = torch.autograd.graph.register_multi_grad_hook(watched, ready, mode="all")
+            for tensor, each in zip(watched, first.handles, strict=True):
+                run_before_output_hooks(tensor, each.id)
+            self._hooks.append(first)
+        return call
+
+    def _takes_part(self, call: int) -> bool:
+        """Whether the backward pass that runs in this thread may go through a call."""
+        nodes = self._nodes[call]
+        return not nodes or any(map(is_executed, nodes))
+
+    def forget(self) -> None:
+        """Forgets all calls: their backward is not waited for any more."""
+        # A hook over several inputs holds the nodes of all inputs, and each node holds the hook. Python's collector
+        # cannot see such a cycle if units share an input (a bias, an encoder's output), so every graph would stay
+        # alive.
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = []
+        self._nodes = {}
+
+    def watch_graph_exits(self, index: int, call: int | None, outputs: Sequence[Tensor]) -> None:
+        """Waits for the gradients of inputs that the arguments do not show, as for a call of their own.
+
+        Such inputs come from closures, slots or attributes of modules. If there are no outputs, the graph is unknown,
+        and the call ends with the pass.
+        """
+        known = self._nodes[call] if call is not None else ()
+        if call is not None and outputs:
+            # In addition to the nodes of the inputs, which calls of several micro-batches may share: so no call is
+            # waited for in vain, and none is missed. An operation that changes an output in place may leave no edge to
+            # the output's own node.
+            self._nodes[call] += nodes_of(outputs)
+        nodes = exit_nodes(outputs, self._began[index], known, self._inside[index])
+        if not nodes and outputs:
+            return
+        another = self.calls.called(index)
+        self._nodes[another] = nodes
+        remaining: dict[int, int] = {}
+
+        def executed(*_: Any) -> None:
+            task = graph_task()
+            if task not in remaining:
+                remaining[task] = sum(map(is_executed, nodes))
+            remaining[task] -= 1
+            if not remaining[task]:
+                self._done(index, another, None)
+
+        self._hooks += [node.register_hook(executed) for node in nodes]
+
+
+class SubmoduleHooks:
+    """Calls of parameter-owning submodules, for all units.
+
+    Args:
+        names: names of the units.
+        begins: begins a call of a unit with these arguments; returns its number if some inputs require gradients.
+        ends: ends the call of that number, with this output.
+        root_begins, root_ends: begin and end a call of a part of the root between two steps.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        executor: Executor,
+        begins: Callable[[int, Any, Any], int | None],
+        ends: Callable[[int, int | None, Any], None],
+        root_begins: Callable[[], None],
+        root_ends: Callable[[], None],
+        stream: ComputeStream,
+    ) -> None:
+        self.stream = stream
+        self._names = names
+        self._executor = executor
+        self._begins = begins
+        self._ends = ends
+        self._root_begins = root_begins
+        self._root_ends = root_ends
+        self._units_of: dict[int, list[int]] = {}
+        # state
+        self.open: list[tuple[int, nn.Module, int | None]] = []
+        """Calls in progress, the innermost last. Others read it."""
+
+    def add_owner(self, owner: nn.Module, index: int) -> bool:
+        """Records that `owner` has parameters of a unit; returns whether this is the first unit recorded for it."""
+        known = self._units_of.setdefault(id(owner), [])
+        known.append(index)
+        return len(known) == 1
+
+    @on_compute_stream
+    def call_begins(self, module: nn.Module, args: Any) -> None:
+        """Begins a call of an owner of parameters."""
+        for index in self._units_of[id(module)]:
+            if transform_level() and in_derivative():
+                refuse_derivative(self._names[index])
+            if self._executor.used(index):
+                continue
+            if self._executor.held(index):
+                self._executor.read_held(index)
+            elif index == 0:
+                self._executor.hold(0)  # outside an iteration: it stays until the next one ends
+            else:
+                call = self._begins(index, args, {})
+                if not in_backward():
+                    self.open.append((index, module, call))
+            if index == 0 and not self._executor.guard_policy.computing:
+                self._root_begins()
+                self.open.append((0, module, None))
+
+    def call_ends(self, module: nn.Module, output: Any) -> None:
+        """Ends a call of an owner of parameters."""
+        while self.open and self.open[-1][1] is module and not in_backward():
+            index, _, call = self.open.pop()
+            if index == 0:
+                self._root_ends()
+            else:
+                self._ends(index, call, output)
+
+    def give_up(self) -> None:
+        """Ends calls that ended in an error which the user caught."""
+        for index, *_ in self.open:
+            self._executor.leave(index)
+        self.open = []
+
+    def forget(self) -> None:
+        """Forgets the open calls, after the executor has forgotten them."""
+        self.open = []
+
 
 _light = not_traced
+
 """Decorator for the hooks of each parameter, which nearly always return at once.
 
 torch.compile does not trace their own code. What they call when there is more to do is `not_compiled`, whose overhead
@@ -92,6 +449,7 @@ class Hooks:
         self._listener = listener
         self._handles: list[Any] = []
         self._restore: list[Callable[[], None]] = []
+        self._recomputes = bool(recompute)
         self._recompute = Recompute(units[0].module, self._recompute_starts, self._changes_of)
         self._saved = SavedTensors(stores, executor, stream, views, offload)
         names = [unit.name for unit in units]
@@ -141,7 +499,8 @@ class Hooks:
         Args:
             by_user: see BackwardPass.of_the_loss.
         """
-        of_the_loss = self._pass.of_the_loss(self._recompute.checked(), by_user=by_user)
+        checked = self._recompute.checked() if self._recomputes else nullcontext()
+        of_the_loss = self._pass.of_the_loss(checked, by_user=by_user)
         with self._saved.watching(), of_the_loss, parametrizing_is_no_write():
             yield
 
@@ -253,14 +612,15 @@ class Hooks:
             return original(*args, **kwargs)
         self._submodule_hooks.call_begins(module, args)
         output = original(*args, **kwargs)
-        self._submodule_hooks.call_ends(module, output)
+        if self._submodule_hooks.open:
+            self._submodule_hooks.call_ends(module, output)
         return output
 
     @not_compiled
     @on_compute_stream
     def _before_forward(self, index: int, args: Any, kwargs: Any) -> int | None:
         """Begins a call of a unit. Returns the number of the call if some inputs require gradients."""
-        if in_derivative():
+        if transform_level() and in_derivative():
             if not self._stores[index].readable:
                 refuse_derivative(self._units[index].name)
             return None
@@ -300,7 +660,7 @@ class Hooks:
     @not_compiled
     @on_compute_stream
     def _after_forward(self, index: int, call: int | None, output: Any) -> None:
-        if in_derivative():
+        if transform_level() and in_derivative():
             return
         if in_backward():
             if torch.is_grad_enabled() and not inside_checkpoint():
@@ -321,11 +681,13 @@ class Hooks:
     @not_compiled
     @on_compute_stream
     def _output_gradient(self, index: int, gradient: Tensor) -> None:
-        refuse_double_backward()
-        self._pass.start()
+        if torch.is_grad_enabled():
+            raise double_backward()
+        if not self._pass.begun:
+            self._pass.start()
         actions = self._calls.output(index)
-        self._pass.act(index, actions)
         if actions:
+            self._pass.act(index, actions)
             self._listener.progress()
 
     @on_compute_stream
@@ -367,6 +729,10 @@ class Hooks:
     @not_compiled
     @on_compute_stream
     def _count_gradient(self, index: int) -> None:
-        refuse_double_backward()
-        self._pass.start()
-        self._pass.act(index, self._calls.gradient(index))
+        if torch.is_grad_enabled():
+            raise double_backward()
+        if not self._pass.begun:
+            self._pass.start()
+        actions = self._calls.gradient(index)
+        if actions:
+            self._pass.act(index, actions)

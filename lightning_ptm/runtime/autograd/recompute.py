@@ -18,6 +18,7 @@ I5: weights that have changed since the first forward, and arguments that were w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import operator
 import threading
@@ -27,7 +28,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,10 +55,14 @@ from lightning_ptm.torch_internals import (
 
 Call = Callable[..., Any]
 
+
 _SMALL_NUMEL = 1 << 14
+
 """Buffers with at most this many elements are copied before a forward whether or not they are known to change."""
 
+
 _SELF_CHECKPOINTING = "GradientCheckpointingLayer"
+
 """Base class of transformers' layers.
 
 These can checkpoint themselves (`gradient_checkpointing`). If the models around them have this switched on, the layers
@@ -133,10 +138,15 @@ def compiled_around(root: nn.Module, units: Iterable[Unit]) -> list[str]:
 
 
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
+
 _LISTS = (list, deque)
+
 _CONTAINERS = (*_DICTS, *_LISTS, set)
+
 _STATISTICS = ("running_mean", "running_var")
+
 """Buffers that torch's batch_norm writes to without increasing their version."""
+
 
 _nothing = object()
 
@@ -286,7 +296,9 @@ def _replaced(value: Any, others: dict[int, Any]) -> Any:
 
 
 _OTHERS = frozenset(map(type, (None, True, 0, 0.0, "", _items, partial(_items), [].append)))
+
 _is_trained = operator.attrgetter("requires_grad")
+
 _LEADS_ON = (nn.Module, SimpleNamespace, tuple, dict, list, deque, set)
 
 
@@ -507,6 +519,7 @@ class _FirstCall:
 
 
 _SAMPLES_ONE_IN = 8
+
 """One in this many saved tensors is sampled. The turn goes on from call to call, so each tensor is sampled once in as
 many calls of its unit."""
 
@@ -594,7 +607,9 @@ def _has_bytes(tensor: Tensor) -> bool:
 
 
 _SAME_BYTES = "same bytes"
+
 comparisons_of_recomputed[_SAME_BYTES] = _SavedFingerprint
+
 
 _of_thread = threading.local()
 
@@ -822,3 +837,45 @@ def recomputed_around(units: Sequence[Unit], recomputed: Collection[int]) -> dic
         else:
             outer = None
     return found
+
+
+Forward = Callable[..., Any]
+
+
+class _Wrapped:
+    """A forward wrapped around another forward.
+
+    Args:
+        make: makes the outer forward from the inner one.
+        inside: the inner forward.
+    """
+
+    def __init__(self, make: Callable[[Forward], Forward], inside: Forward) -> None:
+        functools.update_wrapper(self, inside)
+        self._make = make
+        self.inside = inside
+        self._forward = make(inside)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def with_inside(self, inside: Forward) -> Self:
+        """Returns the same wrapper around another inner forward."""
+        return type(self)(self._make, inside)
+
+
+class ForwardWrapper(_Wrapped):
+    """Wrapper around a module's own forward, which `stand_in` may replace."""
+
+
+class RecomputedForwardWrapper(_Wrapped):
+    """Wrapper around the recomputed part of a unit's forward.
+
+    The checkpoint stores the arguments of the inner forward, not those of the wrapper.
+    """
+
+
+def stand_in(module: nn.Module, forward: Forward) -> Callable[[], None]:
+    """Replaces a module's own forward inside its wrapper, if it has one. Returns a function that undoes it."""
+    around = vars(module).get("forward")
+    return replace(module, forward=around.with_inside(forward) if isinstance(around, ForwardWrapper) else forward)

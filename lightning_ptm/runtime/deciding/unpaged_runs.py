@@ -14,7 +14,7 @@ from lightning_ptm.errors import CapacityError
 from lightning_ptm.planning.placement_data import Placement, PlacementWishes
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding.budgets import wishes_of
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.terms import Tier
 
 
@@ -39,11 +39,7 @@ def may_be_outside(request: Request, blueprint: Blueprint) -> bool:
 def may_be_unpaged(settings: Settings, wishes: PlacementWishes) -> bool:
     """Whether the settings allow updates outside pages: homes in RAM, no lock-free updates, encodings or sharded files."""
     in_ram = {wishes.parameter, wishes.master} <= {None, Tier.DEVICE}
-    return (
-        in_ram
-        and not (settings.lock_free or settings.encodes_states)
-        and settings.checkpoints.state_dict_type == "full"
-    )
+    return in_ram and not (settings.lock_free or settings.encodes_states) and not settings.checkpoints.from_pages
 
 
 def all_in_ram(place_with: Callable[..., Placement]) -> Placement | None:

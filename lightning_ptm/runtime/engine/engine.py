@@ -10,8 +10,9 @@ I3: after set-up, the pages in use in every tier are exactly those of the invent
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -41,21 +42,23 @@ from lightning_ptm.runtime.deciding.build_inventory import save_rows, taken_dtyp
 from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.deciding.planner import Planner, check_layout
 from lightning_ptm.runtime.engine.module_changes import ModuleChanges
-from lightning_ptm.runtime.engine.pages import RunPages
-from lightning_ptm.runtime.engine.set_up import activations_offload, check_taken, update_scheduler, write_initial_values
+from lightning_ptm.runtime.engine.set_up import (
+    RunPages,
+    activations_offload,
+    check_taken,
+    update_scheduler,
+    write_initial_values,
+)
 from lightning_ptm.runtime.engine.step_gradients import StepGradients
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.fetching.tracer import Tracer
 from lightning_ptm.runtime.full_params.first_values import Given
-from lightning_ptm.runtime.full_params.lent_parameters import LentParameters
+from lightning_ptm.runtime.full_params.lent_parameters import LentParameters, SummonFullParams, note, trained_in
 from lightning_ptm.runtime.full_params.optimizer_values import OptimizerValues
 from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
 from lightning_ptm.runtime.full_params.sharded_states import AllShardedStates
 from lightning_ptm.runtime.full_params.snapshot import Snapshots
 from lightning_ptm.runtime.full_params.state_dicts import StateDicts
-from lightning_ptm.runtime.full_params.summon import SummonFullParams
-from lightning_ptm.runtime.full_params.trained_parameters import note, trained_in
-from lightning_ptm.runtime.gradients.gradient_pages import GradientPages
 from lightning_ptm.runtime.machine.heap import SETTING_UP, Heap
 from lightning_ptm.runtime.ranks.barriers import ANY_TOGETHER, STEP_ENDS, Barriers, Together
 from lightning_ptm.runtime.ranks.experts import ExpertGroups
@@ -65,10 +68,9 @@ from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.runtime.relayout.reused_tensors import ReusedTensors, reused_tensors
 from lightning_ptm.runtime.tensors.device_moves import move_buffers_and_metrics
 from lightning_ptm.runtime.units.binding import FlatBinding
-from lightning_ptm.runtime.units.guarded_parameter import DIVIDED_IN_A_RUN
-from lightning_ptm.runtime.units.known_parameters import KnownParameters
+from lightning_ptm.runtime.units.module_parameters import KnownParameters
+from lightning_ptm.runtime.units.parameter_guard import DIVIDED_IN_A_RUN
 from lightning_ptm.runtime.updates.clipping import Clipping
-from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.reduction import Reduction
 from lightning_ptm.runtime.updates.updates import UpdateScheduler
 from lightning_ptm.terms import Mode, Operation, Phase, Tier
@@ -89,66 +91,70 @@ def _precise_bytes(flat: FlatLayout, with_other_parts: bool) -> int:
     return flat.numel * (8 if flat.dtype == "float64" else 4) * (flat.parts if with_other_parts else 1)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RunInputs:
+    """What a run provides to its engine besides the module, the decisions and the communicators.
+
+    Attributes:
+        backend: this rank's device.
+        optimizers: the user's optimizers, in order; empty without training.
+        disk_paths: folders of the disk tier.
+        root: folder for temporary files where there is no disk tier.
+        recompute: activation checkpointing of every k-th unit; 0 for none.
+        ranks_here: number of ranks that share this machine's RAM.
+        given: initial values that files provide, equal on all ranks.
+        handed: model states of the engine that this one replaces (re-layout), used in place of initial values.
+        before_edits: callback before the user edits gathered weights.
+        number_of_step: returns the number of the present or next optimizer step, where there were steps before this run.
+        events: receiver of events with their times.
+        progress: progress bars of long operations.
+        poison: whether freed pages are filled with NaN.
+        file_ops: file calls of the disk tier, replaceable for tests of failing disks.
+    """
+
+    backend: Backend
+    optimizers: Sequence[Optimizer] = ()
+    disk_paths: Sequence[Path] = ()
+    root: Path | None = None
+    recompute: int = 0
+    ranks_here: int = 1
+    given: Given = dataclasses.field(default_factory=Given)
+    handed: PreviousState | None = None
+    before_edits: Callable[[], None] | None = None
+    number_of_step: Callable[[], int] | None = None
+    events: Events = dataclasses.field(default_factory=Events)
+    progress: Progress = dataclasses.field(default_factory=lambda: Progress(shown=False))
+    poison: bool = False
+    file_ops: FileOps | None = None
+
+
 class Engine:
     """Runtime of one rank.
 
     Args:
         module: the LightningModule; its parameters become views of pages.
         blueprint: decisions of the run.
-        optimizers: the user's optimizers, in order; empty without training.
-        recompute: activation checkpointing of every k-th unit; 0 for none.
-        poison: whether freed pages are filled with NaN.
-        file_ops: file calls of the disk tier, replaceable for tests of failing disks.
-        given: initial values that files provide, equal on all ranks.
-        events: receiver of events with their times.
-        progress: progress bars of long operations.
-        ranks_here: number of ranks that share this machine's RAM.
-        handed: model states of the engine that this one replaces (re-layout), used in place of initial values.
-        root: folder for temporary files where there is no disk tier.
-        before_edits: callback before the user edits gathered weights.
-        number_of_step: returns the number of the present or next optimizer step, where there were steps before this run.
+        inputs: what else the run provides.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        blueprint: Blueprint,
-        optimizers: Sequence[Optimizer],
-        communicators: Communicators,
-        backend: Backend,
-        *,
-        disk_paths: Sequence[Path] = (),
-        recompute: int = 0,
-        poison: bool = False,
-        file_ops: FileOps | None = None,
-        given: Given | None = None,
-        events: Events | None = None,
-        progress: Progress | None = None,
-        ranks_here: int = 1,
-        handed: PreviousState | None = None,
-        root: Path | None = None,
-        before_edits: Callable[[], None] | None = None,
-        number_of_step: Callable[[], int] | None = None,
+        self, module: nn.Module, blueprint: Blueprint, communicators: Communicators, inputs: RunInputs
     ) -> None:
         self.module = module
-        self._handed = handed
-        self._pages_stay = False
-        self._ranks_here = ranks_here
         self.blueprint = blueprint
         self.communicators = communicators
         self.communicator = communicators.world
-        self.backend = backend
-        self.device = backend.device
-        self.events = events or Events()
-        self.disk_paths = tuple(disk_paths)
-        self.folders = self.disk_paths or (() if root is None else (root,))
+        self.backend = inputs.backend
+        self.device = inputs.backend.device
+        self.events = inputs.events
+        self.disk_paths = tuple(inputs.disk_paths)
+        self.folders = self.disk_paths or (() if inputs.root is None else (inputs.root,))
         """Folders for temporary files of data that does not fit into RAM."""
-        self.bars = progress or Progress(shown=False)
-        self._optimizers = tuple(optimizers)
-        self._before_edits = before_edits
-        self._number_of_step = number_of_step
+        self.bars = inputs.progress
+        self._optimizers = tuple(inputs.optimizers)
         teams = blueprint.experts.teams if blueprint.experts is not None else RankTeams()
         self.barriers = Barriers(self.communicator, self._take_part, teams)
+        self._pages_stay = False
         self._closed = False
         self.iterations = 0
         """Number of iterations begun so far; read by other classes."""
@@ -158,22 +164,22 @@ class Engine:
         self.save_stall_s = 0.0
         """Seconds that compute has waited for checkpoints."""
         self.expert_groups: ExpertGroups | None = None
-        self._known = KnownParameters(module, optimizers)
+        self._known = KnownParameters(module, inputs.optimizers)
         self._taken_over = False
         self._undo = ExitStack()
         """Callbacks that close the parts created so far, last one first; each runs even if others raise."""
         self.heap = None
-        if not backend.apart:
+        if not self.backend.apart:
             self.heap = Heap(
                 blueprint.freed_memory,
-                ranks_here=ranks_here,
+                ranks_here=inputs.ranks_here,
                 pending_page_bytes=lambda: self.allocator.uncommitted_bytes() if self._taken_over else 0,
-                follows=handed is not None,
+                follows=inputs.handed is not None,
             )
             self._undo.callback(self.heap.close)
         try:
-            with self.memory_in_words(SETTING_UP):
-                self._build(recompute, given or Given(), poison, file_ops)
+            with nullcontext() if self.heap is None else self.heap.explain_failures(SETTING_UP):
+                self._build(inputs)
         except BaseException:
             with self._undo:
                 # A failed set-up must not leave the module with parameters without values.
@@ -185,15 +191,17 @@ class Engine:
         """Adds to the seconds that compute has waited for checkpoints."""
         self.save_stall_s += seconds
 
-    def _build(self, recompute: int, given: Given, poison: bool, file_ops: FileOps | None) -> None:
+    def _build(self, inputs: RunInputs) -> None:
         frozen = [item for unit in self.blueprint.units for item in unit.parameters if not item.parameter.requires_grad]
         self.stream = ComputeStream(self.backend)
-        pages = self._take_pages(poison, file_ops)
-        gradient_pages = pages.take_gradient_pages()
+        pages = self._take_pages(inputs)
+        pages.take_gradient_pages()
         self.flats = tuple(pages.flats(store) for store in self.stores)
-        self._lay_values(given)
-        self._prepare_updates(pages, gradient_pages)
-        self._prepare_steps(recompute)
+        self._all_flats = tuple(flat for flats in self.flats for flat in flats)
+        self._bindings = tuple(binding for store in self.stores for binding in store.bindings)
+        self._lay_values(inputs)
+        self._prepare_updates(pages, inputs)
+        self._prepare_steps(inputs.recompute)
         blueprint, updates, lent_parameters = self.blueprint, self.updates, self.lent_parameters
         self.changes: ModuleChanges = ModuleChanges(
             blueprint,
@@ -229,8 +237,8 @@ class Engine:
             self.barriers,
             self._known,
             self._settle,
-            ranks_here=self._ranks_here,
-            before_edits=self._before_edits,
+            ranks_here=inputs.ranks_here,
+            before_edits=inputs.before_edits,
         )
         divided = blueprint.holders.in_parts or blueprint.experts is not None
         self.state_dicts: StateDicts = StateDicts(
@@ -247,12 +255,12 @@ class Engine:
             self._undo.callback(self.expert_groups.close)
         updates.start()
 
-    def _take_pages(self, poison: bool, file_ops: FileOps | None) -> RunPages:
+    def _take_pages(self, inputs: RunInputs) -> RunPages:
         blueprint = self.blueprint
         check_layout(blueprint.layout, self.communicator)
         kept = ReusedTensors()
-        if self._handed is not None:
-            kept = reused_tensors(blueprint, self._handed, self._optimizers, self.disk_paths)
+        if inputs.handed is not None:
+            kept = reused_tensors(blueprint, inputs.handed, self._optimizers, self.disk_paths)
         more = {tier: pages * blueprint.layout.page_size for tier, pages in kept.more_pages.items()}
         self._pages_between = kept.more_pages_at_once
         self.allocator = Allocator(
@@ -261,8 +269,8 @@ class Engine:
             sizes={tier: size + more.get(tier, 0) for tier, size in blueprint.pool_bytes.items()},
             disk_paths=self.disk_paths,
             pin_host=True,
-            poison=poison,
-            file_ops=file_ops,
+            poison=inputs.poison,
+            file_ops=inputs.file_ops,
             events=self.events,
             progress=self.bars,
             uses={tier: blueprint.inventory.in_words(tier, blueprint.unified) for tier in blueprint.budget},
@@ -270,7 +278,17 @@ class Engine:
         )
         self._undo.callback(self._close_pages)
         pages = RunPages(
-            blueprint, self.allocator, self.communicators, self.device, kept, self.stream, checks_all=poison
+            blueprint,
+            self.allocator,
+            self.communicators,
+            self.device,
+            kept,
+            self.stream,
+            checks_all=inputs.poison,
+            # Gradients are made before the parts that they call in a step.
+            finish_update=lambda unit: self.updates.finish(unit),
+            advance_updates=lambda: self.updates.make_room(),
+            release_idle_units=lambda: self.executor.release_all(),
         )
         self._views = pages.views
         self.stores = tuple(pages.store(index) for index in range(len(blueprint.units)))
@@ -285,7 +303,7 @@ class Engine:
         self._undo.callback(self.updater.close)
         return pages
 
-    def _lay_values(self, given: Given) -> None:
+    def _lay_values(self, inputs: RunInputs) -> None:
         """Writes the initial values into the pages."""
         blueprint = self.blueprint
         self.gathered_flats: GatheredFlats = GatheredFlats(
@@ -300,16 +318,14 @@ class Engine:
         trains = bool(self._optimizers)
         write_initial_values(
             self.module,
-            given,
+            inputs.given,
             blueprint,
             self.stores,
             self.values,
-            self.bars,
             trains=trains,
             precise_bytes=self.precise_bytes(),
-            handed=self._handed,
+            handed=inputs.handed,
         )
-        self._handed = None
         move_buffers_and_metrics(self.module, self.device)
         self._module_buffers = None
         if not self.communicator.alone:
@@ -317,10 +333,10 @@ class Engine:
             self._module_buffers.follow_rank_0()
         self._taken_over = True
 
-    def _prepare_updates(self, pages: RunPages, gradient_pages: GradientPages | None) -> None:
+    def _prepare_updates(self, pages: RunPages, inputs: RunInputs) -> None:
         """Creates what allocates the remaining pages, and the parts that run updates."""
         blueprint = self.blueprint
-        for flat in self._all_flats():
+        for flat in self._all_flats:
             if flat.gradient.route.waits is Waits.KEPT:
                 flat.gradient.reserve()
         for row in blueprint.inventory.of(What.STAGING):
@@ -336,17 +352,11 @@ class Engine:
             self.flats,
             self._optimizers,
             self.updater,
-            self._number_of_step,
+            inputs.number_of_step,
         )
         self._undo.callback(self.updates.close)
         check_taken(blueprint, self.allocator, self._pages_between)
-        if blueprint.lock_free is None:
-            for unit, flats in enumerate(self.flats):
-                for flat in flats:
-                    flat.gradient.shard.before_change = partial(self.updates.finish, unit)
-        if gradient_pages is not None:
-            gradient_pages.while_waiting = self.updates.make_room
-        states = {flat.store.layout.index: flat.states for flat in self._all_flats()}
+        states = {flat.store.layout.index: flat.states for flat in self._all_flats}
         self._read_ahead = [
             states[flat.index]
             for flat in read_ahead(blueprint.layout, blueprint.placement)
@@ -378,7 +388,7 @@ class Engine:
             self._used_bytes,
             blueprint.by_need,
             one_way=self.backend.apart,
-            at_tick=self.heap.within_step if self.heap is not None else lambda: None,
+            at_tick=self.heap.within_step if self.heap is not None else None,
         )
         self._undo.callback(self.executor.abandon)
         for mode, trace in ((Mode.TRAIN, blueprint.trace), (Mode.FORWARD, forward_trace(blueprint.layout))):
@@ -389,9 +399,8 @@ class Engine:
         if blueprint.activations_to_host:
             self.offload = activations_offload(self.module, self.backend, self.stream, self.allocator, self.events)
             self._undo.callback(self.offload.close)
-        for flat in self._all_flats():
-            flat.gradient.shard.release_idle_units = self.executor.release_all
-            self._undo.callback(flat.gradient.grad_attribute.make_plain)
+        for flat in self._all_flats:
+            self._undo.callback(flat.gradient.view.make_plain)
             self._undo.callback(flat.gradient.shard.end_additions)
         self.backwards: BackwardActions = BackwardActions(
             blueprint.units,
@@ -431,9 +440,8 @@ class Engine:
         self.barriers.iteration_begins()
         self.backwards.iteration_begins()
         computes_only = mode is Mode.FORWARD and self.blueprint.may_be_outside
-        for store in self.stores:
-            for binding in store.bindings:
-                binding.check(computes_only=computes_only)
+        for binding in self._bindings:
+            binding.check(computes_only=computes_only)
         self.values.check_known()
         self.updates.check_stepped()
         if mode is Mode.TRAIN:
@@ -468,10 +476,13 @@ class Engine:
         self.executor.guard_policy.computation_begins(Phase.FORWARD)
         self._forward_root()
         try:
-            with self.memory_in_words("the step"), self.backwards.step(), self.hooks.step():
+            with self.backwards.step(), self.hooks.step():
                 yield
-        except BaseException:
-            self.abandon()
+        except BaseException as error:
+            try:
+                self.explain(error, "the step")
+            finally:
+                self.abandon()
             raise
         finally:
             self.executor.guard_policy.computation_ends(Phase.FORWARD)
@@ -516,17 +527,23 @@ class Engine:
         Raises:
             UsageError: the pass would add to gradients that a step has used and overwritten.
         """
-        for flat in self._all_flats():
-            flat.gradient.grad_attribute.used.check_forgotten()
+        for flat in self._all_flats:
+            flat.gradient.view.check_forgotten()
         if self._manual and not self.backwards.in_step and self._module_buffers is not None:
             self._module_buffers.backward_outside(reduced=not self.stepping.adds_up)
         of_the_loss = nullcontext() if by_user else self.backwards.of_the_loss()
-        with self.memory_in_words("the backward pass"), of_the_loss, self.hooks.backward(by_user=by_user):
-            yield
+        try:
+            with of_the_loss, self.hooks.backward(by_user=by_user):
+                yield
+        except BaseException as error:
+            self.explain(error, "the backward pass")
+            raise
 
-    def memory_in_words(self, doing: str) -> AbstractContextManager[None]:
-        """See Heap.explain_failures."""
-        return nullcontext() if self.heap is None else self.heap.explain_failures(doing)
+    def explain(self, error: BaseException, doing: str) -> None:
+        """Raises a CapacityError in place of an error of `doing` that is a lack of RAM; see `Heap.refused`."""
+        refused = None if self.heap is None else self.heap.refused(error, doing)
+        if refused is not None:
+            raise refused from error
 
     def loss_is(self, loss: Tensor) -> None:
         """Notes the loss of the backward pass that begins: ranks of a tensor-parallel group compare it at the next barrier.
@@ -536,9 +553,6 @@ class Engine:
             compared = before if self.backend.apart else self._loss
             if compared is not None:
                 self.barriers.record_loss(float(compared))
-
-    def _all_flats(self) -> Iterator[FlatUpdate]:
-        return (flat for flats in self.flats for flat in flats)
 
     @on_compute_stream
     def _take_part(self, decision: Decision) -> None:
@@ -614,7 +628,7 @@ class Engine:
         """Returns the bytes of all ranks' optimizer states, without master weights, whose home is on disk, or in memory."""
         return sum(
             flat.states.bytes_of_ranks(self.communicator.world_size)
-            for flat in self._all_flats()
+            for flat in self._all_flats
             if self.blueprint.placement.homes[flat.store.layout.unit].master.addressable != on_disk
         )
 

@@ -1,9 +1,10 @@
 """Executor of the fetch policy in a run: fetches units before they compute, and records the trace.
 
-Drives planning/fetch_policy.py with stores of pages, and waits for the unit that computes. Owns the iteration in
-progress: its mode, whether it is traced, and which units were called in it. The policy decides what is fetched and
-evicted. Other files own the choice of the next plan (plan_selection.py), the opening of parameter guards
-(guard_policy.py), and the timing of ticks and stalls (compute_timing.py).
+Drives planning/fetch_policy.py, which decides what is fetched and evicted, with stores of pages, and waits for the unit that
+computes. `Executor` owns the iteration in progress: its mode, whether it is traced, and which units were called in it. Its
+parts: `PolicyUnits` passes the policy's decisions to the stores; `PlanSelection` owns the plans in use, and the traces from
+which the next ones are made; `GuardPolicy` says when code outside of a unit's calls may read its parameters; `ComputeTiming`
+measures ticks and stalls.
 
 I1: a unit is live while one of its calls is in progress.
 I2: with several ranks, all ranks agree on every all-gather before it starts.
@@ -13,32 +14,277 @@ I3: all ranks trace, and so make new plans, in the same iterations: the callers 
 I4: this rank requests an all-gather of its own accord at occasions only. It reaches these at the same points of a
     module's calls, forward and backward, whatever it has fetched. User code between calls of units runs after one
     (`occasions`).
+I5: a trace is planned at most once, in the order in which iterations were traced. A trace for which no plan fits leaves the
+    old plan in use.
+I6: parameters are open while a step, a backward pass or a call of their unit is in progress. A unit whose updates no step
+    waits for (`late`) is opened by a step only once its update has been waited for.
+I7: page bytes are measured for a tick only if the events have a listener.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from lightning_ptm.comm import Agreement
+from lightning_ptm.comm import Agreement, NeededCollective
 from lightning_ptm.errors import CapacityError
-from lightning_ptm.events import Events
+from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.planning.fetch_policy import FetchPolicy
 from lightning_ptm.planning.plan import Plan
-from lightning_ptm.planning.trace import Trace
-from lightning_ptm.runtime.fetching.compute_timing import ComputeTiming
-from lightning_ptm.runtime.fetching.guard_policy import GuardPolicy
-from lightning_ptm.runtime.fetching.plan_selection import PlanSelection
-from lightning_ptm.runtime.fetching.policy_units import PolicyUnits
+from lightning_ptm.planning.trace import Trace, one_pass
 from lightning_ptm.runtime.fetching.tracer import Tracer
 from lightning_ptm.runtime.units.store import UnitStore
-from lightning_ptm.terms import Mode, Phase
+from lightning_ptm.terms import Mode, Operation, Phase
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lightning_ptm.memory.paged_tensor import PagedTensor
+
+
+_LEAST_STALL_S = 1e-5
+
+"""Shortest wait that counts as a stall: the check for outstanding work itself takes about this long."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _OpenTick:
+    """A tick in progress that listeners will receive."""
+
+    track: str
+    name: str
+    began_s: float
+    index: int
+    tier_bytes: tuple[int, ...]
+
+
+class ComputeTiming:
+    """Timing of one rank's compute.
+
+    Args:
+        used_bytes: returns the bytes of pages in use, by tier.
+    """
+
+    def __init__(self, events: Events, used_bytes: Callable[[], tuple[int, ...]]) -> None:
+        self.events = events
+        self._used_bytes = used_bytes
+        # state
+        self.open_tick: _OpenTick | None = None
+        """The tick in progress, while events have a listener. Others read it."""
+        self.stall_s: dict[str, float] = {"fetch": 0.0, "update": 0.0}
+        """Seconds that compute waited, by cause. Others read it."""
+
+    def begin_tick(self, unit: str, phase: Phase, index: int, mode: Mode | None) -> None:
+        """Begins a tick of the unit with this name.
+
+        Args:
+            mode: kind of the iteration; None: there is no iteration, and nothing is recorded.
+        """
+        if self.events.active and mode is not None:
+            name = f"{unit or 'root'} {phase.value}"
+            self.open_tick = _OpenTick(mode.value, name, perf_counter(), index, self._used_bytes())
+
+    def end_tick(self) -> None:
+        """Ends the tick in progress: nothing computes until the next tick."""
+        opened, self.open_tick = self.open_tick, None
+        if opened is not None:
+            most = tuple(max(pair) for pair in zip(opened.tier_bytes, self._used_bytes(), strict=True))
+            now_s = perf_counter()
+            self.events.emit(
+                Event(EventKind.TICK, opened.track, opened.name, opened.began_s, now_s, opened.index, tier_bytes=most)
+            )
+
+    def drop_tick(self) -> None:
+        """Drops the tick in progress, which failed."""
+        self.open_tick = None
+
+    def stalled(self, cause: str, unit: str, began_s: float, end_s: float) -> None:
+        """Records that compute has waited for the unit with this name."""
+        self.stall_s[cause] += end_s - began_s
+        if self.events.active and end_s - began_s > _LEAST_STALL_S:
+            self.events.emit(Event(EventKind.STALL, cause, unit or "root", began_s, end_s))
+
+
+class GuardPolicy:
+    """The parameter guards of one rank's stores.
+
+    Args:
+        used: returns whether a call of a unit, or its backward, is in progress.
+    """
+
+    def __init__(self, stores: Sequence[UnitStore], used: Callable[[int], bool]) -> None:
+        self._stores = stores
+        self._used = used
+        self._closing = [store for store in stores if store.closing]
+        # state
+        self._in_step = False
+        self._in_backward = False
+        self.computing = False
+        """Whether a step or a backward pass is in progress. Others read it."""
+        self.passes = 0
+        """Number of backward passes of the iteration in progress that are over. Others read it."""
+        self.waited_for: set[int] = set()
+        """Units whose updates have been waited for in this iteration, since its last optimizer step. Others read it."""
+
+    def begin_iteration(self) -> None:
+        """Resets the counts of the iteration."""
+        self.passes = 0
+        self.waited_for.clear()
+
+    def computation_begins(self, phase: Phase) -> None:
+        """Opens parameters for a step, or a backward pass, whose code may read them."""
+        if phase is Phase.BACKWARD:
+            self._in_backward = True
+        else:
+            self._in_step = True
+        self.computing = True
+        for store in self._closing:
+            if not store.late or store.unit.index in self.waited_for:
+                store.open()
+
+    def computation_ends(self, phase: Phase) -> None:
+        """Closes parameters after a step, or a backward pass; counts only a backward pass that had begun."""
+        if phase is Phase.BACKWARD:
+            self.passes += self._in_backward
+            self._in_backward = False
+        else:
+            self._in_step = False
+        self.computing = self._in_step or self._in_backward
+        for store in self._closing if not self.computing else ():
+            if not self._used(store.unit.index):
+                store.close()
+
+    def updates_begin(self) -> None:
+        """Closes `late` units, for whose updates an optimizer step does not wait.
+
+        They have to be called, or held, before they can be read again.
+        """
+        self.waited_for.clear()
+        for store in self._closing:
+            if store.late and not self._used(store.unit.index):
+                store.close()
+
+    def waited(self, store: UnitStore) -> None:
+        """Records that a unit's update has been waited for."""
+        self.waited_for.add(store.unit.index)
+        if self.computing:
+            store.open()
+
+    def abandon(self) -> None:
+        """Closes everything after a failed iteration."""
+        self._in_step = self._in_backward = self.computing = False
+        self.waited_for.clear()
+        for store in self._stores:
+            store.close()
+
+
+class PlanSelection:
+    """The plans and traces of one rank.
+
+    Args:
+        replan: makes a plan from a trace, and returns it with the trace that it is for; None: no plan fits. Collective.
+    """
+
+    def __init__(self, replan: Callable[[Mode, Trace], tuple[Plan, Trace] | None]) -> None:
+        self._replan = replan
+        # state
+        self._made: dict[Mode, tuple[Plan, Trace]] = {}
+        self._traced: dict[Mode, Trace] = {}
+        self._due: list[tuple[Mode, Trace]] = []
+        self.remade = 0
+        """Number of plans made from traces. Others read it."""
+
+    def adopt(self, mode: Mode, plan: Plan, trace: Trace) -> None:
+        """Uses `plan`, which was made for `trace`, from the next iteration of `mode` on."""
+        self._made[mode] = (plan, trace)
+
+    def planned(self, mode: Mode) -> tuple[Plan, Trace] | None:
+        """Returns the plan in use, and the trace that it was made for."""
+        return self._made.get(mode)
+
+    def trace(self, mode: Mode) -> Trace | None:
+        """Returns the newest complete trace of an iteration of `mode`; None after an iteration of another order."""
+        return self._traced.get(mode)
+
+    def add_trace(self, mode: Mode, trace: Trace) -> None:
+        """Queues the trace of a complete iteration for planning."""
+        if mode is Mode.FORWARD:
+            trace = one_pass(trace)
+        self._traced[mode] = trace
+        self._due.append((mode, trace))
+
+    def order_changed(self, mode: Mode) -> None:
+        """Drops the newest trace, so that the next iteration is traced.
+
+        Called after an iteration that followed neither its plan nor that trace.
+        """
+        self._traced.pop(mode, None)
+
+    def make(self) -> None:
+        """Makes the plans of the queued traces. Collective."""
+        due, self._due = self._due, []
+        for mode, trace in due:
+            made = self._replan(mode, trace)
+            if made is not None:
+                self._made[mode] = made
+                self.remade += 1
+
+
+class PolicyUnits:
+    """The stores of a run, as the units of the policy.
+
+    Args:
+        stores: by unit.
+        agreement: ranks agree on all-gathers through it.
+        update_pending: whether an update has not reached a unit's compute parameters yet; makes some progress with it.
+        reclaim: see `Units.reclaim`.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[UnitStore],
+        agreement: Agreement,
+        update_pending: Callable[[int], bool],
+        reclaim: Callable[[bool], bool],
+    ) -> None:
+        self._stores = stores
+        self._agreement = agreement
+        self.update_pending = update_pending
+        self.reclaim = reclaim
+
+    def gathers(self, unit: int) -> bool:
+        return bool(self._stores[unit].sharded)
+
+    def live(self, unit: int) -> bool:
+        return self._stores[unit].live
+
+    def fetched(self, unit: int) -> bool:
+        return self._stores[unit].fetched
+
+    def movable(self, unit: int) -> bool:
+        return self._stores[unit].movable
+
+    def has_spare_shards(self, unit: int) -> bool:
+        return self._stores[unit].has_spare_shards
+
+    def start_fetch(self, unit: int, *, agreed: bool) -> None:
+        store = self._stores[unit]
+        store.start_fetch(partial(self._agree, unit) if store.sharded and not agreed else None)
+
+    def _agree(self, unit: int) -> None:
+        self._agreement.request(NeededCollective(Operation.GATHER, unit))
+
+    def fetch_shards(self, unit: int) -> None:
+        self._stores[unit].fetch_shards()
+
+    def release(self, unit: int) -> None:
+        self._stores[unit].release()
+
+    def evict(self, unit: int) -> None:
+        self._stores[unit].evict()
 
 
 class Executor:
@@ -78,7 +324,7 @@ class Executor:
         by_need: Collection[int] = (),
         *,
         one_way: bool = False,
-        at_tick: Callable[[], None] = lambda: None,
+        at_tick: Callable[[], None] | None = None,
     ) -> None:
         self._stores = stores
         self._tracer = tracer
@@ -90,6 +336,7 @@ class Executor:
         units = PolicyUnits(stores, agreement, update_pending, reclaim)
         self.fetching = FetchPolicy(units, len(stores), by_need, one_way=one_way)
         self._refcounts = self.fetching.refcounts
+        self._cursor = self.fetching.plan_cursor
         self.plans = PlanSelection(replan)
         self.guard_policy = GuardPolicy(stores, self._refcounts.used)
         self.compute_timing = ComputeTiming(events, used_bytes)
@@ -111,9 +358,7 @@ class Executor:
         repeated this rank's newest trace (the plan is made for the first rank's trace).
         """
         if mode is self._mode:
-            return (
-                not self._tracing and not self.fetching.plan_cursor.followed and not self.fetching.plan_cursor.repeated
-            )
+            return not self._tracing and not self._cursor.followed and not self._cursor.repeated
         return self.plans.trace(mode) is None
 
     def begin(self, mode: Mode, *, trace: bool, all_ranks: bool = True) -> None:
@@ -144,10 +389,10 @@ class Executor:
             return
         self.compute_timing.end_tick()
         self.occasions += 1
-        known = self.fetching.plan_cursor.followed or self.fetching.plan_cursor.repeated
+        known = self._cursor.followed or self._cursor.repeated
         mode, self._mode = self._mode, None
         self.fetching.end()
-        if self._tracing and self.fetching.plan_cursor.tick:
+        if self._tracing and self._cursor.tick:
             self.plans.add_trace(mode, self._tracer.finish())
             if all_ranks:
                 self.plans.make()
@@ -166,11 +411,14 @@ class Executor:
 
         `leave` must follow, in a backward `leave_backward`.
         """
-        self.compute_timing.end_tick()
+        timing = self.compute_timing
+        if timing.open_tick is not None:
+            timing.end_tick()
         self.occasions += 1
         index = self.fetching.enter(unit, phase)
         store = self._stores[unit]
-        store.open()
+        if store.closing:
+            store.open()
         if phase is Phase.FORWARD:
             self._called.add(unit)
         self.require(unit)
@@ -180,8 +428,10 @@ class Executor:
             self._tracer.tick(
                 unit, phase, tuple(index for index in live if index not in self._by_need), self.guard_policy.passes
             )
-        self.compute_timing.begin_tick(store.unit.name, phase, index, self._mode)
-        self._at_tick()
+        if timing.events.active:
+            timing.begin_tick(store.unit.name, phase, index, self._mode)
+        if self._at_tick is not None:
+            self._at_tick()
 
     def use(self, unit: int) -> None:
         """Takes a reference on `unit` for a reader outside of ticks; `leave` must follow."""
@@ -197,8 +447,7 @@ class Executor:
 
     def leave_backward(self, unit: int) -> None:
         """Ends the backward that `enter` began, or suspends it; does nothing where it has ended already."""
-        if self._refcounts.in_backward(unit):
-            self._refcounts.give_back_backward(unit)
+        if self._refcounts.give_back_backward(unit):
             self._close_unused(unit)
 
     def end_backward(self, unit: int) -> None:
@@ -207,8 +456,9 @@ class Executor:
         self._refcounts.unhold(unit)
 
     def _close_unused(self, unit: int) -> None:
-        if not self.guard_policy.computing and not self.used(unit):
-            self._stores[unit].close()
+        store = self._stores[unit]
+        if store.closing and not self.guard_policy.computing and not self.used(unit):
+            store.close()
         if self._tracing:
             self._tracer.observe()
 
@@ -268,25 +518,26 @@ class Executor:
         store = self._stores[unit]
         if store.lent:
             return  # gathered for the user until the block of full parameters ends
-        started = perf_counter()
+        timing, started = self.compute_timing, perf_counter()
         if self.guard_policy.computing:
             self._finish_update(unit)
         else:
             self._finish_between_steps(unit)
-        self.fetching.pump()
+        if self.fetching.waiting:
+            self.fetching.pump()
         after_update = perf_counter()
-        self.compute_timing.stalled("update", store.unit.name, started, after_update)
+        timing.stalled("update", store.unit.name, started, after_update)
         self.guard_policy.waited(store)
-        waits = not store.live
-        self._bring(store)
-        if not waits:
-            return
-        store.finish_fetch()
-        self.compute_timing.stalled("fetch", store.unit.name, after_update, perf_counter())
-
-    def _bring(self, store: UnitStore) -> None:
         if not store.flats:
             return
+        if store.live:
+            self.fetching.note_kept()
+            return
+        self._bring(store)
+        store.finish_fetch()
+        timing.stalled("fetch", store.unit.name, after_update, perf_counter())
+
+    def _bring(self, store: UnitStore) -> None:
         try:
             self.fetching.bring(store.unit.index)
         except CapacityError as error:

@@ -1,13 +1,18 @@
 """Binding of parameters to their flat: the only code that sets a parameter's storage (`param.data`).
 
-Owns the link between a flat and the parameters that are views of it; arrangement.py defines where each is in the flat. Knows
-tensors, never tiers or plans.
+Owns the link between a flat and the parameters that are views of it; arrangement.py defines where each is in the flat, and
+page_views.py makes the views. Knows tensors, never tiers or plans.
 
 I1: a bound parameter is a view of the flat that it was last bound to. A released one is a NaN expanded to its shape, and
-    closed (guarded_parameter.py): reading or writing it raises at once.
+    closed (parameter_guard.py): reading or writing it raises at once.
 I2: a bound parameter is also closed while nothing computes with it, if its flat is a rounded copy or an update may be
     changing it.
 I3: shape, strides and identity of a parameter never change; its dtype changes once, to the compute dtype.
+I4: a `Fingerprint` of a flat's values detects writes that torch's version counters miss: through `parameter.data`, a numpy
+    view, a fused kernel or another library. There are no false positives: a parameter that is reported to differ does
+    differ. A fingerprint contains a sample of each parameter's elements, so that a change of the whole parameter is found
+    and a change of a few elements may not be. With `every_element` (the setting `poison`) it is a position-dependent
+    checksum of all elements.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -22,14 +28,126 @@ from torch import Tensor, nn
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning.layout import FlatLayout
-from lightning_ptm.runtime.tensors.parameter_data import set_data
 from lightning_ptm.runtime.units.arrangement import Arrangement
 from lightning_ptm.runtime.units.page_views import PageViews, over_own_storage
 from lightning_ptm.runtime.units.parameter_guard import ParameterGuard
-from lightning_ptm.runtime.units.uncounted_writes import Fingerprint
-from lightning_ptm.torch_internals import WithoutDispatch, negated_view, version_of
+from lightning_ptm.torch_internals import (
+    WithoutDispatch,
+    accumulation_hooks_of,
+    can_share_data,
+    hooks_of,
+    negated_view,
+    put_accumulation_hooks,
+    put_hooks,
+    swap_tensors,
+    version_of,
+)
+
+
+def set_data(parameter: nn.Parameter, value: Tensor) -> Tensor | None:
+    """Sets `parameter.data = value`, also for devices of other libraries, where torch refuses to change a parameter's device
+    (and `Module.to` makes new parameters). The parameter stays the same object, and keeps its hooks and gradient.
+
+    Returns:
+        The gradient if it is a view of pages (grad_placeholder.py), which cannot be moved; else None.
+    """
+    try:
+        parameter.data = value
+        return None
+    except RuntimeError:
+        if can_share_data(parameter, value):
+            raise
+    hooks, later_hooks, gradient = hooks_of(parameter), accumulation_hooks_of(parameter), parameter.grad
+    # `.data` has a version counter of its own, which a detached tensor would share.
+    swap_tensors(parameter, nn.Parameter(value.data, requires_grad=parameter.requires_grad))
+    # The swap moves the code that calls the hooks to the other tensor: register the dictionaries again.
+    put_hooks(parameter, hooks)
+    put_accumulation_hooks(parameter, later_hooks)
+    if gradient is None or type(gradient) is not Tensor:
+        return gradient
+    parameter.grad = gradient.to(value.device)
+    return None
+
+
+_RUNS = 4
+
+"""Number of places in a parameter, evenly spread, from which a sample takes elements. Its cost are cache misses: less than
+1 % of a step of 64 tokens in which each unit is fetched twice."""
+
+_RUN_NUMEL = 8
+
+"""Number of consecutive elements at each place."""
+
+_BLOCK = 1 << 16
+
+"""Number of elements that are multiplied at once, so that the products stay in the cache."""
+
+_PRIME = 6364136223846793005
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sampled(numel: int) -> Tensor:
+    """Returns the indices of the sampled elements of a parameter."""
+    if numel <= _RUNS * _RUN_NUMEL:
+        return torch.arange(numel)
+    starts = torch.arange(_RUNS) * (numel - _RUN_NUMEL) // (_RUNS - 1)
+    return (starts[:, None] + torch.arange(_RUN_NUMEL)).flatten()
+
+
+class Fingerprint:
+    """Computes and compares fingerprints of flats of one layout.
+
+    Args:
+        device: device of the flats.
+        every_element: whether fingerprints are checksums of all elements (I2).
+    """
+
+    def __init__(self, layout: FlatLayout, device: torch.device, *, every_element: bool) -> None:
+        self._slots = [(place, slot.start, slot.numel) for place, slot in enumerate(layout.slots) if slot.numel]
+        self._every_element = every_element
+        sampled = [start + _sampled(numel) for _, start, numel in self._slots]
+        self._per_slot = [len(each) for each in sampled]
+        self._index = torch.cat([torch.empty(0, dtype=torch.int64), *sampled]).to(device)
+        self._factors: Tensor | None = None
+
+    @torch.no_grad()
+    def of(self, full: Tensor) -> Tensor:
+        """Returns the fingerprint of a flat's present values, (padded_numel,) or longer."""
+        words = max(1, full.itemsize // 8)
+        bits = full.view(_INTEGERS[min(8, full.itemsize)])
+        if self._every_element:
+            sums = [self._checksum(bits[start * words : (start + numel) * words]) for _, start, numel in self._slots]
+            return torch.stack(sums) if sums else bits.new_empty(0, dtype=torch.int64)
+        # Of elements wider than an integer, the first half.
+        return (bits if words == 1 else bits.view(-1, words)[:, 0]).index_select(0, self._index)
+
+    def differs(self, full: Tensor, before: Tensor) -> int | None:
+        """Returns the first slot whose values in `full` differ from the fingerprint `before`; None if none does."""
+        now = self.of(full)
+        if torch.equal(now, before):
+            return None
+        counts = [1] * len(self._slots) if self._every_element else self._per_slot
+        changed = int((now != before).nonzero()[0])
+        for (place, _, _), count in zip(self._slots, counts, strict=True):
+            if changed < count:
+                return place
+            changed -= count
+        return None
+
+    def _checksum(self, bits: Tensor) -> Tensor:
+        if self._factors is None:
+            self._factors = torch.arange(1, 2 * _BLOCK, 2, dtype=torch.int64, device=bits.device)
+        total = torch.zeros((), dtype=torch.int64, device=bits.device)
+        for block in bits.split(_BLOCK):
+            wide = block.long()
+            # Exponents are in the highest bits, where a sum of many equal changes (all numbers halved) could overflow to 0.
+            total = total * _PRIME + ((wide ^ (wide >> 29)) * self._factors[: block.numel()]).sum()
+        return total
+
 
 ENDED = "ended with its run, which could not put them back into the module; load them from a checkpoint"
+
 """Reason why values are lost after a run; see `FlatBinding.absent`."""
 
 
@@ -59,6 +177,9 @@ class Packed:
     def name(self) -> str:
         """Name of the parameter."""
         return self.binding.layout.slots[self.slot].spec.name
+
+
+_grad_of = attrgetter("grad")
 
 
 class FlatBinding:
@@ -94,7 +215,13 @@ class FlatBinding:
         self.device = device
         self.arrangement = Arrangement.of(layout, parameters)
         self._shapes = self.arrangement.shapes
-        self._nan = torch.full((), float("nan"), dtype=dtype, device=device)
+        self._sizes = tuple(map(torch.Size, self._shapes))
+        self._numels = tuple(slot.numel for slot in layout.slots)
+        self._offsets = tuple(slot.start * dtype.itemsize for slot in layout.slots)
+        """Bytes from the flat's first to each parameter's."""
+        nan = torch.full((), float("nan"), dtype=dtype, device=device)
+        self._nothing = tuple(nan.expand(shape) for shape in self._shapes)
+        self._nowhere = (nan.data_ptr(),) * len(parameters)
         self._is_copy = is_copy
         self._views = (views or PageViews()).of_flat(self)
         self._held = held
@@ -104,6 +231,8 @@ class FlatBinding:
         )
         # state
         self._base: Tensor | None = None
+        self._addresses = self._nowhere
+        """Where each parameter's data is, unless the user has replaced it."""
         self._versions: list[int] = []
         self._bound_as: Tensor | None = None
         """Fingerprint of the values that the parameters are bound to; None while an update changes them."""
@@ -128,27 +257,24 @@ class FlatBinding:
     def gradients(self) -> list[Tensor | None]:
         """Returns `.grad` of each parameter, including closed ones."""
         with torch.DisableTorchFunctionSubclass():
-            return [parameter.grad for parameter in self.parameters]
-
-    def take_gradient(self, slot: int) -> Tensor | None:
-        """Returns `.grad` of the parameter of `slot`, and sets it to None."""
-        with torch.DisableTorchFunctionSubclass():
-            parameter = self.parameters[slot]
-            gradient, parameter.grad = parameter.grad, None
-        return gradient
+            return list(map(_grad_of, self.parameters))
 
     def bind(self, full: Tensor) -> None:
         """Makes the parameters views of `full`, a 1-D tensor of at least padded_numel elements."""
-        self._note_writes()
-        with torch.DisableTorchFunctionSubclass():  # also for closed parameters
-            for slot, view in enumerate(self._views.at(full)):
-                self._check_shape(slot)
-                self._set(slot, self._users_data.get(slot, view))
-            self._versions = [version_of(parameter) for parameter in self.parameters]
+        if self._base is not None:
+            self._note_writes()
+        views = self._views.at(full)
+        if self._users_data:
+            views = [self._users_data.get(slot, view) for slot, view in enumerate(views)]
+            self._users_data = {}
+        self._place(views)
         self._base = full
-        self._users_data = {}
+        self._addresses = tuple(map(full.data_ptr().__add__, self._offsets))
+        with torch.DisableTorchFunctionSubclass():
+            self._versions = list(map(version_of, self.parameters))
         self.lent = False
-        self.values_have_changed()
+        if self._fingerprint is not None:
+            self._bound_as = self._fingerprint.of(full)
         self.parameter_guard.values_are(bound=True, lent=False)
 
     def values_will_change(self) -> None:
@@ -171,12 +297,11 @@ class FlatBinding:
         Args:
             absent: reason if they will not be bound again in this run, and what to do.
         """
-        self._note_writes()
-        with torch.DisableTorchFunctionSubclass():
-            for slot, nothing in enumerate(self.nothing()):
-                self._check_shape(slot)
-                self._set(slot, nothing)
+        if self._base is not None:
+            self._note_writes()
+        self._place(self._nothing)
         self._base = self._bound_as = None
+        self._addresses = self._nowhere
         self.lent = False
         self.absent = absent
         if absent:
@@ -207,6 +332,20 @@ class FlatBinding:
                     else torch.empty_strided(shape, strides, dtype=dtype)
                 )
                 self._set(slot, nothing)
+
+    def _place(self, values: Sequence[Tensor]) -> None:
+        """Makes tensors of the parameters' shapes their data, by slot."""
+        with torch.DisableTorchFunctionSubclass():  # also for closed parameters
+            for slot, parameter in enumerate(self.parameters):
+                if parameter.shape != self._sizes[slot]:
+                    self._check_shape(slot)
+                if self._left_gradients:
+                    self._set(slot, values[slot])
+                    continue
+                try:
+                    parameter.data = values[slot]
+                except RuntimeError:  # on a device of another library, which `set_data` knows
+                    self._set(slot, values[slot])
 
     def _set(self, slot: int, value: Tensor) -> None:
         parameter = self.parameters[slot]
@@ -243,6 +382,9 @@ class FlatBinding:
         Raises:
             UsageError: `parameter.data` was replaced, or a copy was written to in place.
         """
+        if not self.lent and self._is_in_place():
+            self.check_written()
+            return
         if self.lent:
             raise UsageError(
                 f"a step begins inside `with strategy.gathered(module):`, where {self.layout.slots[0].spec.name} is whole "
@@ -258,7 +400,9 @@ class FlatBinding:
 
     def check_written(self) -> None:
         """Raises UsageError if the user has written to a copy (of more precise values, or of pages in another tier)."""
-        written = self.written
+        if self._base is not None:
+            self._note_writes()
+        written = self._written
         if written is not None:
             raise UsageError(
                 f"the data of parameter {written} was written to, and it is a copy of values in pages, so that the new "
@@ -304,9 +448,17 @@ class FlatBinding:
             )
 
     def _is_replaced(self, slot: int) -> bool:
-        place, base = self.layout.slots[slot], self._base
-        ours = self._nan.data_ptr() if base is None else base.data_ptr() + place.start * base.itemsize
-        return place.numel > 0 and self.parameters[slot].data_ptr() != ours
+        return self._numels[slot] > 0 and self.parameters[slot].data_ptr() != self._addresses[slot]
+
+    def _is_in_place(self) -> bool:
+        """Whether each parameter has its shape, and the data that it was given."""
+        with torch.DisableTorchFunctionSubclass():
+            for slot, parameter in enumerate(self.parameters):
+                if parameter.shape != self._sizes[slot] or (
+                    self._numels[slot] and parameter.data_ptr() != self._addresses[slot]
+                ):
+                    return False
+        return True
 
     def replaced(self) -> dict[int, Tensor]:
         """Returns, by slot, the tensors that the user has assigned as data (`parameter.data = ...`) of bound parameters.
@@ -323,6 +475,15 @@ class FlatBinding:
                     self._check_parameter(slot)
                 self._check_shape(slot)
         return found
+
+    @property
+    def resized(self) -> bool:
+        """Whether the user has given a parameter another shape."""
+        with torch.DisableTorchFunctionSubclass():
+            for slot, parameter in enumerate(self.parameters):
+                if parameter.shape != self._sizes[slot]:
+                    return True
+        return False
 
     def give_up_resized(self, whole: Tensor | None = None) -> dict[str, nn.Parameter]:
         """Gives up the parameters that the user has resized, and returns them by name; new parameters take their slots.
@@ -378,9 +539,9 @@ class FlatBinding:
                     f"fit and start another one"
                 )
 
-    def nothing(self) -> list[Tensor]:
+    def nothing(self) -> Sequence[Tensor]:
         """Returns placeholders of the parameters' shapes: a NaN expanded to each."""
-        return [self._nan.expand(shape) for shape in self._shapes]
+        return self._nothing
 
     def restore(self, slot: int, value: Tensor) -> None:
         """Gives a parameter `value` as its storage, outside pages (end of a run)."""

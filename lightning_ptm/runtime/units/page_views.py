@@ -96,12 +96,13 @@ class FlatViews(Generic[B]):
 
     def held_beside(self, full: Tensor) -> Sequence[int]:
         """Returns the slots whose storage at `full` has references other than the bound parameter's."""
-        views = self._at.get(full.data_ptr(), ())
-        return [slot for slot, view in enumerate(views) if view.numel() and self._held(view)]
-
-    def _held(self, view: Tensor) -> bool:
-        beside = _holders(view) - _OWN_HOLDERS
-        return beside > 0 and beside > len(_in_ended_frames(view))
+        held = []
+        for slot, view in enumerate(self._at.get(full.data_ptr(), ())):
+            storage = view.untyped_storage()  # all callers share one Python object, which counts once
+            beside = storage_references(storage_id(storage)) + sys.getrefcount(storage) - _OWN_HOLDERS
+            if beside > 0 and view.numel() and beside > len(_in_ended_frames(view)):
+                held.append(slot)
+        return held
 
     def at(self, full: Tensor) -> Sequence[Tensor]:
         """Returns, by slot, the parameter as a view of `full` (padded_numel,) with a storage of its own."""
@@ -136,14 +137,15 @@ class FlatViews(Generic[B]):
             del self._known[storage_id(view.untyped_storage())]
 
 
-def _holders(view: Tensor) -> int:
-    """Returns the number of tensors and Python objects that refer to the storage of a tensor."""
-    storage = view.untyped_storage()  # all callers share one Python object, which counts once
-    return int(storage_references(storage_id(storage))) + sys.getrefcount(storage)
+def _own_holders() -> int:
+    """Returns the number of references to a bound parameter's storage: the cached view and its base, the caller's, and the
+    parameter."""
+    view = torch.empty(1).view(1)
+    storage = view.untyped_storage()
+    return int(storage_references(storage_id(storage))) + sys.getrefcount(storage) + 1
 
 
-_OWN_HOLDERS = _holders(torch.empty(1).view(1)) + 1
-"""References to a bound parameter's storage: the cached view and its base, the caller's, and the parameter."""
+_OWN_HOLDERS = _own_holders()
 
 
 def _is_over(tensor: Tensor, storage: int) -> bool:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.memory.quantization import QuantizedTensor, decode, room_before_codes, rounded
-from lightning_ptm.runtime.tensors.contiguous_pages import contiguous_device_pages
+from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lightning_ptm.planning.layout import FlatLayout
     from lightning_ptm.runtime.units.binding import FlatBinding
     from lightning_ptm.runtime.units.discovery import Unit
+    from lightning_ptm.runtime.units.parameter_guard import ParameterGuard
 
 
 class FullState(enum.Enum):
@@ -75,9 +76,12 @@ class FlatStore:
         self.layout = layout
         self.binding = binding
         self.home = home
-        in_place = not layout.shared and home.tier.computes
+        self.shared = layout.shared
+        """Whether other ranks have shards of the flat."""
+        in_place = not self.shared and home.tier.computes
         self.resident = in_place and layout.code is None
         self._decodes_home = in_place and not self.resident
+        self._copies_shard = self.shared and not home.tier.computes
         self._stored = layout.stored
         self._start = 0 if layout.code is None else room_before_codes(layout.padded_bytes, self._stored.padded_bytes)
         self._allocator = allocator
@@ -106,13 +110,15 @@ class FlatStore:
 
     def reads(self) -> Sequence[Transfer]:
         """Returns the running copies from the home (I4)."""
-        self._reads = [transfer for transfer in self._reads if not transfer.done()]
+        if self._reads:
+            self._reads = [transfer for transfer in self._reads if not transfer.done()]
         return tuple(self._reads)
 
     def await_reads(self) -> None:
         """Blocks until all copies from the home have finished."""
-        for transfer in self.reads():
-            transfer.wait()
+        if self._reads:
+            for transfer in self.reads():
+                transfer.wait()
 
     def _copy_home(self, target: PagedTensor, start: int = 0) -> Transfer:
         self._reads = [*self.reads(), self._allocator.fill(self.home, target, start)]
@@ -172,7 +178,7 @@ class FlatStore:
 
     def fetch_shard(self) -> None:
         """Starts copying the shard to the device ahead of its all-gather (Algorithm 1's move_to_gpu)."""
-        if not self.layout.shared or self.home.tier.computes or self._shard is not None:
+        if not self._copies_shard or self._shard is not None:
             return
         self._shard = contiguous_device_pages(
             self._allocator, f"flat {self.layout.index} shard", self.home.numel, self.home.dtype
@@ -184,17 +190,18 @@ class FlatStore:
         self._expect(FullState.FETCHING)
         numel = self.layout.padded_bytes // self.home.dtype.itemsize
         full = contiguous_device_pages(self._allocator, f"flat {self.layout.index} full", numel, self.home.dtype)
-        try:
-            self.fetch_shard()
-        except CapacityError:
-            self._allocator.release(full)
-            raise
+        if self._copies_shard:
+            try:
+                self.fetch_shard()
+            except CapacityError:
+                self._allocator.release(full)
+                raise
         self._full = full
         self.state = FullState.FETCHING
 
     def fill(self) -> None:
         """Starts filling the allocated pages. With several ranks, all must have agreed on the all-gather before."""
-        if self.layout.shared:
+        if self.shared:
             self._pending = self.communicator.all_gather(self._shard_tensor(), self._coming(), self._stored).wait
         elif not self._decodes_home:
             self._pending = partial(self._copy_home(self._taken(), self._start).wait, host=False)
@@ -254,7 +261,7 @@ class FlatStore:
         Args:
             read: reads a home into memory outside pages, for use if no page is free.
         """
-        if not self.layout.shared:
+        if not self.shared:
             return
         held = self._shard is not None
         try:
@@ -299,72 +306,77 @@ class UnitStore:
     Attributes:
         elsewhere: bindings of flats that only other ranks hold; their parameters are never bound here.
         late: whether an update may still run after the optimizer's step has returned.
+        bindings: bindings of all flats, including those that only other ranks hold.
+        moving: flats that are not resident.
+        sharded: flats that are sharded over ranks, so that the unit needs an all-gather.
+        resident: whether all flats are always live, in their homes (I2).
+        closing: guards of the flats whose parameters may be read only while the unit computes.
+        readable: whether its parameters may be read at any time and then have their precise values.
     """
 
     unit: Unit
     flats: tuple[FlatStore, ...]
     elsewhere: tuple[FlatBinding, ...] = ()
     late: bool = False
+    bindings: tuple[FlatBinding, ...] = dataclasses.field(init=False)
+    moving: tuple[FlatStore, ...] = dataclasses.field(init=False)
+    sharded: tuple[FlatStore, ...] = dataclasses.field(init=False)
+    resident: bool = dataclasses.field(init=False)
+    closing: tuple[ParameterGuard, ...] = dataclasses.field(init=False)
+    readable: bool = dataclasses.field(init=False)
 
-    @property
-    def bindings(self) -> tuple[FlatBinding, ...]:
-        """Bindings of all flats, including those that only other ranks hold."""
-        return (*(flat.binding for flat in self.flats), *self.elsewhere)
-
-    @property
-    def resident(self) -> bool:
-        """Whether all flats are always live, in their homes (I2)."""
-        return all(flat.resident for flat in self.flats)
-
-    @property
-    def closes(self) -> bool:
-        """Whether some of its parameters may be read only while the unit computes."""
-        return any(flat.binding.parameter_guard.closes for flat in self.flats)
-
-    @property
-    def readable(self) -> bool:
-        """Whether its parameters may be read at any time and then have their precise values."""
-        return self.resident and not self.elsewhere and not self.closes
+    def __post_init__(self) -> None:
+        self.bindings = (*(flat.binding for flat in self.flats), *self.elsewhere)
+        self.moving = tuple(flat for flat in self.flats if not flat.resident)
+        self.sharded = tuple(flat for flat in self.flats if flat.shared)
+        self.resident = not self.moving
+        guards = (flat.binding.parameter_guard for flat in self.flats)
+        self.closing = tuple(guard for guard in guards if guard.closes)
+        self.readable = self.resident and not self.elsewhere and not self.closing
 
     @property
     def lent(self) -> bool:
         """Whether its parameters are lent to the user (`gathered`)."""
-        return any(binding.lent for binding in self.bindings)
+        for binding in self.bindings:  # noqa: SIM110 (`any` would resume a generator per flat, several times a tick)
+            if binding.lent:
+                return True
+        return False
 
     def open(self) -> None:
         """Marks its parameters as used, so that they can be read; see `ParameterGuard.open`."""
-        for flat in self.flats:
-            flat.binding.parameter_guard.open()
+        for guard in self.closing:
+            guard.open()
 
     def close(self) -> None:
         """Marks its parameters as not used; see `ParameterGuard.close`."""
-        for flat in self.flats:
-            flat.binding.parameter_guard.close()
-
-    @property
-    def live(self) -> bool:
-        """Whether all flats are gathered and bound."""
-        return all(flat.state is FullState.LIVE for flat in self.flats)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether some of its flats are sharded over ranks."""
-        return any(flat.layout.shared for flat in self.flats)
+        for guard in self.closing:
+            guard.close()
 
     @property
     def fetched(self) -> bool:
         """Whether all flats are live or being fetched."""
-        return all(flat.state is not FullState.RELEASED for flat in self.flats)
+        for flat in self.moving:  # noqa: SIM110
+            if flat.state is FullState.RELEASED:
+                return False
+        return True
+
+    @property
+    def live(self) -> bool:
+        """Whether all flats are gathered and bound."""
+        for flat in self.moving:  # noqa: SIM110
+            if flat.state is not FullState.LIVE:
+                return False
+        return True
 
     @property
     def has_spare_shards(self) -> bool:
         """Whether it has device copies of shards that no all-gather reads."""
-        return any(flat.has_spare_shard for flat in self.flats)
+        return any(flat.has_spare_shard for flat in self.sharded)
 
     @property
     def movable(self) -> bool:
         """Whether it has pages that can be released while its refcount is zero."""
-        return any(not flat.resident and flat.state is not FullState.RELEASED for flat in self.flats)
+        return any(flat.state is not FullState.RELEASED for flat in self.moving)
 
     @property
     def full_bytes(self) -> int:
@@ -389,22 +401,39 @@ class UnitStore:
 
     def fetch_shards(self) -> None:
         """Starts copying the shards to the device, ahead of the all-gather."""
-        for flat in self.flats:
+        for flat in self.sharded:
             flat.fetch_shard()
 
     def finish_fetch(self) -> None:
         """Makes the current stream wait for the running fetches, and binds the parameters."""
-        for flat in self.flats:
+        for flat in self.moving:
             if flat.state is FullState.FETCHING:
                 flat.finish_fetch()
 
     def release(self) -> None:
         """Frees the full flats, except resident ones."""
-        for flat in self.flats:
-            if not flat.resident and flat.state is not FullState.RELEASED:
+        for flat in self.moving:
+            if flat.state is not FullState.RELEASED:
                 flat.release()
 
     def evict(self) -> None:
         """Frees the device copies of shards."""
-        for flat in self.flats:
+        for flat in self.sharded:
             flat.evict_shard()
+
+
+def contiguous_device_pages(allocator: Allocator, name: str, numel: int, dtype: torch.dtype) -> PagedTensor:
+    """Returns a tensor of `numel` elements in contiguous device pages, with undefined contents.
+
+    Raises:
+        CapacityError: there are too few free pages, or they are not contiguous.
+    """
+    tensor = allocator.allocate(name, numel, dtype, Tier.DEVICE)
+    if not tensor.is_contiguous:
+        pages = len(tensor.pages.frames)
+        allocator.release(tensor)
+        raise CapacityError(
+            f"{name} needs {pages} contiguous device pages and the free ones are scattered; other units are released "
+            f"first; raise device_memory (host_memory on a CPU-only machine) if this repeats"
+        )
+    return tensor

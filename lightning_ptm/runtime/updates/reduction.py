@@ -23,7 +23,7 @@ import torch
 from lightning_ptm.comm import Agreement, NeededCollective
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError, UsageError
-from lightning_ptm.runtime.gradients.host_accumulate import UNITS_AHEAD
+from lightning_ptm.runtime.gradients.store import UNITS_AHEAD
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.terms import Operation
 
@@ -50,6 +50,10 @@ class Reduction:
         release_idle_units: Callable[[], None],
     ) -> None:
         self._flats = [list({id(flat.gradient): flat for flat in of_unit}.values()) for of_unit in flats]
+        self._in_grad = [all(flat.gradient.in_place for flat in of_unit) for of_unit in self._flats]
+        """For each unit, whether all its gradients stay in `.grad`."""
+        self._shared = [any(flat.store.layout.shared for flat in of_unit) for of_unit in self._flats]
+        """For each unit, whether ranks share a flat of it."""
         self._agreement = agreement
         self._release_idle_units = release_idle_units
 
@@ -83,25 +87,25 @@ class Reduction:
         flats = self._flats[unit]
         if self._postponing:
             for flat in flats:
-                flat.gradient.grad_attribute.postpone()
+                flat.gradient.view.postpone()
             return
-        if all(flat.gradient.in_place for flat in flats):
+        if self._in_grad[unit]:
             return
         self._limit_additions_in_flight()
-        if not any(flat.store.layout.shared for flat in flats):
+        if not self._shared[unit]:
             self._no_longer_postponed(unit)
             for flat in flats:
                 self._with_room(flat.gradient.collect)
             self._collected += flats
             return
-        missing = not all(all(flat.gradient.grad_attribute.uncollected()) for flat in flats)
+        missing = not all(all(flat.gradient.view.uncollected()) for flat in flats)
         flag = _MISSING * missing | _LAST * self._in_step
         decision = self._agreement.request(NeededCollective(Operation.REDUCE, unit, flag))
         if not self._postponed_to_step(decision):
             self._reduce(decision)
             return
         for flat in flats:
-            flat.gradient.grad_attribute.postpone()
+            flat.gradient.view.postpone()
 
     def add_up(self, unit: int, parameter: torch.Tensor) -> None:
         """Adds a parameter's `.grad` to its pages, before autograd computes another gradient of it in the same pass."""
@@ -184,7 +188,7 @@ class Reduction:
         if not decision.unanimous:
             self._scattered.add(unit)
         if decision.flags & _MISSING or not decision.unanimous:
-            here = [each for flat in flats for each in flat.gradient.grad_attribute.uncollected()]
+            here = [each for flat in flats for each in flat.gradient.view.uncollected()]
             # the flat that most ranks share, so that all holders take part
             most = max(flats, key=lambda flat: flat.store.layout.world_size)
             used = most.store.communicator.all_reduce(torch.tensor(here, dtype=torch.int64), maximum=True).tolist()
@@ -200,6 +204,8 @@ class Reduction:
     def _limit_additions_in_flight(self) -> None:
         """Waits for additions in RAM if the host is too many units ahead of the device."""
         adding = [flat for flat in self._collected if flat.gradient.shard.adds_in_ram]
+        if not adding:
+            return
         ahead = [*dict.fromkeys(flat.store.layout.unit for flat in adding)][-UNITS_AHEAD:]
         for flat in adding:
             if flat.store.layout.unit not in ahead:

@@ -26,7 +26,7 @@ from lightning_ptm.comm import NeededCollective
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import RankError, UsageError
 from lightning_ptm.runtime.engine import engine as module_under_test
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.terms import Mode, Operation
 
 

@@ -20,11 +20,12 @@ from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.trace import Tick, Trace
-from lightning_ptm.runtime.fetching.executor import Executor
+from lightning_ptm.runtime.fetching.executor import ComputeTiming, Executor, GuardPolicy, PlanSelection, PolicyUnits
 from lightning_ptm.runtime.fetching.tracer import Tracer
 from lightning_ptm.terms import Kind, Mode, Operation, Phase, Tier
 
 F, B = Phase.FORWARD, Phase.BACKWARD
+
 TRAIN, FORWARD = Mode.TRAIN, Mode.FORWARD
 
 
@@ -125,6 +126,7 @@ def forwards(*units: int) -> Trace:
 
 
 AHEAD = "fetch 1 | fetch 2 | release 1, fetch 3 | release 2 | release 3"
+
 """Of a forward of the root and three units, of which two are there at once."""
 
 
@@ -510,7 +512,7 @@ def test_taking_part_keeps_what_there_is_room_for(
             assert it.parts.communicator.issued == ["gather 0"]
 
 
-# -- parameters that close (guard_policy.py)
+# -- parameters that close
 # ----------------------------------------------------------------------------------
 
 
@@ -594,3 +596,270 @@ def test_compute_time_that_was_lost_is_told_by_cause() -> None:
         assert fetched_s > 0
         it.forward(1)
         assert it.executor.compute_timing.stall_s["fetch"] == fetched_s
+
+
+F, B = Phase.FORWARD, Phase.BACKWARD
+
+
+class Driven:
+    def __init__(self) -> None:
+        self.events = Events()
+        self.told: list[Event] = []
+        self.bytes = (0, 0)
+        self.asked = 0
+        self.it = ComputeTiming(self.events, self.used_bytes)
+
+    def used_bytes(self) -> tuple[int, ...]:
+        self.asked += 1
+        return self.bytes
+
+
+def test_a_tick_is_told_once_when_it_is_over_with_the_most_bytes_at_its_ends() -> None:
+    its = Driven()
+    with its.events.subscribed(its.told.append):
+        its.bytes = (5, 1)
+        its.it.begin_tick("block", F, 3, Mode.TRAIN)
+        assert its.told == []
+        its.bytes = (2, 4)
+        its.it.end_tick()
+        its.it.end_tick()
+        its.it.begin_tick("", B, 4, Mode.FORWARD)
+        its.it.end_tick()
+    told = [(each.kind, each.track, each.name, each.index, each.tier_bytes) for each in its.told]
+    assert told == [
+        (EventKind.TICK, "train", "block forward", 3, (5, 4)),
+        (EventKind.TICK, "forward", "root backward", 4, (2, 4)),
+    ]
+    assert its.told[0].begin_s <= its.told[0].end_s <= its.told[1].begin_s
+
+
+def test_outside_of_an_iteration_and_where_nobody_listens_nothing_is_measured() -> None:
+    its = Driven()
+    its.it.begin_tick("block", F, 0, Mode.TRAIN)
+    its.it.end_tick()
+    with its.events.subscribed(its.told.append):
+        its.it.begin_tick("block", F, 0, None)
+        its.it.end_tick()
+    assert its.told == [] and its.asked == 0
+
+
+def test_a_tick_that_failed_is_not_told() -> None:
+    its = Driven()
+    with its.events.subscribed(its.told.append):
+        its.it.begin_tick("block", F, 0, Mode.TRAIN)
+        its.it.drop_tick()
+        its.it.end_tick()
+    assert its.told == []
+
+
+def test_lost_seconds_are_added_up_by_cause_and_told_where_they_are_a_stall() -> None:
+    its = Driven()
+    with its.events.subscribed(its.told.append):
+        its.it.stalled("fetch", "block", 1.0, 3.0)
+        its.it.stalled("update", "", 3.0, 3.5)
+        its.it.stalled("fetch", "block", 4.0, 4.000001)
+    its.it.stalled("fetch", "block", 5.0, 6.0)
+    assert its.it.stall_s == {"fetch": 2.0 + (4.000001 - 4.0) + 1.0, "update": 0.5}
+    assert [(each.kind, each.track, each.name, each.begin_s, each.end_s) for each in its.told] == [
+        (EventKind.STALL, "fetch", "block", 1.0, 3.0),
+        (EventKind.STALL, "update", "root", 3.0, 3.5),
+    ]
+
+
+F, B = Phase.FORWARD, Phase.BACKWARD
+
+
+class DrivenGuards:
+    def __init__(self, made: Any) -> None:
+        self.made = made
+        self.in_use: set[int] = set()
+        self.it = GuardPolicy(made.stores, self.in_use.__contains__)
+
+    def is_open(self) -> list[bool]:
+        """Of each unit."""
+        return [self._can_be_read(part) for part in self.made.module.parts]
+
+    @staticmethod
+    def _can_be_read(part: Any) -> bool:
+        try:
+            part.weight.sum()
+        except UsageError:
+            return False
+        return True
+
+
+@contextmanager
+def driven(**settings: Any) -> Iterator[DrivenGuards]:
+    with parts(Model(2), home=Tier.DEVICE, closes=True, **settings) as made:
+        for store in made.stores:
+            store.close()
+        yield DrivenGuards(made)
+
+
+def test_parameters_are_open_from_the_first_computation_to_the_end_of_the_last() -> None:
+    with driven() as its:
+        assert its.is_open() == [False, False] and not its.it.computing
+        its.it.computation_begins(F)
+        its.it.computation_begins(B)
+        its.it.computation_ends(B)
+        assert its.is_open() == [True, True] and its.it.computing
+        its.in_use.add(2)
+        its.it.computation_ends(F)
+        assert its.is_open() == [False, True] and not its.it.computing
+
+
+def test_passes_that_are_over_are_counted_in_an_iteration() -> None:
+    with driven() as its:
+        for phase in (F, B):
+            its.it.computation_begins(phase)
+        for _ in range(2):  # the second never began
+            its.it.computation_ends(B)
+        its.it.computation_ends(F)
+        assert its.it.passes == 1
+        its.it.begin_iteration()
+        assert its.it.passes == 0
+
+
+def test_late_parameters_open_once_somebody_has_waited_for_their_update() -> None:
+    with driven(late=(1,)) as its:
+        its.it.waited(its.made.stores[1])
+        assert its.is_open() == [False, False]  # nothing computes
+        its.it.computation_begins(F)
+        assert its.is_open() == [True, True]
+        its.it.updates_begin()
+        assert its.is_open() == [False, True] and its.it.waited_for == set()
+        its.it.computation_begins(B)
+        assert its.is_open() == [False, True]
+        its.it.waited(its.made.stores[1])
+        assert its.is_open() == [True, True] and its.it.waited_for == {1}
+        its.in_use.add(1)
+        its.it.updates_begin()
+        assert its.is_open() == [True, True]
+        its.it.begin_iteration()
+        assert its.it.waited_for == set()
+
+
+def test_a_failed_iteration_leaves_no_guard_open() -> None:
+    with driven() as its:
+        its.it.computation_begins(B)
+        its.it.waited(its.made.stores[1])
+        its.in_use.add(1)
+        its.it.abandon()
+        assert its.is_open() == [False, False] and not its.it.computing and its.it.waited_for == set()
+        its.it.computation_ends(B)
+        assert its.it.passes == 0
+
+
+TRAIN, FORWARD = Mode.TRAIN, Mode.FORWARD
+
+
+def planned_trace(*units: int) -> Trace:
+    return Trace(tuple(Tick(unit, Phase.FORWARD, tuple(sorted({0, unit}))) for unit in units))
+
+
+class Planner:
+    def __init__(self) -> None:
+        self.asked: list[tuple[Mode, Trace]] = []
+        self.fits = True
+        self.plans = PlanSelection(self.plan)
+
+    def plan(self, mode: Mode, seen: Trace) -> tuple[Plan, Trace] | None:
+        self.asked.append((mode, seen))
+        return (Plan((), len(seen.ticks)), seen) if self.fits else None
+
+
+def test_a_trace_is_planned_once_when_ranks_are_together() -> None:
+    it = Planner()
+    it.plans.add_trace(TRAIN, planned_trace(0, 1))
+    it.plans.add_trace(TRAIN, planned_trace(0, 2))
+    assert it.asked == [] and it.plans.planned(TRAIN) is None and it.plans.trace(TRAIN) == planned_trace(0, 2)
+    it.plans.make()
+    it.plans.make()
+    assert it.asked == [(TRAIN, planned_trace(0, 1)), (TRAIN, planned_trace(0, 2))] and it.plans.remade == 2
+    assert it.plans.planned(TRAIN) == (Plan((), 2), planned_trace(0, 2)) and it.plans.planned(FORWARD) is None
+
+
+def test_what_fits_in_no_plan_leaves_the_old_one() -> None:
+    it = Planner()
+    it.plans.adopt(TRAIN, Plan((), 1), planned_trace(0))
+    it.fits = False
+    it.plans.add_trace(TRAIN, planned_trace(0, 1))
+    it.plans.make()
+    assert it.plans.planned(TRAIN) == (Plan((), 1), planned_trace(0)) and it.plans.remade == 0
+
+
+def test_of_equal_forward_passes_one_is_planned() -> None:
+    it = Planner()
+    for mode in (TRAIN, FORWARD):
+        it.plans.add_trace(mode, planned_trace(0, 1, 2, 1, 2))
+    assert it.plans.trace(TRAIN) == planned_trace(0, 1, 2, 1, 2) and it.plans.trace(FORWARD) == planned_trace(0, 1, 2)
+    it.plans.make()
+    assert it.asked[1] == (FORWARD, planned_trace(0, 1, 2))
+
+
+def test_a_changed_order_forgets_the_trace_and_keeps_the_plan() -> None:
+    it = Planner()
+    it.plans.add_trace(TRAIN, planned_trace(0, 1))
+    it.plans.make()
+    it.plans.order_changed(TRAIN)
+    it.plans.order_changed(TRAIN)
+    assert it.plans.trace(TRAIN) is None and it.plans.planned(TRAIN) is not None
+
+
+class Agreed:
+    """Writes down what ranks were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[NeededCollective] = []
+
+    def request(self, request: NeededCollective) -> None:
+        self.asked.append(request)
+
+
+@contextmanager
+def units(*, double: bool = False, **settings: Any) -> Iterator[tuple[PolicyUnits, Parts, Agreed]]:
+    with parts(Model(3, double), world_size=1 + double, **settings) as made:
+        agreed: Any = Agreed()
+        yield PolicyUnits(made.stores, agreed, {2}.__contains__, bool), made, agreed
+
+
+def test_a_unit_of_one_rank_is_fetched_without_a_word() -> None:
+    with units(device_pages=2) as (it, made, agreed):
+        assert not it.gathers(1) and not it.fetched(1) and not it.live(1) and not it.movable(1)
+        it.start_fetch(1, agreed=False)
+        assert it.fetched(1) and not it.live(1) and it.movable(1) and agreed.asked == []
+        made.stores[1].finish_fetch()
+        assert it.live(1)
+        it.release(1)
+        it.evict(1)
+        assert not it.fetched(1) and not it.movable(1)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_ranks_are_asked_for_a_gather_that_they_have_not_agreed_on(before: bool) -> None:
+    with units(double=True) as (it, _, agreed):
+        assert it.gathers(1)
+        it.start_fetch(1, agreed=before)
+        assert agreed.asked == ([] if before else [NeededCollective(Operation.GATHER, 1)])
+
+
+def test_shards_are_spare_until_they_are_given_up() -> None:
+    with units(double=True) as (it, _, agreed):
+        it.fetch_shards(1)
+        assert it.has_spare_shards(1) and not it.has_spare_shards(2) and agreed.asked == []
+        it.evict(1)
+        assert not it.has_spare_shards(1)
+
+
+def test_what_does_not_fit_has_changed_nothing() -> None:
+    with units(device_pages=1) as (it, _, _):
+        it.start_fetch(1, agreed=False)
+        with pytest.raises(CapacityError):
+            it.start_fetch(2, agreed=False)
+        assert it.fetched(1) and not it.fetched(2)
+
+
+def test_updates_and_gradients_are_asked_of_those_who_know() -> None:
+    with units() as (it, _, _):
+        assert [it.update_pending(unit) for unit in (1, 2)] == [False, True]
+        assert [it.reclaim(wait) for wait in (False, True)] == [False, True]

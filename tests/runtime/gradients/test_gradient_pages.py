@@ -10,8 +10,8 @@ import torch
 
 from lightning_ptm import CapacityError
 from lightning_ptm.memory.paged_tensor import PagedTensor
-from lightning_ptm.runtime.gradients import gradient_pages
-from lightning_ptm.runtime.gradients.gradient_pages import GradientPages
+from lightning_ptm.runtime.gradients import store as gradient_store
+from lightning_ptm.runtime.gradients.store import GradientPages
 from lightning_ptm.terms import Tier
 
 
@@ -36,10 +36,9 @@ def test_a_flat_is_supplied_with_sets_of_its_size() -> None:
 
 
 def test_taking_waits_until_another_thread_gives_back() -> None:
-    supply = GradientPages([pages(1)])
-    first = supply.take(8, torch.bfloat16)
     waited: list[int] = []
-    supply.while_waiting = lambda: waited.append(1)
+    supply = GradientPages([pages(1)], lambda: waited.append(1))
+    first = supply.take(8, torch.bfloat16)
     timer = threading.Timer(0.1, supply.give_back, [first])
     timer.start()
     assert supply.take(8, torch.bfloat16) is first
@@ -48,30 +47,27 @@ def test_taking_waits_until_another_thread_gives_back() -> None:
 
 
 def test_who_waits_for_a_set_sleeps_between_two_looks() -> None:
-    supply = GradientPages([pages(1)])
-    first = supply.take(8, torch.bfloat16)
     looks: list[int] = []
-    supply.while_waiting = lambda: looks.append(1)
+    supply = GradientPages([pages(1)], lambda: looks.append(1))
+    first = supply.take(8, torch.bfloat16)
     timer = threading.Timer(0.3, supply.give_back, [first])
     begun_s = monotonic()
     timer.start()
     assert supply.take(8, torch.bfloat16) is first
-    assert len(looks) <= (monotonic() - begun_s) / gradient_pages._LOOK_S + 2
+    assert len(looks) <= (monotonic() - begun_s) / gradient_store._LOOK_S + 2
     timer.join()
 
 
 def test_an_error_of_the_updates_ends_the_wait() -> None:
-    supply = GradientPages([])
-
     def fails() -> None:
         raise RuntimeError("the disk is gone")
 
-    supply.while_waiting = fails
+    supply = GradientPages([], fails)
     with pytest.raises(RuntimeError, match="the disk is gone"):
         supply.take(8, torch.bfloat16)
 
 
 def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_pages, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(gradient_store, "_TIMEOUT_S", 0.05)
     with pytest.raises(CapacityError, match="updates are slower than backward passes; use a faster disk_path"):
         GradientPages([]).take(8, torch.bfloat16)

@@ -6,16 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from small_parts import Model, parts
 from torch import Tensor, nn
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
-from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
-from lightning_ptm.runtime.units.binding import ENDED, FlatBinding
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
+from lightning_ptm.runtime.gradients.view import GradPlaceholder
+from lightning_ptm.runtime.units.binding import ENDED, Fingerprint, FlatBinding, set_data
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 
 SHAPES = ((3, 5), (0,), (), (4, 2))
+
 TURNED = (1, 4)
+
 """Strides of the last one: its columns lie end to end."""
 
 
@@ -276,3 +279,85 @@ def test_a_gradient_that_is_shown_of_pages_waits_for_its_device() -> None:
     assert binding.parameters[0].grad is None
     binding.bind(base)
     assert binding.parameters[0].grad is shown
+
+
+def test_a_parameter_stays_itself_where_torch_refuses_it_another_device() -> None:
+    """As to devices of other libraries, here to `meta` and back: Module.to would make another object without hooks."""
+    parameter = nn.Parameter(torch.ones(3))
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        parameter.data = torch.empty(3, device="meta")
+    seen: list[str] = []
+    parameter.register_hook(lambda gradient: seen.append("hook"))
+    parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append("later hook"))
+    parameter.grad = torch.ones(3)
+
+    assert set_data(parameter, torch.empty(3, device="meta")) is None
+    assert type(parameter) is nn.Parameter
+    assert parameter.is_meta
+    assert parameter.is_leaf
+    assert parameter.requires_grad
+    assert parameter.grad.is_meta
+    parameter.grad = None
+    base = torch.full((5,), 2.0)
+    set_data(parameter, base[1:4])
+    base.add_(1)  # of which its own count of writes knows nothing
+    version = parameter._version
+    parameter.mul(parameter).sum().backward()
+    assert seen == ["hook", "later hook"]
+    assert parameter.grad.tolist() == [6.0] * 3
+    base.add_(1)
+    assert parameter._version == version
+
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    set_data(frozen, torch.empty(3, device="meta"))
+    assert not frozen.requires_grad
+    with pytest.raises(RuntimeError, match="type"):
+        set_data(nn.Parameter(torch.ones(3)), torch.ones(3, dtype=torch.int64))
+
+
+CPU = torch.device("cpu")
+
+
+def flat(dtype: torch.dtype = torch.float32) -> tuple[FlatLayout, Tensor]:
+    with parts(Model(1)) as made:
+        layout = made.stores[1].flats[0].layout
+    values = torch.randn(layout.padded_numel, generator=torch.Generator().manual_seed(1))
+    return layout, values.to(dtype)
+
+
+@pytest.mark.parametrize("every_element", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128])
+def test_a_parameter_that_was_written_to_is_named(dtype: torch.dtype, every_element: bool) -> None:
+    layout, values = flat(dtype)
+    known = Fingerprint(layout, CPU, every_element=every_element)
+    before = known.of(values)
+    assert known.differs(values, before) is None
+    for slot, place in enumerate(layout.slots):
+        other = values.clone()
+        other[place.start : place.start + place.numel] *= 0.5
+        assert known.differs(other, before) == slot
+
+
+def test_one_element_and_two_that_change_places_are_found_when_every_one_is_looked_at() -> None:
+    layout, values = flat()
+    known = Fingerprint(layout, CPU, every_element=True)
+    before = known.of(values)
+    place = layout.slots[0]
+    for at in range(place.start, place.start + place.numel, 17):
+        other = values.clone()
+        other[at] += 1e-6
+        assert known.differs(other, before) == 0
+    other = values.clone()
+    other[place.start], other[place.start + 1] = values[place.start + 1], values[place.start]
+    assert known.differs(other, before) == 0
+
+
+def test_padding_is_nobodys() -> None:
+    layout, values = flat()
+    covered = torch.zeros(layout.padded_numel, dtype=torch.bool)
+    for place in layout.slots:
+        covered[place.start : place.start + place.numel] = True
+    for every_element in (False, True):
+        known = Fingerprint(layout, CPU, every_element=every_element)
+        other = torch.where(covered, values, torch.full_like(values, 7))
+        assert known.differs(other, known.of(values)) is None

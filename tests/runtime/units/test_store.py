@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_parts import Model, OnePage, Parts, parts
+from small_parts import NUMEL, Model, OnePage, Parts, parts
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.memory.disk import FileOps
-from lightning_ptm.runtime.units.guarded_parameter import GuardedParameter
-from lightning_ptm.runtime.units.store import FlatStore, FullState
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
+from lightning_ptm.runtime.units.store import FlatStore, FullState, contiguous_device_pages
 from lightning_ptm.terms import Tier
 
 RELEASED, FETCHING, LIVE = FullState.RELEASED, FullState.FETCHING, FullState.LIVE
@@ -139,7 +139,7 @@ def predicted_memory(made: Parts, frames: list[int]) -> None:
     """All device pages but those of `frames`."""
     tensors = [made.paged(torch.ones(16384), Tier.DEVICE) for _ in range(made.device_pages_free)]
     for tensor in tensors:
-        if tensor.pages[0].frame in frames:
+        if tensor.pages.frames[0] in frames:
             made.allocator.release(tensor)
 
 
@@ -262,7 +262,7 @@ class Mixed(OnePage):
 def test_a_unit_is_fetched_and_released_as_a_whole() -> None:
     with parts(Mixed(), ()) as made:
         (store,) = made.stores
-        assert len(store.flats) == 2 and not store.resident and not store.readable and not store.gathers
+        assert len(store.flats) == 2 and not store.resident and not store.readable and store.sharded == ()
         assert store.full_bytes == 2 * 65536
         states = [(store.fetched, store.live, store.movable)]
         store.start_fetch(None)
@@ -297,7 +297,7 @@ def test_ranks_agree_once_the_pages_are_there_and_before_the_all_gather() -> Non
 def test_parameters_that_close_are_open_while_somebody_uses_them() -> None:
     with parts(OnePage(), (), home=Tier.DEVICE, closes=True) as made:
         (store,) = made.stores
-        assert store.closes and store.resident and not store.readable
+        assert store.closing and store.resident and not store.readable
         with pytest.raises(UsageError, match="weight was read or written while nothing computes"):
             made.module.weight + 1
         store.open()
@@ -341,3 +341,20 @@ def test_who_writes_to_a_home_is_told_of_copies_of_it_that_are_under_way(
         assert flat.reads() == ()
         flat.finish_fetch()
         assert is_bound(flat, made)
+
+
+def test_pages_lie_in_a_row_or_are_not_taken() -> None:
+    with parts(OnePage(), (), device_pages=4) as made:
+        taken = [contiguous_device_pages(made.allocator, f"page {at}", NUMEL, torch.float32) for at in range(4)]
+        assert made.device_pages_free == 0
+        with pytest.raises(CapacityError):
+            contiguous_device_pages(made.allocator, "more", NUMEL, torch.float32)
+        for each in (taken[0], taken[2]):
+            made.allocator.release(each)
+        told = "two needs 2 contiguous device pages and the free ones are scattered; .* raise device_memory"
+        with pytest.raises(CapacityError, match=told):
+            contiguous_device_pages(made.allocator, "two", 2 * NUMEL, torch.float32)
+        assert made.device_pages_free == 2
+        made.allocator.release(taken[1])
+        two = contiguous_device_pages(made.allocator, "two", 2 * NUMEL, torch.float32)
+        assert two.tensor().numel() == 2 * NUMEL and made.device_pages_free == 1

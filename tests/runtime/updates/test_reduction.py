@@ -13,7 +13,7 @@ from small_parts import NUMEL, Model, Parts, parts
 from lightning_ptm.comm import NeededCollective
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError, UsageError
-from lightning_ptm.runtime.deciding.gradient_route import route
+from lightning_ptm.runtime.deciding.gradient_route import GradientUse, Passes, Until, route
 from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.reduction import Reduction
@@ -34,8 +34,9 @@ class Run:
         self.given_up = 0
         self.in_the_way: list[Any] = []
         several = made.communicator.world_size > 1
-        asked = {"sums": False, "widens": False, "lock_free": False, "outlives_backward": True, "outlives_step": False}
-        way = route(home, torch.float32, one_rank=not several, reduced_at_step=reduced_at_step, **asked)
+        passes = Passes.COPIED if several else Passes.AS_LEFT
+        use = GradientUse(until=Until.STEP, passes=passes, reduced_at_step=reduced_at_step)
+        way = route(home, torch.float32, use)
         self.flats = [
             tuple(
                 FlatUpdate(
@@ -129,7 +130,7 @@ def test_ranks_agree_and_tell_whether_a_gradient_is_missing() -> None:
         assert it.requests == [*asks(2), *asks(1, missing=True)]
         assert it.parts.communicator.issued == ["reduce 1", "maximum", "reduce 0"]
         assert it.values(2) == [1.0]
-        assert list(it.flats[1][0].gradient.grad_attribute.present()) == [True, True]  # one here, one there
+        assert list(it.flats[1][0].gradient.view.present()) == [True, True]  # one here, one there
         assert it.reduction.complete(1) and it.reduction.complete(2)
 
 
