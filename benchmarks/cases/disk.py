@@ -214,8 +214,9 @@ CASES = (
         figures=_deepspeed_figures,
         tokens_per_step=512,
         repeats=3,
-        steps=4,
-        limit_s=80.0,
+        steps=2,
+        warmup=1,
+        limit_s=60.0,
     ),
     Case(
         id="scale-3.0B",
@@ -223,10 +224,9 @@ CASES = (
         sides=_scale(3.0e9, alone=True),
         figures=_scale_figures,
         tokens_per_step=256,
-        repeats=2,
+        repeats=1,
         steps=1,
         warmup=1,
-        limit_s=60.0,
     ),
     Case(
         id="scale-1.2B",

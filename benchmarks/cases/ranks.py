@@ -123,8 +123,9 @@ CASES = (
             figures=_two_ranks_figures(RANKS * batch * SEQUENCE),
             tokens_per_step=RANKS * batch * SEQUENCE,
             repeats=3,
-            steps=4,
-            limit_s=100.0,
+            steps=3,
+            warmup=1,
+            limit_s=70.0,
         )
         for size, batch in BATCH.items()
     ),
