@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_ptm.planning.capacity_words import uses_in_words
 from lightning_ptm.planning.layout import round_up
@@ -126,20 +126,6 @@ class Inventory:
             unified: the device tier is RAM.
         """
         return uses_in_words(tier, {what.value: size for what, size in self.by_what(tier).items()}, unified)
-
-    def within(self, limits: Mapping[Tier, int]) -> Inventory:
-        """Returns the inventory with fewer page ends in tiers whose pool is larger than its limit, in bytes.
-
-        Other rows stay, so a pool may still be larger than its limit.
-        """
-        found = []
-        for row in self.rows:
-            if row.what is What.ENDS and row.tier in limits:
-                too_many = -(-max(0, self.pool_bytes(row.tier) - limits[row.tier]) // self.page_size)
-                row = replace(row, count=max(0, row.count - too_many))
-            if row.count:
-                found.append(row)
-        return Inventory(self.page_size, tuple(found))
 
 
 EMPTY = Inventory(0, ())

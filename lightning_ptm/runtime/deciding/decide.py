@@ -264,7 +264,6 @@ def _fitting(
         tried = _tried_where_updated(request, asked, model, placement)
         blueprint = _blueprint(request, asked, tried, room, placement, outside=outside)
         blueprint = with_inventory(blueprint, request.settings, machine)
-        blueprint = dataclasses.replace(blueprint, inventory=blueprint.inventory.within(budget))
         pools = {tier: blueprint.inventory.pool_bytes(tier) for tier in budget}
         too_many = {tier: max(0, pools[tier] - budget[tier]) for tier in budget}
         lower = agree(Budget({tier: left[tier] - more for tier, more in too_many.items()}))
