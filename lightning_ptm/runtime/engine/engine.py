@@ -374,7 +374,6 @@ class Engine:
         """Creates the executor, which follows plans, and the hooks on the module's forward and backward."""
         blueprint = self.blueprint
         planner = Planner(blueprint, self.communicators.along(blueprint.holders.sharding_axes), self.communicator.rank)
-        # Computed once: `pool_bytes` adds up all rows, and the tracer needs it at each tick.
         beside = partial(self.backend.bytes_outside_region, blueprint.pool_bytes[Tier.DEVICE])
         self.tracer = Tracer(blueprint.units, beside, self.backend)
         self.executor: Executor = Executor(
