@@ -70,11 +70,11 @@ class FlatGradient:
         self._sharing = sharing
         self.in_place = route.waits is Waits.IN_GRAD
         self._has_gaps = store.layout.padded_numel != sum(slot.numel for slot in store.layout.slots)
-        self.record = GradientRecord(f"flat {store.layout.index}", len(store.layout.slots))
+        self.recorded = GradientRecord(f"flat {store.layout.index}", len(store.layout.slots))
         self.shard = GradientShard(
             store,
             route,
-            self.record,
+            self.recorded,
             allocator,
             supply,
             in_flight,
@@ -82,7 +82,7 @@ class FlatGradient:
             before_change=before_change,
             release_idle_units=release_idle_units,
         )
-        self.view = GradView(store, route, self.record, self.shard, sharing, allocator.backend, stream)
+        self.view = GradView(store, route, self.recorded, self.shard, sharing, allocator.backend, stream)
 
     def reserve(self) -> None:
         """Takes the gradient pages, if this flat's gradient waits in pages between steps."""
@@ -94,12 +94,12 @@ class FlatGradient:
     @property
     def any(self) -> bool:
         """Whether any parameter of the flat has a gradient that no update of this step has got."""
-        return (not self.in_place and self.record.state in COLLECTED) or any(self.view.uncollected())
+        return (not self.in_place and self.recorded.state in COLLECTED) or any(self.view.uncollected())
 
     @property
     def handed(self) -> bool:
         """Whether an update of the step in progress has got the gradient."""
-        return self.record.state is GradientState.HANDED
+        return self.recorded.state is GradientState.HANDED
 
     def waits_for_step(self, *, used_are_forgotten: bool) -> bool:
         """Whether a gradient that no step has used is in pages, or on its way there.
@@ -110,7 +110,7 @@ class FlatGradient:
         """
         if self.in_place or self.view.used or self.view.is_forgotten or not self.any:
             return False
-        stepped = self.record.state is GradientState.STEPPED and not any(self.view.uncollected())
+        stepped = self.recorded.state is GradientState.STEPPED and not any(self.view.uncollected())
         return not (used_are_forgotten and stepped)
 
     @property
@@ -198,7 +198,7 @@ class FlatGradient:
         Does nothing if the pages hold no gradient and the sum has no wider dtype: then autograd adds in `.grad`.
         """
         gradient = self.view.gradients()[slot]
-        if gradient is None or not (self.record.state in SUMS or self.shard.widens):
+        if gradient is None or not (self.recorded.state in SUMS or self.shard.widens):
             return
         self.shard.add_to_slot(slot, gradient)
         self.view.take(slot)
@@ -210,9 +210,9 @@ class FlatGradient:
         if self.in_place:
             return ParameterGradients(self.store.binding.arrangement.in_orders(self.view.gradients()))
         self.shard.finish_reduction()
-        if self.shard.pages is None or self.record.state not in SUMS:
+        if self.shard.pages is None or self.recorded.state not in SUMS:
             raise InternalError(f"flat {self.store.layout.index} has no gradient to update with")
-        return ShardGradient(self.shard.pages, tuple(self.record.present))
+        return ShardGradient(self.shard.pages, tuple(self.recorded.present))
 
     def detach(self) -> tuple[GradientSource, Sequence[Transfer | Addition], Callable[[], None]]:
         """Gives the gradient away: nothing of it stays here.
@@ -237,7 +237,7 @@ class FlatGradient:
             return ParameterGradients(self.store.binding.arrangement.in_orders(copies)), (), _nothing
         copy, transfer = self.shard.copy()
         self.hand_over()
-        present = tuple(self.record.present)
+        present = tuple(self.recorded.present)
         return ShardGradient(copy, present), (transfer,), partial(self.shard.return_pages, copy)
 
     def used(self) -> None:
@@ -247,7 +247,7 @@ class FlatGradient:
 
     def hand_over(self) -> None:
         """Records that an update of the step in progress has got the gradient."""
-        self.record.send(GradEvent.HAND, self.view.uncollected() if self.in_place else None)
+        self.recorded.send(GradEvent.HAND, self.view.uncollected() if self.in_place else None)
 
     def drop_handed(self) -> None:
         """Drops `.grad` once a job holds the gradients, so that their memory is free when the job ends."""
@@ -261,17 +261,17 @@ class FlatGradient:
             clipped: the update has changed its copy of the gradient.
             scratch: the optimizer's class has changed a copy of the gradient.
         """
-        if self.record.state is not GradientState.HANDED:
+        if self.recorded.state is not GradientState.HANDED:
             return
         if self.route.until is Until.CLEARED and not scratch:
-            self.record.send(GradEvent.KEEP)
+            self.recorded.send(GradEvent.KEEP)
         else:
             self.view.retire(clipped=clipped, scratch=scratch)
 
     def give_up_step(self) -> None:
         """Records that the step in progress is given up or left out; what its update got was applied."""
-        if self.record.state is GradientState.HANDED:
-            self.record.send(GradEvent.GIVE_UP)
+        if self.recorded.state is GradientState.HANDED:
+            self.recorded.send(GradEvent.GIVE_UP)
 
     def transform_(self, how: Transform) -> None:
         """Applies a transform to the gradients in place."""
@@ -292,7 +292,7 @@ class FlatGradient:
             return
         self.shard.settle()
         self.view.zero_sums()
-        if self.record.state in SUMS:
+        if self.recorded.state in SUMS:
             self.view.apply_edits(stay=False)
             with self.shard.changing() as values:
                 values.zero_()

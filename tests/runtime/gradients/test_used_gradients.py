@@ -68,7 +68,7 @@ def test_what_is_let_go_of_by_any_means_is_forgotten(it: One) -> None:
         it.gradient.view.check_forgotten()
     it.bias.grad = torch.ones(it.bias.shape)
     it.gradient.view.check_forgotten()
-    assert not it.gradient.view.used and it.gradient.record.state is GradientState.EMPTY
+    assert not it.gradient.view.used and it.gradient.recorded.state is GradientState.EMPTY
     it.gradient.view.check_forgotten()  # there is nothing
 
 
@@ -86,7 +86,7 @@ def test_a_pass_of_the_users_own_may_come_before_it_is_forgotten(it: One) -> Non
 def test_a_pass_behind_it_finds_nothing(it: One) -> None:
     it.weight.grad = it.bias.grad = None
     it.gradient.view.hide()
-    assert not it.gradient.view.used and it.gradient.record.state is GradientState.EMPTY
+    assert not it.gradient.view.used and it.gradient.recorded.state is GradientState.EMPTY
 
 
 def test_what_such_a_pass_adds_cannot_be_read(disk: Path) -> None:
