@@ -432,8 +432,9 @@ class FlatBinding:
     def _note_writes(self) -> None:
         if self._is_copy and self._base is not None and not self.lent:
             with torch.DisableTorchFunctionSubclass():
-                for slot, (parameter, version) in enumerate(zip(self.parameters, self._versions, strict=True)):
-                    if version_of(parameter) != version or self._is_replaced(slot):
+                for slot, parameter in enumerate(self.parameters):
+                    is_replaced = self._numels[slot] and parameter.data_ptr() != self._addresses[slot]
+                    if is_replaced or version_of(parameter) != self._versions[slot]:
                         self._written = self._written or self.layout.slots[slot].spec.name
             if self._written is None and self._fingerprint is not None and self._bound_as is not None:
                 changed = self._fingerprint.differs(self._base, self._bound_as)
