@@ -1,8 +1,12 @@
-"""Fits in memory groups of their own, each in a child of one process that has imported all that is needed.
+"""Fits in memory groups of their own.
 
-    python capped_fits.py FOLDER    # where a group can be made; reads one JSON object a line, answers with one
+    python capped_fits.py FOLDER            # a group; reads one JSON object a line, answers with one
+    python capped_fits.py FOLDER CASE PIPE  # one fit in this process
 
-What the parent has imported is its group's; a child's cap is on what the fit takes beside libraries.
+The cap of a case is on what its fit takes in addition to libraries: a process joins the group after it has imported them.
+The process of a case is a fork of the one that reads the lines, or, with `"fresh": true`, one of its own: that takes
+seconds to start, but it does not share with its parent pages of the heap, which are charged to the group as they are
+written and which no limit on mappings counts.
 """
 
 from __future__ import annotations
@@ -125,10 +129,15 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         (folder / "memory.max_usage_in_bytes").write_text("0")
     limit.write_text("max" if second and case["cap"] is None else str(case["cap"] or -1))
     read, write = os.pipe()
-    pid = os.fork()
-    if not pid:
-        procs.write_text(str(os.getpid()))
-        child(case, write)
+    if case.get("fresh"):
+        os.set_inheritable(write, True)
+        program = [sys.executable, "-W", "ignore", __file__, str(folder), json.dumps(case), str(write)]
+        pid = os.posix_spawn(sys.executable, program, os.environ)
+    else:
+        pid = os.fork()
+        if not pid:
+            procs.write_text(str(os.getpid()))
+            child(case, write)
     os.close(write)
     peak, ended = 0, 0
     while not ended:
@@ -143,6 +152,9 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
+    if len(sys.argv) > 2:
+        (folder / "cgroup.procs").write_text(str(os.getpid()))
+        child(json.loads(sys.argv[2]), int(sys.argv[3]))
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line), folder)), flush=True)
 

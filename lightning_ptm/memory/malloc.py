@@ -132,12 +132,22 @@ def _set(*options: tuple[int, int]) -> bool:
 
 def malloc_in_use_bytes() -> int:
     """Returns the bytes allocated by malloc and not freed, over all heaps and mapped blocks; 0 if unknown."""
+    info = _counters()
+    return 0 if info is None else int(info.uordblks + info.hblkhd)
+
+
+def malloc_free_bytes() -> int:
+    """Returns the free bytes in the heaps of malloc, whether they have RAM or were returned to the system; 0 if unknown."""
+    info = _counters()
+    return 0 if info is None else int(info.fordblks)
+
+
+def _counters() -> _MallInfo2 | None:
     libc = _glibc()
     if libc is None or not hasattr(libc, "mallinfo2"):  # glibc before 2.33
-        return 0
+        return None
     libc.mallinfo2.restype = _MallInfo2
-    info = libc.mallinfo2()
-    return int(info.uordblks + info.hblkhd)
+    return libc.mallinfo2()
 
 
 def trim() -> bool:

@@ -16,6 +16,8 @@ import os
 import re
 from pathlib import Path
 
+from lightning_ptm.memory.malloc import malloc_free_bytes
+
 try:
     import resource
 except ImportError:  # not a Unix
@@ -34,6 +36,9 @@ _REFUSED = (
 """Texts of PyTorch, oneDNN, Python and C++ for a failed allocation that is no MemoryError; in lower case."""
 
 
+_STACK_BYTES = 8 << 20
+"""Bytes that glibc maps for the stack of a thread; it uses a few KiB of them."""
+
 _SOFT_LIMIT_BEFORE: dict[int, int] = {}
 """By process, the soft limit before the first of the limits now in force."""
 _IN_FORCE: set[int] = set()
@@ -44,10 +49,15 @@ class MemoryLimit:
     """A limit on the RAM that this process may still map. Of several in a process, the one set last counts."""
 
     def put(self, left_bytes: int) -> None:
-        """Sets the limit: from now on this process may map `left_bytes` more than it has mapped."""
+        """Sets the limit: from now on this process may take `left_bytes` more than it has taken.
+
+        Freed parts of the heap that were returned to the system stay mapped: allocations that use them again take RAM and
+        map nothing, so the limit on mappings is lower by their size.
+        """
         mapped = _mapped_bytes()
         if resource is None or mapped is None:
             return
+        mapped -= _returned_heap_bytes()
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         if not _IN_FORCE:
             _SOFT_LIMIT_BEFORE[os.getpid()] = soft
@@ -95,10 +105,27 @@ def _set(soft: int, hard: int) -> None:
 
 def _mapped_bytes() -> int | None:
     """Returns the mapped bytes as RLIMIT_DATA counts them; None if the system does not report them."""
+    status = _status()
+    return status["VmData"] * 1024 if "VmData" in status else None
+
+
+def _returned_heap_bytes() -> int:
+    """Returns the bytes of the heap that are mapped, free and without RAM; estimated.
+
+    No more than malloc's free bytes, some of which still have RAM; and no more than what is mapped without RAM, which
+    stacks of threads are as well.
+    """
+    status = _status()
+    if not {"VmData", "RssAnon", "Threads"} <= status.keys():
+        return 0
+    stacks = (status["Threads"] - 1) * _STACK_BYTES
+    return max(0, min(malloc_free_bytes(), (status["VmData"] - status["RssAnon"]) * 1024 - stacks))
+
+
+def _status() -> dict[str, int]:
+    """Returns the numbers of /proc/self/status by name, sizes in KiB; empty where the system does not report them."""
     try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmData:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        return None
-    return None
+        rows = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+        return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+    except OSError:
+        return {}

@@ -29,12 +29,6 @@ class What(enum.Enum):
     VERSIONS = "new versions"
     TRANSIT = "values in transit"
     GATHERED = "gathered units"
-    ENDS = "page ends"
-    """Page ends: bytes that were counted when homes were chosen and that the homes do not fill.
-
-    They come from gradients that stay in `.grad` after all, or from staging that takes less. These pages are free:
-    gathered units and values in transit may use them.
-    """
 
 
 class Lifetime(enum.Enum):
@@ -142,23 +136,17 @@ def with_room(
     page_size: int,
     transit_pages: Mapping[Tier, int],
     gathered_bytes: int,
-    counted: Mapping[Tier, int],
 ) -> Inventory:
     """Returns the inventory of `rows` together with rows for passing values.
 
     Args:
         transit_pages: by tier, pages through which values pass while a run is set up, gathered or saved.
         gathered_bytes: device bytes for gathered and fetched units and passing gradients.
-        counted: by tier, bytes counted for all of this when homes were chosen; the pool is at least as large
-            (What.ENDS).
     """
     taken = list(rows)
     for tier, pages in transit_pages.items():
         taken.append(_room(What.TRANSIT, tier, pages, page_size))
     taken.append(_room(What.GATHERED, Tier.DEVICE, -(-gathered_bytes // page_size), page_size))
-    for tier, size in counted.items():
-        filled = pages_of((row for row in taken if row.tier is tier), page_size)
-        taken.append(_room(What.ENDS, tier, size // page_size - filled, page_size))
     return Inventory(page_size, tuple(row for row in taken if row.count > 0))
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -262,17 +261,6 @@ class FlatStates:
         if own is None:
             raise InternalError(f"states {name!r} of {self.flat.unit}/{self.flat.index} have no shapes of their own")
         return own.view(tensor, parameter, own.first + first)
-
-    def state_segments(self, name: str) -> Sequence[Segment]:
-        """The stretches of a slot by parameter, of parameters that this rank owns."""
-        own = self.everywhere[name].own
-        if own is None:
-            return self.segments
-        return [
-            Segment(parameter, own.starts[parameter] - own.first, 0, math.prod(shape), ragged=False)
-            for parameter in self.whole
-            if (shape := own.shapes[parameter]) is not None
-        ]
 
     def scalars(self, parameter: int) -> ScalarState | None:
         """Scalars of a parameter of the flat; None before its first update, and where another rank owns it."""

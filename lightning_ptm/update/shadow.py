@@ -57,11 +57,13 @@ class _ScalarStep:
     hyper: GroupValues
     group: int
     dtype: torch.dtype
+    device: torch.device
+    """Where the parameters are updated: fused classes keep their number of steps there."""
     before: ScalarState | None
     after: ScalarState | None
 
     def is_of(self, group: int, scalars: ScalarState | None, like: torch.Tensor) -> bool:
-        if (group, like.dtype) != (self.group, self.dtype):
+        if (group, like.dtype, like.device) != (self.group, self.dtype, self.device):
             return False
         if scalars is None or self.before is None:
             return scalars is self.before
@@ -203,7 +205,7 @@ class ShadowOptimizer:
         known = next((each for each in self._scalar_steps if each.is_of(group, scalars, like)), None)
         if known is None:  # all flats of an optimizer are asked about in each of its steps
             after = _scalars_of(self._try_on_zeros(hyper, group, scalars, like), self._dummy_slots(group, like))
-            known = _ScalarStep(hyper, group, like.dtype, scalars, after)
+            known = _ScalarStep(hyper, group, like.dtype, like.device, scalars, after)
             self._scalar_steps.append(known)
         return known.after
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import resource
 import subprocess
@@ -78,6 +79,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     monkeypatch.setattr(module_under_test.resource, "getrlimit", lambda what: (now["soft"], now["hard"]))
     monkeypatch.setattr(module_under_test.resource, "setrlimit", change)
     monkeypatch.setattr(module_under_test, "_mapped_bytes", lambda: 300 * MIB)
+    monkeypatch.setattr(module_under_test, "_returned_heap_bytes", lambda: 0)
     yield now
 
 
@@ -145,3 +147,43 @@ def test_the_last_of_two_that_is_lifted_puts_the_limit_back(limits: dict[str, in
     assert limits["soft"] == resource.RLIM_INFINITY
     second.lift()
     assert limits["soft"] == resource.RLIM_INFINITY
+
+
+_HOLES = """
+import ctypes, sys
+from lightning_ptm.memory.malloc import malloc_free_bytes, trim
+from lightning_ptm.memory.memory_limit import MemoryLimit, _mapped_bytes, _returned_heap_bytes
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+MIB = 1 << 20
+blocks = [libc.malloc(64 << 10) for _ in range(64 * 16)]
+for block in blocks:
+    ctypes.memset(block, 1, 64 << 10)
+for block in blocks[:-1]:  # the last one keeps the heap from shrinking
+    libc.free(block)
+trim()
+holes = _returned_heap_bytes()
+assert 56 * MIB <= holes <= 72 * MIB, holes
+limit = MemoryLimit()
+limit.put(96 * MIB)
+before = _mapped_bytes()
+taken = 0
+while taken < 200 * MIB:
+    block = libc.malloc(64 << 10)
+    if not block:
+        break
+    ctypes.memset(block, 1, 64 << 10)
+    taken += 64 << 10
+print(taken // MIB)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="malloc's counters are glibc's")
+def test_freed_memory_that_is_used_again_counts() -> None:
+    """A heap with 64 MiB of holes that the system has back, and 96 MiB left: not 160 MiB."""
+    found = subprocess.run([sys.executable, "-c", _HOLES], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    assert 80 <= int(found.stdout) <= 104

@@ -29,7 +29,6 @@ from lightning_ptm.runtime.deciding.blueprint import (
     Blueprint,
     LockFreeNeeds,
     Request,
-    gradient_home,
     ram_tier,
     without_units,
 )
@@ -472,7 +471,7 @@ def _routes(
         of_flat = None
         if traits:
             of_flat = route(
-                gradient_home(placement.homes[flat.unit], unified=asked.unified),
+                placement.homes[flat.unit].gradient,
                 gradient,
                 one_rank=model.layout.needs_no_reduction(flat) and (in_ram or not model.layout.shared),
                 sums=flat.sums_gradients,

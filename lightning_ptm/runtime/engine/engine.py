@@ -53,14 +53,12 @@ from lightning_ptm.runtime.engine.step_gradients import StepGradients
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.fetching.tracer import Tracer
 from lightning_ptm.runtime.full_params.first_values import Given
-from lightning_ptm.runtime.full_params.lent_parameters import LentParameters
+from lightning_ptm.runtime.full_params.lent_parameters import LentParameters, SummonFullParams, note, trained_in
 from lightning_ptm.runtime.full_params.optimizer_values import OptimizerValues
 from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
 from lightning_ptm.runtime.full_params.sharded_states import AllShardedStates
 from lightning_ptm.runtime.full_params.snapshot import Snapshots
 from lightning_ptm.runtime.full_params.state_dicts import StateDicts
-from lightning_ptm.runtime.full_params.summon import SummonFullParams
-from lightning_ptm.runtime.full_params.trained_parameters import note, trained_in
 from lightning_ptm.runtime.machine.heap import SETTING_UP, Heap
 from lightning_ptm.runtime.ranks.barriers import ANY_TOGETHER, STEP_ENDS, Barriers, Together
 from lightning_ptm.runtime.ranks.experts import ExpertGroups
@@ -324,7 +322,6 @@ class Engine:
             blueprint,
             self.stores,
             self.values,
-            self.bars,
             trains=trains,
             precise_bytes=self.precise_bytes(),
             handed=inputs.handed,

@@ -22,7 +22,6 @@ from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.streams import ComputeStream, copy_streams
 from lightning_ptm.planning.inventory import Lifetime, Row, What
 from lightning_ptm.planning.layout import FlatLayout
-from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.autograd import offload
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.build_inventory import gradient_row, taken_dtype
@@ -240,7 +239,6 @@ def write_initial_values(
     blueprint: Blueprint,
     stores: Sequence[UnitStore],
     values: ParameterValues,
-    bars: Progress,
     *,
     trains: bool,
     precise_bytes: int,
@@ -266,7 +264,7 @@ def write_initial_values(
     room = not (trains and any(blueprint.traits)) and 2 * precise_bytes < free_host_bytes() and precise_bytes <= allowed
     built = [not any(item.parameter.is_meta for item in store.unit.parameters) for store in stores]
     first.buffers()
-    with bars.bar("weights into pages", values.bytes_to_write()) as seen:
+    with values.taking_over() as seen:
         for store, complete in _made(first, stores):
             was_built = built[store.unit.index]
             values.take_over(

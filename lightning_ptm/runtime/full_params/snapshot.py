@@ -96,7 +96,7 @@ class Snapshot:
         buffers: page_io.PageIOBuffers,
         failed: Callable[[], None] | None = None,
     ) -> None:
-        self._allocator = allocator
+        self._pages = page_io.PageIO(allocator)
         self._buffers = buffers
         self._failed = failed
 
@@ -117,7 +117,7 @@ class Snapshot:
         raised, in either thread."""
         for part in self._parts.values():
             claims = self._claims(part.paged)
-            for start, values in page_io.chosen(self._allocator, part.paged, claims, self._buffers):
+            for start, values in self._pages.stream(part.paged, claims, self._buffers):
                 self._put(part, start, values)
         with self._changed:
             # The updater's thread may be copying the last ones.
