@@ -556,7 +556,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self._compare(batch, batch_idx)
 
     def _follow_rearranging(self) -> None:
-        if self._run is not None:
+        if self._run is not None and self._run.outgrown:
             rearranging.follow_rearranging(self._run, self._checkpoints)
 
     def _follow_other_parameters(self) -> None:
