@@ -390,6 +390,7 @@ class UnitStore:
     def start_fetch(self, agree: Callable[[], None] | None) -> None:
         """Allocates pages for all flats, and starts to fill them once the ranks agree. CapacityError changes nothing."""
         taken: list[FlatStore] = []
+        spare = [flat for flat in self.sharded if flat.has_spare_shard]
         try:
             for flat in self.flats:
                 if flat.state is FullState.RELEASED:
@@ -398,6 +399,8 @@ class UnitStore:
         except CapacityError:
             for flat in taken:
                 flat.release()
+                if flat not in spare:
+                    flat.evict_shard()
             raise
         if agree is not None and taken:
             agree()
