@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -508,16 +508,16 @@ class FlatBinding:
                     found[self.layout.slots[at].spec.name] = parameter
         return found
 
-    def copy_from_users_data(self) -> None:
-        """Copies the data that the user has assigned (`replaced`) into the flat."""
+    def put_values(self, values: Mapping[int, Tensor]) -> None:
+        """Copies values, by slot, into the flat."""
         assert self._base is not None
-        for slot, data in self.replaced().items():
-            self.arrangement.view(self._base, slot).copy_(data)
+        for slot, value in values.items():
+            self.arrangement.view(self._base, slot).copy_(value)
 
-    def copy_to_users_data(self) -> None:
-        """Copies the flat's values into the data that the user has assigned (`replaced`)."""
+    def values_of(self, slots: Iterable[int]) -> dict[int, Tensor]:
+        """Returns copies of the flat's values, by slot."""
         assert self._base is not None
-        self.edited(self._base)
+        return {slot: self.arrangement.view(self._base, slot).clone() for slot in slots}
 
     def edited(self, whole: Tensor) -> None:
         """Copies values of `whole` (padded_numel,) into the data that the user has assigned (`replaced`)."""
