@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO, read_file
 from lightning_ptm.checkpoints.module_states import parameters_by_name
-from lightning_ptm.checkpoints.optimizer_states import parameters_of
+from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
 from lightning_ptm.errors import UsageError
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.engine.engine import Engine
@@ -29,7 +29,7 @@ from lightning_ptm.storage.index import LIGHTNING, PARAMETERS, Index, StateFile
 from lightning_ptm.storage.tensors import Mapped
 from lightning_ptm.storage.user_errors import is_folder
 from lightning_ptm.storage.verified import CheckedFolder
-from lightning_ptm.trainer.paged_optimizers import opened, plain_optimizer
+from lightning_ptm.trainer.paged_optimizer_state import opened
 
 # -- state dicts without tensors of pages
 # ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.folder_contents import StateFiles, index_of, write_dictionary
-from lightning_ptm.checkpoints.optimizer_states import parameters_of
+from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.engine.engine import Engine
@@ -30,7 +30,6 @@ from lightning_ptm.sharded import without_parameters
 from lightning_ptm.storage.folder import Draft
 from lightning_ptm.storage.index import LIGHTNING, PARAMETERS, kind_of, write_ranges
 from lightning_ptm.storage.writer import RangeWriter, SaveOps
-from lightning_ptm.trainer.paged_optimizers import plain_optimizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ptm.checkpoints.optimizer_states import parameters_of
+from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
 from lightning_ptm.checkpoints.saving import Saving
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.errors import some
@@ -44,7 +44,7 @@ from lightning_ptm.storage.index import PARAMETERS, slot_of
 from lightning_ptm.storage.tensors import Mapped
 from lightning_ptm.storage.verified import CheckedFolder
 from lightning_ptm.storage.writer import SaveOps
-from lightning_ptm.trainer.paged_optimizers import opened, plain_optimizer
+from lightning_ptm.trainer.paged_optimizer_state import opened
 
 
 class Carried(abc.ABC):

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.background_row_exchange import BackgroundRowExchange
 from lightning_ptm.checkpoints.module_states import parameters_by_name
-from lightning_ptm.checkpoints.optimizer_states import parameters_of
+from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
 from lightning_ptm.checkpoints.row_exchange import PagedFlat, RowExchange, Table, not_exchanged
 from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.memory.paged_tensor import PagedTensor
@@ -29,7 +29,6 @@ from lightning_ptm.runtime.tensors.page_io import within
 from lightning_ptm.storage.index import Index, OptimizerIndex, Seal, StateFile, write_synced
 from lightning_ptm.storage.tensors import Layout, lay_out
 from lightning_ptm.storage.writer import FileBytes, RangeWriter, SaveOps
-from lightning_ptm.trainer.paged_optimizers import plain_optimizer
 
 _AT_ONCE_BYTES = 16 << 20
 """Bytes that are copied together of pages that are written from where they are: each message to a tensor-parallel group

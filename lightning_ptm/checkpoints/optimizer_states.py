@@ -10,14 +10,20 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.assembly_memory import copies
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.runtime.engine.engine import Engine
-from lightning_ptm.trainer.paged_optimizers import guard, opened, plain_optimizer
+from lightning_ptm.trainer.paged_optimizer_state import guard, opened
 from lightning_ptm.update.trial.traits import same_value
+
+
+def plain_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Returns the user's optimizer, which Lightning's wrapper holds."""
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:

@@ -20,6 +20,7 @@ from lightning_ptm import sharded
 from lightning_ptm.checkpoints import after_run, module_states, optimizer_states
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO, check_lightnings
 from lightning_ptm.checkpoints.interruption import TORN
+from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.checkpoints.save_queue import SaveQueue
 from lightning_ptm.checkpoints.saving import Saving
 from lightning_ptm.config import Settings
@@ -32,9 +33,9 @@ from lightning_ptm.storage.user_errors import is_folder
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.trainer import randomness
 from lightning_ptm.trainer.between_runs import BetweenRuns
-from lightning_ptm.trainer.paged_optimizers import plain_optimizer, renew
 from lightning_ptm.trainer.ranks import SetUp
 from lightning_ptm.trainer.run import Run
+from lightning_ptm.trainer.stale_optimizers import renew
 
 
 class RunCheckpoints:

@@ -28,8 +28,8 @@ from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.trainer.building import root_folder
 from lightning_ptm.trainer.checkpointing import RunCheckpoints
 from lightning_ptm.trainer.internals import checkpoints_of
-from lightning_ptm.trainer.paged_optimizers import mark_stale
 from lightning_ptm.trainer.run import Run
+from lightning_ptm.trainer.stale_optimizers import mark_stale
 
 
 def end(run: Run, checkpoints: RunCheckpoints) -> None:

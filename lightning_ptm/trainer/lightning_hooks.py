@@ -37,7 +37,7 @@ from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
 from lightning_ptm.torch_internals import is_compiled
 from lightning_ptm.trainer.internals import BEFORE_BATCH, LINK, ON_REQUEUE, ON_SIGTERM, SUMMARY, signals_of
 from lightning_ptm.trainer.metric_groups import InGroup, metrics_of
-from lightning_ptm.trainer.paged_optimizers import is_opened
+from lightning_ptm.trainer.paged_optimizer_state import is_opened
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.pruning import gather_for_pruning
 from lightning_ptm.trainer.signals import Signals

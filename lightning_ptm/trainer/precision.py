@@ -30,13 +30,13 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.errors import ConfigError, UsageError
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.torch_internals import buffers_in, marks_of_schedulers, parameters_in
 from lightning_ptm.trainer.internals import note_device_and_dtype, skips_backward
 from lightning_ptm.trainer.matmul_precision import wide_matmuls
 from lightning_ptm.trainer.mixed_operators import promote_operators
-from lightning_ptm.trainer.paged_optimizers import plain_optimizer
 from lightning_ptm.update.loss_scale import LossScale
 
 if TYPE_CHECKING:

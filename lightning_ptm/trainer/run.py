@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints import optimizer_states, restore
 from lightning_ptm.checkpoints.interruption import Interruption
+from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
 from lightning_ptm.checkpoints.save_queue import SaveQueue
 from lightning_ptm.comm import Communicator, Gathering, ProcessGroupCommunicator
 from lightning_ptm.errors import UsageError, one_line, some
@@ -47,10 +48,12 @@ from lightning_ptm.trainer.lightning_hooks import (
     warn_of_threads,
     warn_of_wide_matmuls_uncompiled,
 )
-from lightning_ptm.trainer.paged_optimizers import OptimizerStep, guard, plain_optimizer, renew, unguard
+from lightning_ptm.trainer.optimizer_steps import OptimizerStep
+from lightning_ptm.trainer.paged_optimizer_state import guard, unguard
 from lightning_ptm.trainer.ranks import SetUp
 from lightning_ptm.trainer.same_batches import take_first_rank_s_values
 from lightning_ptm.trainer.signals import Signals
+from lightning_ptm.trainer.stale_optimizers import renew
 
 _in_progress: weakref.WeakSet[Engine] = weakref.WeakSet()
 """Engines of all runs in progress in this process."""

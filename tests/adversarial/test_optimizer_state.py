@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.trainer.paged_optimizers import PagedStates
+from lightning_ptm.trainer.paged_optimizer_state import PagedStates
 
 Deed = Callable[["Momentum", torch.optim.Optimizer], Any]
 
