@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ptm.checkpoints.optimizer_states import parameters_of, plain_optimizer
+from lightning_ptm.checkpoints.optimizer_states import opened, parameters_of, plain_optimizer
 from lightning_ptm.checkpoints.saving import Saving
+from lightning_ptm.checkpoints.sharded import check
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.errors import some
 from lightning_ptm.runtime.engine.engine import Engine
@@ -38,13 +39,11 @@ from lightning_ptm.runtime.machine.machine import free_host_bytes
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.runtime.units.binding import set_data
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter, reopen
-from lightning_ptm.sharded import check
 from lightning_ptm.storage.folder import Draft
 from lightning_ptm.storage.index import PARAMETERS, slot_of
 from lightning_ptm.storage.tensors import Mapped
 from lightning_ptm.storage.verified import CheckedFolder
 from lightning_ptm.storage.writer import SaveOps
-from lightning_ptm.trainer.paged_optimizer_state import opened
 
 
 class Carried(abc.ABC):

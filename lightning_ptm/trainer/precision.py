@@ -261,13 +261,13 @@ class AngelPTMPrecision(Precision):
 
     def _nothing_waits_for_gradients(self, model: LightningModule) -> bool:
         """Whether a unit may be updated before the backward pass is over: no hook reads or changes gradients between
-        backward and step, and the step is certain to happen."""
+        backward and step, the step is certain to happen, and no later step finds them."""
         trainer = model.trainer
-        if not model.automatic_optimization or self.loss_scale is not None or len(trainer.optimizers) != 1:
+        if not self.forgets_gradients(model) or self.loss_scale is not None or len(trainer.optimizers) != 1:
             return False
         if trainer.gradient_clip_val:
             return False
-        if _overrides(model, "configure_gradient_clipping", "backward", "optimizer_zero_grad"):
+        if _overrides(model, "configure_gradient_clipping", "backward"):
             return False
         return _has_its_class_s_step(plain_optimizer(trainer.optimizers[0])) and not self.gradient_readers(model)
 

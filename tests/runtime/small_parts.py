@@ -19,7 +19,7 @@ from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.sharding import Axis, Mesh, shared_by_all
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute
-from lightning_ptm.runtime.gradients.gradient_pages import PageSupply
+from lightning_ptm.runtime.gradients.store import PageSupply
 from lightning_ptm.runtime.tensors.page_io import PageIO
 from lightning_ptm.runtime.units.binding import FlatBinding
 from lightning_ptm.runtime.units.discovery import Unit, discover

@@ -22,7 +22,7 @@ from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.placement_data import Budget, Placement
 from lightning_ptm.planning.sharding import ModelSharding
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.runtime.deciding.gradient_route import GradientRoute
+from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Until
 from lightning_ptm.runtime.machine.heap import Freed
 from lightning_ptm.runtime.tensors.parts import Boxes
 from lightning_ptm.runtime.units.discovery import Unit
@@ -205,7 +205,7 @@ class Blueprint:
     @property
     def outlive_backward(self) -> bool:
         """Whether some gradient is used by the step, or later, and not during the backward pass; see GradientRoute."""
-        return any(each is not None and each.outlives_backward for each in self.routes)
+        return any(each is not None and each.until is not Until.BACKWARD for each in self.routes)
 
     def trained_flats(self) -> Iterator[FlatLayout]:
         """Yields the flats that some optimizer updates in pages."""

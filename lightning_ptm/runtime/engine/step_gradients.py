@@ -90,12 +90,6 @@ class StepGradients:
         replaced = self._changes.data_replaced(index) if self._blueprint.may_be_outside else nullcontext()
         with replaced:
             self._updates.step(index, transform)
-        for _, flat in self._updates.groups.flats_of(index):
-            scratch = flat.states.traits.writes_gradient
-            if scratch or not flat.gradient.route.outlives_step:
-                flat.gradient.grad_attribute.retire(clipped=not transform.is_identity, scratch=scratch)
-            else:
-                flat.gradient.step_has_used()
         self._executor.guard_policy.updates_begin()
         if self._backwards.in_step:
             self._executor.hold(0)  # manual optimization: code outside any hook continues to use the root
@@ -196,7 +190,7 @@ class StepGradients:
     def show_gradients(self, optimizer: Optimizer) -> None:
         """Makes `.grad` of an optimizer's parameters show the gradients in pages."""
         for _, flat in self._updates.groups.flats_of(self._updates.groups.index_of(optimizer)):
-            flat.gradient.grad_attribute.show()
+            flat.gradient.view.show()
 
     @property
     def adds_up(self) -> bool:
@@ -216,7 +210,7 @@ class StepGradients:
     def _follow(self, optimizer: int) -> None:
         """Applies the user's changes to `.grad` of an optimizer's parameters."""
         for flat in self._flats:
-            flat.gradient.grad_attribute.resolve()
+            flat.gradient.view.resolve()
         for _, flat in self._updates.groups.flats_of(optimizer):
             flat.gradient.apply_user_changes()
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
+from lightning_ptm.planning.chunks import chunk_bounds_of
 from lightning_ptm.runtime.full_params.optimizer_values import OptimizerValues, Scalars
 from lightning_ptm.runtime.tensors.page_io import Elements
 from lightning_ptm.runtime.units.store import FlatStore
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats, ShardMap
     from lightning_ptm.runtime.units.discovery import Unit
     from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
-    from lightning_ptm.update.state_layout import StateLayout
+    from lightning_ptm.update.flat_states import StateLayout
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

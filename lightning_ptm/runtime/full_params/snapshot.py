@@ -147,11 +147,11 @@ class Snapshot:
                 if self._claim(part.paged, start):
                     numel = min(self._at_once[part.paged.id], part.paged.numel - start)
                     self._put(part, start, page_io.elements_of(part.paged, values, numel).cpu())
-            except Exception:
-                return  # I3
             except BaseException as error:
+                # Also an error before `_put`, as of a copy to RAM: the cell is COPYING, and `copy_all` waits for it.
                 self.fail(error)
-                raise
+                if not isinstance(error, Exception):
+                    raise
 
     def _claim(self, paged: Elements, start: int) -> bool:
         """Returns whether the caller is to copy the cell; waits while the other thread copies it."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lightning_ptm.planning.sharding import ModelSharding
     from lightning_ptm.runtime.units.binding import FlatBinding
     from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
-    from lightning_ptm.update.state_layout import OwnShapes
+    from lightning_ptm.update.flat_states import OwnShapes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lightning_ptm.runtime.units.binding import FlatBinding
     from lightning_ptm.runtime.units.store import FlatStore, UnitStore
     from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
-    from lightning_ptm.update.state_layout import StateLayout
+    from lightning_ptm.update.flat_states import StateLayout
 
 
 class Resharder:

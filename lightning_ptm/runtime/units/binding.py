@@ -259,13 +259,6 @@ class FlatBinding:
         with torch.DisableTorchFunctionSubclass():
             return list(map(_grad_of, self.parameters))
 
-    def take_gradient(self, slot: int) -> Tensor | None:
-        """Returns `.grad` of the parameter of `slot`, and sets it to None."""
-        with torch.DisableTorchFunctionSubclass():
-            parameter = self.parameters[slot]
-            gradient, parameter.grad = parameter.grad, None
-        return gradient
-
     def bind(self, full: Tensor) -> None:
         """Makes the parameters views of `full`, a 1-D tensor of at least padded_numel elements."""
         if self._base is not None:
