@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
@@ -152,7 +153,7 @@ class Builder:
                 handed=handed,
                 before_edits=before_edits,
                 # A resumed run rounds stochastically with the seeds that the first run would have had.
-                number_of_step=lambda: self.trainer.global_step,
+                number_of_step=partial(getattr, self.trainer, "global_step"),
                 events=events,
                 progress=self.progress,
                 poison=self.settings.debug.poison,

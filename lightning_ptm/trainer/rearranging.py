@@ -35,13 +35,11 @@ _CUT_OFF = (
 
 
 def follow_rearranging(run: Run, checkpoints: RunCheckpoints) -> None:
-    """Adapts the run to changed parameters, between two batches. Collective if they have changed.
+    """Adapts a run with pages to changed parameters (`Run.outgrown`), between two batches. Collective.
 
     Raises:
         UsageError: gradients are pending.
     """
-    if not run.has_pages or not run.engine.changes.outgrown():
-        return
     engine = run.engine
     for optimizer in run.paged_optimizers() if engine.lent_parameters.resized else ():
         warn_of_resized(engine, optimizer)

@@ -117,6 +117,11 @@ class Run:
         return self._engine is not None
 
     @property
+    def outgrown(self) -> bool:
+        """Whether the run has pages, and they have to be laid out again, since parameters or groups have changed."""
+        return self._engine is not None and self._engine.changes.outgrown()
+
+    @property
     def engine(self) -> Engine:
         """The engine, while there are pages."""
         if self._engine is None:

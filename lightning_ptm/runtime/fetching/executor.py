@@ -142,7 +142,7 @@ class GuardPolicy:
             self._in_step = True
         self.computing = True
         for store in self._closing:
-            if not store.late or store.unit.index in self.waited_for:
+            if not store.opened and (not store.late or store.unit.index in self.waited_for):
                 store.open()
 
     def computation_ends(self, phase: Phase) -> None:
@@ -170,7 +170,7 @@ class GuardPolicy:
     def waited(self, store: UnitStore) -> None:
         """Records that a unit's update has been waited for."""
         self.waited_for.add(store.unit.index)
-        if self.computing:
+        if self.computing and not store.opened:
             store.open()
 
     def abandon(self) -> None:
@@ -417,7 +417,7 @@ class Executor:
         self.occasions += 1
         index = self.fetching.enter(unit, phase)
         store = self._stores[unit]
-        if store.closing:
+        if not store.opened:
             store.open()
         if phase is Phase.FORWARD:
             self._called.add(unit)
@@ -457,7 +457,7 @@ class Executor:
 
     def _close_unused(self, unit: int) -> None:
         store = self._stores[unit]
-        if store.closing and not self.guard_policy.computing and not self.used(unit):
+        if store.closing and not self.guard_policy.computing and not self._refcounts.used(unit):
             store.close()
         if self._tracing:
             self._tracer.observe()

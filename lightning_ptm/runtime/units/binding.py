@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -425,8 +425,9 @@ class FlatBinding:
     def _note_writes(self) -> None:
         if self._is_copy and self._base is not None and not self.lent:
             with torch.DisableTorchFunctionSubclass():
-                for slot, (parameter, version) in enumerate(zip(self.parameters, self._versions, strict=True)):
-                    if version_of(parameter) != version or self._is_replaced(slot):
+                for slot, parameter in enumerate(self.parameters):
+                    is_replaced = self._numels[slot] and parameter.data_ptr() != self._addresses[slot]
+                    if is_replaced or version_of(parameter) != self._versions[slot]:
                         self._written = self._written or self.layout.slots[slot].spec.name
             if self._written is None and self._fingerprint is not None and self._bound_as is not None:
                 changed = self._fingerprint.differs(self._base, self._bound_as)
@@ -500,16 +501,16 @@ class FlatBinding:
                     found[self.layout.slots[at].spec.name] = parameter
         return found
 
-    def copy_from_users_data(self) -> None:
-        """Copies the data that the user has assigned (`replaced`) into the flat."""
+    def put_values(self, values: Mapping[int, Tensor]) -> None:
+        """Copies values, by slot, into the flat."""
         assert self._base is not None
-        for slot, data in self.replaced().items():
-            self.arrangement.view(self._base, slot).copy_(data)
+        for slot, value in values.items():
+            self.arrangement.view(self._base, slot).copy_(value)
 
-    def copy_to_users_data(self) -> None:
-        """Copies the flat's values into the data that the user has assigned (`replaced`)."""
+    def values_of(self, slots: Iterable[int]) -> dict[int, Tensor]:
+        """Returns copies of the flat's values, by slot."""
         assert self._base is not None
-        self.edited(self._base)
+        return {slot: self.arrangement.view(self._base, slot).clone() for slot in slots}
 
     def edited(self, whole: Tensor) -> None:
         """Copies values of `whole` (padded_numel,) into the data that the user has assigned (`replaced`)."""
