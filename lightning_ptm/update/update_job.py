@@ -146,14 +146,19 @@ class JobColumn:
     writes: bool
     layout: StateLayout | None = None
 
-    def stretch(self, start: int, numel: int) -> tuple[int, int]:
-        """(first element, number) of its stored elements for elements [start, start + numel) of the shard."""
-        return (start, numel) if self.layout is None else self.layout.stretch(start, numel)
-
     def first(self, start: int) -> int:
         """Index of its first element, counted decoded, for elements of the shard from `start` on."""
         own = None if self.layout is None else self.layout.own
         return start if own is None else own.stretch(start, 0)[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ColumnPart:
+    """The stored elements of a column that belong to a chunk: `numel` of them from `start` on."""
+
+    column: JobColumn
+    start: int
+    numel: int
 
 
 class Awaited:
