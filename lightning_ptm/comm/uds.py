@@ -1,7 +1,7 @@
 """Unix domain sockets between ranks of one machine, for messages of a few numbers.
 
 gloo passes a message of 24 bytes through three threads of each rank. Here the sending thread writes it to a socket and
-the waiting thread reads it, at a fiftieth of the CPU time (benchmarks/LOG.md).
+the waiting thread reads it, at a fiftieth of the CPU time (benchmarks/LOG.md: intra_node).
 
 Owns one socket per other rank, and a handle of its process. Knows numbers and bytes, not their meaning.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_ptm.planning.capacity_words import uses_in_words
 from lightning_ptm.planning.layout import round_up
@@ -29,12 +30,6 @@ class What(enum.Enum):
     VERSIONS = "new versions"
     TRANSIT = "values in transit"
     GATHERED = "gathered units"
-    ENDS = "page ends"
-    """Page ends: bytes that were counted when homes were chosen and that the homes do not fill.
-
-    They come from gradients that stay in `.grad` after all, or from staging that takes less. These pages are free:
-    gathered units and values in transit may use them.
-    """
 
 
 class Lifetime(enum.Enum):
@@ -81,7 +76,7 @@ class Row:
         return round_up(self.numel * self.item_bytes, BLOCK_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for `pools`
 class Inventory:
     """All rows of one rank.
 
@@ -109,9 +104,14 @@ class Inventory:
         chosen = (row for row in self.rows if row.tier is tier and row.lifetime in lifetimes)
         return pages_of(chosen, self.page_size) * self.page_size
 
+    @cached_property
+    def pools(self) -> Mapping[Tier, int]:
+        """Bytes of each tier's pool (I2)."""
+        return {tier: self.held_bytes(tier, *Lifetime) for tier in dict.fromkeys(row.tier for row in self.rows)}
+
     def pool_bytes(self, tier: Tier) -> int:
         """Returns the bytes of a tier's pool (I2)."""
-        return self.held_bytes(tier, *Lifetime)
+        return self.pools.get(tier, 0)
 
     def by_what(self, tier: Tier) -> dict[What, int]:
         """Returns the bytes of a tier's pages by purpose.
@@ -142,23 +142,17 @@ def with_room(
     page_size: int,
     transit_pages: Mapping[Tier, int],
     gathered_bytes: int,
-    counted: Mapping[Tier, int],
 ) -> Inventory:
     """Returns the inventory of `rows` together with rows for passing values.
 
     Args:
         transit_pages: by tier, pages through which values pass while a run is set up, gathered or saved.
         gathered_bytes: device bytes for gathered and fetched units and passing gradients.
-        counted: by tier, bytes counted for all of this when homes were chosen; the pool is at least as large
-            (What.ENDS).
     """
     taken = list(rows)
     for tier, pages in transit_pages.items():
         taken.append(_room(What.TRANSIT, tier, pages, page_size))
     taken.append(_room(What.GATHERED, Tier.DEVICE, -(-gathered_bytes // page_size), page_size))
-    for tier, size in counted.items():
-        filled = pages_of((row for row in taken if row.tier is tier), page_size)
-        taken.append(_room(What.ENDS, tier, size // page_size - filled, page_size))
     return Inventory(page_size, tuple(row for row in taken if row.count > 0))
 
 

@@ -200,7 +200,6 @@ class FlatLayout:
     shares: tuple[int, ...] = ()
     rank: int = 0
     code: Code | None = None
-
     # Derived, once: they are asked for at every fetch and release.
     shared: bool = field(init=False, repr=False, compare=False)
     """Whether several ranks share the flat, so that each has only pieces of it."""
@@ -406,10 +405,6 @@ class ModelLayout:
         """Returns the pages of one rank's shard of a unit's parameters: one per stripe, fewer if quantized."""
         return sum(flat.shard_pages for flat in self.flats_of(unit))
 
-    def trainable_pages(self, unit: int) -> int:
-        """Returns the pages of one rank's shard of a unit's gradients: one per stripe of its trainable flats."""
-        return sum(flat.shard_pages for flat in self.flats_of(unit) if flat.trainable)
-
     def needs_no_reduction(self, flat: FlatLayout) -> bool:
         """Returns whether the gradient of a flat on this rank is the run's gradient, without any reduction.
 
@@ -434,19 +429,6 @@ class ModelLayout:
         """
         return self._run_pages(
             flat for flat in self.flats_of(unit) if flat.shared or not in_place or flat.code is not None
-        )
-
-    def full_gradient_pages(self, unit: int, *, needs_no_reduction: bool | None = None) -> int:
-        """Returns the pages of a unit's gradients before their reduction.
-
-        Args:
-            needs_no_reduction: count only flats that are, or are not, `needs_no_reduction`; None: all flats.
-        """
-        trainable = [flat for flat in self.flats_of(unit) if flat.trainable]
-        return self._run_pages(
-            flat
-            for flat in trainable
-            if needs_no_reduction is None or self.needs_no_reduction(flat) is needs_no_reduction
         )
 
     def _run_pages(self, flats: Iterable[FlatLayout]) -> int:

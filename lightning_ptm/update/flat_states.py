@@ -396,17 +396,6 @@ class FlatStates:
             raise InternalError(f"states {name!r} of {self.flat.unit}/{self.flat.index} have no shapes of their own")
         return own.view(tensor, parameter, own.first + first)
 
-    def state_segments(self, name: str) -> Sequence[Segment]:
-        """The stretches of a slot by parameter, of parameters that this rank owns."""
-        own = self.everywhere[name].own
-        if own is None:
-            return self.segments
-        return [
-            Segment(parameter, own.starts[parameter] - own.first, 0, math.prod(shape), ragged=False)
-            for parameter in self.whole
-            if (shape := own.shapes[parameter]) is not None
-        ]
-
     def scalars(self, parameter: int) -> ScalarState | None:
         """Scalars of a parameter of the flat; None before its first update, and where another rank owns it."""
         return self._scalars[parameter]

@@ -38,14 +38,14 @@ def test_a_row_without_elements_fills_nothing() -> None:
 
 def test_a_pool_is_the_sum_of_its_rows() -> None:
     given = [row(3), row(3, shares=False, count=2), row(40, tier=Tier.DEVICE)]
-    found = with_room(given, PAGE, {Tier.HOST: 2}, PAGE + 1, {Tier.HOST: 10 * PAGE, Tier.DEVICE: 0, Tier.DISK: 0})
+    found = with_room(given, PAGE, {Tier.HOST: 2}, PAGE + 1)
     assert found.held_bytes(Tier.HOST, Lifetime.RUN) == 3 * PAGE
-    assert found.pool_bytes(Tier.HOST) == 10 * PAGE  # with two pages of transit, and what sharing was feared to lose
+    assert found.pool_bytes(Tier.HOST) == 5 * PAGE  # with two pages of transit
     assert found.pool_bytes(Tier.DEVICE) == (3 + 2) * PAGE  # the room for gathered units is whole pages
     assert found.pool_bytes(Tier.DISK) == 0
     for tier in TIERS:
         assert sum(found.by_what(tier).values()) == found.pool_bytes(tier)
-    assert found.by_what(Tier.HOST) == {What.STATES: 3 * PAGE, What.TRANSIT: 2 * PAGE, What.ENDS: 5 * PAGE}
+    assert found.by_what(Tier.HOST) == {What.STATES: 3 * PAGE, What.TRANSIT: 2 * PAGE}
 
 
 def test_rows_of_a_flat() -> None:

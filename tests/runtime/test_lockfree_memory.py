@@ -25,8 +25,8 @@ from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.engine.engine import Engine
-from lightning_ptm.runtime.gradients import gradient_pages
-from lightning_ptm.runtime.gradients.gradient_pages import GradientPages
+from lightning_ptm.runtime.gradients import store as gradient_store
+from lightning_ptm.runtime.gradients.store import GradientPages
 from lightning_ptm.runtime.machine import heap
 from lightning_ptm.runtime.machine.heap import Freed, Heap
 from lightning_ptm.runtime.machine.machine import Machine
@@ -393,7 +393,7 @@ def test_gradients_that_cannot_be_added_never_take_all_pages(
     strategy_at, monkeypatch, bound, settings, options
 ) -> None:
     """The gradients of each step are of other parameters than those that wait, in all blocks."""
-    monkeypatch.setattr(gradient_pages, "_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(gradient_store, "_TIMEOUT_S", 5.0)
     strategy = strategy_at(
         "lock_free_three_tiers",
         lock_free={"max_staleness": bound},
