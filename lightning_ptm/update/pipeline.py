@@ -157,7 +157,7 @@ elements, the stored elements before the change). The callback returns when it h
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blocker:
-    """Something unfinished (a transfer or gradient) that the pipeline has to wait for, and the cause for statistics."""
+    """Something unfinished (transfers or a gradient) that the pipeline has to wait for, and the cause for statistics."""
 
     pending: Pending
     cause: Wait
@@ -235,7 +235,7 @@ class Pipeline:
         """Does what needs no waiting, at most one chunk's arithmetic; returns whether anything changed."""
         landed = False
         for progress in [*self._landing]:
-            if progress.landing.ended():
+            if progress.landing.done():
                 progress.landing.wait()
                 self._landing.remove(progress)
                 progress.handle.mark_done()
@@ -258,22 +258,18 @@ class Pipeline:
         return True
 
     def _blocker(self, handle: JobHandle | None) -> Blocker | None:
-        """The unfinished transfer or gradient that blocks a job (None: the first job); None if there is none."""
+        """The unfinished transfers or gradient that block a job (None: the first job); None if there is none."""
         lead = self._find(handle) if handle is not None else None
-        for progress in (landing for landing in self._landing if landing.handle is handle):
-            for transfer in progress.landing.all:
-                if not transfer.done():
-                    return Blocker(transfer, Wait.WRITE)
+        for progress in self._landing:
+            if progress.handle is handle and not progress.landing.done():
+                return Blocker(progress.landing, Wait.WRITE)
         found = self.policy.awaited(lead)
         if found is None:
             return None
+        # If all have ended since the policy looked, waiting for them returns at once, and there is something to do.
         if isinstance(found, JobUnderWay):
-            every = [Blocker(pending, Wait.GRADIENT) for pending in found.job.after]
-        else:
-            every = [Blocker(transfer, Wait.READ) for transfer in found.reads.all]
-            every += [Blocker(transfer, Wait.WRITE) for transfer in found.writes.all]
-        # If all have ended since the policy looked, waiting for the last returns at once, and there is something to do.
-        return next((blocker for blocker in every if not blocker.pending.done()), every[-1])
+            return Blocker(found.before.next(), Wait.GRADIENT)
+        return Blocker(found.writes, Wait.WRITE) if found.reads.done() else Blocker(found.reads, Wait.READ)
 
     def wait(self, blocker: Blocker) -> None:
         """Waits, counts the time, and raises the transfer's error."""
