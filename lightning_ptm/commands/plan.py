@@ -11,6 +11,7 @@ import dataclasses
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.deciding.planner import make_plan
 from lightning_ptm.runtime.deciding.predicted_memory import predicted_memory
+from lightning_ptm.runtime.deciding.remedies import with_remedies
 from lightning_ptm.runtime.engine.inspection import optimizers_in_pages
 from lightning_ptm.terms import Mode, Tier
 
@@ -144,7 +146,11 @@ class _Question:
 
     def final(self, goal: str | None, record: list[Activity] | None) -> tuple[Prediction, Blueprint]:
         """The prediction, after a search if there is a goal, with the largest batch that would fit."""
-        found, blueprint = self.search(goal, record) if goal is not None else self.answer(record)
+        try:
+            found, blueprint = self.search(goal, record) if goal is not None else self.answer(record)
+        except CapacityError as error:
+            alone = partial(decide, world_size=self._node.ranks_per_node * self._nodes)
+            raise with_remedies(error, self._run.request, self._node.machine(), alone) from error
         if self._wanted == "auto":
             return dataclasses.replace(found, largest_batch=found.batch_size), blueprint
         assert self._sizes is not None

@@ -39,6 +39,11 @@ def tier_in_words(tier: Tier, unified: bool) -> str:
     return "RAM" if unified and tier.computes else f"the {tier.name.lower()} tier"
 
 
+def place_in_words(tier: Tier, unified: bool) -> str:
+    """Returns where the tier's contents are, for messages: 'in RAM', 'on disk'. Args as `tier_in_words`."""
+    return (Tier.HOST if unified and tier.computes else tier).place
+
+
 def setting_for(tier: Tier, unified: bool) -> str:
     """Returns the setting that a user raises for a larger tier. Args as `tier_in_words`."""
     return (Tier.HOST if unified and tier.computes else tier).setting
@@ -87,6 +92,7 @@ def device_capacity_error(
     have_pages: int,
     reserved_bytes: int,
     unified: bool,
+    limit_bytes: int | None = None,
     further: str = "",
     uses: Mapping[str, int] = _NOTHING_KNOWN,
 ) -> CapacityError:
@@ -98,26 +104,30 @@ def device_capacity_error(
         tick: the tick with the highest need.
         need_pages: pages that it needs at once.
         have_pages: pages of the tier that are available for it; negative when the reserved bytes alone exceed the tier.
-        reserved_bytes: device bytes that are taken already: homes and staging.
+        reserved_bytes: device bytes that are taken already: model states and staging buffers.
         unified: the device tier is RAM.
+        limit_bytes: bytes of the tier that pages may take; by default, the reserved ones and what is available.
         further: a remedy in addition to raising the tier's setting.
         uses: of `reserved_bytes`, bytes by use.
     """
     label = tick_label(layout, trace, tick)
     where, setting = tier_in_words(Tier.DEVICE, unified), f"{setting_for(Tier.DEVICE, unified)}{further}"
+    page = layout.page_size
+    taken = f"{format_bytes(reserved_bytes)} of model states and staging buffers"
+    limit = max(0, reserved_bytes + have_pages * page) if limit_bytes is None else limit_bytes
     if need_pages == 0:
-        page = format_bytes(layout.page_size)
         text = (
-            f"homes and staging take {format_bytes(reserved_bytes)} at {label}, which in whole pages of {page} is "
-            f"{format_bytes(-have_pages * layout.page_size)} more than {where} has for pages, before any unit computes; "
-            f"raise {setting} or use smaller units"
+            f"{taken} are needed at {label}, before any unit computes, and pages may take {format_bytes(limit)} of {where}; "
+            f"raise {setting}"
         )
         return CapacityError(with_uses(text, Tier.DEVICE, uses, unified))
-    have_pages = max(have_pages, 0)
     verb = "needs" if label.startswith("tick") else "the plan needs"
+    # Smaller units help only if states and staging leave room for some.
+    units = " or use smaller units" if have_pages > 0 else ""
     text = (
-        f"{label} {verb} {need_pages} pages at once ({format_bytes(need_pages * layout.page_size)}), {where} "
-        f"has {have_pages} of {format_bytes(layout.page_size)} after {format_bytes(reserved_bytes)} for homes and "
-        f"staging; raise {setting} or use smaller units"
+        f"{label} {verb} {need_pages} page{'' if need_pages == 1 else 's'} at once "
+        f"({format_bytes(need_pages * page)}) in addition to {taken}, together "
+        f"{format_bytes(need_pages * page + reserved_bytes)}, and pages may take {format_bytes(limit)} of {where}; "
+        f"raise {setting}{units}"
     )
     return CapacityError(with_uses(text, Tier.DEVICE, uses, unified))

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.errors import CapacityError, ConfigError, InternalError
 from lightning_ptm.planning.capacity_words import (
     device_capacity_error,
     format_bytes,
@@ -75,15 +75,16 @@ def place(
         own_state_bytes: see Placement.
 
     Raises:
-        ConfigError: a wish or a budget names a tier that does not exist.
+        ConfigError: a wish names a tier that the run does not have.
         CapacityError: no choice of homes fits; says which tick or states, the bytes, and the setting to raise.
     """
     _check(layout, master_bytes_per_element, budget, wishes, unified=unified, update_on_device=update_on_device)
     staging_bytes = round_up(staging_bytes, layout.page_size)
     if budget[Tier.HOST] and staging_bytes > budget[Tier.HOST]:
         raise CapacityError(
-            f"updates stream through {format_bytes(staging_bytes)} of host memory, which has "
-            f"{format_bytes(budget[Tier.HOST])}; raise host_memory or lower staging_memory"
+            f"the staging buffers of updates need {format_bytes(staging_bytes)} of RAM, and pages may take "
+            f"{format_bytes(budget[Tier.HOST])} of it; raise host_memory, or lower page_size or "
+            f"tuning=Tuning(staging_memory=...)"
         )
     problem = _Problem(
         layout,
@@ -113,23 +114,20 @@ def _check(
 ) -> None:
     """Raises the ConfigErrors of `place`."""
     if len(master_bytes_per_element) != len(layout.flats):
-        raise ConfigError(
-            f"{len(master_bytes_per_element)} sizes of master states were given for {len(layout.flats)} flats, so some "
-            "flats have no size; give one per flat"
+        raise InternalError(
+            f"{len(master_bytes_per_element)} sizes of master states were given for {len(layout.flats)} flats"
         )
     if unified and budget[Tier.HOST]:
-        raise ConfigError(
-            f"the device tier is RAM, so there is no host tier to hold {format_bytes(budget[Tier.HOST])}; "
-            "raise device_memory instead of host_memory"
-        )
-    for kind, tier in (("parameters", wishes.parameter), ("master states", wishes.master)):
+        raise InternalError(f"the device tier is RAM, and a host tier has {format_bytes(budget[Tier.HOST])} more of it")
+    for setting, tier in (("offload_parameters", wishes.parameter), ("offload_optimizer", wishes.master)):
         if tier is not None and not tier.computes and not budget[tier]:
             raise ConfigError(
-                f"{kind} are to be placed on the {_name(tier)} tier, which has no bytes; set {tier.setting}"
+                f"{setting}={tier.name.lower()!r}, and pages may take 0 bytes {tier.place}; raise {tier.setting}"
             )
     if wishes.master is Tier.DEVICE and not (update_on_device or unified):
         raise ConfigError(
-            "master states are to be placed on the device, where the optimizer cannot run; use the host tier"
+            "offload_optimizer='device', and the optimizer cannot update in a device tier that device_memory makes on a "
+            "CPU; use offload_optimizer='host'"
         )
 
 
@@ -193,7 +191,7 @@ class _Problem:
             except CapacityError:
                 if attempt == len(attempts) - 1:
                     raise
-        raise ConfigError("the device tier is too small and there is no other; give a host or a disk tier")
+        raise InternalError(f"{self._wishes} allow no tier")
 
     def _attempt(self, resident: bool, comfortable: bool) -> Placement:
         self._comfortable = comfortable
@@ -427,8 +425,9 @@ class _Problem:
             self._demand.peak_instant() // 2,
             need_pages=self._demand.peak(),
             have_pages=have_pages,
-            reserved_bytes=self._budget[Tier.DEVICE] - left,
+            reserved_bytes=_whole_pages(self._budget[Tier.DEVICE], self._layout.page_size) - left,
             unified=self._unified,
+            limit_bytes=self._budget[Tier.DEVICE],
             further=", give a disk_path"
             if only_ram
             else "",  # no other text tells a user with RAM alone of the disk tier
@@ -449,7 +448,7 @@ class _Problem:
         if all(tier.addressable for tier in tiers) and self._wishes.master is None:
             settings = f"{settings or setting_for(Tier.DEVICE, self._unified)} or give a disk_path"
         text = (
-            f"the {what} of {names} need {format_bytes(need_bytes)} ({need_bytes} bytes) of home; "
+            f"the {what} of {names} need {format_bytes(need_bytes)}; "
             f"{rooms or 'no tier is left for them'}; raise {settings}"
         )
         # The last tier is the largest that could take them.
@@ -458,7 +457,3 @@ class _Problem:
 
 def _whole_pages(size: int, page_size: int) -> int:
     return size // page_size * page_size
-
-
-def _name(tier: Tier) -> str:
-    return tier.name.lower()

@@ -259,9 +259,8 @@ class _Replay:
                 )
             if tier is not Tier.DEVICE and home_bytes + self._placement.staged_bytes(tier) > self._budget[tier]:
                 raise CapacityError(
-                    f"homes and staging on the {tier.name.lower()} tier take "
-                    f"{format_bytes(home_bytes + self._placement.staged_bytes(tier))}, it has "
-                    f"{format_bytes(self._budget[tier])}; raise {tier.setting}"
+                    f"model states and staging buffers need {format_bytes(home_bytes + self._placement.staged_bytes(tier))} "
+                    f"{tier.place}, and pages may take {format_bytes(self._budget[tier])}; raise {tier.setting}"
                 )
 
     def _check_end(self) -> None:

@@ -1,5 +1,5 @@
 """The table of docs/optimizers.md: each class trains bit for bit as without the strategy, as an optimizer of its kind, or is
-refused."""
+refused in pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_ptm.errors import ConfigError
 from lightning_ptm.update.trial.probe import probe
 
 DOC = Path(__file__).parents[2] / "docs" / "optimizers.md"
-ROW = re.compile(r"^\| `([\w.]+)` \| (element-wise|whole|refused) \| (.+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `([\w.]+)` \| (element-wise|whole|unpaged only) \| (.+) \|$", re.MULTILINE)
 
 
 def rows() -> list[Any]:
@@ -58,7 +58,7 @@ def test_each_class_is_of_the_kind_that_the_table_has(
     package: str, kind: str, name: str, strategy_at: MakeStrategy
 ) -> None:
     build = made_by(package, name, kind)
-    if kind == "refused":
+    if kind == "unpaged only":
         with pytest.raises(ConfigError):
             run(build, strategy_at("masters_on_disk"))
         return

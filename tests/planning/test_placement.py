@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.errors import CapacityError, ConfigError, InternalError
 from lightning_ptm.planning.layout import ModelLayout, UnitSpec, build_layout
 from lightning_ptm.planning.placement import place
 from lightning_ptm.planning.placement_data import Budget, Homes, Placement, PlacementWishes
@@ -195,8 +195,8 @@ def test_the_most_demanding_tick_is_named() -> None:
     assert placed(layout, pages(10, disk=1000), wishes=wish).gather_bytes == 10 * PAGE
     with pytest.raises(
         CapacityError,
-        match=r"tick 5 \(layers.1 backward\) needs 10 pages at once \(640 KiB\), RAM has 9 of 64 KiB "
-        r".*raise host_memory or use smaller units",
+        match=r"tick 5 \(layers.1 backward\) needs 10 pages at once \(640 KiB\) in addition to 0 B .* take 576 KiB of RAM; "
+        r"raise host_memory or use smaller units",
     ):
         placed(layout, pages(9, disk=1000), wishes=wish)
 
@@ -225,7 +225,7 @@ def test_a_refusal_tells_what_has_the_bytes() -> None:
     told = r"\(the host tier is for parameters and gradients 640 KiB\)$"
     with pytest.raises(CapacityError, match=told):
         placed(layout, pages(100, host=10), wishes=PlacementWishes(parameter=Tier.HOST), update_on_device=False)
-    with pytest.raises(CapacityError, match=r"raise host_memory, give a disk_path or use smaller units"):
+    with pytest.raises(CapacityError, match=r"raise host_memory, give a disk_path \("):
         placed(layout, pages(4), update_on_device=True)
     told = r"raise host_memory or use smaller units \(RAM is for staging buffers 64 KiB\)$"
     with pytest.raises(CapacityError, match=told):
@@ -241,10 +241,19 @@ def test_a_refusal_tells_what_has_the_bytes() -> None:
 @pytest.mark.parametrize(
     ("wishes", "budget", "unified", "message"),
     [
-        (PlacementWishes(parameter=DISK), pages(100), True, "set disk_memory, or give a disk_path with more room"),
-        (PlacementWishes(master=HOST), pages(100, disk=100), True, "set host_memory"),
-        (PlacementWishes(), pages(100, host=1), True, "the device tier is RAM"),
-        (PlacementWishes(master=DEVICE), pages(100, host=100), False, "the optimizer cannot run"),
+        (
+            PlacementWishes(parameter=DISK),
+            pages(100),
+            True,
+            "offload_parameters='disk', and pages may take 0 bytes on disk; raise disk_memory, or give",
+        ),
+        (
+            PlacementWishes(master=HOST),
+            pages(100, disk=100),
+            True,
+            "offload_optimizer='host', and pages may take 0 bytes in RAM; raise host_memory",
+        ),
+        (PlacementWishes(master=DEVICE), pages(100, host=100), False, "the optimizer cannot update in a device tier"),
     ],
 )
 def test_homes_that_do_not_exist_are_refused(
@@ -254,9 +263,14 @@ def test_homes_that_do_not_exist_are_refused(
         placed(even_layout([1, 1]), budget, wishes=wishes, unified=unified, update_on_device=False)
 
 
+def test_a_host_tier_beside_a_device_tier_in_ram_is_a_bug() -> None:
+    with pytest.raises(InternalError, match="the device tier is RAM, and a host tier has 64 KiB"):
+        placed(even_layout([1, 1]), pages(100, host=1), unified=True, update_on_device=False)
+
+
 def test_each_flat_needs_the_size_of_its_master_states() -> None:
     layout = even_layout([1, 1])
-    with pytest.raises(ConfigError, match="1 sizes of master states were given for 2 flats"):
+    with pytest.raises(InternalError, match="1 sizes of master states were given for 2 flats"):
         place(
             layout,
             [12],

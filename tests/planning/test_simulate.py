@@ -191,10 +191,11 @@ def test_a_plan_that_exceeds_the_device_is_refused_by_tick() -> None:
     layout, placement, plan, trace, budget = VALID["one rank, roomy"]
     smaller = Budget({**budget, Tier.DEVICE: 12 * PAGE})
     with pytest.raises(
-        CapacityError, match=r"tick \d+ \(.* (for|back)ward\) needs 14 pages at once .* has 12 of 64 KiB.*host_memory"
+        CapacityError,
+        match=r"tick \d+ \(.* (for|back)ward\) needs 14 pages at once .* pages may take 768 KiB of RAM; raise host_memory",
     ):
         simulate(layout, placement, plan, trace, smaller)
-    with pytest.raises(CapacityError, match=r"homes and staging on the disk tier .* raise disk_memory"):
+    with pytest.raises(CapacityError, match=r"model states and staging buffers need .* on disk.* raise disk_memory"):
         simulate(layout, placement, plan, trace, Budget({**budget, Tier.DISK: PAGE}))
 
 

@@ -99,9 +99,9 @@ def without_whole_gradients(budget: Budget, layout: ModelLayout) -> Budget:
     whole = sum(flat.padded_numel * flat.gradient_itemsize for flat in layout.flats if flat.trainable)
     if whole >= budget[Tier.DEVICE]:
         raise CapacityError(
-            f"reduce_gradients='each_step' keeps {format_bytes(whole)} of gradients whole on each rank, and the budget of "
-            f"pages is {format_bytes(budget[Tier.DEVICE])}; raise device_memory (host_memory on a CPU-only machine), or use "
-            f"reduce_gradients='each_backward'"
+            f"tuning=Tuning(reduce_gradients='each_step') keeps {format_bytes(whole)} of gradients whole on each rank, and "
+            f"pages may take {format_bytes(budget[Tier.DEVICE])}; raise device_memory (host_memory without a GPU), or "
+            f"use tuning=Tuning(reduce_gradients='each_backward')"
         )
     return budget.without(Tier.DEVICE, whole)
 
@@ -184,8 +184,9 @@ def without_lock_free(budget: Budget, size: int, ram: Tier) -> Budget:
     """
     if size and size >= budget[ram]:
         raise CapacityError(
-            f"lock_free=True takes {format_bytes(size)} of RAM in addition to parameters and gradients, and the budget of "
-            f"pages is {format_bytes(budget[ram])}; raise host_memory, or use lock_free=False"
+            f"lock_free=True takes {format_bytes(size)} of RAM for new versions of parameters and queued gradients, in "
+            f"addition to parameters and gradients, and pages may take {format_bytes(budget[ram])}; raise host_memory, or "
+            f"use lock_free=False"
         )
     return budget.without(ram, size)
 
@@ -208,7 +209,7 @@ def without_scratch(budget: Budget, size: int, ram: Tier, *, whole: bool) -> Bud
         if size >= budget[tier]:
             named = Tier.HOST if tier is ram else tier
             raise CapacityError(
-                f"{taken.format(format_bytes(size))}, and the budget of pages is {format_bytes(budget[tier])} {named.place}; "
+                f"{taken.format(format_bytes(size))}, and pages may take {format_bytes(budget[tier])} {named.place}; "
                 f"raise {named.setting}{less}"
             )
         budget = budget.without(tier, size)
@@ -229,9 +230,9 @@ def staging_chunks(settings: Settings, of_one: int, budget: Budget, most: int, *
         chunks = settings.tuning.staging_bytes // of_one
         if chunks < 1:
             raise ConfigError(
-                f"staging_memory is {format_bytes(settings.tuning.staging_bytes)} and one chunk of this "
-                f"optimizer's states takes "
-                f"{format_bytes(of_one)}; raise staging_memory or lower page_size"
+                f"tuning=Tuning(staging_memory=...) is {format_bytes(settings.tuning.staging_bytes)} and one chunk of this "
+                f"optimizer's states takes {format_bytes(of_one)}, so no update could run; raise staging_memory or lower "
+                f"page_size"
             )
         return chunks
     ram = budget[Tier.HOST] or budget[Tier.DEVICE]

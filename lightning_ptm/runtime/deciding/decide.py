@@ -16,8 +16,9 @@ from functools import partial
 import torch
 
 from lightning_ptm.comm import Communicator
-from lightning_ptm.errors import CapacityError, ConfigError
+from lightning_ptm.errors import CapacityError, ConfigError, InternalError
 from lightning_ptm.memory.disk import check_folders
+from lightning_ptm.planning.capacity_words import format_bytes, place_in_words, setting_for
 from lightning_ptm.planning.expert_split import ExpertSplit
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, build_layout
 from lightning_ptm.planning.placement import place
@@ -49,6 +50,7 @@ from lightning_ptm.runtime.deciding.budgets import (
 from lightning_ptm.runtime.deciding.build_inventory import with_inventory
 from lightning_ptm.runtime.deciding.encoded_states import encoded_traits
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, GradientUse, Passes, Until, route
+from lightning_ptm.runtime.deciding.remedies import with_remedies
 from lightning_ptm.runtime.deciding.specs import (
     OptimizerRefusedError,
     compute_dtype,
@@ -69,6 +71,9 @@ from lightning_ptm.runtime.units.module_parameters import overlap
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.trial.traits import GroupTraits, OptimizerTraits
 
+_MOST_CHOICES = 8
+"""Choices of homes per budget, each with less room for homes than the one before."""
+
 
 def decide_here(
     request: Request,
@@ -88,13 +93,18 @@ def decide_here(
 
     Raises:
         ConfigError: a dtype, an optimizer or a setting cannot work.
-        CapacityError: no placement fits the budgets.
+        CapacityError: no placement fits the budgets; says with which settings one would.
     """
     check_folders(request.settings.disk_paths)
     machine = this_machine(request.backend, request.settings.disk_paths, ranks_on_host)
     agree = partial(agreed, communicator=communicator)
     machine = machine.with_more(in_memory, on_disk)
-    return decide(request, machine, communicator.world_size, agree, rank=communicator.rank, checked=checked)
+    world_size, rank = communicator.world_size, communicator.rank
+    try:
+        return decide(request, machine, world_size, agree, rank=rank, checked=checked)
+    except CapacityError as error:
+        alone = partial(decide, world_size=world_size, rank=rank)
+        raise with_remedies(error, request, machine, alone) from error
 
 
 def check_parameters(request: Request, communicator: Communicator, ranks_on_host: int) -> CheckedParameters:
@@ -232,15 +242,11 @@ def _decide(
         budgets = budgets_to_try(request.settings, budget, ram_tier(unified=asked.unified))
         for number, each in enumerate(budgets, start=1):
             try:
-                room = _make_room(request, machine, asked, model, each, rank)
-                placement = _place(request, machine, asked, model, room)
-                break
+                return _fitting(request, machine, asked, model, each, agree, rank, outside=outside)
             except CapacityError:  # raised on all ranks alike
                 if number == len(budgets):
                     raise
-        model = _tried_where_updated(request, asked, model, placement)
-        blueprint = _blueprint(request, asked, model, room, placement, outside=outside)
-        return with_inventory(blueprint, request.settings, machine)
+        raise InternalError("there is no budget to try")
 
     try:
         return decided(asked)
@@ -252,6 +258,48 @@ def _decide(
             return decided(other)
         except (CapacityError, ConfigError):
             raise refused from None
+
+
+def _fitting(
+    request: Request,
+    machine: Machine,
+    asked: _Asked,
+    model: _Model,
+    budget: Budget,
+    agree: Callable[[Budget], Budget],
+    rank: int,
+    *,
+    outside: bool,
+) -> Blueprint:
+    """Returns a blueprint whose pages take at most `budget`, including those that follow from the choice of homes: buffers
+    through which states on disk are read and saved.
+
+    Raises:
+        CapacityError: there is none.
+    """
+    left, excess = budget, ""
+    for _ in range(_MOST_CHOICES):
+        try:
+            room = _make_room(request, machine, asked, model, left, rank)
+            placement = _place(request, machine, asked, model, room)
+        except CapacityError as error:
+            raise (CapacityError(excess) if excess else error) from None
+        tried = _tried_where_updated(request, asked, model, placement)
+        blueprint = _blueprint(request, asked, tried, room, placement, outside=outside)
+        blueprint = with_inventory(blueprint, request.settings, machine)
+        pools = {tier: blueprint.inventory.pool_bytes(tier) for tier in budget}
+        too_many = {tier: max(0, pools[tier] - budget[tier]) for tier in budget}
+        lower = agree(Budget({tier: left[tier] - more for tier, more in too_many.items()}))
+        tier = next((tier for tier in budget if lower[tier] < left[tier]), None)
+        if tier is None:
+            return blueprint
+        uses = blueprint.inventory.in_words(tier, asked.unified)
+        excess = (
+            f"pages of the plan take {format_bytes(pools[tier])} {place_in_words(tier, asked.unified)}, and the limit is "
+            f"{format_bytes(budget[tier])}; raise {setting_for(tier, asked.unified)} ({uses})"
+        )
+        left = lower
+    raise CapacityError(excess)
 
 
 def _updated_elsewhere(request: Request, asked: _Asked, refusing: torch.device) -> _Asked | None:
@@ -514,9 +562,9 @@ def _routes(
 def _check_device_of_its_own(machine: Machine) -> None:
     if not machine.device_apart:
         raise ConfigError(
-            "activations='host' offloads activations from the device's memory to RAM, and this run computes on a CPU, whose "
-            "activations are in RAM already (the device tier that device_memory makes holds pages only), so that no memory "
-            "would be freed; use recompute='all', or activations='keep'"
+            "offload_activations='host' moves activations from the device's memory to RAM, and this run computes on a CPU, "
+            "whose activations are in RAM already (the device tier that device_memory makes holds pages only), so no memory "
+            "would be freed; use recompute='all', or offload_activations='none'"
         )
 
 

@@ -291,6 +291,7 @@ class Engine:
             release_idle_units=lambda: self.executor.release_all(),
         )
         self._views = pages.views
+        self._in_flight = pages.in_flight
         self.stores = tuple(pages.store(index) for index in range(len(blueprint.units)))
         self.updater = Updater(
             self.allocator,
@@ -365,7 +366,9 @@ class Engine:
             and not home.updates
         ]
         self.clipping: Clipping = Clipping(self.communicator, self.updates, self._optimizers)
-        self.reduction: Reduction = Reduction(self.flats, self.barriers.agreement, lambda: self.executor.release_all())
+        self.reduction: Reduction = Reduction(
+            self.flats, self.barriers.agreement, self._in_flight, lambda: self.executor.release_all()
+        )
 
     def _prepare_steps(self, recompute: int) -> None:
         """Creates the executor, which follows plans, and the hooks on the module's forward and backward."""
@@ -382,7 +385,7 @@ class Engine:
             self.updates.finish_between_steps,
             planner.replan,
             self.gathered_flats.read,
-            self.reduction.reclaim,
+            self._in_flight.release,
             self.events,
             self._used_bytes,
             blueprint.by_need,
@@ -400,7 +403,7 @@ class Engine:
             self._undo.callback(self.offload.close)
         for flat in self._all_flats:
             self._undo.callback(flat.gradient.view.make_plain)
-            self._undo.callback(flat.gradient.shard.end_additions)
+        self._undo.callback(self._in_flight.end_additions)
         self.backwards: BackwardActions = BackwardActions(
             blueprint.units,
             self.stores,

@@ -92,7 +92,7 @@ def test_a_plan_that_does_not_fit_is_told_with_what_has_the_pages() -> None:
     found = decided(device_memory="8MiB", offload_parameters="host")
     narrow = dataclasses.replace(found, placement=dataclasses.replace(found.placement, gather_bytes=0))
     made = Planner(narrow, SoloCommunicator())
-    with pytest.raises(CapacityError, match=r"raise device_memory .* \(the device tier is for gathered units .*\)$"):
+    with pytest.raises(CapacityError, match=r"raise device_memory \(the device tier is for gathered units .*\)$"):
         made.plan(Mode.TRAIN, found.trace)
     assert made.replan(Mode.TRAIN, found.trace) is None
 
