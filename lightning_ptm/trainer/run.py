@@ -29,6 +29,7 @@ from lightning_ptm.errors import UsageError, one_line, some
 from lightning_ptm.events import Events, Listener
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.engine.inspection import Statistics, collect, states_in_words, together
 from lightning_ptm.runtime.full_params.first_values import Given
@@ -205,7 +206,12 @@ class Run:
             self.cut = self.builder.cut(groups.tensor)
 
     def lay_out(
-        self, set_up: SetUp | None = None, *, given: Given | None = None, handed: PreviousState | None = None
+        self,
+        set_up: SetUp | None = None,
+        *,
+        given: Given | None = None,
+        handed: PreviousState | None = None,
+        checked: CheckedParameters | None = None,
     ) -> None:
         """Builds the engine and its pages. Collective.
 
@@ -213,6 +219,7 @@ class Run:
             set_up: the set-up that this ends; None for a re-layout in mid-run.
             given: the parameters' first values, where the module has none.
             handed: the parameters' first values, where they are in pages of the previous engine.
+            checked: result of `Builder.check`.
         """
         builder, place = self.builder, self.builder.place
         folders.remove_stale(self.room)  # remains of killed runs
@@ -228,6 +235,7 @@ class Run:
             restored=None if set_up is None else set_up.restored,
             given=given,
             handed=handed,
+            checked=checked,
             # A checkpoint in progress has the weights before the edit.
             before_edits=self.saves.finish,
         )
