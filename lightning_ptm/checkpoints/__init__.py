@@ -6,7 +6,7 @@
 | the formats | `full.py` (a file of Lightning), `sharded.py` (a folder), `pretrained.py` (Hugging Face's layout) |
 | what do Lightning's calls on the strategy do | `run_checkpoints.py`; `file_io.py` (CheckpointIO plugins) |
 | how is a full checkpoint made | `gathering.py` |
-| how is a sharded one written, also while training goes on | `saving.py`, `row_exchange.py`, `background_row_exchange.py` |
+| how is a sharded one written, also while training goes on | `saving.py`, `row_exchange.py` |
 | when is it written, after an interruption, too | `save_queue.py` |
 | how are states loaded | `module_states.py`, `optimizer_states.py`; from weight files: `weights.py` |
 | which checkpoint does a restarted run resume from | `auto_resume.py` |

@@ -5,7 +5,7 @@ of training; or, after a run, rank 0 writes all from the restored module and opt
 that are not in pages go to Lightning's dictionary (`module_remainder`, `optimizer_remainder`).
 I1: a failure on any rank is known to all, and all raise; what was at the checkpoint's path is then unchanged.
 I2: the run's collectives are issued by the caller's thread only. In the background, tensor-parallel groups exchange
-    rows through a channel of their own (background_row_exchange.py), and ranks learn of each other by the files of the
+    rows through a channel of their own (row_exchange.py), and ranks learn of each other by the files of the
     folder: each rank writes its list of ranges last, and rank 0 puts the checkpoint in place when all lists exist.
 I3: after a run, the folder is the same as that of a checkpoint saved in the run, so any number of ranks can load it.
     Optimizer states whose shape is not the parameter's are stored in Lightning's dictionary.
@@ -32,10 +32,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints.after_run import EndedRun
-from lightning_ptm.checkpoints.background_row_exchange import BackgroundRowExchange
 from lightning_ptm.checkpoints.module_states import parameters_by_name
 from lightning_ptm.checkpoints.optimizer_states import opened, parameters_of, plain_optimizer
-from lightning_ptm.checkpoints.row_exchange import PagedFlat, RowExchange, Table, not_exchanged
+from lightning_ptm.checkpoints.row_exchange import BackgroundRowExchange, PagedFlat, RowExchange, Table, not_exchanged
 from lightning_ptm.errors import AngelPTMError, CheckpointError, UsageError
 from lightning_ptm.memory.backend import in_ram
 from lightning_ptm.memory.paged_tensor import PagedTensor

@@ -343,12 +343,19 @@ def _greet(
             files.insert(0, process)
         for call in [*called, *(None for _ in range(rank + 1, world_size))]:
             peer = call or listener.accept()[0]
-            peer.settimeout(_CONNECT_S)
-            socket.send_fds(peer, [_HELLO.pack(rank, process is not None, own is not None)], files)
-            greeting, theirs, _, _ = socket.recv_fds(peer, _HELLO.size, 2)
-            if len(greeting) != _HELLO.size:
-                raise ConnectionError("a rank has gone while it was being connected")
-            peer.settimeout(None)
+            theirs: list[int] = []
+            try:
+                peer.settimeout(_CONNECT_S)
+                socket.send_fds(peer, [_HELLO.pack(rank, process is not None, own is not None)], files)
+                greeting, theirs, _, _ = socket.recv_fds(peer, _HELLO.size, 2)
+                if len(greeting) != _HELLO.size:
+                    raise ConnectionError("a rank has gone while it was being connected")
+                peer.settimeout(None)
+            except BaseException:
+                for each in theirs:
+                    os.close(each)
+                peer.close()
+                raise
             other, has_process, has_file = _HELLO.unpack(greeting)
             if len(theirs) != has_process + has_file:  # this process is at its limit of open files
                 for each in theirs:

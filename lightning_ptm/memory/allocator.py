@@ -34,7 +34,7 @@ from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.disk_probe import threads_per_path
 from lightning_ptm.memory.io import IoQueue
 from lightning_ptm.memory.page_table import PageTable
-from lightning_ptm.memory.paged_tensor import PagedTensor, PageEvent, page_pieces, round_up
+from lightning_ptm.memory.paged_tensor import PagedTensor, page_pieces, round_up
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.reused_extents import ReusedExtents, gaps
 from lightning_ptm.memory.streams import copy_streams
@@ -306,7 +306,7 @@ class Allocator:
         with self._lock:
             self._check_usable(tensor)
             if start_bytes < stop_bytes:
-                self._copier.unless_busy(partial(tensor.pages.after, start_bytes, stop_bytes, PageEvent.FREE))
+                self._copier.unless_busy(partial(tensor.pages.check_free, start_bytes, stop_bytes))
             self._machine.discard(tensor, start_bytes, stop_bytes)
 
     def discard_all_but(self, kept: Sequence[PagedTensor]) -> None:
@@ -405,7 +405,7 @@ class Allocator:
             self._tables[tensor.tier].vacate(tensor.id, tensor.pages)
 
     def _poison_pages(self, tensor: PagedTensor) -> None:
-        tensor.pages.after(0, round_up(tensor.nbytes), PageEvent.FREE)
+        tensor.pages.check_free(0, round_up(tensor.nbytes))
         for piece in page_pieces(tensor.pages.extents, self.page_size, joined=False):
             if not tensor.tier.addressable:
                 assert self._machine.disk is not None and self._poison_page is not None

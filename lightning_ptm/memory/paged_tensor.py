@@ -160,24 +160,26 @@ class Pages:
                 state = hold.state
         return state
 
-    def after(self, start_bytes: int, stop_bytes: int, event: PageEvent) -> PageState:
-        """Returns the state of the bytes after `event`; InternalError if it is not allowed in their present state."""
+    def begin(self, start_bytes: int, stop_bytes: int, event: PageEvent) -> Hold:
+        """Starts a transfer's hold on bytes; `event` is ARRIVE or LEAVE. End it once, with `Hold.end`."""
         state = self.state(start_bytes, stop_bytes)
         after = TRANSITIONS.get((state, event))
         if after is None:
             raise InternalError(f"bytes of a page that are {state.value} cannot {event.value}")
-        return after
-
-    def begin(self, start_bytes: int, stop_bytes: int, event: PageEvent) -> Hold:
-        """Starts a transfer's hold on bytes; `event` is ARRIVE or LEAVE. End it once, with `Hold.end`."""
-        hold = Hold(self, start_bytes, stop_bytes, self.after(start_bytes, stop_bytes, event))
+        hold = Hold(self, start_bytes, stop_bytes, after)
         self.holds.append(hold)
         return hold
+
+    def check_free(self, start_bytes: int, stop_bytes: int) -> None:
+        """Raises InternalError if the bytes may not be given up: a transfer holds some, or the tensor does not have them."""
+        state = self.state(start_bytes, stop_bytes)
+        if (state, PageEvent.FREE) not in TRANSITIONS:
+            raise InternalError(f"bytes of a page that are {state.value} cannot {PageEvent.FREE.value}")
 
     def free(self) -> Sequence[Extent]:
         """Gives all bytes up and returns them; InternalError, and no change, if a transfer holds some."""
         if self.extents:
-            self.after(0, self._starts[-1], PageEvent.FREE)
+            self.check_free(0, self._starts[-1])
         extents, self.extents, self._starts = self.extents, (), [0]
         return extents
 

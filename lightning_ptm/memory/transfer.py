@@ -568,11 +568,11 @@ class Copier:
     def _finish(self, copy: Copy, error: BaseException | None) -> None:
         """Ends a copy that does not run on a stream."""
         with self._lock:
-            now_s = perf_counter()
-            LinkMeter.end(copy.meters, now_s)
-            self._end(copy, error, now_s)
+            self._end(copy, error, perf_counter())
 
     def _end(self, copy: Copy, error: BaseException | None, end_s: float) -> None:
+        if copy.meters:
+            LinkMeter.end(copy.meters, end_s)
         if self._events.active:  # before the end of a move: the tensor still has its old tier
             track = f"{copy.source.tier.name}_to_{copy.target.tier.name}".lower()
             # One of the two tensors is often a buffer. The name of the one farther from compute, the home, says more.

@@ -138,9 +138,8 @@ class Job(abc.ABC, Generic[F, C]):
         self.incomplete: list[C] = []
         """The active chunks that are not `all_reads_begun`."""
         self.predecessor: Self | None = None
-        """The previous job on the same flat, until it has ended."""
-        self.ended = False
-        """Whether the job's arithmetic is complete. Written by `Chunks`."""
+        """The previous job on the same flat, until its arithmetic is complete: the job may not start before. Written by
+        `Chunks`. A job without chunks is computed at once, but still waits for its turn among the jobs of its flat."""
 
     @abc.abstractmethod
     def has_gradient(self) -> bool:
@@ -149,13 +148,6 @@ class Job(abc.ABC, Generic[F, C]):
     @property
     def computed(self) -> bool:
         return not self.waiting and not self.active
-
-    def may_start(self) -> bool:
-        """Returns whether no earlier job on the same flat has arithmetic left."""
-        # A job without chunks counts as computed at once, but still waits for its turn among the jobs of its flat.
-        if self.predecessor is not None and self.predecessor.ended:
-            self.predecessor = None
-        return self.predecessor is None
 
 
 J = TypeVar("J", bound=Job)
@@ -273,7 +265,7 @@ class Chunks(Generic[F, J, C]):
         while first is not None:
             self.queue.remove(first)
             self.queue.insert(0, first)
-            first = None if first.may_start() else first.predecessor
+            first = first.predecessor
 
     def drop_read_ahead(self) -> None:
         """Drops the chunks that were read ahead, because their pages may be about to change."""
@@ -314,7 +306,7 @@ class Chunks(Generic[F, J, C]):
             if chunk is not None:
                 self._compute(job, chunk)
                 return True
-            if job.computed and job.may_start():
+            if job.predecessor is None and job.computed:
                 self._end(job)
                 return True
         return moved
@@ -327,7 +319,7 @@ class Chunks(Generic[F, J, C]):
         """
         order = self.queue if lead is None else sorted(self.queue, key=lambda job: job is not lead)
         for job in order:
-            if job.may_start() and job.has_gradient():
+            if job.predecessor is None and job.has_gradient():
                 for chunk in job.active:
                     if not chunk.readable():
                         return chunk
@@ -353,7 +345,7 @@ class Chunks(Generic[F, J, C]):
     def _issue(self) -> bool:
         moved, room = False, True
         for job in self.queue:
-            if not job.streams or not job.may_start() or not (job.reads_ahead or job.has_gradient()):
+            if not job.streams or job.predecessor is not None or not (job.reads_ahead or job.has_gradient()):
                 continue
             # Also after a job that found no room: these chunks hold the buffers that it waits for (I4).
             for chunk in [*job.incomplete]:
@@ -426,7 +418,7 @@ class Chunks(Generic[F, J, C]):
         self._report(event, chunk)
 
     def _next_ready(self, job: J) -> C | None:
-        if not job.may_start() or not job.has_gradient():
+        if job.predecessor is not None or not job.has_gradient():
             return None
         if not job.streams:
             if not job.waiting:
@@ -453,7 +445,9 @@ class Chunks(Generic[F, J, C]):
 
     def _end(self, job: J) -> None:
         self.queue.remove(job)
-        job.ended = True
+        for other in self.queue:
+            if other.predecessor is job:
+                other.predecessor = None
         self._actions.end(job)
         if self.on_decision is not None:
             self.on_decision(ChunkAct(ChunkEvent.ENDED, job.flat, numel=job.cuts.numel))

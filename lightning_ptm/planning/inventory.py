@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_ptm.planning.capacity_words import uses_in_words
 from lightning_ptm.planning.layout import round_up
@@ -75,7 +76,7 @@ class Row:
         return round_up(self.numel * self.item_bytes, BLOCK_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for `pools`
 class Inventory:
     """All rows of one rank.
 
@@ -103,9 +104,14 @@ class Inventory:
         chosen = (row for row in self.rows if row.tier is tier and row.lifetime in lifetimes)
         return pages_of(chosen, self.page_size) * self.page_size
 
+    @cached_property
+    def pools(self) -> Mapping[Tier, int]:
+        """Bytes of each tier's pool (I2)."""
+        return {tier: self.held_bytes(tier, *Lifetime) for tier in dict.fromkeys(row.tier for row in self.rows)}
+
     def pool_bytes(self, tier: Tier) -> int:
         """Returns the bytes of a tier's pool (I2)."""
-        return self.held_bytes(tier, *Lifetime)
+        return self.pools.get(tier, 0)
 
     def by_what(self, tier: Tier) -> dict[What, int]:
         """Returns the bytes of a tier's pages by purpose.

@@ -183,11 +183,6 @@ class FlatLayout:
             empty.
         rank: the rank, among those that share the flat, whose shard is described; irrelevant where `shares` is empty.
         code: quantization format of homes; None: the compute dtype.
-
-    Attributes:
-        shared: whether several ranks share the flat, so that each has only pieces of it.
-        shard_numel: elements of the rank's shard, padding included; equal for all ranks unless they own whole parameters.
-        padded_numel: elements of the full flat, padding included.
     """
 
     unit: int
@@ -205,15 +200,26 @@ class FlatLayout:
     shares: tuple[int, ...] = ()
     rank: int = 0
     code: Code | None = None
+    # Derived, once: they are asked for at every fetch and release.
     shared: bool = field(init=False, repr=False, compare=False)
+    """Whether several ranks share the flat, so that each has only pieces of it."""
     shard_numel: int = field(init=False, repr=False, compare=False)
+    """Elements of the rank's shard, padding included; equal for all ranks unless they own whole parameters."""
     padded_numel: int = field(init=False, repr=False, compare=False)
+    """Elements of the full flat, padding included."""
+    padded_bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of the full flat in the compute dtype."""
 
     def __post_init__(self) -> None:
-        shares, even = self.shares, self.stripes * self.piece_numel + self.tail_piece_numel
+        shard_numel = self.stripes * self.piece_numel + self.tail_piece_numel
+        padded_numel = self.world_size * shard_numel
+        if self.shares:
+            shard_numel = self.shares[self.rank + 1] - self.shares[self.rank]
+            padded_numel = self.shares[-1]
         object.__setattr__(self, "shared", self.world_size > 1)
-        object.__setattr__(self, "shard_numel", shares[self.rank + 1] - shares[self.rank] if shares else even)
-        object.__setattr__(self, "padded_numel", shares[-1] if shares else self.world_size * even)
+        object.__setattr__(self, "shard_numel", shard_numel)
+        object.__setattr__(self, "padded_numel", padded_numel)
+        object.__setattr__(self, "padded_bytes", padded_numel * self.itemsize)
 
     def of(self, rank: int) -> FlatLayout:
         """Returns the layout with another rank's shard."""
@@ -307,11 +313,6 @@ class FlatLayout:
     def sums_gradients(self) -> bool:
         """Whether gradients are summed at home in a wider dtype than their own."""
         return self.gradient_itemsize != self.itemsize
-
-    @property
-    def padded_bytes(self) -> int:
-        """Bytes of the full flat in the compute dtype."""
-        return self.padded_numel * self.itemsize
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """Returns the pieces that `rank` owns, in the order of its shard."""

@@ -306,7 +306,7 @@ class Pipeline:
         gradient = progress is not None and progress.has_gradient()
         started = chunk.flat.started(chunk.start, chunk.numel)
         submitted = None if progress is None else progress.submitted
-        begun, all_begun = False, progress is not None
+        begun, all_begun, read_bytes = False, progress is not None, 0
         for column in columns:
             if column.role in chunk.buffers:
                 continue
@@ -324,9 +324,10 @@ class Pipeline:
                 chunk.reads.add(
                     self._allocator.copy(column.home, buffer, source_start=start, numel=numel, whole_blocks=True)
                 )
-                self.stats.add_read(numel * column.home.dtype.itemsize)
+                read_bytes += numel * column.home.dtype.itemsize
         # A chunk read ahead may have more than the job needs: a job without any gradient only copies the master parameter.
         chunk.note_reads(all_reads_begun=all_begun)
+        self.stats.add_read(read_bytes)
         return begun
 
     def free(self, chunk: JobChunk) -> None:
@@ -372,6 +373,7 @@ class Pipeline:
             name = f"flat {flat.index} [{chunk.start}:{chunk.start + chunk.numel}]"
             self._events.emit(Event(EventKind.UPDATE, progress.tier.name.lower(), name, started, ended))
         truth = TARGET if progress.job.states.master is not None else PARAMETER
+        written_bytes = 0
         for column in self._of(chunk, progress.staged):
             if column.writes:
                 start, numel = column.stretch(chunk.start, chunk.numel)
@@ -379,9 +381,10 @@ class Pipeline:
                     chunk.buffers[column.role], column.home, target_start=start, numel=numel
                 )
                 chunk.writes.add(transfer)
-                self.stats.add_written(numel * column.home.dtype.itemsize)
+                written_bytes += numel * column.home.dtype.itemsize
                 if column.role == truth:
                     progress.landing.add(transfer)
+        self.stats.add_written(written_bytes)
         return bool(chunk.writes.all)
 
     @staticmethod

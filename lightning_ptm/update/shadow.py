@@ -204,7 +204,7 @@ class ShadowOptimizer:
             self._scalar_steps = []
         known = next((each for each in self._scalar_steps if each.is_of(group, scalars, like)), None)
         if known is None:  # all flats of an optimizer are asked about in each of its steps
-            after = _scalars_of(self._try_on_zeros(hyper, group, scalars, like), self._dummy_slots(group, like))
+            after = _scalars_of(self._try_on_zeros(hyper, group, scalars, like), self._slot_shapes(group, None))
             known = _ScalarStep(hyper, group, like.dtype, like.device, scalars, after)
             self._scalar_steps.append(known)
         return known.after
@@ -275,15 +275,17 @@ class ShadowOptimizer:
             clone.state.clear()
 
     def _dummy_slots(self, group: int, like: torch.Tensor, shape: Shape | None = None) -> dict[str, torch.Tensor]:
+        shapes = self._slot_shapes(group, shape)
+        dtypes = {slot.name: slot.dtype for slot in self.traits.groups[group].slots}
+        return {name: torch.zeros(shape, dtype=dtypes[name], device=like.device) for name, shape in shapes.items()}
+
+    def _slot_shapes(self, group: int, shape: Shape | None) -> Mapping[str, Shape]:
+        """By name, the shapes of the slots of a parameter of `shape` (None: the group's example)."""
         traits = self.traits.groups[group]
         example_shape = traits.example_shape if shape is None else shape
-        shapes = (
-            traits.state_shapes[example_shape]
-            if self.traits.whole
-            else {slot.name: example_shape for slot in traits.slots}
-        )
-        dtypes = {slot.name: slot.dtype for slot in traits.slots}
-        return {name: torch.zeros(shape, dtype=dtypes[name], device=like.device) for name, shape in shapes.items()}
+        if self.traits.whole:
+            return traits.state_shapes[example_shape]
+        return {slot.name: example_shape for slot in traits.slots}
 
     def _group_values(self, hyper: GroupValues, group: int) -> dict[str, Any]:
         values = dict(hyper.groups[group])

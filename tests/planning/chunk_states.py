@@ -136,14 +136,13 @@ class ModelJob(Job[str, ModelChunk]):
         return self.gradient
 
     def frozen(self) -> JobState:
-        before = None if self.may_start() else self.predecessor
         return JobState(
             self.index,
             tuple(self.waiting),
             tuple(chunk.frozen() for chunk in self.active),
             tuple(place for place, chunk in enumerate(self.active) if chunk in self.incomplete),
             self.gradient,
-            None if before is None else before.index,
+            None if self.predecessor is None else self.predecessor.index,
             tuple(sorted(self.done)),
         )
 

@@ -112,7 +112,7 @@ def _freed_memory(blueprint: Blueprint, settings: Settings, machine: Machine, in
     """
     if settings.tuning.freed_memory != "auto":
         return Freed.STAYS if settings.tuning.freed_memory == "keep" else Freed.LEAVES
-    pools = {tier: inventory.pool_bytes(tier) for tier in {row.tier for row in inventory.rows}}
+    pools = inventory.pools
     in_ram = sum(size for tier, size in pools.items() if tier.addressable)
     free = machine.free_host_bytes / machine.ranks
     roomy = in_ram < free * _ROOMY_SHARE and free >= SHORT_RAM_BYTES

@@ -291,6 +291,7 @@ class Engine:
             release_idle_units=lambda: self.executor.release_all(),
         )
         self._views = pages.views
+        self._in_flight = pages.in_flight
         self.stores = tuple(pages.store(index) for index in range(len(blueprint.units)))
         self.updater = Updater(
             self.allocator,
@@ -365,13 +366,14 @@ class Engine:
             and not home.updates
         ]
         self.clipping: Clipping = Clipping(self.communicator, self.updates, self._optimizers)
-        self.reduction: Reduction = Reduction(self.flats, self.barriers.agreement, lambda: self.executor.release_all())
+        self.reduction: Reduction = Reduction(
+            self.flats, self.barriers.agreement, self._in_flight, lambda: self.executor.release_all()
+        )
 
     def _prepare_steps(self, recompute: int) -> None:
         """Creates the executor, which follows plans, and the hooks on the module's forward and backward."""
         blueprint = self.blueprint
         planner = Planner(blueprint, self.communicators.along(blueprint.holders.sharding_axes), self.communicator.rank)
-        # Computed once: `pool_bytes` adds up all rows, and the tracer needs it at each tick.
         beside = partial(self.backend.bytes_outside_region, blueprint.pool_bytes[Tier.DEVICE])
         self.tracer = Tracer(blueprint.units, beside, self.backend)
         self.executor: Executor = Executor(
@@ -383,7 +385,7 @@ class Engine:
             self.updates.finish_between_steps,
             planner.replan,
             self.gathered_flats.read,
-            self.reduction.reclaim,
+            self._in_flight.release,
             self.events,
             self._used_bytes,
             blueprint.by_need,
@@ -401,7 +403,7 @@ class Engine:
             self._undo.callback(self.offload.close)
         for flat in self._all_flats:
             self._undo.callback(flat.gradient.view.make_plain)
-            self._undo.callback(flat.gradient.shard.end_additions)
+        self._undo.callback(self._in_flight.end_additions)
         self.backwards: BackwardActions = BackwardActions(
             blueprint.units,
             self.stores,

@@ -29,7 +29,7 @@ from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.full_params.first_values import FirstValues, Given
 from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
 from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
-from lightning_ptm.runtime.gradients.store import GradientPages, HostAccumulator, PageSupply
+from lightning_ptm.runtime.gradients.store import GradientPages, HostAccumulator, InFlight, PageSupply
 from lightning_ptm.runtime.machine.machine import free_host_bytes
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.runtime.relayout.reused_tensors import ReusedTensors
@@ -83,6 +83,8 @@ class RunPages:
         self._communicators = communicators
         self._device = device
         self._sums = HostAccumulator(allocator.backend) if allocator.backend.apart else None
+        self.in_flight = InFlight()
+        """Gradients whose reductions or copies are in flight."""
 
         self._stream = stream
         self._checks_all = checks_all
@@ -156,6 +158,7 @@ class RunPages:
                 self._allocator,
                 sharing,
                 supply,
+                self.in_flight,
                 self._sums,
                 self._stream,
                 before_change=_nothing if lock_free else partial(self._finish_update, store.unit.index),

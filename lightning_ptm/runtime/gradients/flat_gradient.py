@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lightning_ptm.memory.streams import ComputeStream
     from lightning_ptm.memory.transfer import Transfer
     from lightning_ptm.planning.sharding import ShardGroup
-    from lightning_ptm.runtime.gradients.store import Addition, HostAccumulator, PageSupply
+    from lightning_ptm.runtime.gradients.store import Addition, HostAccumulator, InFlight, PageSupply
 
 
 class FlatGradient:
@@ -44,6 +44,7 @@ class FlatGradient:
         route: where the gradient waits.
         sharing: the ranks that share the gradient.
         supply: source of the gradient pages; not used if the gradient waits in `.grad`.
+        in_flight: the run's gradients that are in flight.
         in_ram: adds gradients of a device to sums in RAM; None: the device has no memory of its own.
         stream: the run's compute stream; None: the current one.
         before_change, release_idle_units: see `GradientShard`.
@@ -56,6 +57,7 @@ class FlatGradient:
         allocator: Allocator,
         sharing: ShardGroup,
         supply: PageSupply,
+        in_flight: InFlight,
         in_ram: HostAccumulator | None = None,
         stream: ComputeStream | None = None,
         *,
@@ -75,6 +77,7 @@ class FlatGradient:
             self.record,
             allocator,
             supply,
+            in_flight,
             in_ram,
             before_change=before_change,
             release_idle_units=release_idle_units,
@@ -128,21 +131,12 @@ class FlatGradient:
         Raises:
             UsageError: several ranks share the gradient, or a step has used it.
         """
-        view = self.view
-        view.check_forgotten()
-        if self.in_place:
-            return
-        view.apply_edits(stay=True)
-        given = view.assigned()
-        if given:
-            shown = view.set_aside(given)
-            try:
-                self.collect()
-            except CapacityError:  # no plan counts gradients that users assign
-                self.shard.settle()
-                self.shard.release_idle_units()
-                self.collect()
-            view.show_set_aside(shown)
+        self.view.check_forgotten()
+        if not self.in_place:
+            self.view.apply_edits(stay=True)
+            if self.view.assigned():
+                self._check_not_handed()
+                self.view.apply_assigned()
 
     def collect(self, present: Sequence[bool] | None = None) -> None:
         """Moves the gradients from the parameters to the pages at the end of the unit's backward.
@@ -160,12 +154,7 @@ class FlatGradient:
         present = here if present is None else present
         if not any(present):
             return
-        if self.handed:
-            raise UsageError(
-                f"gradients arrived for {self.store.layout.slots[0].spec.name} and the parameters that are updated with "
-                "it after their update of this step had begun, in the backward pass of the loss, so they would be lost; "
-                "run that backward pass before, or after the optimizer's step"
-            )
+        self._check_not_handed()
         self.shard.settle()
         layout, pages = self.store.layout, self.shard.reserve()
         if self._sharing.needs_no_reduction and pages.tier.computes:
@@ -193,6 +182,14 @@ class FlatGradient:
             return
         work = communicator.reduce_scatter(full.tensor(), other.tensor(), layout, divisor)
         self.shard.reduction_started(work, full, other, present)
+
+    def _check_not_handed(self) -> None:
+        if self.handed:
+            raise UsageError(
+                f"gradients arrived for {self.store.layout.slots[0].spec.name} and the parameters that are updated with "
+                "it after their update of this step had begun, in the backward pass of the loss, so they would be lost; "
+                "run that backward pass before, or after the optimizer's step"
+            )
 
     def add_up(self, slot: int) -> None:
         """Adds a parameter's `.grad` to the pages before autograd computes a further gradient of the same pass.

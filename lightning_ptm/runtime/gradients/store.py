@@ -144,10 +144,7 @@ class Addition:
                 return
             self._arriving.synchronize()
             with torch.no_grad():
-                if self._adds:
-                    self._sum.add_(self._value)
-                else:
-                    self._sum.copy_(self._value)
+                _put(self._sum, self._value, adds=self._adds)
             self._value = None
 
 
@@ -163,6 +160,54 @@ class HostAccumulator:
         """Starts to copy `part`, written by the work queued so far. `part` must stay unchanged until it is added."""
         value = self._backend.empty_in_host(part)
         return Addition(self._to_host.launch([Pair(value, part)]), value, sum_, adds=adds)
+
+
+class InFlight:
+    """The gradients of a run with reductions or copies in flight, in the order in which these were started.
+
+    Their buffers are device pages that the run gets back when they have ended.
+    """
+
+    def __init__(self) -> None:
+        self._shards: dict[GradientShard, None] = {}
+
+    def add(self, shard: GradientShard) -> None:
+        """Adds a gradient; no effect if it is in flight already."""
+        self._shards[shard] = None
+
+    def discard(self, shard: GradientShard) -> None:
+        """Removes a gradient, if it is in flight."""
+        self._shards.pop(shard, None)
+
+    def release(self, wait: bool) -> bool:
+        """Releases device pages of gradients that have reached their home. Returns whether any page was freed.
+
+        Args:
+            wait: also waits for those that have not.
+        """
+        freed = False
+        for shard in tuple(self._shards):
+            freed |= shard.release(wait=wait)
+        return freed
+
+    def settle(self) -> None:
+        """Waits for all of them."""
+        for shard in tuple(self._shards):
+            shard.settle()
+
+    def limit_additions(self) -> None:
+        """Waits for additions in RAM if the host is too many units ahead of the device."""
+        adding = [shard for shard in self._shards if shard.adds_in_ram]
+        if adding:
+            ahead = [*dict.fromkeys(shard.unit for shard in adding)][-UNITS_AHEAD:]
+            for shard in adding:
+                if shard.unit not in ahead:
+                    shard.settle()
+
+    def end_additions(self) -> None:
+        """Waits for additions to sums in RAM, at the end of the run."""
+        for shard in tuple(self._shards):
+            shard.end_additions()
 
 
 @dataclasses.dataclass(slots=True)
@@ -182,6 +227,7 @@ class GradientShard:
         route: where the gradient waits.
         record: what the pages hold.
         supply: source of the pages; not used if the gradient waits in `.grad`.
+        in_flight: those of the run; it is one of them while its reduction or copies are.
         in_ram: adds gradients of a device to sums in RAM; None: the device has no memory of its own.
         before_change: called before gradients are written other than by a backward pass, since an update may still read
             them.
@@ -195,6 +241,7 @@ class GradientShard:
         record: GradientRecord,
         allocator: Allocator,
         supply: PageSupply,
+        in_flight: InFlight,
         in_ram: HostAccumulator | None = None,
         *,
         before_change: Callable[[], None] = lambda: None,
@@ -207,6 +254,8 @@ class GradientShard:
         self._record = record
         self._allocator = allocator
         self._supply = supply
+        self._in_flight = in_flight
+        self.unit = store.layout.unit
         self._in_ram = in_ram
         self.widens = route.dtype != store.binding.dtype
         """Whether the sum has a wider dtype than the gradients that are added."""
@@ -284,6 +333,7 @@ class GradientShard:
         """
         self._record.send(GradEvent.REDUCE, present)
         self._arriving = _Arriving(work, full, part)
+        self._in_flight.add(self)
 
     def settle(self) -> None:
         """Waits until the gradient pages may be read, and frees the buffers of finished transfers and of `on_device`."""
@@ -293,8 +343,9 @@ class GradientShard:
             if not transfer.done():
                 transfer.wait()
             self._allocator.release(buffer)
+        self._in_flight.discard(self)
 
-    def give_back(self, *, wait: bool) -> bool:
+    def release(self, *, wait: bool) -> bool:
         """Releases device pages of gradients that have reached their home.
 
         Args:
@@ -311,6 +362,8 @@ class GradientShard:
         if wait and self._arriving is not None:
             self.settle()
             return True
+        if not self.in_flight:
+            self._in_flight.discard(self)
         return bool(gone)
 
     def finish_reduction(self) -> None:
@@ -381,17 +434,18 @@ class GradientShard:
             else:
                 view.copy_(value)
 
-    def add_to_slot(self, slot: int, gradient: Tensor) -> None:
-        """Adds one parameter's gradient to the pages. The flat must be whole on this rank."""
+    def add_to_slot(self, slot: int, gradient: Tensor, *, replaces: bool = False) -> None:
+        """Adds one parameter's gradient to the pages. The flat must be whole on this rank.
+
+        Args:
+            replaces: it takes the place of the one that is there.
+        """
         self.reserve()
         with self.changing() as values:
             if self._record.state not in SUMS:
                 values.zero_()
             view = self._arrangement.view(values, slot)
-            if self._record.present[slot]:
-                view.add_(gradient)
-            else:
-                view.copy_(gradient)
+            _put(view, gradient, adds=self._record.present[slot] and not replaces)
         self._record.send(GradEvent.ADD, [each == slot for each in range(len(self._record.present))])
 
     def add_on_device(self, take: Callable[[int], Tensor | None]) -> None:
@@ -405,10 +459,7 @@ class GradientShard:
             gradient = take(slot)
             if gradient is not None:
                 view = self._arrangement.view(pages, slot)
-                if adds:
-                    view.add_(gradient)
-                else:
-                    view.copy_(gradient)
+                _put(view, gradient, adds=adds)
                 came[slot] = True
         self._record.send(GradEvent.ADD, came)
 
@@ -470,16 +521,15 @@ class GradientShard:
                 addition = self._in_ram.start(part.tensor(), pages.tensor(), adds=adds)
                 self._transfers.append((addition, part))
             else:
-                if adds:
-                    pages.tensor().add_(part.tensor())
-                else:
-                    pages.tensor().copy_(part.tensor())
+                _put(pages.tensor(), part.tensor(), adds=adds)
                 self._allocator.release(part)
         elif so_far:
             self._add_through(so_far, part.tensor(), pages)
             self._allocator.release(part)
         else:
             self._transfers.append((self._allocator.copy(part, pages), part))
+        if self._transfers:
+            self._in_flight.add(self)
 
     def _add_through(self, so_far: Sequence[PagedTensor], values: Tensor, pages: PagedTensor) -> None:
         """Adds values (shard_numel,) to pages without addresses."""
@@ -490,8 +540,13 @@ class GradientShard:
         for transfer in coming:
             transfer.wait()
         for each, start, more in places:
-            if adds:
-                each.tensor().add_(more)
-            else:
-                each.tensor().copy_(more)
+            _put(each.tensor(), more, adds=adds)
             self._transfers.append((self._allocator.copy(each, pages, target_start=start), each))
+
+
+def _put(target: Tensor, gradient: Tensor, *, adds: bool) -> None:
+    """Adds a gradient to a sum, or writes it there."""
+    if adds:
+        target.add_(gradient)
+    else:
+        target.copy_(gradient)

@@ -385,36 +385,27 @@ class GradView:
 
     # -- changes by the user -------------------------------------------------------------------------------------------
 
-    def assigned(self) -> list[int]:
-        """Slots of parameters to whose `.grad` the user has assigned a gradient or added one.
+    def assigned(self) -> bool:
+        """Whether the user has assigned a gradient to some `.grad`, or has added one.
 
         Raises:
             UsageError: several ranks share the gradient.
         """
-        gradients = enumerate(self._binding.gradients())
-        given = [slot for slot, grad in gradients if grad is not None and grad is not self._shown.get(slot)]
+        given = [slot for slot, _ in self._assigned()]
         if given:
             self._check_alone(given[0], "was assigned")
-        return given
+        return bool(given)
 
-    def set_aside(self, given: Sequence[int]) -> dict[int, GradPlaceholder]:
-        """Removes the placeholders until `show_set_aside`.
+    def _assigned(self) -> list[tuple[int, Tensor]]:
+        gradients = enumerate(self._binding.gradients())
+        return [(slot, grad) for slot, grad in gradients if grad is not None and grad is not self._shown.get(slot)]
 
-        The pages of parameters to which the user assigned a gradient are set to zero.
-        """
-        shown, self._shown = self._shown, {}
-        for slot in shown:
-            self._put(slot, None)
-        for slot in given:  # the assigned gradient replaces the one in the pages
-            if self._record.present[slot]:
-                self._shard.write(slot, None)
-        return shown
-
-    def show_set_aside(self, shown: dict[int, GradPlaceholder]) -> None:
-        """Puts the placeholders of `set_aside` back into `.grad`."""
-        for slot, each in shown.items():
-            self._shown[slot] = each
-            self._put(slot, each)
+    def apply_assigned(self) -> None:
+        """Writes gradients that the user has assigned to the pages, in place of those that are there."""
+        self.check_dense()
+        for slot, grad in self._assigned():
+            self._shard.add_to_slot(slot, grad, replaces=True)
+            self.take(slot)
         self.show()
 
     def apply_edits(self, *, stay: bool) -> None:

@@ -61,17 +61,19 @@ def reused_tensors(
     if tier is None or tuple(disk_paths) != handed.disk_paths or allocator.page_size != blueprint.layout.page_size:
         return ReusedTensors()
     numbers = [next((at for at, old in enumerate(handed.optimizers) if old is each), None) for each in optimizers]
+    rows = {what: blueprint.inventory.of_flats(what) for what in _OF_FLATS}
     found: dict[tuple[What, int], Sequence[PagedTensor | None]] = {}
     for flat in blueprint.layout.flats:
         by_name = {item.name: id(item.parameter) for item in blueprint.units[flat.unit].parameters}
         old = handed.flats.get(geometry(flat, [by_name[slot.spec.name] for slot in flat.slots]))
-        kept = columns(blueprint, flat.index) if old is not None else ()
-        for what in _OF_FLATS if old is not None else ():
-            rows = blueprint.inventory.of_flats(what).get(flat.index, [])
-            of_rows = [column for column in kept if column.what is what]
-            found[what, flat.index] = [
-                _same(row, _old(old, column, numbers)) for row, column in zip(rows, of_rows, strict=True)
-            ]
+        if old is None:
+            continue
+        kept = columns(blueprint, flat.index)
+        for what in _OF_FLATS:
+            of_rows = zip(
+                rows[what].get(flat.index, ()), (column for column in kept if column.what is what), strict=True
+            )
+            found[what, flat.index] = [_same(row, _old(old, column, numbers)) for row, column in of_rows]
     kept_tensors = [tensor for each in found.values() for tensor in each if tensor is not None]
     more = _more_pages(blueprint, tier, found, kept_tensors, lambda _: True)
     if pools[tier] + more * blueprint.layout.page_size > blueprint.budget[tier]:
@@ -81,8 +83,7 @@ def reused_tensors(
     return ReusedTensors(allocator.reusable_extents(kept_tensors, read), found, {tier: more}, {tier: at_once})
 
 
-def _old(old: PreviousFlat | None, column: Column, numbers: Sequence[int | None]) -> PagedTensor | None:
-    assert old is not None
+def _old(old: PreviousFlat, column: Column, numbers: Sequence[int | None]) -> PagedTensor | None:
     if column.what is What.STATES:
         number = None if column.optimizer is None else numbers[column.optimizer]
         tensor, layout = (None, None) if number is None else old.states.get((number, column.name), (None, None))

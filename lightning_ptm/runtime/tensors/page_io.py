@@ -151,17 +151,22 @@ class PageIO:
         try:
             while more or coming:
                 while more and (buffer := buffers.take(stored.dtype)) is not None:
-                    found = next(to_read, None)
+                    try:
+                        found = next(to_read, None)
+                        if found is not None:
+                            first, length = _stretch(paged, *found)
+                            # Disks are read in blocks; only ranges of codes begin within a block.
+                            block = BLOCK_BYTES // stored.dtype.itemsize
+                            begin = first // block * block
+                            end = min(round_up(first + length, block), stored.numel)
+                            transfer = self.allocator.copy(stored, buffer, source_start=begin, numel=end - begin)
+                    except BaseException:
+                        buffers.give_back(buffer)
+                        raise
                     if found is None:
                         more = False
                         buffers.give_back(buffer)
                         break
-                    first, length = _stretch(paged, *found)
-                    # Disks are read in blocks; only ranges of codes begin within a block.
-                    block = BLOCK_BYTES // stored.dtype.itemsize
-                    begin = first // block * block
-                    end = min(round_up(first + length, block), stored.numel)
-                    transfer = self.allocator.copy(stored, buffer, source_start=begin, numel=end - begin)
                     coming.append((found, first - begin, buffer, transfer))
                 if coming:
                     (start, numel), lead, buffer, transfer = coming.popleft()
@@ -354,12 +359,17 @@ class PageIOBuffers:
         longest: dict[torch.dtype, int] = {}
         for dtype, numel in tensors:
             longest[dtype] = max(longest.get(dtype, 0), -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL)
-        for dtype, numel in longest.items():
-            numel, count = min(allocator.page_size // dtype.itemsize, numel), 0
-            while not count or (count < most and allocator.free_bytes(tier) > 2 * allocator.page_size):
-                taken.append(allocator.allocate("values in transit", numel, dtype, tier))
-                allocator.merge(taken[-1])
-                count += 1
+        try:
+            for dtype, numel in longest.items():
+                numel, count = min(allocator.page_size // dtype.itemsize, numel), 0
+                while not count or (count < most and allocator.free_bytes(tier) > 2 * allocator.page_size):
+                    taken.append(allocator.allocate("values in transit", numel, dtype, tier))
+                    allocator.merge(taken[-1])
+                    count += 1
+        except BaseException:
+            for tensor in taken:
+                allocator.release(tensor)
+            raise
         return cls(allocator, taken)
 
     def suffice(self, tensors: Iterable[tuple[torch.dtype, int]], most: int) -> bool:

@@ -17,7 +17,7 @@ from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.sharding import Axis, ShardGroup
 from lightning_ptm.runtime.deciding.gradient_route import GradientUse, Passes, Until, Waits, route
 from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
-from lightning_ptm.runtime.gradients.store import GradientPages, HostAccumulator
+from lightning_ptm.runtime.gradients.store import GradientPages, HostAccumulator, InFlight
 from lightning_ptm.runtime.gradients.view import GradPlaceholder
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.gradient_source import ParameterGradients, ShardGradient, Transform
@@ -60,7 +60,14 @@ class One:
         in_ram = HostAccumulator(CpuBackend()) if "sums" in place else None
         self.before_change: Callable[[], None] = lambda: None
         self.gradient = FlatGradient(
-            store, chosen, made.allocator, made.sharing, self.supply, in_ram, before_change=lambda: self.before_change()
+            store,
+            chosen,
+            made.allocator,
+            made.sharing,
+            self.supply,
+            InFlight(),
+            in_ram,
+            before_change=lambda: self.before_change(),
         )
         self.weight, self.bias = store.binding.parameters
         self.free = made.device_pages_free
@@ -129,7 +136,7 @@ def test_gradients_of_several_passes_add_up_where_they_wait(disk: Path, place: s
 def test_what_one_of_several_ranks_holds_whole_is_the_mean_over_their_losses(disk: Path, place: str) -> None:
     with one(place, disk) as it:
         (store,), sharing = it.parts.flats, ShardGroup((Axis.DATA,), (0,), losses=8, scaled_by=2)
-        it.gradient = FlatGradient(store, it.gradient.route, it.parts.allocator, sharing, it.supply)
+        it.gradient = FlatGradient(store, it.gradient.route, it.parts.allocator, sharing, it.supply, InFlight())
         it.backward(1.0, 8.0)
         it.backward(3.0, None)
         assert it.values() == [1.0, 2.0]
@@ -148,7 +155,7 @@ def test_sums_of_16_bits_are_fp32(disk: Path, place: str) -> None:
         sets = [made.allocator.allocate("set", numel, torch.float32, tier)] if "travel" in place else []
         chosen = route(tier, torch.float32, use_of(**{**questions, "passes": Passes.COPIED}))
         supply = GradientPages(sets).supply(numel, torch.float32) if sets else made.supply(flat, chosen)
-        gradient = FlatGradient(flat, chosen, made.allocator, made.sharing, supply)
+        gradient = FlatGradient(flat, chosen, made.allocator, made.sharing, supply, InFlight())
         it.gradient, (it.weight, it.bias), it.parts = gradient, flat.binding.parameters, made
         for value in (256.0, 1.0, 1.0):
             it.backward(value, value)
@@ -360,19 +367,19 @@ def test_device_pages_of_a_reduction_under_way_are_waited_for(disk: Path, place:
     with of_two(place, disk) as it:
         it.backward(1.0, 1.0)
         own = it.gradient.route.own_pages is Tier.DEVICE
-        assert not it.gradient.shard.give_back(wait=False) and it.free - it.parts.device_pages_free == 3 + own
-        assert it.gradient.shard.give_back(wait=True)
+        assert not it.gradient.shard.release(wait=False) and it.free - it.parts.device_pages_free == 3 + own
+        assert it.gradient.shard.release(wait=True)
         assert it.free - it.parts.device_pages_free == own
-        assert not it.gradient.shard.give_back(wait=True) and it.gradient.shard.on_device().eq(0.5).all()
+        assert not it.gradient.shard.release(wait=True) and it.gradient.shard.on_device().eq(0.5).all()
 
 
 def test_device_pages_of_what_has_left_are_given_back(disk: Path) -> None:
     with one("kept on disk", disk) as it:
         it.backward(1.0, 1.0)
         assert it.free - it.parts.device_pages_free == 1
-        assert it.gradient.shard.give_back(wait=True) and not it.gradient.shard.in_flight
+        assert it.gradient.shard.release(wait=True) and not it.gradient.shard.in_flight
         assert it.parts.device_pages_free == it.free
-        assert not it.gradient.shard.give_back(wait=True)
+        assert not it.gradient.shard.release(wait=True)
 
 
 def test_a_reduction_under_way_is_shown_and_zeroed_as_one_that_has_ended(disk: Path) -> None:
@@ -420,7 +427,7 @@ def test_sums_of_passes_wait_beside_grad_until_they_are_reduced(disk: Path) -> N
     with parts(OnePage(), (), disk=disk, dtype=torch.bfloat16, gradient_itemsize=4) as made:
         (flat,) = made.flats
         chosen = route(Tier.HOST, torch.float32, use_of(passes=Passes.COPIED, until=Until.STEP))
-        gradient = FlatGradient(flat, chosen, made.allocator, made.sharing, made.supply(flat, chosen))
+        gradient = FlatGradient(flat, chosen, made.allocator, made.sharing, made.supply(flat, chosen), InFlight())
         weight, _ = flat.binding.parameters
         for value in (256.0, 1.0, 1.0):
             weight.grad = torch.full(weight.shape, value, dtype=torch.bfloat16)

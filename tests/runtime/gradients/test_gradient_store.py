@@ -17,7 +17,7 @@ from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.runtime.deciding.gradient_route import Passes, Until, route
 from lightning_ptm.runtime.gradients.state import GradEvent, GradientRecord, GradientState
-from lightning_ptm.runtime.gradients.store import GradientShard
+from lightning_ptm.runtime.gradients.store import GradientShard, InFlight
 from lightning_ptm.terms import Tier
 
 BOTH = (True, True)
@@ -33,6 +33,7 @@ class Driven:
         way = route(tier, torch.float32, use_of(passes=Passes.COPIED, until=Until.STEP))
         assert way.tier is tier
         self.record = GradientRecord("flat 0", 2)
+        self.in_flight = InFlight()
         self.before_change: Callable[[], None] = lambda: None
         self.it = GradientShard(
             store,
@@ -40,6 +41,7 @@ class Driven:
             self.record,
             made.allocator,
             made.supply(store, way),
+            self.in_flight,
             before_change=lambda: self.before_change(),
         )
         self.free = made.device_pages_free
@@ -91,8 +93,8 @@ def test_a_reduction_is_waited_for_once_and_its_buffers_come_back(disk: Path, ti
         waited: list[int] = []
         full = its.it.take("full", NUMEL)
         its.it.reduction_started(Work(finish=lambda: waited.append(1)), full, its.part(4.0), BOTH)
-        assert its.it.in_flight and waited == [] and not its.it.give_back(wait=False)
-        assert its.it.give_back(wait=True) and waited == [1] and its.taken == its.own
+        assert its.it.in_flight and waited == [] and not its.it.release(wait=False)
+        assert its.it.release(wait=True) and waited == [1] and its.taken == its.own
         its.it.finish_reduction()
         its.it.settle()
         assert waited == [1] and its.values() == [4.0] and not its.it.in_flight and its.it.transfers() == []

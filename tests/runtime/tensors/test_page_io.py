@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from lightning_ptm.errors import InternalError
+from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.paged_tensor import PagedTensor
@@ -223,3 +224,29 @@ def test_each_dtype_has_its_own(disk: Path) -> None:
             taken = buffers.take(dtype)
             assert taken is not None and taken.dtype is dtype and buffers.take(dtype) is None
         buffers.close()
+
+
+def test_buffers_are_given_back_when_a_read_cannot_begin(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = paged(allocator, Tier.DISK, 5 * CELL)
+    buffers = PageIOBuffers.for_now(allocator, [(torch.float32, CELL)])
+    copy, begun = allocator.copy, []
+
+    def fails_at_the_third(*args: Any, **more: Any) -> Any:
+        begun.append(args)
+        if len(begun) == 3:
+            raise InternalError("busy")
+        return copy(*args, **more)
+
+    monkeypatch.setattr(allocator, "copy", fails_at_the_third)
+    with pytest.raises(InternalError, match="busy"):
+        list(PageIO(allocator).stream(tensor, [(start, CELL) for start in range(0, 5 * CELL, CELL)], buffers))
+    taken = [buffers.take(torch.float32) for _ in range(BUFFERS + 1)]
+    assert [buffer is not None for buffer in taken] == [True] * BUFFERS + [False]
+
+
+def test_buffers_for_which_there_is_no_room_leave_none_behind(disk: Path) -> None:
+    with made(disk, host=2) as allocator:
+        free = allocator.free_bytes(Tier.HOST)
+        with pytest.raises(CapacityError):
+            PageIOBuffers.for_now(allocator, [(dtype, CELL) for dtype in (torch.float32, torch.int32, torch.uint8)])
+        assert allocator.free_bytes(Tier.HOST) == free
