@@ -114,7 +114,8 @@ class BackgroundRowExchange:
                 message = self._next(turn)
                 if message is None:
                     self._error = CheckpointError(
-                        "the exchange of rows for a checkpoint was stopped before its last page, since saving failed"
+                        "the exchange of rows for a checkpoint was stopped before its last page, since saving failed, so the "
+                        "checkpoint was not completed; earlier ones are untouched"
                     )
                     self._exchange.give_up()
                     return

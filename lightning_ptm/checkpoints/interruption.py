@@ -96,4 +96,9 @@ class Interruption:
     def _give_up(self, reason: str) -> None:
         self.unsaved = reason
         if not self._engine.communicator.alone:
-            self._engine.fail(sys.exc_info()[1] or UsageError("the run was cut short"))
+            self._engine.fail(
+                sys.exc_info()[1]
+                or UsageError(
+                    "the run was interrupted, so ranks cannot go on with collectives; resume from an earlier checkpoint"
+                )
+            )

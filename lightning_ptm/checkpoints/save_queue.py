@@ -106,7 +106,7 @@ class SaveQueue:
         self._last_failed = True
         if self._on_failure == "stop":
             raise error
-        rank_zero_warn(f"there is no checkpoint {path}, and the run goes on (on_failure='warn'): {error}")
+        rank_zero_warn(f"there is no checkpoint {path}, and the run goes on (Checkpoints(on_failure='warn')): {error}")
 
 
 def _link(path: Path, name: Path, link: Callable[[Path, Path], None]) -> None:

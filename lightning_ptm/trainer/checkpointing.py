@@ -93,8 +93,8 @@ class RunCheckpoints:
         if run is not None and run.has_pages and not run.fits and self._type == "sharded":
             raise UsageError(
                 "a sharded checkpoint during an evaluation cannot hold the optimizer states of the fit before; save "
-                "after the evaluation, or give save_checkpoint(..., weights_only=True); Lightning's tuner needs a "
-                "Trainer that has not trained"
+                "after the evaluation, or give save_checkpoint(..., weights_only=True); if this came from "
+                "scale_batch_size or lr_find, use a new Trainer"
             )
         if run is None or not (run.cut_off or (run.has_pages and run.fits)):
             return after_run.optimizer_state(self._between.ended, optimizer, self._settings, keep=keep)
@@ -142,7 +142,9 @@ class RunCheckpoints:
             return
         if storage_options is not None:
             raise ConfigError(
-                "storage_options are arguments of a checkpoint_io, and state_dict_type='sharded' writes folders without one"
+                "storage_options are arguments of a checkpoint_io, and Checkpoints(state_dict_type='sharded') writes "
+                "folders without one, so they would have no effect; leave storage_options out, or save with "
+                "checkpoints=Checkpoints(state_dict_type='full')"
             )
         if run is None:
             self.saves.save(filepath, lambda: self._save_afterwards(module, checkpoint, Path(filepath)))

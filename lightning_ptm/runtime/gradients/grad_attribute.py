@@ -285,9 +285,9 @@ class GradAttribute:
             others = [self._binding.parameters[each] for each in self._shown if each != slot]
             if any(parameter.grad is not None for parameter in others):
                 raise UsageError(
-                    f"the gradient of {self._names[slot]} was set to None, in a flat that several ranks share and "
-                    "that holds gradients of other parameters, so they cannot be forgotten separately; use zero_grad "
-                    "of the optimizer, or make the module that holds it a unit of its own with units=[...]"
+                    f"the gradient of {self._names[slot]} was set to None on several ranks, where the gradients of a unit "
+                    "are stored together, so one of them cannot be dropped alone; use zero_grad of the optimizer, or "
+                    "make the module that holds it a unit of its own with units=[...]"
                 )
             return  # the user has set all gradients of the flat to None
         self._shard.write(slot, None)
@@ -341,9 +341,9 @@ class GradAttribute:
     def _check_alone(self, slot: int, what: str) -> None:
         if not self._sharing.needs_no_reduction:
             raise UsageError(
-                f".grad of {self._names[slot]} {what}, and each of several ranks has a part of that gradient alone, "
-                "so no rank has its values; clip with gradient_clip_val or self.clip_gradients, and take the norm "
-                "from trainer.strategy.gradient_norm(optimizer)"
+                f".grad of {self._names[slot]} {what}, and on several ranks each rank has only its shard of the "
+                "gradient; clip with gradient_clip_val or self.clip_gradients, and take the norm from "
+                "trainer.strategy.gradient_norm(optimizer)"
             )
 
 

@@ -24,9 +24,7 @@ from lightning_ptm.runtime.gradients.gradient_shard import GradientShard
 from lightning_ptm.runtime.units.binding import FlatBinding
 
 _USED = "after the step that has used it"
-_CONVERTED = (
-    ", or forget it first (module.zero_grad()): code that converts a module (module.double()) reads its gradients, too"
-)
+_CONVERTED = "; if you convert the module (module.double()), which reads its gradients, call module.zero_grad() first"
 
 
 def refuse_gradient(name: str, when: str, what: str = "read", then: str = "") -> NoReturn:
@@ -36,8 +34,9 @@ def refuse_gradient(name: str, when: str, what: str = "read", then: str = "") ->
         then: a further remedy, appended to the message.
     """
     raise UsageError(
-        f"the gradient of {name} was {what} {when}, so its values are not available; do that between backward and "
-        f"step, in on_after_backward or on_before_optimizer_step{then}"
+        f"the gradient of {name} was {what} {when}, and its values are no longer available; read "
+        "and change gradients between backward and step, in on_after_backward or "
+        f"on_before_optimizer_step{then}"
     )
 
 
@@ -136,9 +135,10 @@ class UsedGradients:
 
     def _refuse_sum(self, slot: int) -> NoReturn:
         raise UsageError(
-            f"the gradient of {self._names[slot]} was read after a backward pass which a plain loop would have added "
-            "to the gradient that the step before has used, and that gradient is no longer stored; forget gradients "
-            "before that pass (optimizer.zero_grad()), or override optimizer_zero_grad, with which they are kept"
+            f"the gradient of {self._names[slot]} was read after a second backward pass without zero_grad(): a "
+            "plain Trainer would have the sum of both, but the first gradient is no longer stored, since a step "
+            "has used it; call optimizer.zero_grad() before the second backward pass, or override "
+            "optimizer_zero_grad, with which gradients are kept"
         )
 
     def check_forgotten(self) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ptm.errors import InternalError
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.runtime.relayout.reshard import Resharder
@@ -281,7 +282,7 @@ class PreviousState:
         moved = self.resharder.reshard(wanted, sources, communicator, last_read=last_read)
         if target is None:
             for _ in moved:
-                raise AssertionError("elements were sent to a rank that owns none of them")
+                raise InternalError("elements were sent to a rank that owns none of them")
             return
         step = page_io.step_of(allocator, target)
         merged = heapq.merge(moved, _of_tensors(new, tensors, communicator.rank, step, flat), key=itemgetter(0))

@@ -74,8 +74,8 @@ class Resharder:
         for held in kinds.values():
             if len(held.ranks) != communicator.world_size:
                 raise InternalError(
-                    f"flat {held.flat.unit}/{held.flat.index} was shared by {len(held.ranks)} ranks, and the new flat "
-                    f"is shared by {communicator.world_size}; please report this with the settings of the strategy"
+                    f"flat {held.flat.unit}/{held.flat.index} was shared by {len(held.ranks)} ranks, and the new flat is "
+                    f"shared by {communicator.world_size}"
                 )
         yield from self._exchanged(planned, sources, communicator, last_read=last_read)
 

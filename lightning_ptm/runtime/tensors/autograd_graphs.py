@@ -71,8 +71,8 @@ def double_backward() -> UsageError:
     """Returns the error for a backward pass with `create_graph=True`."""
     return UsageError(
         "backward with create_graph=True (double backward) was started; a unit's parameters may be released "
-        "before the second pass reads them, so this is refused; compute that loss in a module outside this "
-        "strategy, or use a strategy that keeps all parameters in place"
+        "before the second pass reads them, so this is refused; use torch.autograd.grad without "
+        "create_graph, or another strategy, such as 'ddp'"
     )
 
 
