@@ -1,4 +1,6 @@
-# `make run` trains a small GPT, `make test` runs the quick tests, `make test-all` the slow ones too (hours), `make docs` builds the site of docs/. On a fresh Linux machine with Python nothing else is needed:
+# `make run` trains a small GPT, `make test` runs the quick tests, `make test-all` the slow ones too (hours), `make docs` builds
+# the site of docs/, `make bench-readme` measures README.md's figures (12 minutes on two quiet cores) and writes them into the
+# pages (ARGS=--print: only prints them). On a fresh Linux machine with Python nothing else is needed:
 # each installs what it needs in .venv first, with the build of PyTorch that suits the machine (CUDA where there is a
 # driver, else CPU). ARGS are passed on: make run ARGS=--trainer.max_steps=20, make test ARGS=tests/test_drawing.py
 
@@ -10,7 +12,7 @@ CPU_BUILDS ?= https://download.pytorch.org/whl/cpu
 pip := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 in_venv := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: run test test-all docs
+.PHONY: run test test-all docs bench-readme
 run: $(VENV)/.for-runs
 	$(in_venv) python main.py fit --config gpt.yaml $(ARGS)
 
@@ -23,6 +25,9 @@ test-all: $(VENV)/.for-tests
 # The site of docs/, in docs/_build/html.
 docs: $(VENV)/.for-docs
 	$(in_venv) sphinx-build -q -W --keep-going -b html docs docs/_build/html $(ARGS)
+
+bench-readme: $(VENV)/.for-tests
+	$(in_venv) python -m benchmarks readme $(ARGS)
 
 $(VENV)/.for-runs: pyproject.toml $(VENV)/.torch
 	$(pip) --editable ".[plots]"

@@ -1,16 +1,18 @@
-"""The GPT, its batches and its initial weights, one for all sides of every benchmark.
+"""The GPT, its batches, its initial weights and its optimizer, the same for all sides of every case.
 
-Plain torch: no Lightning, no strategy, nothing of this project, so that it also runs in an environment that has
-only torch. Pre-norm blocks, `scaled_dot_product_attention`, learned positions, the head tied to the token embedding.
-Loss and logits are taken in fp32 on every side.
+Plain torch, without Lightning and without this project, so that it also runs in environments that have only torch.
+Pre-norm blocks, `scaled_dot_product_attention`, learned positions, the head tied to the token embedding. Loss and logits
+are taken in fp32 on every side.
 
 I1: the same shape and seed give the same weights and the same batches in every process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sysconfig
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 INIT_STD = 0.02
+LEARNING_RATE = 3e-4
 DISTINCT_BATCHES = 8
 CPU = torch.device("cpu")
 
@@ -49,6 +52,7 @@ class GPTShape:
 
 SHAPES = {
     "tiny": GPTShape(layers=2, width=64, heads=2, vocabulary=256, sequence=64),
+    "main job": GPTShape(layers=4, width=192, heads=6, vocabulary=256),
     "25M": GPTShape(layers=8, width=512, heads=8, vocabulary=256),
     "124M": GPTShape(layers=12, width=768, heads=12, vocabulary=50304),
     "355M": GPTShape(layers=24, width=1024, heads=16, vocabulary=50304),
@@ -73,7 +77,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, _ = x.shape
-        qkv = self.qkv(x).view(batch, sequence, 3, self.heads, -1)  # of a layer that is cut, a part of the heads
+        qkv = self.qkv(x).view(batch, sequence, 3, self.heads, -1)  # a cut layer has a part of the heads
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, sequence, -1))
@@ -111,7 +115,7 @@ class GPT(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make the head use the token embedding's weight (again, after a call that made new parameters)."""
+        """Makes the head use the token embedding's weight (again, after a call that made new parameters)."""
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -124,7 +128,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def init_weights(module: nn.Module) -> None:
-    """Initialise the parameters that `module` itself holds (not its children's), as GPT-2 does."""
+    """Initialises the parameters that `module` itself holds (not its children's), as GPT-2 does."""
     if isinstance(module, nn.Linear | nn.Embedding):
         module.weight.normal_(std=INIT_STD)
     if isinstance(module, nn.Linear) and module.bias is not None:
@@ -137,7 +141,7 @@ def init_weights(module: nn.Module) -> None:
 def build(
     shape: GPTShape, *, dtype: torch.dtype, seed: int, recompute: bool = False, device: torch.device = CPU
 ) -> GPT:
-    """A GPT with initial weights in `dtype`, without ever holding it in another dtype, made in RAM and moved to `device`."""
+    """Returns a GPT with initial weights in `dtype`, made in RAM in that dtype and moved to `device`."""
     torch.manual_seed(seed)
     with torch.device("meta"):
         model = GPT(shape, recompute=recompute)
@@ -150,11 +154,27 @@ def build(
 
 
 def batches(shape: GPTShape, *, batch: int, seed: int, device: torch.device = CPU) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (tokens, targets) pairs, each (batch, sequence) of int64; a few distinct ones in turn, so that making
-    data costs no side anything."""
+    """Endless (tokens, targets) pairs of random tokens, each (batch, sequence) of int64: a few distinct ones in turn, so that
+    no side spends time on data."""
     generator = torch.Generator().manual_seed(seed)
     size = (DISTINCT_BATCHES, batch, shape.sequence + 1)
     tokens = torch.randint(shape.vocabulary, size, generator=generator).to(device)
     while True:
         for rows in tokens:
             yield rows[:, :-1], rows[:, 1:]
+
+
+def text_batches(shape: GPTShape, *, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless (tokens, targets) pairs as `batches`, of real text: random windows of the standard library's sources."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = torch.frombuffer(bytearray(b"".join(source.read_bytes() for source in sources)), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(text) - shape.sequence, (batch, 1), generator=generator)
+        rows = text[starts + torch.arange(shape.sequence + 1)].long()
+        yield rows[:, :-1], rows[:, 1:]
+
+
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """Fused AdamW."""
+    return torch.optim.AdamW(list(parameters), lr=LEARNING_RATE, fused=True)

@@ -1,13 +1,13 @@
-"""The paper's tables and figures, from our planner: `python benchmarks/paper.py` needs no GPU and no memory for a model.
+"""The paper's tables and figures, from our planner, written to docs/paper.md. Needs no GPU and no memory for a model.
 
 Side by side with what Angel-PTM's section 6 published: what `lightning-ptm plan` says of the same models on the same
 servers, and, for the paper's comparisons, a model of a ZeRO-3 offload that divides states between device and RAM once and
-for all (class Static). Nothing is tuned: one set of constants for all rows, listed in the report with where each comes
-from. Where prediction and publication differ, the report says by how much. A prediction is no measurement.
+for all (class Static). Nothing is tuned: one set of constants for all rows, listed on the page with where each comes
+from. Where prediction and publication differ, the page says by how much. A prediction is no measurement.
 
-    python benchmarks/paper.py                      # into results/paper.md and results/paper.json
-    python benchmarks/paper.py --tables figure8     # this anew, the others as the JSON file has them
-    python benchmarks/paper.py --tables table6_10t  # some more minutes of a core: not part of the first
+    python -m benchmarks.paper                      # all tables but the longest
+    python -m benchmarks.paper --tables figure8     # one; the page keeps the others
+    python -m benchmarks.paper --tables table6_10t  # some more minutes of a core: not part of the first
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import argparse
 import concurrent.futures
 import dataclasses
 import gc
-import json
 import multiprocessing
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from lightning_ptm.forecasting import hardware as machines
 from lightning_ptm.terms import Link, Tier
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).with_name("results")
+PAGE = ROOT / "docs" / "paper.md"
 SERVER = "a100_40gb_x8"
 GB, GIB = 1e9, 2**30
 GPT_TOKENS, LARGE_GPT_TOKENS, T5_TOKENS = 1024, 2048, 568
@@ -91,7 +90,7 @@ ASSUMPTIONS = (
     (
         "lock-free updates",
         f"max_staleness={LOCK_FREE_STEPS}",
-        "assumed: the paper bounds nothing; this is benchmarks/lock_free.py's",
+        "assumed: the paper bounds nothing; this is that of the case `lock_free-64` of the benchmarks",
     ),
     (
         "static offload: device",
@@ -367,53 +366,15 @@ class Table:
     rows: tuple[tuple[tuple[str, ...], tuple[Cell, ...]], ...]
 
     def markdown(self) -> str:
-        """A section of the report."""
+        """Returns a section of the page."""
         head = [*self.names, *self.numbers]
         lines = [f"## {self.title}", "", self.text, "", _line(head), _line(["---"] * len(head))]
         lines += [_line([*names, *map(str, cells)]) for names, cells in self.rows]
         return "\n".join(lines) + "\n"
 
-    def record(self) -> dict[str, Any]:
-        """For the JSON file."""
-        return {
-            "title": self.title,
-            "text": self.text,
-            "rows": [
-                dict(zip(self.names, names, strict=True))
-                | {
-                    number: {
-                        "published": cell.published,
-                        "predicted": cell.predicted,
-                        "deviation": cell.deviation,
-                        "digits": cell.digits,
-                    }
-                    for number, cell in zip(self.numbers, cells, strict=True)
-                }
-                for names, cells in self.rows
-            ],
-        }
-
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def from_record(record: Mapping[str, Any]) -> Table:
-    """A table as the JSON file has it."""
-    rows = record["rows"]
-    names = tuple(name for name, value in rows[0].items() if isinstance(value, str))
-    numbers = tuple(name for name in rows[0] if name not in names)
-
-    def cell(held: Mapping[str, Any]) -> Cell:
-        return Cell(held["published"], held["predicted"], held["digits"])
-
-    return Table(
-        record["title"],
-        record["text"],
-        names,
-        numbers,
-        tuple((tuple(row[name] for name in names), tuple(cell(row[number]) for number in numbers)) for row in rows),
-    )
 
 
 def _tokens(model: str) -> int:
@@ -785,17 +746,28 @@ def hardware_constants() -> list[tuple[str, str, str]]:
     return [row for row in found if row[1] and row[0] != "device"]
 
 
-def report(tables: Sequence[Table]) -> str:
-    """The Markdown file."""
+CONSTANTS = "Constants"
+
+
+def page(tables: Sequence[Table], before: str = "") -> str:
+    """Returns the page as Markdown.
+
+    Args:
+        tables: new ones.
+        before: the page until now, from which other tables are kept.
+    """
+    sections = {text.partition("\n")[0]: text for text in re.split(r"^## ", before, flags=re.MULTILINE)[1:]}
+    sections |= {table.title: table.markdown().removeprefix("## ") for table in tables}
+    sections.pop(CONSTANTS, None)
     parts = [
         "# The paper's tables, predicted",
         "",
         "What Angel-PTM (VLDB 2023) published in its section 6, beside what `lightning-ptm plan` says of the same models on "
-        "the same servers. Made by `python benchmarks/paper.py`; predictions, not measurements. Nothing is tuned for a row: "
+        "the same servers. Made by `python -m benchmarks.paper`; predictions, not measurements. Nothing is tuned for a row: "
         'the constants are at the end. "Static offload" stands for DeepSpeed ZeRO-3 with offload, modelled in the script.',
         "",
-        *(table.markdown() for table in tables),
-        "## Constants",
+        *(f"## {text.rstrip()}\n" for text in sections.values()),
+        f"## {CONSTANTS}",
         "",
         _line(["what", "value", "from"]),
         _line(["---"] * 3),
@@ -834,30 +806,17 @@ def main() -> None:
     usual = [name for name in TABLES if name not in LONG]
     parser.add_argument("--tables", default=",".join(usual), help=f"which to compute, of {', '.join(TABLES)}")
     parser.add_argument("--jobs", type=int, default=2, help="questions at a time")
-    parser.add_argument(
-        "--json", type=Path, default=RESULTS / "paper.json", help="numbers; read for what is not computed"
-    )
-    parser.add_argument("--report", type=Path, default=RESULTS / "paper.md")
     args = parser.parse_args()
     names = [name.strip() for name in args.tables.split(",")]
     if unknown := set(names) - set(TABLES):
         raise SystemExit(f"no table is called {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}")
-    before = json.loads(args.json.read_text())["tables"] if args.json.is_file() else {}
-    done = {name: from_record(held) for name, held in before.items()}
-    for name, table in tables_of(names, args.jobs).items():
-        done[name] = table
-    ordered = {name: done[name] for name in TABLES if name in done}
-    record = {
-        "tables": {name: table.record() for name, table in ordered.items()},
-        "constants": [list(row) for row in (*ASSUMPTIONS, *hardware_constants())],
-    }
-    args.json.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    args.report.write_text(report(list(ordered.values())))
-    print(f"{args.report}, {args.json}")
+    before = PAGE.read_text() if PAGE.is_file() else ""
+    PAGE.write_text(page(list(tables_of(names, args.jobs).values()), before))
+    print(PAGE)
 
 
 def tables_of(names: Sequence[str], jobs: int) -> dict[str, Table]:
-    """The tables of these names, `jobs` questions being answered at a time."""
+    """Returns the tables of these names; answers `jobs` questions at a time."""
     context = multiprocessing.get_context("spawn")
     with (
         concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool,

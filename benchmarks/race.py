@@ -1,21 +1,25 @@
-"""Sides that take turns: what makes the two numbers of a ratio comparable.
+"""Sides in processes of their own that take turns, so that the two numbers of a ratio are comparable.
 
-Each side is a process (or one process a rank) that is built, warmed up and kept alive, and then told over a pipe to
-run so many steps; while one side runs, the others sleep on their pipes. So every pair of numbers is taken seconds
-apart on the same machine in the same state, while allocator, thread pool and peak memory stay each side's own.
+Each side is one new process, or one for each rank. It is built and warmed up, and then runs the number of steps that comes
+through its pipe; meanwhile the other sides wait on their pipes. So the two numbers of a ratio are taken seconds apart on the
+same machine in the same state, while allocator, thread pool and peak memory are each side's own.
+
+Standard library only: sides also run in environments that have no Lightning.
 
 I1: at most one side runs at any moment; the order of the sides is reversed at every second repeat.
 I2: a turn ends when its last step has ended and the process's disk traffic has been still for `QUIET_S`, so that no
-    side has its writes done in another side's time. The quiet time itself is not counted. A side that goes on with such
-    work from step to step (lock-free updates) is measured in the middle of it: some steps before do not count, and the clock
-    stops with the last step; what is still to be done then is as much as there was when it started.
+    side's writes are done in another side's time. The quiet time itself is not counted. A side whose work goes on from step
+    to step (lock-free updates) is measured while it is under way: some steps before do not count, and the clock stops with
+    the last step, when as much is left to do as when it started.
 I3: a side that fails ends the race with that side's traceback. No process outlives `Race`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import resource
 import select
 import socket
 import subprocess
@@ -28,11 +32,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 WORKER = Path(__file__).with_name("worker.py")
 QUIET_S = 0.01
 LOG_TAIL_LINES = 25
+LEAST_REPEATS = 2
+
+
+class SkipCase(Exception):
+    """The machine cannot run a case; the message says why."""
 
 
 class SideError(Exception):
@@ -41,9 +50,9 @@ class SideError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One contestant: `sides/<module>.py` run in `ranks` processes.
+    """One thing that is compared: `sides/<module>.py`, run in `ranks` processes.
 
-    `options` reach that module's `run(options, baton)` and must be JSON. `memory_group` is the folder of a memory
+    `options` are passed to that module's `run(options, baton)` and must be JSON. `memory_group` is the folder of a memory
     control group that the process enters before it imports anything.
     """
 
@@ -59,9 +68,9 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a side did in one turn. The peak is since the process began; the bytes and the CPU time are those of this turn.
+    """What a side did in one turn. The peak is since the process began; all others are of this turn.
 
-    Of several ranks: the slowest one's seconds, the largest peak, the sums of CPU time and bytes, rank 0's loss.
+    Of several ranks: the slowest one's seconds, the largest peak, the sums of CPU time, bytes and page faults, rank 0's loss.
     """
 
     steps: int
@@ -71,7 +80,8 @@ class Turn:
     peak_rss_bytes: int
     read_bytes: int
     written_bytes: int
-    extra: Mapping[str, float]
+    page_faults: int
+    extra: Mapping[str, Any]
 
     @property
     def step_s(self) -> float:
@@ -89,6 +99,15 @@ class Score:
     def step_s(self) -> float:
         """Median over the turns of the seconds that one step took."""
         return median(turn.step_s for turn in self.turns)
+
+    @property
+    def step_cpu_s(self) -> float:
+        """Median over the turns of the CPU seconds of one step, of all ranks."""
+        return median(turn.cpu_s / turn.steps for turn in self.turns)
+
+    def extra(self, name: str) -> float:
+        """Median over the turns of a number that only this side reports."""
+        return median(turn.extra[name] for turn in self.turns)
 
     @property
     def spread(self) -> float:
@@ -110,11 +129,6 @@ class Score:
         return self.turns[-1].loss
 
 
-def speed_ratios(ours: Score, other: Score) -> list[float]:
-    """For each repeat, how many times faster `ours` was than `other` in the turn beside it."""
-    return [theirs.step_s / mine.step_s for mine, theirs in zip(ours.turns, other.turns, strict=True)]
-
-
 # --- The worker's end -----------------------------------------------------------------------------------------------
 
 
@@ -134,13 +148,18 @@ def disk_bytes() -> tuple[int, int]:
     return counters["read_bytes"], counters["write_bytes"]
 
 
+def page_faults() -> int:
+    """Pages that this process has touched for the first time, or again after their memory was given back."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def _proc_numbers(name: str) -> dict[str, int]:
     pairs = (line.split(":", 1) for line in Path(f"/proc/self/{name}").read_text().splitlines())
     return {key: int(value.split()[0]) for key, value in pairs if value.split() and value.split()[0].isdigit()}
 
 
 class Baton:
-    """The worker's end of the pipe: whoever holds it runs."""
+    """The worker's end of the pipe to the race."""
 
     def __init__(self, orders: IO[str], reports: IO[str]) -> None:
         self._orders = orders
@@ -151,19 +170,20 @@ class Baton:
         self._in_the_middle = False
         self._started_s = self._started_cpu_s = 0.0
         self._started_bytes = (0, 0)
+        self._started_faults = 0
         self._stepped_s = 0.0
         self._stepped_bytes = (0, 0)
 
     def wait(self) -> int:
-        """Sleep until this side's turn. Returns the steps to run, 0 when the race is over. The clock starts here, or after
-        those steps that do not count."""
+        """Waits for this side's turn. Returns the number of steps to run, 0 when the race is over. The clock starts now, or
+        after the steps that do not count."""
         before, self._steps = map(int, (self._orders.readline() or "0 0").split())
         self._before, self._in_the_middle = before, before > 0
         self._start_clock()
         return before + self._steps
 
     def stepped(self) -> bool:
-        """A step has ended. Returns whether it was the last that does not count: the clock starts now."""
+        """Notes that a step has ended. Returns whether it was the last that does not count: the clock starts now."""
         self._stepped_s, self._stepped_bytes = time.perf_counter(), disk_bytes()
         if self._before == 0:
             return False
@@ -173,14 +193,15 @@ class Baton:
         return self._before == 0
 
     def _start_clock(self) -> None:
-        self._started_bytes = disk_bytes()
+        self._started_bytes, self._started_faults = disk_bytes(), page_faults()
         self._started_s, self._started_cpu_s = time.perf_counter(), time.process_time()
 
-    def report(self, loss: float, extra: Mapping[str, float] | None = None) -> None:
-        """End the turn (I2) and send what it took. `extra` holds numbers that only this side has."""
+    def report(self, loss: float, extra: Mapping[str, Any] | None = None) -> None:
+        """Ends the turn (I2) and sends what it took. `extra` holds numbers that only this side has."""
         if self._before:
             raise RuntimeError("this side does not say when its steps end, so none can be left out; call Baton.stepped")
         ended_s, bytes_now, cpu_s = time.perf_counter(), disk_bytes(), time.process_time() - self._started_cpu_s
+        faults = page_faults() - self._started_faults
         while time.perf_counter() - ended_s < QUIET_S:
             time.sleep(QUIET_S / 10)
             if (later := disk_bytes()) != bytes_now:
@@ -195,16 +216,17 @@ class Baton:
             peak_rss_bytes=peak_rss_bytes(),
             read_bytes=bytes_now[0] - self._started_bytes[0],
             written_bytes=bytes_now[1] - self._started_bytes[1],
+            page_faults=faults,
             extra=extra or {},
         )
         self._send(asdict(turn))
 
     def ready(self) -> None:
-        """Say that the side is built and waits for its first turn."""
+        """Reports that the side is built and waits for its first turn."""
         self._send({"ready": True})
 
     def fail(self) -> None:
-        """Send the traceback of the exception being handled."""
+        """Sends the traceback of the exception being handled."""
         self._send({"error": traceback.format_exc()})
 
     def _send(self, message: Mapping[str, object]) -> None:
@@ -212,8 +234,8 @@ class Baton:
         self._reports.flush()
 
 
-def take_turns(baton: Baton, step: Callable[[], float], extra: Callable[[], Mapping[str, float]] = dict) -> None:
-    """Run `step`, which returns the loss, as often as the baton says, until the race is over. Reports `extra()` too."""
+def take_turns(baton: Baton, step: Callable[[], float], extra: Callable[[], Mapping[str, Any]] = dict) -> None:
+    """Runs `step`, which returns the loss, as often as the race orders, until it is over. Reports `extra()` too."""
     baton.ready()
     while steps := baton.wait():
         loss = 0.0
@@ -244,7 +266,7 @@ class _Worker:
             ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": side.ranks, "LOCAL_WORLD_SIZE": side.ranks}
             environment.update({name: str(value) for name, value in ranks.items()})
             environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        command = [side.python, str(WORKER), side.module, json.dumps(dict(side.options))]
+        command = [side.python, "-P", str(WORKER), side.module, json.dumps(dict(side.options))]
         command += [str(order_read), str(report_write), side.memory_group or ""]
         self._process = subprocess.Popen(
             command, env=environment, pass_fds=(order_read, report_write), stdout=self._log, stderr=subprocess.STDOUT
@@ -259,23 +281,26 @@ class _Worker:
             self._orders.write(f"{before} {steps}\n")
             self._orders.flush()
         except BrokenPipeError as error:
-            raise SideError(self._obituary("has ended")) from error
+            raise SideError(self._with_log("has ended")) from error
 
     def receive(self, timeout_s: float) -> dict[str, object]:
         readable, _, _ = select.select([self._reports], [], [], timeout_s)
         if not readable:
-            raise SideError(self._obituary(f"said nothing for {timeout_s:.0f} s"))
+            raise SideError(self._with_log(f"said nothing for {timeout_s:.0f} s"))
         line = self._reports.readline()
         if not line:
-            raise SideError(self._obituary(f"ended with status {self._process.wait()}"))
+            raise SideError(self._with_log(f"ended with status {self._process.wait()}"))
         message: dict[str, object] = json.loads(line)
         if "error" in message:
             raise SideError(f"{self.title} failed:\n{message['error']}")
         return message
 
-    def stop(self) -> None:
-        """End the process, kindly first: an end of file on its orders means that the race is over."""
+    def release(self) -> None:
+        """Closes its orders, which means that the race is over."""
         self._orders.close()
+
+    def stop(self) -> None:
+        """Waits for the end of a released process; kills it if it does not come."""
         try:
             self._process.wait(timeout=30)
         except subprocess.TimeoutExpired:
@@ -284,14 +309,14 @@ class _Worker:
         self._reports.close()
         self._log.close()
 
-    def _obituary(self, what: str) -> str:
+    def _with_log(self, what: str) -> str:
         self._log.seek(0)
         tail = "".join(self._log.readlines()[-LOG_TAIL_LINES:])
         return f"{self.title} {what}; its last lines were:\n{tail}"
 
 
 class Race:
-    """A context in which sides are alive. Owns their processes.
+    """A context in which the sides' processes run. Owns them.
 
     `timeout_s` bounds each wait for a side: its build and each of its turns.
     """
@@ -323,16 +348,22 @@ class Race:
         warmup: int,
         before: Mapping[str, int] | None = None,
         longer: Mapping[str, int] | None = None,
+        limit_s: float = math.inf,
     ) -> dict[str, Score]:
-        """Let each side take `repeats` turns of `steps` steps, after one of `warmup` steps that does not count.
+        """Has each side take `repeats` turns of `steps` steps, after one of `warmup` steps that does not count.
 
         Args:
-            before: steps of a side at the beginning of each turn that do not count (I2).
-            longer: how many times as many steps a side takes in a turn.
+            before: by side: steps at the beginning of each turn that do not count (I2).
+            longer: by side: how many times as many steps a turn has.
+            limit_s: after so many seconds, and two repeats, no other repeat begins.
         """
         before, longer = before or {}, longer or {}
         turns: dict[str, list[Turn]] = {side.name: [] for side in self.sides}
+        began_s = time.perf_counter()
         for repeat in range(-1 if warmup else 0, repeats):
+            if repeat >= LEAST_REPEATS and time.perf_counter() - began_s > limit_s:
+                print(f"  {repeat} of {repeats} repeats: the {limit_s:.0f} s of this case are over", flush=True)
+                break
             for side in self.sides if repeat % 2 == 0 else reversed(self.sides):
                 if repeat < 0:
                     turn = self._turn(side, before=0, steps=warmup)
@@ -340,7 +371,8 @@ class Race:
                     count = steps * longer.get(side.name, 1)
                     turn = self._turn(side, before=before.get(side.name, 0), steps=count)
                     turns[side.name].append(turn)
-                print(f"  {'warm-up' if repeat < 0 else f'repeat {repeat + 1}'}: {side.name} {turn.step_s:.4f} s/step")
+                where = "warm-up" if repeat < 0 else f"repeat {repeat + 1} of {repeats}"
+                print(f"  {where}: {side.name} {turn.step_s:.4f} s a step", flush=True)
         return {name: Score(name, tuple(taken)) for name, taken in turns.items()}
 
     def _start(self, side: Side) -> None:
@@ -364,12 +396,15 @@ class Race:
             peak_rss_bytes=max(turn.peak_rss_bytes for turn in turns),
             read_bytes=sum(turn.read_bytes for turn in turns),
             written_bytes=sum(turn.written_bytes for turn in turns),
+            page_faults=sum(turn.page_faults for turn in turns),
         )
 
     def _stop(self) -> None:
-        for workers in self._workers.values():
-            for worker in workers:
-                worker.stop()
+        workers = [worker for workers in self._workers.values() for worker in workers]
+        for worker in workers:  # all first: ranks end together
+            worker.release()
+        for worker in workers:
+            worker.stop()
         self._workers.clear()
 
 

@@ -1,6 +1,6 @@
-"""Disks of a chosen speed: the real one, slowed down. What is moved is really moved; the rest of the time is slept.
+"""A disk of a chosen speed: the real one, slowed down. Bytes are really moved; the rest of the time is slept.
 
-For what a machine's own disk cannot show: an update that takes several steps' time, or what several disks add up to.
+It shows what a fast disk cannot: updates that take as long as several steps.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ TensorBoard shows the last one of each scalar. I2: only rank 0 writes; nothing i
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,14 +15,15 @@ from torch.utils.tensorboard.summary import hparams
 
 from lightning_ptm.trainer.internals import shows_only_hp_metric
 
-from .where import boards_of, pages_of
+from .where import boards_of, pages_of, settings_of
 
 
 class HyperParameters(Callback):
     """Gives the run a row in TensorBoard's HPARAMS: the hyper-parameters that the LightningModule and the
     LightningDataModule have saved with `save_hyperparameters()` (the latter's as `data/...` if both have one of that name
-    and they differ), with AngelPTMStrategy its settings as `strategy/...`, the number of ranks and the precision;
-    and the last values of the metrics. The row is written after the first validation, or at the end of a fit without one.
+    and they differ), with AngelPTMStrategy its settings as `strategy/...` (a nested one as
+    `strategy/lock_free.max_staleness`), the number of ranks and the precision; and the last values of the metrics. The row is
+    written after the first validation, or at the end of a fit without one.
 
     The logger needs `default_hp_metric=False`: otherwise it has already written a row with one metric, and TensorBoard
     keeps the first one.
@@ -83,9 +83,7 @@ def _values(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
     values |= {"ranks": trainer.world_size, "precision": str(trainer.precision)}
     strategy = pages_of(trainer)
     if strategy is not None:
-        settings = strategy.settings
-        names = [field.name for field in dataclasses.fields(settings)]
-        values["strategy"] = {name: getattr(settings, name) for name in names}
+        values["strategy"] = settings_of(strategy)
     return values
 
 

@@ -5,14 +5,13 @@ Owns the number of the last plan shown. I1: nothing here is collective; only ran
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_ptm import AngelPTMStrategy
 
-from .where import loop_of, pages_of, preformatted, show_text
+from .where import loop_of, pages_of, preformatted, settings_of, show_text
 
 
 class PlanPrinter(Callback):
@@ -84,6 +83,5 @@ def _states(strategy: AngelPTMStrategy) -> str:
 
 def _settings(strategy: AngelPTMStrategy) -> str:
     """A markdown table of the strategy's settings."""
-    settings = strategy.settings
-    rows = [f"| {field.name} | `{getattr(settings, field.name)}` |\n" for field in dataclasses.fields(settings)]
+    rows = [f"| {name} | `{value}` |\n" for name, value in settings_of(strategy).items()]
     return "| setting | value |\n| --- | --- |\n" + "".join(rows)

@@ -1,12 +1,15 @@
-"""Lookup of the strategy, the loggers and a folder for files, for callbacks.
+"""Lookup of the strategy, its settings, the loggers and a folder for files, for callbacks.
 
 Owns nothing. Uses public names of lightning_ptm only.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -22,6 +25,20 @@ LOGS = "lightning_ptm_logs"
 def pages_of(trainer: Trainer) -> AngelPTMStrategy | None:
     """The Trainer's strategy if it keeps model states in pages; None for others, with which page callbacks do nothing."""
     return trainer.strategy if isinstance(trainer.strategy, AngelPTMStrategy) else None
+
+
+def settings_of(strategy: AngelPTMStrategy) -> dict[str, Any]:
+    """The strategy's settings by name, those of a nested dataclass as `lock_free.max_staleness`."""
+    return dict(_fields(strategy.settings))
+
+
+def _fields(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _fields(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", value
 
 
 def boards_of(trainer: Trainer) -> list[TensorBoardLogger]:

@@ -33,7 +33,6 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks.md",
-    "benchmarks/results/paper.md": "paper.md",
     "benchmarks/gpu.md": "first_gpu.md",
 }
 """Files of the repository and the pages that include them."""

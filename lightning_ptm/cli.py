@@ -147,22 +147,22 @@ def export(
             Hugging Face model as self.model.
         weights_only: false loads a checkpoint with objects of any class, which can run code: only for one that you trust.
     """
+    from lightning_ptm.checkpoints import pretrained
+    from lightning_ptm.checkpoints.formats import open_checkpoint
     from lightning_ptm.progress import Progress
-    from lightning_ptm.storage import huggingface
-    from lightning_ptm.storage.source import Source
 
-    wanted = None if dtype is None else huggingface.parse_dtype(dtype)
-    source = Source(checkpoint, weights_only=weights_only)
-    plan = huggingface.plan(source, dtype=wanted, shard_size=shard_size, strip=strip)
+    wanted = None if dtype is None else pretrained.parse_dtype(dtype)
+    opened = open_checkpoint(checkpoint, weights_only=weights_only)
+    plan = pretrained.plan(opened, dtype=wanted, shard_size=shard_size, strip=strip)
     with Progress().bar("export", plan.size_bytes) as seen:
-        infinite = huggingface.write(source, plan, out, seen=seen)
+        infinite = pretrained.write(opened, plan, out, seen=seen)
     for name, kept in plan.dropped.items():
         print(f"tied: {name} is {kept}, and written under that name only")
     if plan.left_out:
         print(f"left out, not below {strip}: {some(plan.left_out)}")
     if plan.others:
         print(f"left out, no tensors: {some(plan.others)}")
-    if not source.has_checksums:
+    if not opened.has_checksums:
         print("the checkpoint was saved without checksums, so damage to it would not have been found")
     for name, count in infinite.items():
         print(f"warning: {count} values of {name} are beyond {dtype} and became infinite; bf16 and fp32 reach further")
@@ -184,31 +184,23 @@ def inspect(checkpoint: Path, *, verify: bool = True, weights_only: bool = True)
         verify: read all of it to compare checksums; false reads names and sizes only.
         weights_only: false loads a checkpoint with objects of any class, which can run code: only for one that you trust.
     """
+    from lightning_ptm.checkpoints.formats import open_checkpoint
+    from lightning_ptm.checkpoints.opened import describe
     from lightning_ptm.progress import Progress
-    from lightning_ptm.storage.describe import describe
-    from lightning_ptm.storage.source import Source
 
-    source = Source(checkpoint, weights_only=weights_only)
-    print(describe(source))
+    opened = open_checkpoint(checkpoint, weights_only=weights_only)
+    print(describe(opened))
     print()
     if not verify:
         print("not verified")
-    elif not source.has_checksums:
+    elif not opened.has_checksums:
         print("it opens, and cannot be verified further: it was saved without checksums")
     else:
-        with Progress().bar("verify", source.size_bytes) as seen:
-            source.check(seen)
-        files = 1 + len(source.files)
-        size = f"{format_bytes(source.size_bytes)} in {files} file{'s' * (files > 1)}"
-        if source.sealed:
-            print(f"verified: {size}, all as written by one save")
-        elif source.index is not None:
-            print(
-                f"verified: {size}, elements as written; format version {source.index.version} has no checksum of names and "
-                f"of what belongs together: load the checkpoint and save it again to have one"
-            )
-        else:
-            print(f"verified: {size}, elements and Lightning's dictionary as written")
+        with Progress().bar("verify", opened.size_bytes) as seen:
+            opened.check(seen)
+        files = opened.file_count
+        size = f"{format_bytes(opened.size_bytes)} in {files} file{'s' * (files > 1)}"
+        print(f"verified: {size}, {opened.verified}")
 
 
 def params(config_file: str) -> None:

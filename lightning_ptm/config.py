@@ -162,12 +162,18 @@ class Checkpoints:
     def __post_init__(self) -> None:
         _check_switches(self)
         _check_words(self)
-        if self.async_save and self.state_dict_type != "sharded":
+        if self.async_save and not self.from_pages:
             raise ConfigError(
                 "Checkpoints(async_save=True) writes checkpoints from pages, and Checkpoints(state_dict_type='full') "
                 "gathers them first, so it has no effect; use Checkpoints(state_dict_type='sharded', "
                 "async_save=True), or Checkpoints(async_save=False)"
             )
+
+    @property
+    def from_pages(self) -> bool:
+        """Whether ranks write their own pages, so that a checkpoint has one set of weights, in the order of their memory;
+        otherwise rank 0 writes a state dict that is gathered from all pages."""
+        return self.state_dict_type == "sharded"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

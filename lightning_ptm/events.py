@@ -75,11 +75,8 @@ class Events:
 
         # State: written under the lock and replaced as a whole, so that `emit` needs no lock.
         self._listeners: tuple[Listener, ...] = ()
-
-    @property
-    def active(self) -> bool:
+        self.active = False
         """Whether there is any listener."""
-        return bool(self._listeners)
 
     def emit(self, event: Event) -> None:
         """Passes an event that has ended to all listeners."""
@@ -91,6 +88,7 @@ class Events:
         """Context in which `listener` receives each event that ends."""
         with self._lock:
             self._listeners = (*self._listeners, listener)
+            self.active = True
         try:
             yield
         finally:
@@ -98,3 +96,4 @@ class Events:
                 left = list(self._listeners)
                 left.remove(listener)
                 self._listeners = tuple(left)
+                self.active = bool(left)

@@ -6,7 +6,7 @@ Knows the standard library only. A term that two layers need is defined here onc
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 BLOCK_BYTES = 4096
@@ -66,11 +66,12 @@ class Link(enum.Enum):
     """Exchange of activations between the ranks of a tensor-parallel group."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Tier:
     """A kind of memory and its properties, as other layers need them (the paper's GPU, CPU, SSD).
 
-    Adding a tier to a run's budget adds it to the run (`AngelPTMStrategy.further_tiers`).
+    Adding a tier to a run's budget adds it to the run (`AngelPTMStrategy.further_tiers`). A tier equals only itself, so a
+    tier of one's own is made once, beside the class that adds it. A copy is the tier itself.
 
     Args:
         name: the tier's name in capitals; messages print it in lower case.
@@ -106,8 +107,17 @@ class Tier:
         """Whether the optimizer can update states in this tier in place."""
         return self.update_link is not None
 
-    def __hash__(self) -> int:
-        return hash(self.name)
+    def __copy__(self) -> Tier:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Tier:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Unpickles a built-in tier as the tier of that name in the other process, not as another one."""
+        if getattr(Tier, self.name, None) is self:
+            return getattr, (Tier, self.name)
+        return Tier, tuple(getattr(self, each.name) for each in fields(self))
 
     def __repr__(self) -> str:
         return self.name

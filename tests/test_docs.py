@@ -41,7 +41,7 @@ NESTED_SETTINGS = (LockFree, Weights, Checkpoints, TensorParallel, Tuning, Debug
 
 NOT_RUN = {
     "launching.md": ["needs two machines", "needs a SLURM cluster", "needs a Kubernetes cluster"],
-    "measured.md": ["measures for half an hour, and needs a machine on which nothing else runs"],
+    "measured.md": ["measures for minutes, and needs a machine on which nothing else runs"],
 }
 """Why blocks are neither run nor, but for our own commands, looked at."""
 

@@ -1,1 +1,1 @@
-"""One module for each kind of side. Each has `run(options, baton)`, which returns when the race is over."""
+"""Kinds of sides. Each module has `run(options, baton)`, which returns when the race is over."""

@@ -1,4 +1,4 @@
-"""This project's own GPT on its own text, with this project's strategy: what a config file of `fit` describes.
+"""This project's GPT on its text, with this project's strategy: what a config file of `fit` describes.
 
 Options: `model`, `data` and `settings` are the arguments of `lightning_ptm.models.GPT`, `lightning_ptm.data.TextBytes` and
 AngelPTMStrategy; `precision`; `devices`; `device` "cpu" or "cuda".
@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Trainer
-from race import Baton, current_rss_bytes
 
-from sides.trainer import Pacer
+from benchmarks.race import Baton, current_rss_bytes
+from benchmarks.sides.trainer import Pacer
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
-    """Take part in the race until it is over."""
+    """Takes part in the race until it is over."""
     from lightning_ptm import AngelPTMStrategy
     from lightning_ptm.data import TextBytes
     from lightning_ptm.models import GPT

@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO-3 with its optimizer on NVMe or in RAM, one rank, on its CPU accelerator or on a GPU.
 
 Runs in DeepSpeed's own environment, so it imports nothing but torch, DeepSpeed and the shared model. The
-environment variables that DeepSpeed needs before it is imported are set by benchmarks/deepspeed_nvme.py.
+environment variables that DeepSpeed needs before it is imported are set by benchmarks/deepspeed.py.
 
 Options: `shape`, `batch`, `seed`; `device` "cpu" or "cuda"; `folder` (on the disk), None: the optimizer is in RAM;
 `pipeline` true overlaps reads, update and writes of small sub-groups, false updates the whole model in one (DeepSpeed's
@@ -16,12 +16,11 @@ from typing import Any
 
 import deepspeed
 import torch
-from gpt import GPTShape, batches, build
-from race import Baton, take_turns
 
-from sides.devices import own_device, peaks
+from benchmarks.gpt import LEARNING_RATE, GPTShape, batches, build
+from benchmarks.race import Baton, take_turns
+from benchmarks.sides.devices import own_device, peaks
 
-LEARNING_RATE = 3e-4
 SUB_GROUP_NUMEL = 20_000_000
 BUFFERS_PIPELINED = 16  # three states and a gradient of the group before, this one and the next, and room: 4 asserts
 BUFFERS = 4
@@ -60,7 +59,7 @@ def configuration(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
-    """Take part in the race until it is over."""
+    """Takes part in the race until it is over."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Where a side computes: the CPU, or the device of its rank."""
+"""The device of a side: the CPU, or the GPU of its rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def own_device(kind: str) -> torch.device:
 
 
 def start_processes(kind: str) -> None:
-    """The process group of the race's ranks; of one rank, one without others."""
+    """Starts the process group of the side's ranks, also for a single rank."""
     backend = "gloo" if kind == "cpu" else "nccl"
     if "RANK" in os.environ:
         dist.init_process_group(backend)

@@ -1,8 +1,8 @@
 """The disk alone: as many bytes read as written, in one block size, past the page cache, as fast as it takes them.
 
-The floor under any step that moves so many bytes. Blocks are read one after the other and written back in the same order,
-as an update does. In which turns, and by how many threads, is what this disk likes best, found by trying when the side is
-built: reads and writes in turns of one block or of several, or at once by threads of their own.
+The least time of any step that moves these bytes. Blocks are read in order and written back in the same order, as an update
+does. Reads and writes alternate by one block or by several, or run at once in threads of their own: by trials when the
+side is built, the pattern and the number of threads are chosen that are fastest on this disk.
 
 Options: `folder`; `block_bytes`; `step_bytes` (read and written in one step, together); `file_bytes`.
 """
@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from race import Baton
+from benchmarks.race import Baton
 
 HUGE_PAGE_BYTES = 2 * 2**20
 DEPTHS = (1, 2, 4, 8)
@@ -45,7 +45,7 @@ PATTERNS = [Pattern(depth, burst) for depth in DEPTHS for burst in BURSTS] + [
 
 
 def aligned_block(block_bytes: int) -> memoryview:
-    """Random bytes in huge pages, where there are: the kernel then has fewer pieces to tell the disk of."""
+    """Random bytes in huge pages, where there are: the kernel then passes fewer pieces to the disk."""
     whole = mmap.mmap(-1, block_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):
         whole.madvise(mmap.MADV_HUGEPAGE)
@@ -79,11 +79,11 @@ class DirectFile:
         os.close(self._fd)
 
     def fill(self) -> None:
-        """Write every block, so that later reads find data and later writes find space."""
+        """Writes every block, so that later reads find data and later writes find space."""
         self._run([(iter([os.pwritev] * self.blocks), 4)])
 
     def mixed(self, count: int, pattern: Pattern) -> None:
-        """Transfer `count` blocks, half of them read and half written."""
+        """Transfers `count` blocks, half of them read and half written."""
         if pattern.burst == 0:
             half = [(iter([call] * (count // 2)), pattern.depth // 2) for call in (os.preadv, os.pwritev)]
             self._run(half)
@@ -92,7 +92,7 @@ class DirectFile:
         self._run([(itertools.islice(turns, count), pattern.depth)])
 
     def _run(self, queues: list[tuple[Iterator[Any], int]]) -> None:
-        """Carry out queues of calls, each with so many threads."""
+        """Carries out queues of calls, each with a number of threads."""
 
         def work(memory: memoryview, calls: Iterator[Any]) -> None:
             while True:
@@ -112,7 +112,7 @@ class DirectFile:
 
 
 def best_pattern(file: DirectFile) -> Pattern:
-    """The pattern at which the disk is fastest, by the best of a few short tries of each."""
+    """Returns the pattern at which the disk is fastest, by the best of a few short trials of each."""
     count = max(2 * max(DEPTHS), PROBE_BYTES // file.block_bytes)
     count -= count % (2 * max(BURSTS))
     best: dict[Pattern, float] = {}
@@ -126,7 +126,7 @@ def best_pattern(file: DirectFile) -> Pattern:
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
-    """Take part in the race until it is over."""
+    """Takes part in the race until it is over."""
     block_bytes, step_bytes = options["block_bytes"], options["step_bytes"]
     with DirectFile(options["folder"], file_bytes=options["file_bytes"], block_bytes=block_bytes) as file:
         file.fill()

@@ -1,6 +1,6 @@
-"""One feed-forward by itself, forward and backward in bf16: dense, or with experts of which each token uses one.
+"""One feed-forward alone, forward and backward in bf16: dense, or with experts of which each token uses one.
 
-Options: `width`, `inner`, `tokens`, `seed`, `jitter`; `experts` 0 for the dense one. Experts have room for every token, so
+Options: `width`, `inner`, `tokens`, `seed`; `experts` 0 for the dense one. Experts have room for every token, so
 that as many floating-point operations are done as in the dense one; the router is as it was initialised, about even.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from race import Baton, take_turns
+
+from benchmarks.race import Baton, take_turns
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
-    """Take part in the race until it is over."""
+    """Takes part in the race until it is over."""
     from lightning_ptm.models.moe import MixtureOfExperts
     from lightning_ptm.models.t5 import FeedForward
 
@@ -28,7 +29,7 @@ def run(options: dict[str, Any], baton: Baton) -> None:
             choices=1,
             capacity_factor=float(experts),
             eval_capacity_factor=float(experts),
-            jitter=options["jitter"],
+            jitter=0.0,
             gated=False,
             dropout=0.0,
         )

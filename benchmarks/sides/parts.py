@@ -15,15 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpt import Block, GPTShape, batches, build
-from race import Baton, take_turns
 from torch import Tensor, nn
 
-from sides.plain import updating
+from benchmarks.gpt import Block, GPTShape, batches, build
+from benchmarks.race import Baton, take_turns
+from benchmarks.sides.plain import updating
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
-    """Take part in the race until it is over."""
+    """Takes part in the race until it is over."""
     from lightning_ptm.memory.backend import CpuBackend
     from lightning_ptm.parallel.exchange import RankGroup
 

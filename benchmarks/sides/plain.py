@@ -3,9 +3,9 @@
 A bf16 copy of the model computes; fp32 masters are updated by the optimizer, from fp32 gradients; lists of tensors are
 cast and copied by the foreach functions, into memory that is taken once.
 
-Options: `shape`, `batch`, `seed`; `optimizer`, one of sides/optimizers.py (absent: AdamW); `update` false leaves the
+Options: `shape`, `batch`, `seed`; `update` false leaves the
 optimizer and its states away (compute alone, and the turn's extra numbers are what was resident before anything was built
-and before the first step); `keep_gradients` false drops each gradient when it is complete; `recompute` true recomputes
+and before the first step); `recompute` true recomputes
 each block in the backward pass; `device` "cpu" or "cuda".
 """
 
@@ -15,15 +15,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gpt import GPT, SHAPES, GPTShape, batches, build
-from race import Baton, current_rss_bytes, take_turns
 
-from sides.devices import own_device, peaks
-from sides.optimizers import optimizers
+from benchmarks.gpt import GPT, SHAPES, GPTShape, adamw, batches, build
+from benchmarks.race import Baton, current_rss_bytes, take_turns
+from benchmarks.sides.devices import own_device, peaks
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
-    """Take part in the race until it is over."""
+    """Takes part in the race until it is over."""
     empty = current_rss_bytes()
     shape = GPTShape(**options["shape"])
     kind = options.get("device", "cpu")
@@ -32,39 +31,31 @@ def run(options: dict[str, Any], baton: Baton) -> None:
     model = build(shape, dtype=torch.bfloat16, seed=options["seed"], recompute=recompute, device=device)
     data = batches(shape, batch=options["batch"], seed=options["seed"], device=device)
 
-    if not options.get("keep_gradients", True):
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(_drop)
-
     if not options.get("update", True):
-        # Libraries keep memory of their own after a first step, which is nobody's activation: let them take it now.
+        # Libraries keep memory of their own after a first step, which is no activation: they take it now.
         small = build(SHAPES["tiny"], dtype=torch.bfloat16, seed=0, device=device)
         small(*next(batches(SHAPES["tiny"], batch=1, seed=0, device=device))).backward()
         idle = {"empty_rss_bytes": empty, "idle_rss_bytes": current_rss_bytes()}
         take_turns(baton, lambda: _computed(model, data).item(), lambda: idle | peaks(kind))
         return
 
-    take_turns(baton, updating(model, data, options.get("optimizer", "adamw")), lambda: peaks(kind))
+    take_turns(baton, updating(model, data), lambda: peaks(kind))
 
 
-def updating(
-    model: GPT, data: Iterator[tuple[torch.Tensor, torch.Tensor]], optimizer: str = "adamw"
-) -> Callable[[], float]:
-    """A step on the next batch: forward, backward, update of fp32 masters by `optimizer`; returns the loss."""
+def updating(model: GPT, data: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], float]:
+    """Returns a step on the next batch: forward, backward, update of fp32 masters. It returns the loss."""
     parameters: list[torch.Tensor] = list(model.parameters())
     masters = [parameter.detach().float().requires_grad_() for parameter in parameters]
     gradients = [torch.zeros_like(master) for master in masters]
     for master, gradient in zip(masters, gradients, strict=True):
         master.grad = gradient
-    names = [name for name, _ in model.named_parameters()]
-    of_masters = optimizers(optimizer, zip(names, masters, strict=True))
+    optimizer = adamw(masters)
 
     def step() -> float:
         loss = _computed(model, data)
         with torch.no_grad():
             torch._foreach_copy_(gradients, [parameter.grad for parameter in parameters if parameter.grad is not None])
-            for each in of_masters:
-                each.step()
+            optimizer.step()
             torch._foreach_copy_(parameters, masters)
         return loss.item()
 
@@ -76,7 +67,3 @@ def _computed(model: GPT, data: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> 
     loss: torch.Tensor = model(*next(data))
     loss.backward()
     return loss
-
-
-def _drop(parameter: torch.Tensor) -> None:
-    parameter.grad = None

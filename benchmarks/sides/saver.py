@@ -1,5 +1,4 @@
-"""Checkpoints, of the kind that the settings say: a step writes one, durably, in the place of the one before; training stands
-still.
+"""Checkpoints while nothing trains: a step writes one of the kind that the settings say, durably, over the one before.
 
 Options: those of the trainer's side, and `folder`.
 """
@@ -10,16 +9,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gpt import GPTShape
 from lightning.pytorch import Callback, LightningModule, Trainer
-from race import Baton, current_rss_bytes
 from torch.utils.data import DataLoader
 
-from sides.trainer import Batches, GPTModule, make_strategy
+from benchmarks.gpt import GPTShape
+from benchmarks.race import Baton, current_rss_bytes
+from benchmarks.sides.trainer import Batches, GPTModule, make_strategy
 
 
 def forget_peak() -> None:
-    """The process's peak memory is counted from now on."""
+    """Counts the process's peak memory from now on."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -30,7 +29,7 @@ def peak_now_bytes() -> int:
 
 
 class Saver(Callback):
-    """After a first training step, saves as often as the baton says, and ends the run."""
+    """After a first training step, saves as often as the race orders, and ends the run."""
 
     def __init__(self, baton: Baton, folder: Path) -> None:
         self.baton = baton
@@ -59,7 +58,7 @@ class Saver(Callback):
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
-    """Take part in the race until it is over."""
+    """Takes part in the race until it is over."""
     shape = GPTShape(**options["shape"])
     trainer = Trainer(
         accelerator="cpu",

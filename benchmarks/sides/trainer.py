@@ -2,37 +2,36 @@
 
 Options: `shape`, `batch` (of each rank), `seed`, `precision`; `settings` are AngelPTMStrategy's arguments, absent for
 Lightning's own strategy; `devices`; `device` "cpu" or "cuda"; `meta` true builds the model on the meta device in
-`configure_model`, to be initialised by `init_weights` one submodule at a time; `save_to` a path to save to in the first step
-of each turn; `disk_bytes_per_s` a speed that the disk is slowed down to; `optimizer`, one of sides/optimizers.py (absent:
-AdamW); what was resident before anything was built is one of a turn's extra numbers.
+`configure_model`, to be initialised by `init_weights` one submodule at a time; `disk_bytes_per_s` a speed that the disk is
+slowed down to; `text` true trains on real text. The memory that was resident before anything was built, and the mean loss of
+the turn's steps, are among a turn's extra numbers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gpt import GPT, GPTShape, batches, build, init_weights
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
-from race import Baton, current_rss_bytes
-from slow_disk import SlowDisks
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from sides.devices import peaks
-from sides.optimizers import optimizers
+from benchmarks.earlier_settings import for_version
+from benchmarks.gpt import GPT, GPTShape, adamw, batches, build, init_weights, text_batches
+from benchmarks.race import Baton, current_rss_bytes
+from benchmarks.sides.devices import peaks
+from benchmarks.slow_disk import SlowDisks
 
 
 class GPTModule(LightningModule):
     """The benchmarks' GPT as a user would wrap it."""
 
-    def __init__(self, shape: GPTShape, *, seed: int, meta: bool, optimizer: str = "adamw") -> None:
+    def __init__(self, shape: GPTShape, *, seed: int, meta: bool) -> None:
         super().__init__()
         self.shape = shape
-        self.optimizer = optimizer
-        self.automatic_optimization = optimizer != "muon_and_adamw"
         self.model = None if meta else build(shape, dtype=torch.float32, seed=seed)
 
     def configure_model(self) -> None:
@@ -46,21 +45,17 @@ class GPTModule(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         assert self.model is not None
         loss: Tensor = self.model(*batch)
-        if not self.automatic_optimization:
-            self.manual_backward(loss)
-            for optimizer in self.optimizers():  # type: ignore[union-attr]
-                optimizer.step()
-                optimizer.zero_grad()
         return loss
 
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return optimizers(self.optimizer, self.named_parameters())
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self.parameters())
 
 
 class Batches(IterableDataset[tuple[Tensor, Tensor]]):
-    """Endless batches, made by nobody twice: each rank its own, or each `group` ranks."""
+    """Endless batches, of random tokens or of text: each rank has its own, or each `group` of ranks."""
 
-    def __init__(self, shape: GPTShape, *, batch: int, seed: int, group: int = 1) -> None:
+    def __init__(self, shape: GPTShape, *, batch: int, seed: int, group: int = 1, text: bool = False) -> None:
+        self.text = text
         self.group = group
         self.shape = shape
         self.batch = batch
@@ -68,20 +63,20 @@ class Batches(IterableDataset[tuple[Tensor, Tensor]]):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        return batches(self.shape, batch=self.batch, seed=self.seed + rank // self.group)
+        make = text_batches if self.text else batches
+        return make(self.shape, batch=self.batch, seed=self.seed + rank // self.group)
 
 
 class Pacer(Callback):
-    """Makes the training loop stop at its turn's end until the next turn, and end with the race."""
+    """Makes the training loop wait at the end of its turn for the next one, and end with the race."""
 
-    def __init__(self, baton: Baton, *, count_disk: bool, empty_rss_bytes: int, save_to: str | None = None) -> None:
+    def __init__(self, baton: Baton, *, count_disk: bool, empty_rss_bytes: int) -> None:
         self.baton = baton
-        self.save_to = save_to
-        self.fresh = True
         self.count_disk = count_disk
         self.empty_rss_bytes = empty_rss_bytes
         self.left = 0
         self.before: dict[str, float] = {}
+        self.losses: list[Tensor] = []
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.before = disk_numbers(trainer.strategy) if self.count_disk else {}
@@ -91,37 +86,36 @@ class Pacer(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.save_to is not None and self.fresh:
-            trainer.save_checkpoint(self.save_to)
-        self.fresh = False
+        self.losses.append(outputs["loss"])
         self.left -= 1
         if self.baton.stepped() and self.count_disk:
             self.before = disk_numbers(trainer.strategy)
         if self.left == 0:
-            if self.save_to is not None:
-                trainer.strategy.wait_for_checkpoint()  # type: ignore[attr-defined]
             now = disk_numbers(trainer.strategy) if self.count_disk else {}
             spent = {name: value - self.before.get(name, 0.0) for name, value in now.items()}
             if "reads" in spent:
                 spent["mean_staleness"] = spent["total_staleness"] / spent["reads"]
                 spent["max_staleness"] = now["max_staleness"]  # of the whole run
             spent["empty_rss_bytes"] = float(self.empty_rss_bytes)
-            loss = float(outputs["loss"])  # what the device has still to do belongs to the turn
+            spent["mean_loss"] = float(
+                torch.stack(self.losses).mean()
+            )  # waits for the device, whose work is the turn's
+            loss = float(outputs["loss"])
             self.baton.report(loss, spent | peaks(trainer.strategy.root_device.type))
             self.before = now
             self._wait(trainer)
 
     def _wait(self, trainer: Trainer) -> None:
-        self.fresh = True
+        self.losses.clear()
         self.left = self.baton.wait()
         trainer.should_stop = self.left == 0
 
 
 def disk_numbers(strategy: Strategy) -> dict[str, float]:
-    """What this project's strategy counted on its links to and from the disk since the run began.
+    """Returns what this project's strategy has counted on its links to and from the disk since the run began.
 
-    `read` is from disk, `written` to it; busy is the time with at least one such transfer in flight, and `disk_busy_s` with
-    any of either kind.
+    `read` is from disk, `written` to it; busy is the time with at least one such transfer in flight, `disk_busy_s` with any
+    of either kind.
     """
     import lightning_ptm
     from lightning_ptm.terms import Tier
@@ -129,9 +123,7 @@ def disk_numbers(strategy: Strategy) -> dict[str, float]:
     assert isinstance(strategy, lightning_ptm.AngelPTMStrategy)
     numbers = {"read_page_bytes": 0.0, "read_busy_s": 0.0, "written_page_bytes": 0.0, "written_busy_s": 0.0}
     numbers["disk_busy_s"] = strategy.engine.allocator.disk_stats().busy_s
-    statistics = strategy.statistics()
-    numbers["save_stall_s"] = statistics.stall_s["save"]
-    staleness = statistics.staleness
+    staleness = strategy.statistics().staleness
     if staleness is not None:
         numbers |= {"reads": float(staleness.reads), "total_staleness": float(staleness.total)}
         numbers["max_staleness"] = float(staleness.maximum)
@@ -144,48 +136,49 @@ def disk_numbers(strategy: Strategy) -> dict[str, float]:
 
 
 def make_strategy(settings: dict[str, Any] | None) -> Strategy | str:
-    """This project's strategy with `settings`, or Lightning's own for None."""
+    """Returns this project's strategy, in the version that is installed, with `settings`; for None Lightning's own."""
     if settings is None:
         return "auto"
     import lightning_ptm
+    from lightning_ptm.config import Settings
 
     if settings.get("tensor_parallel_size", 1) > 1:
-        from lightning_ptm.parallel import ColwiseParallel, RowwiseParallel
+        from lightning_ptm import parallel
 
-        plan = {
-            "attention.qkv": ColwiseParallel(parts=3, heads="heads"),
-            "attention.out": RowwiseParallel(),
-            "up": ColwiseParallel(),
-            "down": RowwiseParallel(),
+        if hasattr(parallel, "ColwiseParallel"):
+            colwise, rowwise = parallel.ColwiseParallel, parallel.RowwiseParallel
+        else:  # until 26 November 2026
+            colwise, rowwise = parallel.Columns, parallel.Rows
+        rules = {
+            "attention.qkv": colwise(parts=3, heads="heads"),
+            "attention.out": rowwise(),
+            "up": colwise(),
+            "down": rowwise(),
         }
-        settings = {
-            **settings,
-            "tensor_parallel": {"plan": {f"model.blocks.*.{name}": rule for name, rule in plan.items()}},
-        }
-    strategy: Strategy = lightning_ptm.AngelPTMStrategy(**settings)
+        plan = {f"model.blocks.*.{name}": rule for name, rule in rules.items()}
+        settings = {**settings, "tensor_parallel": {**(settings.get("tensor_parallel") or {}), "plan": plan}}
+    known = [field.name for field in dataclasses.fields(Settings)]
+    strategy: Strategy = lightning_ptm.AngelPTMStrategy(**for_version(settings, known))
     return strategy
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
-    """Take part in the race until it is over."""
+    """Takes part in the race until it is over."""
     strategy = make_strategy(options.get("settings"))
     if "disk_bytes_per_s" in options:
         strategy.file_ops = SlowDisks(options["disk_bytes_per_s"])  # type: ignore[union-attr]
     empty = current_rss_bytes()
     shape = GPTShape(**options["shape"])
-    optimizer = options.get("optimizer", "adamw")
-    module = GPTModule(shape, seed=options["seed"], meta=options.get("meta", False), optimizer=optimizer)
+    module = GPTModule(shape, seed=options["seed"], meta=options.get("meta", False))
     group = (options.get("settings") or {}).get("tensor_parallel_size", 1)
-    data = Batches(shape, batch=options["batch"], seed=options["seed"], group=group)
+    data = Batches(shape, batch=options["batch"], seed=options["seed"], group=group, text=options.get("text", False))
     trainer = Trainer(
         accelerator=options.get("device", "cpu"),
         devices=options.get("devices", 1),
         strategy=strategy,
         precision=options["precision"],
         max_epochs=1,
-        callbacks=[
-            Pacer(baton, count_disk="settings" in options, empty_rss_bytes=empty, save_to=options.get("save_to"))
-        ],
+        callbacks=[Pacer(baton, count_disk="settings" in options, empty_rss_bytes=empty)],
         logger=False,
         log_every_n_steps=10,
         enable_checkpointing=False,

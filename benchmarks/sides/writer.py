@@ -1,7 +1,7 @@
-"""The disk alone, writing: a step makes a new file of so many bytes, durably, in the place of the one before.
+"""The disk alone, writing: a step writes a new file of a given size, durably, over the one before.
 
 Room is reserved first, then blocks are written in order past the page cache, by as many threads as are fastest, found by
-trying when the side is built. Options: `folder`; `block_bytes`; `file_bytes`.
+trials when the side is built. Options: `folder`; `block_bytes`; `file_bytes`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from race import Baton
-
-from sides.disk import aligned_block
+from benchmarks.race import Baton
+from benchmarks.sides.disk import aligned_block
 
 THREADS = (1, 2, 4, 8)
 TRIES = 2
@@ -51,7 +50,7 @@ def write(path: Path, blocks: list[memoryview], file_bytes: int, threads: int) -
 
 
 def run(options: dict[str, Any], baton: Baton) -> None:
-    """Take part in the race until it is over."""
+    """Takes part in the race until it is over."""
     path, file_bytes = Path(options["folder"]) / "alone", options["file_bytes"]
     blocks = [aligned_block(options["block_bytes"]) for _ in range(max(THREADS))]
     best: dict[int, float] = {}

@@ -1,4 +1,5 @@
-"""Lightning's checkpoint files: written to a temporary file and renamed, memory-mapped when they are read."""
+"""Lightning's CheckpointIO plugins: files that are written to a temporary name and renamed, and memory-mapped when they are
+read; and for Trainers with another strategy, sharded checkpoints too."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ptm.errors import CheckpointError
+from lightning_ptm.checkpoints import sharded
+from lightning_ptm.checkpoints.full import read_file
 from lightning_ptm.progress import Progress, Seen
-from lightning_ptm.storage.archive import Archive, load_mapped
+from lightning_ptm.storage.archive import Archive
 from lightning_ptm.storage.folder import file_draft
-from lightning_ptm.storage.user_errors import is_file
+from lightning_ptm.storage.user_errors import is_file, is_folder
 
 _WRITTEN_AT_ONCE_BYTES = 64 << 20
-_VERSION = "pytorch-lightning_version"
 _LIGHTNINGS_OWN = TorchCheckpointIO.save_checkpoint
 
 
@@ -108,28 +109,28 @@ def _tensors(item: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def read_file(path: Path, *, weights_only: bool | None, map_location: Any = "cpu") -> dict[str, Any]:
-    """Returns a checkpoint's dictionary. Its tensors are memory-mapped if the format allows it: each rank reads what it
-    owns.
+class ShardedCheckpointIO(FileCheckpointIO):
+    """CheckpointIO for Trainers with another strategy: `Trainer(plugins=[ShardedCheckpointIO()])` also loads sharded
+    checkpoints, and writes ordinary files."""
+
+    @override
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = lambda storage, location: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if is_folder(Path(path)):
+            return sharded.load(path, weights_only=weights_only is not False)
+        return super().load_checkpoint(path, map_location, weights_only)
+
+
+def to_file(folder: str | Path, file: str | Path, *, weights_only: bool = True) -> None:
+    """Writes a sharded checkpoint as one ordinary file, which `load_from_checkpoint` and any Trainer can read.
+
+    Tensors are copied from file to file: RAM holds one of them at a time.
+
+    Args:
+        weights_only: as for `load`.
 
     Raises:
-        CheckpointError: it is damaged, no checkpoint, or has objects that `weights_only` does not load.
+        CheckpointError: the folder is damaged, or the file cannot be written.
     """
-    remedy = "give weights_only=False to the Trainer's method"
-    loaded = load_mapped(path, weights_only=weights_only, map_location=map_location, remedy=remedy)
-    if not isinstance(loaded, Mapping):
-        raise CheckpointError(
-            f"{path} is no checkpoint, or is damaged (it holds a {type(loaded).__name__}); give one that a Trainer "
-            "has saved"
-        )
-    return dict(loaded)
-
-
-def check_lightnings(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
-    """Checks that a Trainer has saved this dictionary. Raises CheckpointError."""
-    if _VERSION not in checkpoint:
-        keys = ", ".join(map(str, list(checkpoint)[:5]))
-        raise CheckpointError(
-            f"{path} is not a Lightning checkpoint: it has the keys {keys or 'of an empty dictionary'} and no "
-            f"{_VERSION!r}, so nothing was loaded; give a file that a Trainer has saved"
-        )
+    FileCheckpointIO().save_checkpoint(sharded.load(folder, weights_only=weights_only), file)

@@ -1,48 +1,341 @@
 """Writes a sharded checkpoint: every rank writes its own ranges straight from its pages, at once or in the background
-of training.
+of training; or, after a run, rank 0 writes all from the restored module and optimizers.
 
-`Saving` is one checkpoint that is being written. save_queue.py has those of a run, folder_contents.py says what is
-written where.
+`Saving` is one checkpoint that is being written in a run; save_queue.py has those of a run. The parts of state dicts
+that are not in pages go to Lightning's dictionary (`module_remainder`, `optimizer_remainder`).
 I1: a failure on any rank is known to all, and all raise; what was at the checkpoint's path is then unchanged.
 I2: the run's collectives are issued by the caller's thread only. In the background, tensor-parallel groups exchange
-    rows through a channel of their own (background_row_exchange.py), and ranks learn of each other by the files of the
+    rows through a channel of their own (row_exchange.py), and ranks learn of each other by the files of the
     folder: each rank writes its list of ranges last, and rank 0 puts the checkpoint in place when all lists exist.
+I3: after a run, the folder is the same as that of a checkpoint saved in the run, so any number of ranks can load it.
+    Optimizer states whose shape is not the parameter's are stored in Lightning's dictionary.
 """
 
 from __future__ import annotations
 
+import io
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any
+from typing import Any, Protocol
+from urllib.parse import quote
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptm.checkpoints.background_row_exchange import BackgroundRowExchange
-from lightning_ptm.checkpoints.folder_contents import (
-    StateFiles,
-    bytes_here,
-    index_of,
-    pages_of,
-    parts_of,
-    write_dictionary,
-)
-from lightning_ptm.checkpoints.row_exchange import RowExchange
-from lightning_ptm.errors import AngelPTMError, CheckpointError
+from lightning_ptm.checkpoints.after_run import EndedRun
+from lightning_ptm.checkpoints.module_states import parameters_by_name
+from lightning_ptm.checkpoints.optimizer_states import opened, parameters_of, plain_optimizer
+from lightning_ptm.checkpoints.row_exchange import BackgroundRowExchange, PagedFlat, RowExchange, Table, not_exchanged
+from lightning_ptm.errors import AngelPTMError, CheckpointError, UsageError
+from lightning_ptm.memory.backend import in_ram
+from lightning_ptm.memory.paged_tensor import PagedTensor
+from lightning_ptm.planning.layout import ParameterSpec
 from lightning_ptm.progress import Seen, unseen
 from lightning_ptm.runtime.engine.engine import Engine
-from lightning_ptm.runtime.full_params.sharded_states import ShardedStates
+from lightning_ptm.runtime.full_params.sharded_states import ShardedFlat, ShardedStates
+from lightning_ptm.runtime.full_params.snapshot import SnapshotPart, stretches
 from lightning_ptm.runtime.machine.machine import free_host_bytes
+from lightning_ptm.runtime.tensors.page_io import within
+from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.storage.folder import Draft
-from lightning_ptm.storage.index import LIGHTNING, all_have_written, write_ranges
+from lightning_ptm.storage.index import (
+    LIGHTNING,
+    PARAMETERS,
+    Index,
+    OptimizerIndex,
+    Seal,
+    StateFile,
+    all_have_written,
+    kind_of,
+    write_ranges,
+    write_synced,
+)
+from lightning_ptm.storage.tensors import Layout, lay_out
 from lightning_ptm.storage.writer import BUFFER_BYTES, BUFFERS, FileBytes, RangeWriter, SaveOps, failure
 from lightning_ptm.update.core_limits import one_core, use_cores
+
+_AT_ONCE_BYTES = 16 << 20
+"""Bytes that are copied together of pages that are written from where they are: each message to a tensor-parallel group
+makes all its ranks wait once."""
+
+_Put = Callable[[str, int, Tensor | FileBytes, bool], None]
+"""Writes bytes to a file: (file name, offset, bytes, whether the bytes stay unchanged until all is written)."""
+
+
+# -- state dicts without tensors of pages --------------------------------------------------------------------------------
+
+
+def module_remainder(engine: Engine, module: LightningModule) -> dict[str, Any]:
+    """Returns the module's state dict without parameters: buffers and extra state."""
+    engine.drain("state dict")
+    engine.executor.release_all()
+    return without_parameters(module)
+
+
+def without_parameters(module: LightningModule) -> dict[str, Any]:
+    """Returns the same for a module that is in no run."""
+    parameters = {id(parameter) for parameter in module.parameters()}
+    state = parameters_by_name(module)
+    for name in [name for name, item in state.items() if isinstance(item, Tensor) and id(item) in parameters]:
+        del state[name]
+    return {name: item.detach() if isinstance(item, Tensor) else item for name, item in state.items()}
+
+
+def optimizer_remainder(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the optimizer's state dict without element-wise states: groups, and scalars such as `step`."""
+    engine.drain("optimizer state")
+    optimizer = plain_optimizer(optimizer)
+    if strangers := engine.changes.strangers(optimizer):
+        raise UsageError(
+            f"a parameter of shape {tuple(strangers[0].shape)} is in a group of {type(optimizer).__name__} and in no "
+            "module, so a sharded checkpoint has no name for it; take it out of the group, or use "
+            "checkpoints=Checkpoints(state_dict_type='full')"
+        )
+    with opened(optimizer):
+        result = optimizer.state_dict()
+    scalars = engine.optimizer_values.scalars_in_order(
+        engine.updates.groups.index_of(optimizer), parameters_of(optimizer)
+    )
+    if scalars:  # Lightning's mock optimizer, where configure_optimizers returns none, has no states
+        result["state"] |= (
+            scalars  # states that the optimizer itself holds are of parameters that this run does not train
+        )
+    return result
+
+
+def optimizer_remainder_after_run(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the optimizer's state dict without element-wise states: groups, and states of other shapes (I3)."""
+    optimizer = plain_optimizer(optimizer)
+    result = optimizer.state_dict()
+    parameters = parameters_of(optimizer)
+    result["state"] = {
+        place: {name: value for name, value in state.items() if not _is_slot(parameters[place], value)}
+        for place, state in result["state"].items()
+    }
+    return result
+
+
+# -- the folder's files, and which bytes of them this rank writes --------------------------------------------------------
+
+
+class KindOfStates(Protocol):
+    """One kind of one unit's states: names, dtypes and shapes of its tensors."""
+
+    @property
+    def unit(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def tensors(self) -> Sequence[tuple[str, torch.dtype, tuple[int, ...]]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StateFiles:
+    """The safetensors files of a folder, one for each kind of each unit's states."""
+
+    files: tuple[StateFile, ...]
+    layouts: tuple[Layout, ...]
+
+    @staticmethod
+    def of(kinds: Sequence[KindOfStates]) -> StateFiles:
+        """Lays out the files of these kinds of states. Raises CheckpointError if a dtype has no name in safetensors
+        files."""
+        places = {unit: place for place, unit in enumerate(dict.fromkeys(each.unit for each in kinds))}
+        files, layouts = [], []
+        for each in kinds:
+            layout = lay_out(each.tensors, {"format": "pt", "unit": each.unit, "kind": each.kind})
+            name = f"{places[each.unit]:04d}.{quote(each.kind, safe=' ')}.safetensors"
+            files.append(StateFile(name, each.unit, each.kind, layout.size_bytes))
+            layouts.append(layout)
+        return StateFiles(tuple(files), tuple(layouts))
+
+    def create(self, writer: RangeWriter) -> None:
+        """Creates the files, with their headers."""
+        for file, layout in zip(self.files, self.layouts, strict=True):
+            writer.create(file.name, layout.header, layout.size_bytes)
+
+    def seals(self) -> dict[str, Seal]:
+        """Returns the seals of the files' headers, by file name."""
+        return {file.name: Seal.of(layout.header) for file, layout in zip(self.files, self.layouts, strict=True)}
+
+
+def bytes_here(kind: ShardedStates) -> int:
+    """Returns the bytes of one kind of states that this rank writes."""
+    paged = sum(segment.numel * flat.paged.dtype.itemsize for flat in kind.flats for segment in flat.segments)
+    return paged + sum(values.nbytes for flat in kind.flats for _, _, values in flat.outside)
+
+
+def pages_of(flat: ShardedFlat, cell_numel: int, *, changing: bool) -> PagedFlat:
+    """Returns the ranges of a flat's elements that a save copies together.
+
+    Args:
+        cell_numel: length of ranges that are read through buffers, are dequantized, or may change during the save.
+        changing: whether training goes on during the save.
+    """
+    cells, at_once = _cells_of(flat, cell_numel, changing=changing)
+    return PagedFlat(flat, list(stretches(flat.paged.numel, cells, at_once)))
+
+
+def _cells_of(flat: ShardedFlat, cell_numel: int, *, changing: bool) -> tuple[Sequence[int] | None, int]:
+    """Returns the starts of the cells, if their lengths differ, and the number of elements that are read together."""
+    if not _stays(flat, changing=changing):
+        return flat.cells, cell_numel
+    return None, max(cell_numel, _AT_ONCE_BYTES // flat.paged.dtype.itemsize)
+
+
+def _stays(flat: ShardedFlat, *, changing: bool) -> bool:
+    """Returns whether the flat's elements are in RAM in the form of the file, and stay unchanged until all is
+    written."""
+    paged = flat.paged
+    return not changing and isinstance(paged, PagedTensor) and paged.tier.addressable and in_ram(paged.tensor())
+
+
+def parts_of(
+    put: _Put,
+    files: StateFiles,
+    kinds: Sequence[ShardedStates],
+    exchange: RowExchange | BackgroundRowExchange,
+    *,
+    cell_numel: int,
+    changing: bool,
+) -> tuple[list[SnapshotPart], list[Callable[[], None]]]:
+    """Returns what writes paged elements (snapshot parts), and functions that write those outside of pages, which do
+    not change.
+
+    Args:
+        exchange: exchanges whole rows of parameters that are cut by columns.
+        cell_numel, changing: see `pages_of`.
+    """
+    parts: dict[int, SnapshotPart] = {}
+    outside: list[Callable[[], None]] = []
+    for file, layout, kind in zip(files.files, files.layouts, kinds, strict=True):
+        starts = {tensor.name: tensor.start for tensor in layout.tensors}
+        for flat in kind.flats:
+            if flat.segments:
+                stays = _stays(flat, changing=changing)
+                write = partial(_put, put, file.name, starts, flat, exchange, stays)
+                room = partial(exchange.wait_for_room, flat) if isinstance(exchange, BackgroundRowExchange) else None
+                part = SnapshotPart(flat.paged, write, *_cells_of(flat, cell_numel, changing=changing), room)
+                known = parts.get(flat.paged.id)
+                parts[flat.paged.id] = part if known is None else _with(known, part)
+            for parameter, first, values in flat.outside:
+                outside.append(partial(_put_stretches, put, file.name, starts, parameter, first, values, False))
+    return list(parts.values()), outside
+
+
+def _with(part: SnapshotPart, other: SnapshotPart) -> SnapshotPart:
+    """Joins two parts with the same pages, whose flat has parameters of several units. Such flats have 1-D parameters,
+    which are not cut, so that nothing of them is exchanged."""
+
+    def put(start: int, values: Tensor) -> None:
+        part.put(start, values)
+        other.put(start, values)
+
+    return replace(part, put=put)
+
+
+def _put(
+    put: _Put,
+    name: str,
+    starts: Mapping[str, int],
+    flat: ShardedFlat,
+    exchange: RowExchange | BackgroundRowExchange,
+    stays: bool,
+    start: int,
+    values: Tensor,
+) -> None:
+    item_bytes = values.dtype.itemsize
+
+    def write(parameter: str, first: int, rows: Table) -> None:
+        put(name, starts[parameter] + first * item_bytes, rows, False)
+
+    exchange.begin(flat, start, values, write, stays=stays)
+    for segment in within(flat.segments, start, start + values.numel()):
+        spec, first = flat.parameters[segment.parameter], segment.parameter_start
+        part = values[segment.start - start : segment.stop - start]
+        for begin, end in not_exchanged(segment, spec.box):
+            _put_stretches(put, name, starts, spec, first + begin, part[begin:end], stays)
+
+
+def _put_stretches(
+    put: _Put,
+    name: str,
+    starts: Mapping[str, int],
+    parameter: ParameterSpec,
+    first: int,
+    values: Tensor,
+    stays: bool,
+) -> None:
+    """Writes elements of a parameter, from its element `first` on, to their places in the whole tensor of the file."""
+    for stretch in parameter.stretches(first, values.numel()):
+        offset = starts[parameter.name] + stretch.whole_start * values.dtype.itemsize
+        put(name, offset, values.narrow(0, stretch.start - first, stretch.numel), stays)
+
+
+def write_dictionary(path: Path, checkpoint: Mapping[str, Any], ops: SaveOps) -> Seal:
+    """Writes Lightning's own dictionary, synced. Raises CheckpointError."""
+    buffer = io.BytesIO()
+    torch.save(dict(checkpoint), buffer)
+    content = buffer.getvalue()
+    write_synced(path, content, ops)
+    return Seal.of(content)
+
+
+def index_of(
+    module: LightningModule,
+    optimizers: Sequence[Optimizer],
+    checkpoint: Mapping[str, Any],
+    files: StateFiles,
+    *,
+    names: Mapping[int, str],
+    world_size: int,
+    page_size: int,
+) -> Index:
+    """Returns the index of a checkpoint.
+
+    Args:
+        optimizers: the optimizers whose states are in it.
+        names: names of the tensors in the files, by id of parameter.
+        world_size: number of ranks that write.
+        page_size: the run's, in bytes.
+    """
+    state = parameters_by_name(module)
+    return Index(
+        step=int(checkpoint.get("global_step", 0)),
+        world_size=world_size,
+        page_size=page_size,
+        writer=f"lightning_ptm {_own_version()}",
+        files=files.files,
+        parameters={name: names[id(item)] for name, item in state.items() if id(item) in names},
+        state=tuple(state),
+        optimizers=tuple(
+            OptimizerIndex(
+                type(plain_optimizer(optimizer)).__qualname__,
+                tuple(names[id(each)] for each in parameters_of(plain_optimizer(optimizer)) if id(each) in names),
+            )
+            for optimizer in optimizers
+        ),
+    )
+
+
+def _own_version() -> str:
+    try:
+        return version("lightning-ptm")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+# -- saving in a run -----------------------------------------------------------------------------------------------------
+
 
 _COPIES_SHARE = 8
 """Copies of elements that updates change during a save may take one part in this many of the free RAM."""
@@ -58,7 +351,7 @@ class Saving:
     """A sharded checkpoint that this rank is writing, from its construction on. Collective, as is `finish`.
 
     Args:
-        checkpoint: Lightning's dictionary, with the results of `sharded.module_remainder` and `optimizer_remainder` in
+        checkpoint: Lightning's dictionary, with the results of `module_remainder` and `optimizer_remainder` in
             place of state dicts.
         path: the checkpoint's folder.
         in_background: write in a background thread; training may go on.
@@ -335,3 +628,90 @@ class Saving:
         draft, self._draft = self._draft, None
         if draft is not None:
             draft.discard()
+
+
+# -- saving after a run --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    unit: str
+    kind: str
+    values: dict[str, Tensor]
+
+    @property
+    def tensors(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        return [(name, value.dtype, tuple(value.shape)) for name, value in self.values.items()]
+
+
+def save_after_run(
+    ended: EndedRun,
+    module: LightningModule,
+    optimizers: Sequence[Optimizer],
+    checkpoint: Mapping[str, Any],
+    path: Path,
+    ops: SaveOps | None = None,
+) -> None:
+    """Writes the folder of a sharded checkpoint. Rank 0 only.
+
+    Args:
+        checkpoint: Lightning's dictionary, with the results of `without_parameters` and `optimizer_remainder_after_run`
+            in place of state dicts.
+
+    Raises:
+        CheckpointError: it cannot be written; what was at `path` before is unchanged.
+    """
+    ops = ops or SaveOps()
+    chosen = optimizers if "optimizer_states" in checkpoint else ()
+    parameters = module.named_parameters()
+    names = {id(parameter): name for name, parameter in parameters if not isinstance(parameter, GuardedParameter)}
+    kinds = list(_kinds(ended, module, names, chosen))
+    files = StateFiles.of(kinds)
+    index = index_of(module, chosen, checkpoint, files, names=names, world_size=1, page_size=ended.page_size)
+    draft = Draft(path)
+    try:
+        writer = RangeWriter(draft.folder, ops)
+        try:
+            files.create(writer)
+            for file, layout, each in zip(files.files, files.layouts, kinds, strict=True):
+                for stored, value in zip(layout.tensors, each.values.values(), strict=True):
+                    writer.put(file.name, stored.start, value.detach().cpu().reshape(-1))
+            ranges = writer.finish()
+        finally:
+            writer.abort()
+        dictionary = write_dictionary(draft.folder / LIGHTNING, checkpoint, ops)
+        write_ranges(draft.folder, 0, ranges, ops)
+        replace(index, seals={LIGHTNING: dictionary, **files.seals()}).write(draft.folder, ops)
+        draft.commit()
+    except BaseException:
+        draft.discard()
+        raise
+
+
+def _kinds(
+    ended: EndedRun, module: nn.Module, names: Mapping[int, str], optimizers: Sequence[Optimizer]
+) -> Iterator[_States]:
+    """Yields every kind of every unit's states, unit by unit, as `AllShardedStates.kinds` does in a run."""
+    slots: dict[int, dict[str, Tensor]] = {}
+    of_earlier: set[int] = set()
+    for number, optimizer in enumerate(optimizers):
+        for owner, state in plain_optimizer(optimizer).state.items():
+            of = number if id(owner) in of_earlier else None
+            its = {kind_of(slot, of): value for slot, value in state.items() if _is_slot(owner, value)}
+            slots.setdefault(id(owner), {}).update(its)
+        of_earlier |= {id(parameter) for parameter in parameters_of(plain_optimizer(optimizer))}
+    of_unit: dict[str, list[nn.Parameter]] = {unit: [] for unit in dict.fromkeys(ended.units.values())}
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, GuardedParameter):
+            of_unit.setdefault(ended.units.get(name, ""), []).append(parameter)
+    for unit, parameters in of_unit.items():
+        if parameters:
+            yield _States(unit, PARAMETERS, {names[id(parameter)]: parameter for parameter in parameters})
+        known = {names[id(parameter)]: slots.get(id(parameter), {}) for parameter in parameters}
+        for slot in dict.fromkeys(slot for state in known.values() for slot in state):
+            yield _States(unit, slot, {name: state[slot] for name, state in known.items() if slot in state})
+
+
+def _is_slot(parameter: Tensor, value: Any) -> bool:
+    """Returns whether a state is element-wise. A 0-d state is not: a step count has the shape of a 0-d parameter."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape

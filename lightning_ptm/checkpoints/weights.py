@@ -29,15 +29,14 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_ptm import sharded
+from lightning_ptm.checkpoints import formats
+from lightning_ptm.checkpoints.protocol import FileTensor
 from lightning_ptm.comm import Communicator, raise_on_all_ranks
 from lightning_ptm.config import Settings, Weights
 from lightning_ptm.errors import ConfigError, some
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.full_params.first_values import Given
 from lightning_ptm.runtime.tensors.parts import Boxes
-from lightning_ptm.storage.index import PARAMETERS, Index, StateFile, is_sharded
-from lightning_ptm.storage.pretrained import FileTensor, find
 from lightning_ptm.torch_internals import (
     MAY_BE_MISSING,
     MAY_BE_UNEXPECTED,
@@ -109,7 +108,8 @@ def first_values(
     assert asked is not None
     path = Path(asked.path).expanduser()
     with raise_on_all_ranks(communicator):
-        held = _held(path, communicator, progress)
+        share = slice(communicator.rank, None, communicator.world_size)
+        held = formats.of_weights(path).tensors(path, share, progress)
         names = names_of(module, boxes)
         chosen = _placed(path, held, names, asked.key_mapping)
         _check(path, module, held, names, chosen, asked, warn=communicator.rank == 0)
@@ -124,22 +124,6 @@ def first_values(
         else:
             buffers[id(place.owner), place.attribute] = held[name].read
     return Given(parameters, buffers)
-
-
-def _held(path: Path, communicator: Communicator, progress: Progress | None) -> Mapping[str, FileTensor]:
-    if not is_sharded(path):
-        return find(path)
-
-    def ours(index: Index) -> Sequence[StateFile]:
-        weights = [file for file in index.files if file.kind == PARAMETERS]
-        return weights[communicator.rank :: communicator.world_size]
-
-    state = sharded.load(path, optimizers=False, verify=ours, progress=progress)["state_dict"]
-    return {name: _as_held(value) for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _as_held(value: Tensor) -> FileTensor:
-    return FileTensor(value.dtype, tuple(value.shape), lambda: value)
 
 
 # -- the module's names

@@ -249,6 +249,7 @@ class Agreement:
         rank: this rank; used only at meetings and gatherings.
         teams: the ranks that take part in collectives of less than all ranks.
         explain: all-gathers the reason of a rank that gives up (else "") and each rank's position; returns one text.
+        alone: whether there is a single rank, which agrees with itself at once.
     """
 
     def __init__(
@@ -258,7 +259,10 @@ class Agreement:
         rank: int = 0,
         teams: RankTeams = NO_TEAMS,
         explain: Callable[[str], str] = str,
+        *,
+        alone: bool = False,
     ) -> None:
+        self._alone = alone
         self._exchange = exchange
         self._participate = participate
         self._rank = rank
@@ -281,6 +285,8 @@ class Agreement:
 
     def request(self, request: NeededCollective) -> Decision:
         """Returns when all ranks have agreed to issue `request` now; the caller issues it."""
+        if self._alone:
+            return Decision(request, unanimous=True, flags=request.flag)
         while True:
             decision = choose(self._round(request.row()), self._teams)
             if decision is None or isinstance(decision, Stuck):  # impossible: this rank's row is a request
@@ -329,6 +335,8 @@ class Agreement:
         Returns:
             All bits set in the flags of all ranks' rows at that time, with `DIFFERENT`, `UNLIKE` and `OTHER_NUMBER`.
         """
+        if self._alone:
+            return boundary.flag
         kind, position, flag = boundary.row()
         ours = (kind, position, flag + _WORD * self.work_word() + _CELLS * cells(self.compared_number))
         while True:

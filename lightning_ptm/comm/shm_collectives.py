@@ -1,7 +1,7 @@
 """Collectives over shared memory between ranks of one machine, for values in RAM.
 
 gloo sends values in RAM over the loopback device, with threads of its own: a sum of 512 KiB over two ranks took ten
-times the CPU time of this (benchmarks/LOG.md).
+times the CPU time of this (benchmarks/LOG.md: intra_node).
 
 Owns a window of shared memory per rank, and the count of exchanges. Does not know what they are for.
 

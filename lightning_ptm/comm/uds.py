@@ -1,7 +1,7 @@
 """Unix domain sockets between ranks of one machine, for messages of a few numbers.
 
 gloo passes a message of 24 bytes through three threads of each rank. Here the sending thread writes it to a socket and
-the waiting thread reads it, at a fiftieth of the CPU time (benchmarks/LOG.md).
+the waiting thread reads it, at a fiftieth of the CPU time (benchmarks/LOG.md: intra_node).
 
 Owns one socket per other rank, and a handle of its process. Knows numbers and bytes, not their meaning.
 
@@ -343,15 +343,22 @@ def _greet(
             files.insert(0, process)
         for call in [*called, *(None for _ in range(rank + 1, world_size))]:
             peer = call or listener.accept()[0]
-            peer.settimeout(_CONNECT_S)
-            socket.send_fds(peer, [_HELLO.pack(rank, process is not None, own is not None)], files)
-            greeting, theirs, _, _ = socket.recv_fds(peer, _HELLO.size, 2)
-            if len(greeting) != _HELLO.size:
-                raise ConnectionError(
-                    "a rank closed its connection while ranks connected to each other; look for the first error among "
-                    "the ranks' logs"
-                )
-            peer.settimeout(None)
+            theirs: list[int] = []
+            try:
+                peer.settimeout(_CONNECT_S)
+                socket.send_fds(peer, [_HELLO.pack(rank, process is not None, own is not None)], files)
+                greeting, theirs, _, _ = socket.recv_fds(peer, _HELLO.size, 2)
+                if len(greeting) != _HELLO.size:
+                    raise ConnectionError(
+                        "a rank closed its connection while ranks connected to each other; look for the first error among "
+                        "the ranks' logs"
+                    )
+                peer.settimeout(None)
+            except BaseException:
+                for each in theirs:
+                    os.close(each)
+                peer.close()
+                raise
             other, has_process, has_file = _HELLO.unpack(greeting)
             if len(theirs) != has_process + has_file:  # this process is at its limit of open files
                 for each in theirs:

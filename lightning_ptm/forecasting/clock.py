@@ -20,8 +20,7 @@ from lightning_ptm.forecasting.rates import Activity, Hardware, Stall, Timing
 from lightning_ptm.forecasting.send_order import Exchanged, SendOrder
 from lightning_ptm.forecasting.timed_chunks import Moment, TimedChunk, TimedJob, comes_s
 from lightning_ptm.forecasting.update_extras import NO_EXTRAS, UpdateExtra, with_extra
-from lightning_ptm.planning.chunk_bounds import ChunkBounds, chunk_bounds_of
-from lightning_ptm.planning.chunks import Chunks, WantedChunk
+from lightning_ptm.planning.chunks import ChunkBounds, Chunks, WantedChunk, chunk_bounds_of
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
 from lightning_ptm.planning.placement_data import Budget, Placement, arithmetic_tier
 from lightning_ptm.planning.plan import Plan, Task

@@ -10,7 +10,7 @@ from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.rates import Hardware
 from lightning_ptm.forecasting.shared_cores import SharedCoreFlat, SharedCoreRates, SharedCores, SharedCoreTiming
 from lightning_ptm.forecasting.update_extras import update_extras
-from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
+from lightning_ptm.planning.chunks import chunk_bounds_of
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, LockFreeNeeds
 from lightning_ptm.runtime.deciding.build_inventory import taken_dtype

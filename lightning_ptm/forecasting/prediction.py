@@ -125,7 +125,7 @@ def homes_of(blueprint: Blueprint) -> dict[str, dict[str, int]]:
         homes = blueprint.placement.homes[flat.unit]
         found["parameter"][homes.parameter.name.lower()] += flat.shard_bytes
         if flat.trainable:
-            gradient = blueprint.gradient_home(flat.unit)
+            gradient = blueprint.placement.homes[flat.unit].gradient
             if blueprint.placement.keeps_gradients or not gradient.computes:
                 found["gradient"][gradient.name.lower()] += flat.gradient_bytes
             found["master"][homes.master.name.lower()] += blueprint.placement.master_bytes(flat)

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 from lightning_ptm.forecasting.timed_chunks import Moment, TimedChunk, TimedJob, comes_s
 from lightning_ptm.forecasting.update_extras import UpdateExtra
-from lightning_ptm.planning.chunk_bounds import ChunkBounds, even_chunk_bounds
-from lightning_ptm.planning.chunks import Chunks
+from lightning_ptm.planning.chunks import ChunkBounds, Chunks, even_chunk_bounds
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.planning.version_policy import Begin, Flat, GradientEvent, Reading, VersionPolicy
 from lightning_ptm.terms import Phase

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from lightning_ptm.planning.chunk_bounds import ChunkBounds, even_chunk_bounds
-from lightning_ptm.planning.chunks import Chunk, Job
+from lightning_ptm.planning.chunks import Chunk, ChunkBounds, Job, even_chunk_bounds
 
 F = TypeVar("F")
 

@@ -157,6 +157,10 @@ class AcceleratorBackend:
         return DeviceRegion(size_bytes, self.device)
 
     def free_bytes(self) -> int:
+        # The pages of an engine that has ended may be in torch's cache, which would count them as used.
+        empty_cache = getattr(self._module(), "empty_cache", None)
+        if empty_cache is not None:
+            empty_cache()
         free, _ = torch.accelerator.get_memory_info(self.device)
         return int(free)
 

@@ -28,10 +28,10 @@ from torch import Tensor
 from lightning_ptm.errors import CapacityError, InternalError, UsageError, format_bytes
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.memory.link_meters import LinkStats, StreamLink
+from lightning_ptm.memory.device_work import Completion
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.streams import CopyStreams, Pair
-from lightning_ptm.memory.transfer import Completion
+from lightning_ptm.memory.transfer import LinkStats, StreamLink
 from lightning_ptm.terms import BLOCK_BYTES
 from lightning_ptm.torch_internals import version_of
 

@@ -15,10 +15,13 @@ I3: in every tier, a paged tensor's bytes are whole blocks that no other tensor 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
+import math
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,21 +29,17 @@ import torch
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.memory.copier import Copier, StartedCopy
-from lightning_ptm.memory.copy_plan import CopyMachine, CopyRange, copy_range
 from lightning_ptm.memory.device_work import Mark
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.disk_probe import threads_per_path
 from lightning_ptm.memory.io import IoQueue
-from lightning_ptm.memory.ledger import TierLedger
-from lightning_ptm.memory.link_meters import Link, LinkStats
-from lightning_ptm.memory.page_ranges import spans_of
-from lightning_ptm.memory.paged_tensor import PagedTensor
+from lightning_ptm.memory.page_table import PageTable
+from lightning_ptm.memory.paged_tensor import PagedTensor, page_pieces, round_up
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.reused_extents import ReusedExtents, gaps
 from lightning_ptm.memory.streams import copy_streams
 from lightning_ptm.memory.tiers import check_settings, disk_region, regions
-from lightning_ptm.memory.transfer import Transfer
+from lightning_ptm.memory.transfer import Copier, Copy, CopyMachine, Link, LinkStats, Transfer, checked_copy
 from lightning_ptm.progress import Progress
 from lightning_ptm.terms import TIERS, Tier
 
@@ -105,8 +104,8 @@ class Allocator:
         self._marks: dict[int, Mark] = {}
         """By frame of a device with its own memory: the stream's position when the frame was last given back."""
         self._uses = uses or {}
-        self._ledgers = {
-            tier: TierLedger(tier, count, page_size, self._uses.get(tier, "")) for tier, count in frames.items()
+        self._tables = {
+            tier: PageTable(tier, count, page_size, self._uses.get(tier, "")) for tier, count in frames.items()
         }
         with contextlib.ExitStack() as undo:
             made = regions(backend, {tier: count * page_size for tier, count in frames.items()}, undo, pin=pin_host)
@@ -130,24 +129,25 @@ class Allocator:
                     poison_page = HostRegion(page_size)
                     poison_page.tensor.fill_(POISON)
             self._machine = CopyMachine(page_size, made, disk, copy_streams(backend), backend.apart)
-            self._copier = Copier(self._machine, io, self._ledgers, self._lock, events)
+            self._copier = Copier(self._machine, io, self._lock, events)
             self._poison_page = poison_page
-            gathered_flats = [region.tensor.untyped_storage() for region in made.values()]
-            self._addresses = [(whole.data_ptr(), whole.data_ptr() + whole.nbytes()) for whole in gathered_flats]
+            storages = [region.tensor.untyped_storage() for region in made.values()]
+            self._addresses = sorted((each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages)
+            """First and stop address of each region in memory."""
             self._made = backend.mark()
             self._resources = undo.pop_all()
 
     def capacity_bytes(self, tier: Tier) -> int:
         """Returns the bytes of all pages of a tier."""
-        return self._ledgers[tier].capacity_bytes
+        return self._tables[tier].capacity_bytes
 
     def free_bytes(self, tier: Tier) -> int:
         """Returns the bytes of the pages in which no tensor has a part."""
-        return self._ledgers[tier].free_bytes
+        return self._tables[tier].free_bytes
 
     def peak_bytes(self, tier: Tier) -> int:
         """Returns the peak of the bytes of pages in use."""
-        return self._ledgers[tier].peak_bytes
+        return self._tables[tier].peak_bytes
 
     def uncommitted_bytes(self) -> int:
         """Returns the bytes of the tiers in RAM that the system has not committed yet."""
@@ -175,7 +175,8 @@ class Allocator:
             address = tensor.untyped_storage().data_ptr()
         except RuntimeError:  # no memory behind the tensor: a zero tensor, or a subclass implemented in Python
             return False
-        return any(start <= address < end for start, end in self._addresses)
+        place = bisect.bisect_right(self._addresses, (address, math.inf)) - 1
+        return place >= 0 and address < self._addresses[place][1]
 
     # Tensors.
 
@@ -215,7 +216,7 @@ class Allocator:
             if self._closed:
                 return
             self._check_usable(tensor)
-            self._copier.unless_busy(lambda: self._vacate(tensor))
+            self._copier.unless_busy(partial(self._vacate, tensor))
             tensor.forget()
             del self._tensors[tensor.id]
 
@@ -227,6 +228,7 @@ class Allocator:
         source_start: int = 0,
         target_start: int = 0,
         numel: int | None = None,
+        whole_blocks: bool = False,
     ) -> Transfer:
         """Starts to copy elements between tensors of any tiers. Wait on the transfer before using the bytes of either.
 
@@ -240,17 +242,17 @@ class Allocator:
             source_start: first element read; on disk at a multiple of 4096 bytes, like target_start.
             target_start: first element written.
             numel: elements; by default as many as both have from their starts.
+            whole_blocks: the target's elements after the range may be overwritten, up to the end of their disk block.
         Raises:
             UsageError: dtypes differ, a range is outside its tensor, begins inside a disk block or overlaps itself; a
                 tensor is released or being moved; the allocator is closed.
             InternalError: another transfer writes the source's bytes or uses the target's; nothing is started.
         """
         with self._lock:
-            self._check_open()
-            self._check_usable(source)
-            self._check_usable(target)
-            started = self._copier.begin(copy_range(source, target, source_start, target_start, numel))
-        return self._copier.launch(started)
+            self._check_usable(source, target)
+            copy = checked_copy(source, target, source_start, target_start, numel, whole_blocks=whole_blocks)
+            self._copier.begin(copy)
+        return self._copier.launch(copy)
 
     def fill(self, source: PagedTensor, target: PagedTensor, target_start: int = 0) -> Transfer:
         """Copies a complete source to a device tensor that nothing uses yet; waits only for the last use of its pages.
@@ -258,12 +260,10 @@ class Allocator:
         Unlike `copy`, it does not wait for what the current stream has queued since. Raises as `copy`.
         """
         with self._lock:
-            self._check_open()
-            self._check_usable(source)
-            self._check_usable(target)
-            after = {id(mark): mark for mark in (self._marks.get(span.frame, self._made) for span in target.pages)}
-            started = self._copier.begin(copy_range(source, target, 0, target_start, None), after=[*after.values()])
-        return self._copier.launch(started)
+            self._check_usable(source, target)
+            copy = checked_copy(source, target, 0, target_start, None, after=self._last_uses(target))
+            self._copier.begin(copy)
+        return self._copier.launch(copy)
 
     def move(self, tensor: PagedTensor, tier: Tier) -> Transfer:
         """Starts to move a tensor to another tier (the paper's Tensor.move).
@@ -276,12 +276,11 @@ class Allocator:
             UsageError, InternalError: as for `copy`.
         """
         with self._lock:
-            self._check_open()
             self._check_usable(tensor)
             if tier is tensor.tier:
                 return Transfer()
-            started = self._begin_move(tensor, tier, contiguous=False)
-        return self._copier.launch(started)
+            copy = self._begin_move(tensor, tier, contiguous=False)
+        return self._copier.launch(copy)
 
     def merge(self, tensor: PagedTensor) -> None:
         """Makes a tensor contiguous (the paper's Tensor.merge). Blocks until it is.
@@ -291,12 +290,11 @@ class Allocator:
             UsageError, InternalError, PageIOError: as for `copy`.
         """
         with self._lock:
-            self._check_open()
             self._check_usable(tensor)
             if tensor.is_contiguous:
                 return
-            started = self._begin_move(tensor, tensor.tier, contiguous=True)
-        self._copier.launch(started).wait()
+            copy = self._begin_move(tensor, tensor.tier, contiguous=True)
+        self._copier.launch(copy).wait()
 
     def discard(self, tensor: PagedTensor, start: int = 0, numel: int | None = None) -> None:
         """Discards the contents of a tensor, or of `numel` elements from `start` on; the system gets the RAM back.
@@ -307,8 +305,8 @@ class Allocator:
         stop_bytes = tensor.nbytes if numel is None else start_bytes + numel * tensor.dtype.itemsize
         with self._lock:
             self._check_usable(tensor)
-            spans = spans_of(tensor.pages, self.page_size, start_bytes, stop_bytes)
-            self._copier.unless_busy(lambda: self._ledgers[tensor.tier].check_vacate(tensor.id, spans))
+            if start_bytes < stop_bytes:
+                self._copier.unless_busy(partial(tensor.pages.check_free, start_bytes, stop_bytes))
             self._machine.discard(tensor, start_bytes, stop_bytes)
 
     def discard_all_but(self, kept: Sequence[PagedTensor]) -> None:
@@ -346,15 +344,14 @@ class Allocator:
 
         Returns the previous allocator's I/O threads per path: with data on the pages they cannot be measured again.
         """
-        tier = next(tier for tier, ledger in self._ledgers.items() if ledger.capacity_bytes and not tier.addressable)
-        ledger = TierLedger(tier, owned[-1].stop, self.page_size, self._uses.get(tier, ""))
-        self._ledgers[tier] = ledger
+        tier = next(tier for tier, table in self._tables.items() if table.capacity_bytes and not tier.addressable)
+        table = PageTable(tier, owned[-1].stop, self.page_size, self._uses.get(tier, ""))
+        self._tables[tier] = table
         for gap in gaps(owned):
-            ledger.pool.leave_out(gap.start, len(gap))
+            table.pool.leave_out(gap.start, len(gap))
         for before in reused_extents.kept:
             tensor = PagedTensor(next(self._ids), before.name, before.numel, before.dtype, tier)
-            ledger.keep(tensor.id, before.pages)
-            tensor.place(tier, before.pages, None)
+            tensor.place(tier, table.keep(tensor.id, before.pages.extents), None)
             self._tensors[tensor.id] = self._reused[before] = tensor
         return reused_extents.io_threads
 
@@ -390,32 +387,41 @@ class Allocator:
 
     def _place(self, tensor: PagedTensor, *, shared_tail: bool = False, contiguous: bool = False) -> None:
         """Gives a tensor pages of its tier."""
-        spans = self._ledgers[tensor.tier].place(
+        pages = self._tables[tensor.tier].place(
             tensor.id, tensor.name, tensor.nbytes, shared_tail=shared_tail, contiguous=contiguous
         )
-        tensor.place(tensor.tier, spans, self._machine.view(tensor.tier, spans, tensor.numel, tensor.dtype))
+        tensor.place(tensor.tier, pages, self._machine.view(tensor.tier, pages, tensor.numel, tensor.dtype))
 
     def _vacate(self, tensor: PagedTensor) -> None:
         """Takes a tensor's pages away from it."""
-        ledger = self._ledgers[tensor.tier]
-        ledger.check_vacate(tensor.id, tensor.pages)
-        if self._poison:
+        if self._poison and tensor.pages.extents:
             self._poison_pages(tensor)
-        ledger.vacate(tensor.id, tensor.pages)
         if tensor.tier.computes and self.backend.apart:
-            mark = self.backend.mark()  # this stream has queued the last use of the pages already
-            self._marks.update((span.frame, mark) for span in tensor.pages)
+            frames = tensor.pages.frames
+            self._tables[tensor.tier].vacate(tensor.id, tensor.pages)
+            # This stream has queued the last use of the pages already.
+            self._marks.update(dict.fromkeys(frames, self.backend.mark()))
+        else:
+            self._tables[tensor.tier].vacate(tensor.id, tensor.pages)
 
     def _poison_pages(self, tensor: PagedTensor) -> None:
-        for span in tensor.pages:
+        tensor.pages.check_free(0, round_up(tensor.nbytes))
+        for piece in page_pieces(tensor.pages.extents, self.page_size, joined=False):
             if not tensor.tier.addressable:
                 assert self._machine.disk is not None and self._poison_page is not None
-                self._machine.disk.write(span.frame, span.offset_bytes, [self._poison_page.memory[: span.bytes]])
+                poison = self._poison_page.memory[: piece.stop_bytes - piece.start_bytes]
+                self._machine.disk.write(piece.start_bytes, [poison])
             else:
-                start = span.frame * self.page_size + span.offset_bytes
-                self._machine.regions[tensor.tier].tensor[start : start + span.bytes].fill_(POISON)
+                self._machine.regions[tensor.tier].tensor[piece.start_bytes : piece.stop_bytes].fill_(POISON)
 
-    def _begin_move(self, tensor: PagedTensor, tier: Tier, *, contiguous: bool) -> StartedCopy:
+    def _last_uses(self, tensor: PagedTensor) -> list[Mark]:
+        """Returns the marks of the last uses of a device tensor's pages by the tensors before it."""
+        if not self._marks:
+            return [self._made]
+        marks = (self._marks.get(frame, self._made) for frame in tensor.pages.frames)
+        return [*{id(mark): mark for mark in marks}.values()]
+
+    def _begin_move(self, tensor: PagedTensor, tier: Tier, *, contiguous: bool) -> Copy:
         """Takes new pages for a tensor and begins the copy to them."""
         arriving = PagedTensor(tensor.id, tensor.name, tensor.numel, tensor.dtype, tier)
         self._place(arriving, contiguous=contiguous)
@@ -430,19 +436,24 @@ class Allocator:
             tensor.place(tier, arriving.pages, view)
 
         try:
-            started = self._copier.begin(CopyRange(tensor, arriving, 0, 0, tensor.nbytes), settle)
+            copy = Copy(tensor, arriving, 0, 0, tensor.nbytes, settle)
+            self._copier.begin(copy)
         except InternalError:
             self._vacate(arriving)
             raise
         tensor.move(under_way=True)
-        return started
+        return copy
 
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the page allocator is closed: the engine has been torn down; start a new fit")
 
-    def _check_usable(self, tensor: PagedTensor) -> None:
-        if tensor.is_released:
-            raise UsageError(f"{tensor.name} is released; allocate it again")
-        if tensor.moving:
-            raise UsageError(f"{tensor.name} is being moved; wait for the transfer that move() returned")
+    def _check_usable(self, *tensors: PagedTensor) -> None:
+        """Raises UsageError if the allocator is closed, or a tensor is released or being moved."""
+        if self._closed:
+            self._check_open()
+        for tensor in tensors:
+            if tensor.is_released:
+                raise UsageError(f"{tensor.name} is released; allocate it again")
+            if tensor.moving:
+                raise UsageError(f"{tensor.name} is being moved; wait for the transfer that move() returned")

@@ -101,7 +101,8 @@ class Backend(Protocol):
         """
 
     def free_bytes(self) -> int:
-        """Returns the free bytes of the device's own memory; 0 if its memory is RAM."""
+        """Returns the free bytes of the device's own memory, after torch has given back what it caches; 0 if its memory
+        is RAM."""
 
     def bytes_outside_region(self, region_bytes: int) -> int:
         """Returns the bytes of tensors allocated outside a device region of `region_bytes` bytes."""

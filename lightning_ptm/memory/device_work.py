@@ -1,4 +1,4 @@
-"""Positions in the queues of a device, and queues besides a thread's current stream, as backends provide them (backend.py).
+"""Positions in the queues of a device, queues besides a thread's current stream (backend.py), and ends of copies.
 
 Protocols only; owns nothing.
 """
@@ -36,3 +36,30 @@ class Stream(Protocol):
 
     def join(self) -> None:
         """Makes this thread's current stream wait for everything queued on this stream."""
+
+
+class Timer(Protocol):
+    """Duration of copies launched on a stream. It holds none of their bytes, so it may outlive them."""
+
+    def done(self) -> bool: ...
+
+    def seconds(self) -> float:
+        """Returns how long the copies ran; only when done."""
+
+
+class Completion(Protocol):
+    """The end of copies launched on a stream (streams.py)."""
+
+    def done(self) -> bool: ...
+
+    def timer(self) -> Timer:
+        """Returns their timer, for code that counts the copies without keeping source and target alive."""
+
+    def synchronize(self) -> None:
+        """Blocks this thread until the copies are complete."""
+
+    def order(self) -> None:
+        """Makes the current stream, not this thread, wait for the copies."""
+
+    def seconds(self) -> float:
+        """Returns how long the copies ran; only when done."""

@@ -187,6 +187,8 @@ class DiskRegion:
         self.paths = tuple(Path(path) for path in paths)
         self.page_size = page_size
         self.total_frames = total_frames
+        self.is_one_file = len(self.paths) == 1
+        """Whether consecutive pages are adjacent on disk, so that one transfer may cross page borders."""
         self._ops = file_ops or FileOps()
 
         self.frames = (range(total_frames),) if frames is None else tuple(frames)
@@ -226,28 +228,23 @@ class DiskRegion:
         found = (range(-((index - each.start) // paths), -((index - each.stop) // paths)) for each in frames)
         return [range(each.start * size, each.stop * size) for each in found if each]
 
-    @property
-    def is_one_file(self) -> bool:
-        """Whether consecutive pages are adjacent on disk, so that one transfer may cross page borders."""
-        return len(self.paths) == 1
-
     def lane(self, frame: int) -> int:
         """Returns the index of the path that stores page `frame`."""
         return frame % len(self.paths)
 
-    def read(self, frame: int, offset_bytes: int, views: Sequence[memoryview]) -> None:
-        """Reads into `views`, in order, from page `frame` on; lengths, addresses and offset are whole blocks.
+    def read(self, start_bytes: int, views: Sequence[memoryview]) -> None:
+        """Reads into `views`, in order, from byte `start_bytes` of the tier on; all in whole blocks.
 
         The range may extend into the following pages only if `is_one_file`.
 
         Raises:
             PageIOError: with the path, the page, and errno (None for a short read).
         """
-        self._transfer(True, frame, offset_bytes, views)
+        self.transfer(True, start_bytes, views)
 
-    def write(self, frame: int, offset_bytes: int, views: Sequence[memoryview]) -> None:
-        """Writes `views`, in order, to page `frame`; otherwise as `read`."""
-        self._transfer(False, frame, offset_bytes, views)
+    def write(self, start_bytes: int, views: Sequence[memoryview]) -> None:
+        """Writes `views`, in order, from byte `start_bytes` of the tier on; otherwise as `read`."""
+        self.transfer(False, start_bytes, views)
 
     def close(self) -> None:
         """Frees the files' space (I3) and closes them. Idempotent; no transfer may be running."""
@@ -265,15 +262,19 @@ class DiskRegion:
                 self._ops.close(file)
         self._successor = self._predecessor = None
 
-    def _transfer(self, reading: bool, frame: int, offset_bytes: int, views: Sequence[memoryview]) -> None:
+    def transfer(self, reading: bool, start_bytes: int, views: Sequence[memoryview]) -> None:
+        """`read` or `write`."""
         call = self._ops.preadv if reading else self._ops.pwritev
-        lane = frame % len(self.paths)
+        frame, offset_bytes = divmod(start_bytes, self.page_size)
+        file = self._files[frame % len(self.paths)]
         position = frame // len(self.paths) * self.page_size + offset_bytes
-        wanted_bytes = sum(map(len, views))
+        wanted_bytes = 0
+        for view in views:
+            wanted_bytes += len(view)
         done_bytes = 0
         while done_bytes < wanted_bytes:
             try:
-                moved_bytes = call(self._files[lane], _skip(views, done_bytes), position + done_bytes)
+                moved_bytes = call(file, _skip(views, done_bytes) if done_bytes else views, position + done_bytes)
             except InterruptedError:
                 continue
             except OSError as error:
@@ -361,8 +362,6 @@ def _without(frames: Sequence[range], others: Sequence[range]) -> list[range]:
 
 def _skip(views: Sequence[memoryview], skip_bytes: int) -> Sequence[memoryview]:
     """Returns `views` without their first `skip_bytes` bytes."""
-    if skip_bytes == 0:
-        return views
     rest = []
     for view in views:
         if skip_bytes < len(view):

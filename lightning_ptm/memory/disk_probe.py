@@ -91,6 +91,6 @@ class _Trial:
             if frame is None:
                 return
             if writes_only or frame // len(self._disk.paths) % 2:
-                self._disk.write(frame, 0, [buffer])
+                self._disk.write(frame * page_size, [buffer])
             else:
-                self._disk.read(frame, 0, [buffer])
+                self._disk.read(frame * page_size, [buffer])

@@ -1,11 +1,12 @@
-"""The I/O threads of the disk tier. Each disk path is a lane with its own queue and threads.
+"""The I/O threads of the disk tier, and their jobs: one blocking transfer of at most a page each.
+
+Each disk path is a lane with its own queue and threads. A job is direct or goes through the thread's staging buffer.
 
 A lane serves jobs first come, first served, and lanes run in parallel. Two jobs of one lane may run at the same time,
 so a caller that needs an order waits between them.
 
-I1: every submitted job reports the end of its piece to its transfer exactly once: done, failed, or cancelled by
-    close().
-I2: an OSError goes to the job's transfer and the thread continues. Any other exception ends the queue: everything
+I1: the end of every submitted job is reported exactly once: done, failed, or cancelled by close().
+I2: an OSError is reported with the job and the thread continues. Any other exception ends the queue: everything
     queued fails with the thread's traceback, and so does everything submitted later. Nothing waits for a dead thread.
 """
 
@@ -13,15 +14,50 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import torch
+
 from lightning_ptm.errors import AngelPTMError, InternalError, UsageError
 from lightning_ptm.memory.backend import Backend
+from lightning_ptm.memory.device_work import Mark
+from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.numa import keep_to
-from lightning_ptm.memory.region import Staging
-from lightning_ptm.memory.transfer import Transfer
+from lightning_ptm.memory.paged_tensor import Extent, round_up
+from lightning_ptm.memory.region import HostRegion
+from lightning_ptm.memory.streams import CopyStream, Pair
+from lightning_ptm.terms import BLOCK_BYTES
+
+
+class Staging:
+    """Page-sized staging buffer of one I/O thread, for bytes that cannot go directly between disk and their address.
+
+    Created at first use.
+
+    Args:
+        page_size: bytes of a page; the buffer has one block more, for the old bytes of a block that is partly
+            rewritten.
+        make: returns a region of so many bytes (page-locked if a device copies from and to it).
+    """
+
+    def __init__(self, page_size: int, make: Callable[[int], HostRegion]) -> None:
+        self._page_size = page_size
+        self._make = make
+        self._region: HostRegion | None = None
+
+    @property
+    def region(self) -> HostRegion:
+        if self._region is None:
+            self._region = self._make(self._page_size + BLOCK_BYTES)
+        return self._region
+
+    def close(self) -> None:
+        if self._region is not None:
+            self._region.close()
+            self._region = None
 
 
 class IoJob(Protocol):
@@ -31,9 +67,106 @@ class IoJob(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Straight:
+    """Direct transfer from disk to RAM (`reading`) or from RAM to disk, of whole blocks."""
+
+    disk: DiskRegion
+    start_bytes: int
+    views: Sequence[memoryview]
+    reading: bool
+
+    def run(self, staging: Staging) -> None:
+        self.disk.transfer(self.reading, self.start_bytes, self.views)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBounced:
+    """Read through staging: from disk to RAM at any address and of any length, or to a CUDA device."""
+
+    disk: DiskRegion
+    place: Extent
+    targets: Sequence[torch.Tensor]
+    copies: CopyStream
+    after: Sequence[Mark]
+
+    def run(self, staging: Staging) -> None:
+        region = staging.region
+        size = self.place.stop_bytes - self.place.start_bytes
+        self.disk.read(self.place.start_bytes, [region.memory[: round_up(size)]])
+        # The I/O thread waits, because its next job overwrites the staging buffer.
+        self.copies.launch(_pair_up(self.targets, region.tensor, to_staging=False), self.after).synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBounced:
+    """Write through staging: from RAM at any address and of any length, or from a CUDA device, to disk.
+
+    With `keep_tail`, the bytes after the place in its last block belong to elements that keep their values.
+    """
+
+    disk: DiskRegion
+    place: Extent
+    sources: Sequence[torch.Tensor]
+    copies: CopyStream
+    after: Sequence[Mark]
+    keep_tail: bool
+
+    def run(self, staging: Staging) -> None:
+        region = staging.region
+        blocks = region.memory[: round_up(self.place.stop_bytes - self.place.start_bytes)]
+        if self.keep_tail:
+            _read_last_block(self.disk, self.place, blocks)
+        self.copies.launch(_pair_up(self.sources, region.tensor, to_staging=True), self.after).synchronize()
+        self.disk.write(self.place.start_bytes, [blocks])
+
+
+@dataclass(frozen=True, slots=True)
+class DiskToDisk:
+    """Copy from one place on disk to another, through staging; `keep_tail` as in WriteBounced."""
+
+    disk: DiskRegion
+    source: Extent
+    target: Extent
+    keep_tail: bool
+
+    def run(self, staging: Staging) -> None:
+        region = staging.region
+        size = self.target.stop_bytes - self.target.start_bytes
+        blocks = region.memory[: round_up(size)]
+        self.disk.read(self.source.start_bytes, [blocks])
+        if self.keep_tail and size % BLOCK_BYTES:
+            # The staging's extra block holds the target's old last block, whose tail is kept.
+            spare = region.memory[len(region.memory) - BLOCK_BYTES :]
+            _read_last_block(self.disk, self.target, spare)
+            kept_from = size % BLOCK_BYTES
+            blocks[size:] = spare[kept_from:]
+        self.disk.write(self.target.start_bytes, [blocks])
+
+
+def _read_last_block(disk: DiskRegion, place: Extent, blocks: memoryview) -> None:
+    """Reads the block in which `place` ends, if it ends inside one, into the last block of `blocks`."""
+    size = place.stop_bytes - place.start_bytes
+    if size % BLOCK_BYTES:
+        disk.read(place.start_bytes + round_up(size) - BLOCK_BYTES, [blocks[len(blocks) - BLOCK_BYTES :]])
+
+
+def _pair_up(parts: Sequence[torch.Tensor], staged: torch.Tensor, *, to_staging: bool) -> list[Pair]:
+    pairs, start = [], 0
+    for part in parts:
+        place = staged[start : start + part.numel()]
+        pairs.append(Pair(place, part) if to_staging else Pair(part, place))
+        start += part.numel()
+    return pairs
+
+
+Ended = Callable[[BaseException | None], None]
+"""Called by an I/O thread at the end of a job, with its error or None."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Task:
     job: IoJob
-    transfer: Transfer
+    ended: Ended
 
 
 class IoQueue:
@@ -67,14 +200,16 @@ class IoQueue:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, lane: int, job: IoJob, transfer: Transfer) -> None:
-        """Queues a job. Its end, also a refusal (queue closed or dead), is one `piece_finished` of `transfer`."""
+    def submit(self, jobs: Sequence[tuple[int, IoJob]], ended: Ended) -> None:
+        """Queues jobs, each with its lane. The end of each, also a refusal (queue closed or dead), is one call of `ended`."""
         with self._lock:
             refusal = self._refusal
             if refusal is None:
-                self._queues[lane].put(_Task(job, transfer))
+                for lane, job in jobs:
+                    self._queues[lane].put(_Task(job, ended))
         if refusal is not None:
-            transfer.piece_finished(refusal)
+            for _ in jobs:
+                ended(refusal)
 
     def close(self) -> None:
         """Lets running jobs end, fails queued ones with UsageError, joins the threads. Idempotent."""
@@ -93,7 +228,7 @@ class IoQueue:
             self._refusal = self._refusal or reason
             queued = [task for lane_queue in self._queues for task in _drain(lane_queue)]
         for task in queued:
-            task.transfer.piece_finished(reason)
+            task.ended(reason)
 
     def _serve(self, lane: int) -> None:
         staging = Staging(self._page_size, partial(self._backend.host_region, pin=self._pin))
@@ -107,7 +242,7 @@ class IoQueue:
                     error: BaseException | None = None
                 except OSError as failure:
                     error = failure
-                task.transfer.piece_finished(error)
+                task.ended(error)
                 task = None  # an idle thread must not keep pages alive
         except BaseException as death:
             reason = InternalError(
@@ -115,7 +250,7 @@ class IoQueue:
             )
             reason.__cause__ = death
             if task is not None:
-                task.transfer.piece_finished(reason)
+                task.ended(reason)
             self._refuse(reason)
         finally:
             staging.close()

@@ -41,8 +41,8 @@ _STACK_BYTES = 8 << 20
 
 _SOFT_LIMIT_BEFORE: dict[int, int] = {}
 """By process, the soft limit before the first of the limits now in force."""
-_IN_FORCE: set[int] = set()
-"""Identities of the limits in force. A run that is set up again sets its limit before the previous one is lifted."""
+_IN_FORCE: set[MemoryLimit] = set()
+"""The limits in force. A run that is set up again sets its limit before the previous one is lifted."""
 
 
 class MemoryLimit:
@@ -61,30 +61,30 @@ class MemoryLimit:
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         if not _IN_FORCE:
             _SOFT_LIMIT_BEFORE[os.getpid()] = soft
-        _IN_FORCE.add(id(self))
+        _IN_FORCE.add(self)
         limits = [each for each in (_SOFT_LIMIT_BEFORE.get(os.getpid(), soft), hard) if each != resource.RLIM_INFINITY]
         _set(min([mapped + max(left_bytes, 0), *limits]), hard)
 
     def left_bytes(self) -> int | None:
         """How many bytes more this process may map; None: as many as it likes."""
         mapped = _mapped_bytes()
-        if resource is None or mapped is None or id(self) not in _IN_FORCE:
+        if resource is None or mapped is None or self not in _IN_FORCE:
             return None
         soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
         return None if soft == resource.RLIM_INFINITY else max(0, soft - mapped)
 
     def lift(self) -> None:
         """Removes the limit. No effect if it is not in force."""
-        if id(self) not in _IN_FORCE:
+        if self not in _IN_FORCE:
             return
-        _IN_FORCE.discard(id(self))
+        _IN_FORCE.discard(self)
         before = None if _IN_FORCE else _SOFT_LIMIT_BEFORE.pop(os.getpid(), None)
         if before is not None:
             _set(before, resource.getrlimit(resource.RLIMIT_DATA)[1])
 
     def refused(self, error: BaseException) -> bool:
         """Whether an error comes from an allocation that the limit refused."""
-        if id(self) not in _IN_FORCE:
+        if self not in _IN_FORCE:
             return False
         text = str(error).lower().replace("primitive descriptor", "")  # there oneDNN lacks a kernel, and no memory
         return isinstance(error, MemoryError) or (

@@ -31,7 +31,8 @@ _DEPTH = 4
 def smallest_saturating(rates: Mapping[str, Mapping[int, float]]) -> int | None:
     """Returns the smallest page size that saturates every link; None without links.
 
-    If no size saturates all links, returns the smallest size.
+    If no size saturates all links, returns the size at which the link with the lowest share of its best bandwidth has the
+    highest share, the smallest of equal ones.
 
     Args:
         rates: by link, bytes per second by page size in bytes; the same sizes for all links.
@@ -40,11 +41,8 @@ def smallest_saturating(rates: Mapping[str, Mapping[int, float]]) -> int | None:
         return None
     best = {link: max(by_size.values()) for link, by_size in rates.items()}
     sizes = sorted(next(iter(rates.values())))
-    return min(sizes, key=lambda size: (not _enough(rates, best, size), size))
-
-
-def _enough(rates: Mapping[str, Mapping[int, float]], best: Mapping[str, float], size: int) -> bool:
-    return all(by_size[size] >= SATURATED * best[link] for link, by_size in rates.items())
+    shares = {size: min(by_size[size] / best[link] for link, by_size in rates.items()) for size in sizes}
+    return next((size for size in sizes if shares[size] >= SATURATED), None) or max(sizes, key=shares.__getitem__)
 
 
 def measured_rates(paths: Sequence[Path], backend: Backend) -> dict[str, dict[int, float]]:
@@ -113,9 +111,9 @@ def transfer(
         buffer = region.memory[thread * disk.page_size : (thread + 1) * disk.page_size]
         for frame in range(thread, frames, depth):
             if write or (write is None and thread % 2):
-                disk.write(frame, 0, [buffer])
+                disk.write(frame * disk.page_size, [buffer])
             else:
-                disk.read(frame, 0, [buffer])
+                disk.read(frame * disk.page_size, [buffer])
             done += 1
             if perf_counter() - started > limit_s:
                 break

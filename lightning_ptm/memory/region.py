@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -182,34 +181,6 @@ class DeviceRegion:
 
     def close(self) -> None:
         self.tensor = self.tensor.new_empty(0)
-
-
-class Staging:
-    """Page-sized staging buffer of one I/O thread, for bytes that cannot go directly between disk and their address.
-
-    Created at first use.
-
-    Args:
-        page_size: bytes of a page; the buffer has one block more, for the old bytes of a block that is partly
-            rewritten.
-        make: returns a region of so many bytes (page-locked if a device copies from and to it).
-    """
-
-    def __init__(self, page_size: int, make: Callable[[int], HostRegion]) -> None:
-        self._page_size = page_size
-        self._make = make
-        self._region: HostRegion | None = None
-
-    @property
-    def region(self) -> HostRegion:
-        if self._region is None:
-            self._region = self._make(self._page_size + BLOCK_BYTES)
-        return self._region
-
-    def close(self) -> None:
-        if self._region is not None:
-            self._region.close()
-            self._region = None
 
 
 def _advise(mapping: mmap.mmap) -> None:

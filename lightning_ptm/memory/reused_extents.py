@@ -47,7 +47,7 @@ class ReusedExtents:
 
 def frames_of(tensors: Iterable[PagedTensor]) -> set[int]:
     """Returns the frames in which tensors have a part."""
-    return {span.frame for tensor in tensors for span in tensor.pages}
+    return {frame for tensor in tensors for frame in tensor.pages.frames}
 
 
 def _intervals(ordered: Sequence[int]) -> list[range]:

@@ -17,8 +17,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 
 from lightning_ptm.memory.backend import Backend, CpuBackend, CurrentStream
-from lightning_ptm.memory.device_work import Mark, Stream
-from lightning_ptm.memory.transfer import Completion, Timer
+from lightning_ptm.memory.device_work import Completion, Mark, Stream, Timer
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

@@ -1,41 +1,171 @@
-"""Handles of started copies: each is waited on, and its error is raised in the thread that waits.
+"""Copies between paged tensors: what a copy moves, its pages while it runs, the handle on which callers wait, and traffic.
 
-I1: a handle is finished exactly once; the pages that it held are free for other transfers before a waiter wakes.
-I2: the handle's owner (the Allocator) keeps source and target allocated and in place until it is finished.
+Ranges on disk begin on a block; their end need not be on one. If the range ends where the target's elements end, the last
+block is transferred whole, since only padding follows it in the page; likewise if the caller allows it. Otherwise the last
+block goes through a staging buffer, so that the target's next elements keep their values.
+
+I1: `Copier.begin` holds all bytes of a copy before the first of them moves; if it cannot, it holds none and raises
+    InternalError.
+I2: the lock is the Allocator's. `begin` and the code that runs at a copy's end hold it; under it no byte moves and no
+    thread is awaited. Only a CUDA event may be waited for (`unless_busy`), since its completion needs no lock.
+I3: I/O threads finish a disk copy, the caller finishes a copy within RAM. CUDA does not report that an event has
+    completed, so a copy on a stream is finished at the next query: by a waiter, or by `begin`.
+I4: a handle is finished exactly once; the bytes that it held are free for other transfers before a waiter wakes. The
+    error is raised in the thread that waits.
+I5: the Allocator keeps source and target allocated and in place until the handle is finished.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import TypeVar
+
+import torch
+
+from lightning_ptm.errors import InternalError, UsageError
+from lightning_ptm.events import Event, EventKind, Events
+from lightning_ptm.memory.device_work import Completion, Mark, Timer
+from lightning_ptm.memory.disk import DiskRegion
+from lightning_ptm.memory.io import DiskToDisk, IoJob, IoQueue, ReadBounced, Straight, WriteBounced
+from lightning_ptm.memory.paged_tensor import Extent, Hold, PagedTensor, PageEvent, Pages, page_pieces, round_up
+from lightning_ptm.memory.region import HostRegion, Region
+from lightning_ptm.memory.streams import CopyStream, CopyStreams, Pair
+from lightning_ptm.terms import BLOCK_BYTES, Tier
+
+Result = TypeVar("Result")
+
+Settle = Callable[[BaseException | None], None]
+"""Called under the lock when a copy has ended and its bytes are no longer held, with its error or None."""
 
 
-class Timer(Protocol):
-    """Duration of copies launched on a stream. It holds none of their bytes, so it may outlive them."""
+@dataclass(frozen=True, slots=True)
+class LinkStats:
+    """Totals of one link since the run began.
 
-    def done(self) -> bool: ...
+    `busy_s` is the time in which at least one transfer was in flight, so overlapping transfers count once. Copies on a
+    CUDA stream run one after another; each is counted when it has ended, with its own duration.
+    """
 
-    def seconds(self) -> float:
-        """Returns how long the copies ran; only when done."""
+    bytes: int
+    transfers: int
+    busy_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Achieved bandwidth while busy; 0.0 before the first transfer."""
+        return self.bytes / self.busy_s if self.busy_s > 0 else 0.0
 
 
-class Completion(Protocol):
-    """The end of copies launched on a stream (streams.py)."""
+class LinkMeter:
+    """Counter of one link, or of several links together. Its owner holds a lock and passes the time, in seconds."""
 
-    def done(self) -> bool: ...
+    __slots__ = ("_busy_s", "_bytes", "_in_flight", "_since_s", "_transfers")
 
-    def timer(self) -> Timer:
-        """Returns their timer, for code that counts the copies without keeping source and target alive."""
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._transfers = 0
+        self._busy_s = 0.0
+        self._in_flight = 0
+        self._since_s = 0.0
 
-    def synchronize(self) -> None:
-        """Blocks this thread until the copies are complete."""
+    @staticmethod
+    def begin(meters: Sequence[LinkMeter], size_bytes: int, now_s: float) -> None:
+        """Counts a transfer that begins in each of the meters."""
+        for meter in meters:
+            meter._bytes += size_bytes
+            meter._transfers += 1
+            if meter._in_flight == 0:
+                meter._since_s = now_s
+            meter._in_flight += 1
 
-    def order(self) -> None:
-        """Makes the current stream, not this thread, wait for the copies."""
+    @staticmethod
+    def end(meters: Sequence[LinkMeter], now_s: float) -> None:
+        """Counts the end of a transfer that has begun in each of the meters."""
+        for meter in meters:
+            meter._in_flight -= 1
+            if meter._in_flight == 0:
+                meter._busy_s += now_s - meter._since_s
 
-    def seconds(self) -> float:
-        """Returns how long the copies ran; only when done."""
+    def add(self, size_bytes: int, seconds_s: float) -> None:
+        """Counts a transfer that has ended and measured its own duration, without `begin`: a copy on a CUDA stream.
+
+        The time from its launch to its end includes the wait for earlier copies, so it is no measure of its duration.
+        """
+        self._bytes += size_bytes
+        self._transfers += 1
+        self._busy_s += seconds_s
+
+    def stats(self, now_s: float) -> LinkStats:
+        running_s = now_s - self._since_s if self._in_flight else 0.0
+        return LinkStats(self._bytes, self._transfers, self._busy_s + running_s)
+
+
+Link = tuple[Tier, Tier]
+"""(source tier, target tier)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    timer: Timer
+    name: str
+    bytes: int
+    began_s: float
+
+
+class StreamLink:
+    """Counter of the copies in one direction on one stream that the Copier does not report; each also becomes an event.
+
+    A copy is counted when a later `launched` or `stats` finds that it has ended. Never blocks; any thread may call.
+    I1: it keeps no copied byte alive.
+
+    Args:
+        track: track of its events.
+        events: gets an event for every copy.
+    """
+
+    def __init__(self, track: str, events: Events) -> None:
+        self._track = track
+        self._events = events
+        self._lock = threading.Lock()
+
+        # State, under the lock.
+        self._meter = LinkMeter()
+        self._in_flight: deque[_Launched] = deque()
+        """Copies in flight, in the order of launch, which is also the order of their ends."""
+
+    def launched(self, name: str, size_bytes: int, began_s: float, timer: Timer) -> None:
+        """Registers a copy that has just been launched.
+
+        Args:
+            name: name of its event.
+            size_bytes: bytes copied.
+            began_s: time before its launch, on the clock of `perf_counter`.
+            timer: its end and duration.
+        """
+        with self._lock:
+            self._in_flight.append(_Launched(timer, name, size_bytes, began_s))
+            self._count_ended()
+
+    def stats(self) -> LinkStats:
+        """Returns the totals of the copies that have ended."""
+        with self._lock:
+            self._count_ended()
+            return self._meter.stats(perf_counter())
+
+    def _count_ended(self) -> None:
+        while self._in_flight and self._in_flight[0].timer.done():
+            ended = self._in_flight.popleft()
+            seconds_s = ended.timer.seconds()
+            self._meter.add(ended.bytes, seconds_s)
+            if self._events.active:
+                end_s = ended.began_s + seconds_s
+                event = Event(EventKind.COPY, self._track, ended.name, ended.began_s, end_s, bytes=ended.bytes)
+                self._events.emit(event)
 
 
 class Transfer:
@@ -149,3 +279,410 @@ class StreamTransfer(Transfer):
         with self._lock:
             if not self._finished.is_set():
                 self.piece_finished()
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """A copy of `length_bytes` bytes, from `Copier.begin` to its end. Starts are counted from each tensor's first byte."""
+
+    source: PagedTensor
+    target: PagedTensor
+    source_start_bytes: int
+    target_start_bytes: int
+    length_bytes: int
+    settle: Settle | None = None
+    """Called at the end."""
+    whole_blocks: bool = False
+    """Whether the target's bytes after the range may be overwritten, up to the end of their block."""
+    after: Sequence[Mark] | None = None
+    """Marks that the stream part of the copy waits for; None: it waits for the launching thread's current stream."""
+
+    # Written by the Copier.
+    meters: Sequence[LinkMeter] = ()
+    """Those that have counted its begin."""
+    began_s: float = 0.0
+    leaving: Hold | None = None
+    """The hold on the source, until it ends."""
+    arriving: Hold | None = None
+    """The hold on the target, until it ends."""
+    block_bytes: int = 0
+    """The length in whole blocks."""
+    tail_is_free: bool = False
+    """Whether its last block may be written whole, also because the range ends where the target's elements end."""
+
+
+def checked_copy(
+    source: PagedTensor,
+    target: PagedTensor,
+    source_start: int,
+    target_start: int,
+    numel: int | None,
+    *,
+    whole_blocks: bool = False,
+    after: Sequence[Mark] | None = None,
+) -> Copy:
+    """Returns a copy of elements, checked.
+
+    Raises:
+        UsageError: dtypes differ, a range is outside its tensor or overlaps itself, or a disk range does not begin on a
+            block.
+    """
+    if source.dtype != target.dtype:
+        raise UsageError(f"cannot copy {source.name} ({source.dtype}) to {target.name} ({target.dtype}): cast first")
+    if numel is None:
+        numel = min(source.numel - source_start, target.numel - target_start)
+    item_bytes = source.dtype.itemsize
+    for tensor, start in ((source, source_start), (target, target_start)):
+        if start < 0 or numel < 0 or start + numel > tensor.numel:
+            raise UsageError(f"elements {start} to {start + numel} are not in {tensor.name}, which has {tensor.numel}")
+        if not tensor.tier.addressable and start * item_bytes % BLOCK_BYTES:
+            raise UsageError(
+                f"a copy of {tensor.name} begins at its element {start}: on disk ranges begin at multiples of "
+                f"{BLOCK_BYTES // item_bytes} elements ({BLOCK_BYTES} bytes)"
+            )
+    if source is target and abs(source_start - target_start) < numel:
+        raise UsageError(
+            f"a copy of {numel} elements within {source.name} overlaps itself; copy through another tensor"
+        )
+    start_bytes = source_start * item_bytes, target_start * item_bytes
+    return Copy(source, target, *start_bytes, numel * item_bytes, whole_blocks=whole_blocks, after=after)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyMachine:
+    """What copies run on: the bytes of each tier and the streams between tiers."""
+
+    page_size: int
+    regions: Mapping[Tier, Region]
+    disk: DiskRegion | None
+    streams: CopyStreams
+    apart: bool
+    """`Backend.apart`: the device copies concurrently with the host."""
+
+    def stream(self, source: Tier, target: Tier) -> CopyStream:
+        """Returns the stream of a copy between two RAM or device tiers."""
+        if source.computes == target.computes:
+            return self.streams.within_device if source.computes else self.streams.within_host
+        return self.streams.to_device if target.computes else self.streams.to_host
+
+    def discard(self, tensor: PagedTensor, start_bytes: int, stop_bytes: int) -> None:
+        """Discards bytes [start_bytes, stop_bytes) of a tensor and returns their RAM to the system."""
+        if tensor.tier in self.regions:
+            for each in tensor.pages.between(start_bytes, stop_bytes):
+                self.regions[tensor.tier].discard(each.start_bytes, each.stop_bytes - each.start_bytes)
+
+    def discard_all_but(self, kept: Sequence[PagedTensor]) -> None:
+        """Discards all bytes in memory that are on no page of the tensors `kept`."""
+        for tier, region in self.regions.items():
+            used = sorted({frame for tensor in kept if tensor.tier is tier for frame in tensor.pages.frames})
+            done = 0
+            for frame in (*used, region.tensor.numel() // self.page_size):
+                if done < frame:
+                    region.discard(done * self.page_size, (frame - done) * self.page_size)
+                done = frame + 1
+
+    def view(self, tier: Tier, pages: Pages, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Returns a view of the elements on `pages`, shape (numel,); None if they are on disk or scattered."""
+        if not tier.addressable or len(pages.extents) > 1:
+            return None
+        start_bytes = pages.extents[0].start_bytes if pages.extents else 0
+        # In inference mode a view in another dtype would be an inference tensor, which autograd refuses for good.
+        with torch.inference_mode(False):
+            return self.regions[tier].tensor[start_bytes : start_bytes + numel * dtype.itemsize].view(dtype)
+
+
+class Copier:
+    """Starts and finishes copies for the Allocator.
+
+    Args:
+        machine: the regions and the copy streams.
+        io: the I/O threads; None without a disk tier.
+        lock: the Allocator's.
+        events: gets an event for every copy that ends.
+    """
+
+    def __init__(
+        self, machine: CopyMachine, io: IoQueue | None, lock: threading.RLock, events: Events | None = None
+    ) -> None:
+        self._events = events or Events()
+        self._machine = machine
+        self._io = io
+        self._lock = lock
+
+        # State, under the lock.
+        self._links: dict[Link, LinkMeter] = {}
+        self._disk = LinkMeter()
+        """Reads and writes of the disk together."""
+        self._all_links = LinkMeter()
+        """All links together."""
+        self._streamed: list[StreamTransfer] = []
+
+    def begin(self, copy: Copy) -> None:
+        """Holds the bytes of a copy (lock held). Call `launch` afterwards, without the lock.
+
+        Raises:
+            InternalError: another transfer holds some of the bytes; nothing is held.
+        """
+        if self._streamed:
+            self._reap()
+        copy.block_bytes = round_up(copy.length_bytes)
+        stop_bytes = copy.target_start_bytes + copy.length_bytes
+        copy.tail_is_free = copy.whole_blocks or stop_bytes == copy.target.nbytes
+        try:
+            self._hold(copy)
+        except InternalError:
+            if not self._finish_ordered():
+                raise
+            self._hold(copy)
+        source, target = copy.source.tier, copy.target.tier
+        link = self._links.get((source, target))
+        if link is None:
+            link = self._links[source, target] = LinkMeter()
+        if not (source.addressable and target.addressable):
+            copy.meters = (link, self._all_links, self._disk)
+        elif not self._on_stream(copy):  # a copy on a stream measures its own time
+            copy.meters = (link, self._all_links)
+        copy.began_s = perf_counter()
+        LinkMeter.begin(copy.meters, copy.length_bytes, copy.began_s)
+
+    def launch(self, copy: Copy) -> Transfer:
+        """Starts the bytes of a copy (lock not held) and returns the handle to wait on."""
+        source, target = copy.source.tier, copy.target.tier
+        try:
+            if not (source.addressable and target.addressable):
+                jobs = disk_jobs(copy, self._machine)
+            else:
+                completion = self._machine.stream(source, target).launch(ram_pairs(copy, self._machine), copy.after)
+        except BaseException as error:
+            self._finish(copy, error)
+            raise
+        finish = partial(self._finish, copy)
+        if not (source.addressable and target.addressable):
+            transfer = Transfer(len(jobs), finish)
+            if jobs:
+                assert self._io is not None  # jobs exist only with a disk tier
+                self._io.submit(jobs, transfer.piece_finished)
+            return transfer
+        if self._on_stream(copy):
+            return self._track(copy, completion)
+        return Transfer(0, finish)
+
+    def unless_busy(self, action: Callable[[], Result]) -> Result:
+        """Runs `action` (lock held). If it meets busy pages, waits for copies already ordered on a stream, and retries.
+
+        The callers of those copies have waited on them with `wait(host=False)`; only their events have not completed
+        yet.
+        """
+        try:
+            return action()
+        except InternalError:
+            if not self._finish_ordered():
+                raise
+            return action()
+
+    def _finish_ordered(self) -> bool:
+        """Waits for the copies already ordered on a stream; returns whether there are any."""
+        ordered = [transfer for transfer in self._streamed if transfer.ordered]
+        for transfer in ordered:
+            transfer.wait()
+        return bool(ordered)
+
+    def stats(self) -> dict[Link, LinkStats]:
+        """Returns the totals of every link used so far (lock held)."""
+        self._reap()
+        now_s = perf_counter()
+        return {link: meter.stats(now_s) for link, meter in self._links.items()}
+
+    def disk_stats(self) -> LinkStats:
+        """Returns the totals of disk reads and writes together (lock held)."""
+        return self._disk.stats(perf_counter())
+
+    def all_stats(self) -> LinkStats:
+        """Returns the totals of all links together (lock held)."""
+        self._reap()
+        return self._all_links.stats(perf_counter())
+
+    def finish_streamed(self) -> None:
+        """Waits for every copy on a stream."""
+        with self._lock:
+            streamed, self._streamed = self._streamed, []
+        for transfer in streamed:
+            transfer.wait()
+
+    def _on_stream(self, copy: Copy) -> bool:
+        """Whether a copy between two addressable tiers still runs when its launch has returned."""
+        return self._machine.apart and (copy.source.tier.computes or copy.target.tier.computes)
+
+    def _hold(self, copy: Copy) -> None:
+        if not copy.length_bytes:
+            return
+        source, target = copy.source, copy.target
+        source_stop = copy.source_start_bytes + copy.length_bytes
+        target_stop = copy.target_start_bytes + copy.length_bytes
+        # The rest of a last block is held, too. Ranges on disk begin on a block.
+        if not source.tier.addressable:
+            source_stop = copy.source_start_bytes + copy.block_bytes
+            if copy.tail_is_free:
+                target_stop = round_up(target_stop)
+        if not target.tier.addressable:
+            target_stop = copy.target_start_bytes + copy.block_bytes
+        try:
+            copy.leaving = source.pages.begin(copy.source_start_bytes, source_stop, PageEvent.LEAVE)
+            copy.arriving = target.pages.begin(copy.target_start_bytes, target_stop, PageEvent.ARRIVE)
+        except InternalError as error:
+            if copy.leaving is not None:
+                copy.leaving.end()
+                copy.leaving = None
+            raise InternalError(
+                f"copying {source.name} to {target.name}: {error}; wait for the transfer that holds them"
+            ) from None
+
+    def _track(self, copy: Copy, completion: Completion) -> Transfer:
+        """Returns the handle of a copy on a CUDA stream (I3)."""
+
+        def finish(error: BaseException | None) -> None:
+            seconds_s = completion.seconds()
+            if error is None:
+                for meter in (self._links[copy.source.tier, copy.target.tier], self._all_links):
+                    meter.add(copy.length_bytes, seconds_s)
+            self._end(copy, error, copy.began_s + seconds_s)
+
+        def free_device_bytes() -> None:
+            if copy.source.tier.computes and copy.leaving is not None:
+                copy.leaving.end()
+                copy.leaving = None
+            if copy.target.tier.computes and copy.arriving is not None:
+                copy.arriving.end()
+                copy.arriving = None
+
+        # A move changes its tensor's tier at its end, which must not happen while the stream still copies. So
+        # `wait` always blocks for a move.
+        on_ordered = None if copy.settle is not None else free_device_bytes
+        transfer = StreamTransfer(completion, self._lock, on_finished=finish, on_ordered=on_ordered)
+        with self._lock:
+            self._streamed.append(transfer)
+        if copy.source.tier is copy.target.tier:
+            transfer.wait(host=False)  # the copy runs on the current stream, so later work there is ordered after it
+        return transfer
+
+    def _finish(self, copy: Copy, error: BaseException | None) -> None:
+        """Ends a copy that does not run on a stream."""
+        with self._lock:
+            self._end(copy, error, perf_counter())
+
+    def _end(self, copy: Copy, error: BaseException | None, end_s: float) -> None:
+        if copy.meters:
+            LinkMeter.end(copy.meters, end_s)
+        if self._events.active:  # before the end of a move: the tensor still has its old tier
+            track = f"{copy.source.tier.name}_to_{copy.target.tier.name}".lower()
+            # One of the two tensors is often a buffer. The name of the one farther from compute, the home, says more.
+            home = max(copy.source, copy.target, key=lambda tensor: tensor.tier.distance)
+            self._events.emit(Event(EventKind.COPY, track, home.name, copy.began_s, end_s, bytes=copy.length_bytes))
+        for hold in (copy.leaving, copy.arriving):
+            if hold is not None:
+                hold.end()
+        copy.leaving = copy.arriving = None
+        if copy.settle is not None:
+            copy.settle(error)
+
+    def _reap(self) -> None:
+        """Finishes the copies whose CUDA events have completed."""
+        if self._streamed:
+            self._streamed = [transfer for transfer in self._streamed if not transfer.done()]
+
+
+def ram_pairs(copy: Copy, machine: CopyMachine) -> list[Pair]:
+    """Returns the pairs of views to copy between, for a copy between addressable tiers."""
+    sources, targets = machine.regions[copy.source.tier].tensor, machine.regions[copy.target.tier].tensor
+    pairs = pair_up(
+        copy.source.pages.between(copy.source_start_bytes, copy.source_start_bytes + copy.length_bytes),
+        copy.target.pages.between(copy.target_start_bytes, copy.target_start_bytes + copy.length_bytes),
+    )
+    return [
+        Pair(
+            target=targets[target.start_bytes : target.stop_bytes],
+            source=sources[source.start_bytes : source.stop_bytes],
+        )
+        for source, target in pairs
+    ]
+
+
+def disk_jobs(copy: Copy, machine: CopyMachine) -> list[tuple[int, IoJob]]:
+    """Returns the jobs of a copy with a side on disk, each at most a page, and the disk path (lane) of each."""
+    disk = machine.disk
+    if disk is None:
+        return []  # a tier without bytes has only tensors without elements
+    reading = not copy.source.tier.addressable
+    if reading and not copy.target.tier.addressable:
+        return _disk_to_disk(copy, disk)
+    on_disk, in_ram = (copy.source, copy.target) if reading else (copy.target, copy.source)
+    disk_start, ram_start = copy.source_start_bytes, copy.target_start_bytes
+    if not reading:
+        disk_start, ram_start = ram_start, disk_start
+    region = machine.regions[in_ram.tier]
+    jobs: list[tuple[int, IoJob]] = []
+
+    # At the start of the range, the bytes that go directly between disk and RAM; the others go through staging. A
+    # tensor's own start is on a block.
+    direct_bytes = 0
+    if isinstance(region, HostRegion) and ram_start % BLOCK_BYTES == 0:
+        direct_bytes = copy.length_bytes // BLOCK_BYTES * BLOCK_BYTES
+        if copy.tail_is_free:
+            direct_bytes = copy.block_bytes
+        # A chunk rarely begins at a page border, and a disk is slower with two transfers of half the length.
+        direct = on_disk.pages.between(disk_start, disk_start + direct_bytes)
+        ram_at = ram_start
+        for piece in page_pieces(direct, machine.page_size, joined=disk.is_one_file):
+            size = piece.stop_bytes - piece.start_bytes
+            views = [region.memory[e.start_bytes : e.stop_bytes] for e in in_ram.pages.between(ram_at, ram_at + size)]
+            jobs.append(
+                (disk.lane(piece.start_bytes // machine.page_size), Straight(disk, piece.start_bytes, views, reading))
+            )
+            ram_at += size
+
+    if direct_bytes < copy.length_bytes:
+        stream = machine.stream(Tier.HOST, in_ram.tier) if reading else machine.stream(in_ram.tier, Tier.HOST)
+        after = (stream.mark(),) if copy.after is None else copy.after
+        bounced = on_disk.pages.between(disk_start + direct_bytes, disk_start + copy.length_bytes)
+        ram_at = ram_start + direct_bytes
+        for piece in page_pieces(bounced, machine.page_size, joined=False):
+            size = piece.stop_bytes - piece.start_bytes
+            parts = [region.tensor[e.start_bytes : e.stop_bytes] for e in in_ram.pages.between(ram_at, ram_at + size)]
+            job: IoJob = (
+                ReadBounced(disk, piece, parts, stream, after)
+                if reading
+                else WriteBounced(disk, piece, parts, stream, after, keep_tail=not copy.tail_is_free)
+            )
+            jobs.append((disk.lane(piece.start_bytes // machine.page_size), job))
+            ram_at += size
+    return jobs
+
+
+def _disk_to_disk(copy: Copy, disk: DiskRegion) -> list[tuple[int, IoJob]]:
+    source = copy.source.pages.between(copy.source_start_bytes, copy.source_start_bytes + copy.length_bytes)
+    target = copy.target.pages.between(copy.target_start_bytes, copy.target_start_bytes + copy.length_bytes)
+    pairs = pair_up(
+        page_pieces(source, disk.page_size, joined=False), page_pieces(target, disk.page_size, joined=False)
+    )
+    keep_tail = not copy.tail_is_free
+    return [
+        (disk.lane(source.start_bytes // disk.page_size), DiskToDisk(disk, source, target, keep_tail))
+        for source, target in pairs
+    ]
+
+
+def pair_up(sources: Sequence[Extent], targets: Sequence[Extent]) -> list[tuple[Extent, Extent]]:
+    """Cuts two lists of extents with the same total length at each other's borders, into pairs of equal length."""
+    pairs = []
+    source_index = target_index = source_done = target_done = 0
+    while source_index < len(sources) and target_index < len(targets):
+        source, target = sources[source_index], targets[target_index]
+        source_start, target_start = source.start_bytes + source_done, target.start_bytes + target_done
+        size = min(source.stop_bytes - source_start, target.stop_bytes - target_start)
+        pairs.append((Extent(source_start, source_start + size), Extent(target_start, target_start + size)))
+        source_done, target_done = source_done + size, target_done + size
+        if source_start + size == source.stop_bytes:
+            source_index, source_done = source_index + 1, 0
+        if target_start + size == target.stop_bytes:
+            target_index, target_done = target_index + 1, 0
+    return pairs

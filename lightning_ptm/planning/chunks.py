@@ -1,4 +1,4 @@
-"""Scheduler of the update pipeline: which chunk is read, computed or dropped next.
+"""Scheduler of the update pipeline: where a flat's shard is cut into chunks, and which is read, computed or dropped next.
 
 Implements section 7 and the updating part of Algorithm 2 of the paper. Owns the order: the job queue, the chunks of
 each job, the chunks that are read ahead, and how many chunks hold buffers. Holds no bytes and no transfers: its
@@ -19,13 +19,57 @@ I4: while a job is unfinished, `advance` can make progress, or `awaited` names a
 from __future__ import annotations
 
 import abc
+import bisect
 import enum
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar
 
-from lightning_ptm.planning.chunk_bounds import ChunkBounds
+from lightning_ptm.planning.layout import FlatLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBounds:
+    """The chunk boundaries of one flat's shard, in elements.
+
+    Attributes:
+        starts: first element of each chunk, in order.
+        numel: elements of the shard, which is the end of the last chunk.
+    """
+
+    starts: Sequence[int]
+    numel: int
+
+    def length(self, place: int) -> int:
+        """Returns the elements of the chunk at index `place` of `starts`."""
+        return (self.starts[place + 1] if place + 1 < len(self.starts) else self.numel) - self.starts[place]
+
+    def length_from(self, start: int) -> int:
+        """Returns the elements of the chunk that begins at element `start`."""
+        return self.length(bisect.bisect_left(self.starts, start))
+
+
+def even_chunk_bounds(numel: int, chunk_numel: int) -> ChunkBounds:
+    """Returns chunks of equal length; the last may be shorter."""
+    return ChunkBounds(range(0, numel, chunk_numel), numel)
+
+
+def chunk_bounds_of(flat: FlatLayout, chunk_numel: int) -> ChunkBounds:
+    """Returns the chunk boundaries of a flat.
+
+    Where an update needs whole parameters, a chunk is as many parameters as fit into `chunk_numel` elements, at least
+    one. A rank that owns no parameter of the flat has one chunk of padding.
+    """
+    if not flat.updated_whole:
+        return even_chunk_bounds(flat.shard_numel, chunk_numel)
+    starts: list[int] = []
+    begins = [slot.start for _, slot in flat.whole_slots()] or [0]
+    for start, end in itertools.pairwise([*begins, flat.shard_numel]):
+        if end > start and (not starts or end - starts[-1] > chunk_numel):
+            starts.append(start)
+    return ChunkBounds(tuple(starts), flat.shard_numel)
+
 
 F = TypeVar("F")
 
@@ -94,9 +138,8 @@ class Job(abc.ABC, Generic[F, C]):
         self.incomplete: list[C] = []
         """The active chunks that are not `all_reads_begun`."""
         self.predecessor: Self | None = None
-        """The previous job on the same flat, until it has ended."""
-        self.ended = False
-        """Whether the job's arithmetic is complete. Written by `Chunks`."""
+        """The previous job on the same flat, until its arithmetic is complete: the job may not start before. Written by
+        `Chunks`. A job without chunks is computed at once, but still waits for its turn among the jobs of its flat."""
 
     @abc.abstractmethod
     def has_gradient(self) -> bool:
@@ -105,13 +148,6 @@ class Job(abc.ABC, Generic[F, C]):
     @property
     def computed(self) -> bool:
         return not self.waiting and not self.active
-
-    def may_start(self) -> bool:
-        """Returns whether no earlier job on the same flat has arithmetic left."""
-        # A job without chunks counts as computed at once, but still waits for its turn among the jobs of its flat.
-        if self.predecessor is not None and self.predecessor.ended:
-            self.predecessor = None
-        return self.predecessor is None
 
 
 J = TypeVar("J", bound=Job)
@@ -229,7 +265,7 @@ class Chunks(Generic[F, J, C]):
         while first is not None:
             self.queue.remove(first)
             self.queue.insert(0, first)
-            first = None if first.may_start() else first.predecessor
+            first = first.predecessor
 
     def drop_read_ahead(self) -> None:
         """Drops the chunks that were read ahead, because their pages may be about to change."""
@@ -270,7 +306,7 @@ class Chunks(Generic[F, J, C]):
             if chunk is not None:
                 self._compute(job, chunk)
                 return True
-            if job.computed and job.may_start():
+            if job.predecessor is None and job.computed:
                 self._end(job)
                 return True
         return moved
@@ -283,7 +319,7 @@ class Chunks(Generic[F, J, C]):
         """
         order = self.queue if lead is None else sorted(self.queue, key=lambda job: job is not lead)
         for job in order:
-            if job.may_start() and job.has_gradient():
+            if job.predecessor is None and job.has_gradient():
                 for chunk in job.active:
                     if not chunk.readable():
                         return chunk
@@ -309,7 +345,7 @@ class Chunks(Generic[F, J, C]):
     def _issue(self) -> bool:
         moved, room = False, True
         for job in self.queue:
-            if not job.streams or not job.may_start() or not (job.reads_ahead or job.has_gradient()):
+            if not job.streams or job.predecessor is not None or not (job.reads_ahead or job.has_gradient()):
                 continue
             # Also after a job that found no room: these chunks hold the buffers that it waits for (I4).
             for chunk in [*job.incomplete]:
@@ -382,7 +418,7 @@ class Chunks(Generic[F, J, C]):
         self._report(event, chunk)
 
     def _next_ready(self, job: J) -> C | None:
-        if not job.may_start() or not job.has_gradient():
+        if job.predecessor is not None or not job.has_gradient():
             return None
         if not job.streams:
             if not job.waiting:
@@ -409,7 +445,9 @@ class Chunks(Generic[F, J, C]):
 
     def _end(self, job: J) -> None:
         self.queue.remove(job)
-        job.ended = True
+        for other in self.queue:
+            if other.predecessor is job:
+                other.predecessor = None
         self._actions.end(job)
         if self.on_decision is not None:
             self.on_decision(ChunkAct(ChunkEvent.ENDED, job.flat, numel=job.cuts.numel))

@@ -1,7 +1,8 @@
 """Device pages that each unit needs at each instant: the least demand, and the demand with overlap.
 
-Owns the translation of a unit's uses and homes into pages over instants (page_occupancy.py). Placement adds the demands
-up to choose homes; schedule starts from them. The simulator does not use this file.
+Owns the translation of a unit's uses, and of the pages of its copies and gradients, into demands over instants
+(page_occupancy.py). Placement adds the demands up to choose homes; schedule starts from them. The simulator does not use
+this file.
 
 I1: the least demand of a unit is what its plan holds when nothing is fetched before its need.
 I2: the comfortable demand covers the least one; it adds a fetch one tick ahead, and a tick in which gradients leave.
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_ptm.planning.layout import ModelLayout, round_up
+from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.lifetime import Span, UnitUse, Uses
 from lightning_ptm.planning.page_occupancy import Occupancy, compute_instant, trigger_instant
 from lightning_ptm.planning.placement_data import Gradients
@@ -66,7 +67,7 @@ def parameter_demands(
             yield Demand(compute_instant(fetched), compute_instant(span.first), shard_pages)
 
 
-def gradient_demands(layout: ModelLayout, uses: Uses, unit: int, gradients: Gradients) -> Iterator[Demand]:
+def gradient_demands(uses: Uses, unit: int, gradients: Gradients) -> Iterator[Demand]:
     """Returns the demands of a unit's gradients.
 
     In each backward pass they last from the first tick that may write the gradients until these are at home or used up.
@@ -74,9 +75,8 @@ def gradient_demands(layout: ModelLayout, uses: Uses, unit: int, gradients: Grad
     """
     use = uses.units[unit]
     passing = gradients.pass_through
-    yield from full_gradient_demands(layout, uses, unit, gradients)
-    reduced = extra_gradient_pages(layout, unit, gradients, needs_no_reduction=False)
-    added = extra_gradient_pages(layout, unit, gradients, needs_no_reduction=True)
+    yield from full_gradient_demands(uses, unit, gradients)
+    reduced, added = gradients.beside(reduces=True), gradients.beside(reduces=False)
     for written in gradient_spans(use, passing=passing):
         # The destination of the reduction, or of the addition, exists while the full gradients are read.
         leaves = written.end + 1
@@ -88,42 +88,21 @@ def gradient_demands(layout: ModelLayout, uses: Uses, unit: int, gradients: Grad
             yield Demand(compute_instant(written.end), trigger_instant(leaves), added)
 
 
-def full_gradient_demands(layout: ModelLayout, uses: Uses, unit: int, gradients: Gradients) -> Iterator[Demand]:
+def full_gradient_demands(uses: Uses, unit: int, gradients: Gradients) -> Iterator[Demand]:
     """Returns the part of `gradient_demands` for full gradients.
 
     They end at the trigger at which they are reduced, offloaded or used.
     """
     use = uses.units[unit]
     passing = gradients.pass_through
-    for needs_no_reduction in (False, True):
-        pages = layout.full_gradient_pages(unit, needs_no_reduction=needs_no_reduction)
-        if not pages or (needs_no_reduction and gradients.home.computes and gradients.outlive_backward):
-            continue  # written straight to their home
+    for reduces in (True, False):
+        pages = gradients.full(reduces=reduces)
+        if not pages:
+            continue
         for written in gradient_spans(use, passing=passing):
             # If they pass through and no other rank shares them, the full gradients are the shard.
-            end = use.ticks[-1] if passing and needs_no_reduction else written.end
+            end = written.end if reduces or not passing else use.ticks[-1]
             yield Demand(compute_instant(written.first), trigger_instant(end + 1), pages)
-
-
-def extra_gradient_pages(
-    layout: ModelLayout, unit: int, gradients: Gradients, *, needs_no_reduction: bool | None = None
-) -> int:
-    """Returns the pages that exist in addition to a unit's full gradients while these leave.
-
-    They are the shards to which ranks reduce gradients, and the buffers in which whole gradients are added to those
-    from their home. The buffer of a reduced gradient takes no more pages than the full gradients, which are gone by
-    then.
-
-    Args:
-        needs_no_reduction: count only flats that are, or are not, `ModelLayout.needs_no_reduction`; None: all flats.
-    """
-    pages = 0
-    for flat in layout.flats_of(unit):
-        if flat.trainable and needs_no_reduction in (None, layout.needs_no_reduction(flat)):
-            reduced = 0 if layout.needs_no_reduction(flat) else flat.shard_pages
-            whole = gradients.add_up_in_buffer and not flat.shared
-            pages += max(reduced, round_up(flat.gradient_bytes, layout.page_size) // layout.page_size if whole else 0)
-    return pages
 
 
 def gradient_spans(use: UnitUse, *, passing: bool) -> tuple[Span, ...]:
@@ -137,10 +116,10 @@ def gradient_spans(use: UnitUse, *, passing: bool) -> tuple[Span, ...]:
     return (Span(use.backward[0].first, use.backward[-1].end),)
 
 
-def gradient_linger(layout: ModelLayout, uses: Uses, unit: int, gradients: Gradients) -> Iterator[Demand]:
+def gradient_linger(uses: Uses, unit: int, gradients: Gradients) -> Iterator[Demand]:
     """Returns the demands of the tick in which a unit's gradients still leave while the next tick computes.
 
     The plan reserves them if there is room; it does not need them.
     """
-    for full in full_gradient_demands(layout, uses, unit, gradients):
+    for full in full_gradient_demands(uses, unit, gradients):
         yield Demand(full.last + 1, full.last + 1, full.pages)

@@ -24,13 +24,13 @@ def gradient_tasks(layout: ModelLayout, placement: Placement, trace: Trace) -> I
     """Returns the REDUCE, OFFLOAD and UPDATE tasks of one iteration, of one micro-batch or several."""
     uses = uses_of(trace, len(layout.units))
     for unit, use in enumerate(uses.units):
-        if not layout.trainable_pages(unit) or not use.backward:
+        gradients = placement.gradients[unit]
+        if not gradients.rows or not use.backward:
             continue
-        gradients = placement.gradients(unit)
         for written in gradient_spans(use, passing=gradients.pass_through):
             if any(flat.shared and flat.trainable for flat in layout.flats_of(unit)):
                 yield Task(Operation.REDUCE, unit, Kind.GRADIENT, written.end + 1)
-            if not gradients.home.computes:
+            if not placement.homes[unit].gradient.computes:
                 yield Task(Operation.OFFLOAD, unit, Kind.GRADIENT, written.end + 1)
         # A forward may follow the unit's last backward and must see the parameters of this step, so: after the last tick.
         trigger = uses.tick_count if placement.keeps_gradients else use.ticks[-1] + 1

@@ -22,6 +22,11 @@ def less(left: Bytes, size: Bytes) -> Bytes:
     return tuple(have - each for have, each in zip(left, size, strict=True))
 
 
+def together(one: Bytes, other: Bytes) -> Bytes:
+    """Returns the sum of two sizes on each rank."""
+    return tuple(first + second for first, second in zip(one, other, strict=True))
+
+
 class HomeBytes:
     """Sizes of the homes of each unit. Args as `placement.place`."""
 
@@ -37,13 +42,14 @@ class HomeBytes:
         self._own_state_bytes = own_state_bytes
         self._layouts = [layout.of(rank) for rank in range(self.ranks)]
 
-    def parameters(self, unit: int, *, gradients: bool) -> Bytes:
-        """Returns the bytes of a unit's parameter homes, and with `gradients` of its gradient homes."""
+    def parameters(self, unit: int) -> Bytes:
+        """Returns the bytes of a unit's parameter homes."""
+        return tuple(sum(home_bytes(flat.shard_bytes) for flat in layout.flats_of(unit)) for layout in self._layouts)
+
+    def gradients(self, unit: int) -> Bytes:
+        """Returns the bytes of a unit's gradient homes."""
         return tuple(
-            sum(
-                home_bytes(flat.shard_bytes) + (home_bytes(flat.gradient_bytes) if gradients and flat.trainable else 0)
-                for flat in layout.flats_of(unit)
-            )
+            sum(home_bytes(flat.gradient_bytes) for flat in layout.flats_of(unit) if flat.trainable)
             for layout in self._layouts
         )
 

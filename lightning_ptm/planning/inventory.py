@@ -1,6 +1,6 @@
 """Table of everything that a run allocates in each tier; the Blueprint owns it, and set-up allocates by it.
 
-Decides nothing and allocates nothing. Knows how tensors fill pages (the rule of memory/ledger.py), not what they mean.
+Decides nothing and allocates nothing. Knows how tensors fill pages (the rule of memory/page_table.py), not what they mean.
 
 I1: rows with lifetime RUN are in the order in which set-up allocates them, so that the pages they fill can be counted.
 I2: a tier's pool is the sum of its rows: those allocated at set-up, those allocated later, and room for passing ones.
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_ptm.planning.capacity_words import uses_in_words
 from lightning_ptm.planning.layout import round_up
@@ -29,12 +30,6 @@ class What(enum.Enum):
     VERSIONS = "new versions"
     TRANSIT = "values in transit"
     GATHERED = "gathered units"
-    ENDS = "page ends"
-    """Page ends: bytes that were counted when homes were chosen and that the homes do not fill.
-
-    They come from gradients that stay in `.grad` after all, or from staging that takes less. These pages are free:
-    gathered units and values in transit may use them.
-    """
 
 
 class Lifetime(enum.Enum):
@@ -81,7 +76,7 @@ class Row:
         return round_up(self.numel * self.item_bytes, BLOCK_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for `pools`
 class Inventory:
     """All rows of one rank.
 
@@ -109,9 +104,14 @@ class Inventory:
         chosen = (row for row in self.rows if row.tier is tier and row.lifetime in lifetimes)
         return pages_of(chosen, self.page_size) * self.page_size
 
+    @cached_property
+    def pools(self) -> Mapping[Tier, int]:
+        """Bytes of each tier's pool (I2)."""
+        return {tier: self.held_bytes(tier, *Lifetime) for tier in dict.fromkeys(row.tier for row in self.rows)}
+
     def pool_bytes(self, tier: Tier) -> int:
         """Returns the bytes of a tier's pool (I2)."""
-        return self.held_bytes(tier, *Lifetime)
+        return self.pools.get(tier, 0)
 
     def by_what(self, tier: Tier) -> dict[What, int]:
         """Returns the bytes of a tier's pages by purpose.
@@ -133,20 +133,6 @@ class Inventory:
         """
         return uses_in_words(tier, {what.value: size for what, size in self.by_what(tier).items()}, unified)
 
-    def within(self, limits: Mapping[Tier, int]) -> Inventory:
-        """Returns the inventory with fewer page ends in tiers whose pool is larger than its limit, in bytes.
-
-        Other rows stay, so a pool may still be larger than its limit.
-        """
-        found = []
-        for row in self.rows:
-            if row.what is What.ENDS and row.tier in limits:
-                too_many = -(-max(0, self.pool_bytes(row.tier) - limits[row.tier]) // self.page_size)
-                row = replace(row, count=max(0, row.count - too_many))
-            if row.count:
-                found.append(row)
-        return Inventory(self.page_size, tuple(found))
-
 
 EMPTY = Inventory(0, ())
 
@@ -156,23 +142,17 @@ def with_room(
     page_size: int,
     transit_pages: Mapping[Tier, int],
     gathered_bytes: int,
-    counted: Mapping[Tier, int],
 ) -> Inventory:
     """Returns the inventory of `rows` together with rows for passing values.
 
     Args:
         transit_pages: by tier, pages through which values pass while a run is set up, gathered or saved.
         gathered_bytes: device bytes for gathered and fetched units and passing gradients.
-        counted: by tier, bytes counted for all of this when homes were chosen; the pool is at least as large
-            (What.ENDS).
     """
     taken = list(rows)
     for tier, pages in transit_pages.items():
         taken.append(_room(What.TRANSIT, tier, pages, page_size))
     taken.append(_room(What.GATHERED, Tier.DEVICE, -(-gathered_bytes // page_size), page_size))
-    for tier, size in counted.items():
-        filled = pages_of((row for row in taken if row.tier is tier), page_size)
-        taken.append(_room(What.ENDS, tier, size // page_size - filled, page_size))
     return Inventory(page_size, tuple(row for row in taken if row.count > 0))
 
 

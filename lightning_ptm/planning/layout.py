@@ -23,7 +23,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from lightning_ptm.errors import ConfigError
@@ -200,6 +200,26 @@ class FlatLayout:
     shares: tuple[int, ...] = ()
     rank: int = 0
     code: Code | None = None
+    # Derived, once: they are asked for at every fetch and release.
+    shared: bool = field(init=False, repr=False, compare=False)
+    """Whether several ranks share the flat, so that each has only pieces of it."""
+    shard_numel: int = field(init=False, repr=False, compare=False)
+    """Elements of the rank's shard, padding included; equal for all ranks unless they own whole parameters."""
+    padded_numel: int = field(init=False, repr=False, compare=False)
+    """Elements of the full flat, padding included."""
+    padded_bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of the full flat in the compute dtype."""
+
+    def __post_init__(self) -> None:
+        shard_numel = self.stripes * self.piece_numel + self.tail_piece_numel
+        padded_numel = self.world_size * shard_numel
+        if self.shares:
+            shard_numel = self.shares[self.rank + 1] - self.shares[self.rank]
+            padded_numel = self.shares[-1]
+        object.__setattr__(self, "shared", self.world_size > 1)
+        object.__setattr__(self, "shard_numel", shard_numel)
+        object.__setattr__(self, "padded_numel", padded_numel)
+        object.__setattr__(self, "padded_bytes", padded_numel * self.itemsize)
 
     def of(self, rank: int) -> FlatLayout:
         """Returns the layout with another rank's shard."""
@@ -220,11 +240,6 @@ class FlatLayout:
             gradient_itemsize=1,
             code=None,
         )
-
-    @property
-    def shared(self) -> bool:
-        """Whether several ranks share the flat, so that each has only pieces of it."""
-        return self.world_size > 1
 
     @property
     def parts(self) -> int:
@@ -260,13 +275,6 @@ class FlatLayout:
         return -(-self.longest_shard_bytes // (self.piece_numel * self.itemsize))
 
     @property
-    def shard_numel(self) -> int:
-        """Elements of the rank's shard, padding included; equal for all ranks unless they own whole parameters."""
-        if self.shares:
-            return self.shares[self.rank + 1] - self.shares[self.rank]
-        return self.stripes * self.piece_numel + self.tail_piece_numel
-
-    @property
     def owning_ranks(self) -> Sequence[int]:
         """Ranks that own parameters of the flat, in order; (0,) where shards do not differ."""
         return sorted({self.owner(slot.start) for slot in self.slots}) if self.shares else (0,)
@@ -282,11 +290,6 @@ class FlatLayout:
         if self.shares:
             return max(end - start for start, end in itertools.pairwise(self.shares))
         return self.shard_numel
-
-    @property
-    def padded_numel(self) -> int:
-        """Elements of the full flat, padding included."""
-        return self.shares[-1] if self.shares else self.world_size * self.shard_numel
 
     @property
     def shard_bytes(self) -> int:
@@ -310,11 +313,6 @@ class FlatLayout:
     def sums_gradients(self) -> bool:
         """Whether gradients are summed at home in a wider dtype than their own."""
         return self.gradient_itemsize != self.itemsize
-
-    @property
-    def padded_bytes(self) -> int:
-        """Bytes of the full flat in the compute dtype."""
-        return self.padded_numel * self.itemsize
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """Returns the pieces that `rank` owns, in the order of its shard."""
@@ -407,10 +405,6 @@ class ModelLayout:
         """Returns the pages of one rank's shard of a unit's parameters: one per stripe, fewer if quantized."""
         return sum(flat.shard_pages for flat in self.flats_of(unit))
 
-    def trainable_pages(self, unit: int) -> int:
-        """Returns the pages of one rank's shard of a unit's gradients: one per stripe of its trainable flats."""
-        return sum(flat.shard_pages for flat in self.flats_of(unit) if flat.trainable)
-
     def needs_no_reduction(self, flat: FlatLayout) -> bool:
         """Returns whether the gradient of a flat on this rank is the run's gradient, without any reduction.
 
@@ -435,19 +429,6 @@ class ModelLayout:
         """
         return self._run_pages(
             flat for flat in self.flats_of(unit) if flat.shared or not in_place or flat.code is not None
-        )
-
-    def full_gradient_pages(self, unit: int, *, needs_no_reduction: bool | None = None) -> int:
-        """Returns the pages of a unit's gradients before their reduction.
-
-        Args:
-            needs_no_reduction: count only flats that are, or are not, `needs_no_reduction`; None: all flats.
-        """
-        trainable = [flat for flat in self.flats_of(unit) if flat.trainable]
-        return self._run_pages(
-            flat
-            for flat in trainable
-            if needs_no_reduction is None or self.needs_no_reduction(flat) is needs_no_reduction
         )
 
     def _run_pages(self, flats: Iterable[FlatLayout]) -> int:

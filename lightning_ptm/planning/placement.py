@@ -25,17 +25,16 @@ from lightning_ptm.planning.capacity_words import (
 )
 from lightning_ptm.planning.device_demand import (
     Demand,
-    extra_gradient_pages,
     gradient_demands,
     gradient_linger,
     parameter_demands,
 )
-from lightning_ptm.planning.home_bytes import Bytes, HomeBytes, less
+from lightning_ptm.planning.home_bytes import Bytes, HomeBytes, less, together
 from lightning_ptm.planning.inventory import What
-from lightning_ptm.planning.layout import ModelLayout, round_up
+from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
 from lightning_ptm.planning.lifetime import Uses, uses_of
 from lightning_ptm.planning.page_occupancy import Occupancy
-from lightning_ptm.planning.placement_data import Budget, Gradients, Homes, Placement, PlacementWishes
+from lightning_ptm.planning.placement_data import Budget, GradientRow, Gradients, Homes, Placement, PlacementWishes
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import Kind, Tier
 
@@ -212,22 +211,21 @@ class _Problem:
         if not self._fits_device():
             raise self._device_error()
         master_homes = self._place_masters()
-        homes = tuple(
-            Homes(parameter, self._gradient_home(parameter), master)
-            for parameter, master in zip(parameter_homes, master_homes, strict=True)
-        )
+        gradient_homes = self._place_gradients(parameter_homes, master_homes)
+        homes = tuple(map(Homes, parameter_homes, gradient_homes, master_homes))
+        gradients = tuple(map(self._gradients, self._units, gradient_homes))
         page = self._layout.page_size
         used = {tier: capacity[tier] - min(self._left[tier]) for tier in self._budget}
         used[Tier.DEVICE] = round_up(used[Tier.DEVICE], page)
         most_pages = sum(
             2 * self._layout.full_pages(unit, in_place=home.computes)
             + self._layout.gathered_pages(unit)
-            + 2 * (self._layout.full_gradient_pages(unit) + max(beside, self._layout.trainable_pages(unit)))
-            for unit, home in enumerate(parameter_homes)
-            for beside in (extra_gradient_pages(self._layout, unit, self._gradients(home)),)
+            + 2 * (passing.full() + max(passing.beside(), sum(row.shard for row in passing.rows)))
+            for unit, (home, passing) in enumerate(zip(parameter_homes, gradients, strict=True))
         )
         return Placement(
             homes=homes,
+            gradients=gradients,
             master_bytes_per_element=self._per_element,
             keeps_gradients=self._keep_gradients,
             sums_gradients=self._sums_gradients,
@@ -241,7 +239,8 @@ class _Problem:
     def _place_parameters(self, resident: bool) -> list[Tier]:
         """Places parameters: on the device as far as they fit, then on the host, then on the disk.
 
-        Gradients are placed with them, where gradients need homes.
+        Gradients are placed with them where they need homes, unless the update of parameters on the device is known to
+        run elsewhere (`_place_gradients`).
         """
         if resident:
             for unit in self._units:
@@ -291,6 +290,31 @@ class _Problem:
             raise self._no_home_error(missing, Kind.MASTER, devices + slower)
         return homes
 
+    def _place_gradients(self, parameter_homes: Sequence[Tier], master_homes: Sequence[Tier]) -> list[Tier]:
+        """Places the gradients that are not placed with their parameters: those of device parameters that are updated
+        elsewhere. They leave the device when their backward ends, for the fastest tier that has room."""
+        homes: list[Tier] = []
+        missing: list[tuple[int, int]] = []
+        for unit, (parameter, master) in enumerate(zip(parameter_homes, master_homes, strict=True)):
+            assumed, home = self._gradient_home(parameter), self._gradient_home(parameter, master)
+            size = self._bytes.gradients(unit)
+            if home is not assumed and any(size):
+                self._remove(self._demands(unit, parameter))
+                self._add(self._demands(unit, parameter, home))
+                if self._keep_gradients:
+                    self._give(assumed, Kind.PARAMETER, tuple(-each for each in size))  # given with them
+            if home is not parameter and not home.computes and any(size):
+                tier = self._take(self._slower_tiers(None), Kind.GRADIENT, size)
+                if tier is None:
+                    missing.append((unit, max(size)))
+                home = home if tier is None else tier
+            homes.append(home)
+        if missing:
+            raise self._no_home_error(missing, Kind.GRADIENT, self._slower_tiers(None))
+        if not self._fits_device():
+            raise self._device_error()
+        return homes
+
     def _move_in(self, unit: int, away: Tier) -> bool:
         """Makes the device the home of a unit's parameters if that fits; otherwise changes nothing."""
         before, after = self._demands(unit, away), self._demands(unit, Tier.DEVICE)
@@ -314,9 +338,9 @@ class _Problem:
 
     def _give(self, tier: Tier, kind: Kind, size: Bytes) -> None:
         self._left[tier] = less(self._left[tier], size)
-        with_gradients = self._keep_gradients or not self._gradient_home(tier).computes
-        words = "parameters and gradients" if with_gradients else "parameters"
-        self._given[tier]["master states" if kind is Kind.MASTER else words] += max(size)
+        words = {Kind.MASTER: "master states", Kind.GRADIENT: "gradients"}
+        parameters = "parameters and gradients" if self._with_gradients(tier) else "parameters"
+        self._given[tier][words.get(kind, parameters)] += max(size)
 
     def _fits_device(self, size: Bytes | None = None) -> bool:
         left = self._left[Tier.DEVICE] if size is None else less(self._left[Tier.DEVICE], size)
@@ -328,20 +352,50 @@ class _Problem:
         tiers = self._budget if wish is None else (wish,)
         return tuple(tier for tier in tiers if not tier.computes and self._budget[tier])
 
-    def _gradient_home(self, parameter_home: Tier) -> Tier:
-        # Where the device is RAM, the update reads passing gradients in place: a write to disk would gain nothing.
-        return Tier.DEVICE if self._unified and not self._keep_gradients else parameter_home
+    def _gradient_home(self, parameter_home: Tier, master_home: Tier | None = None) -> Tier:
+        """Returns the home of gradients.
 
-    def _demands(self, unit: int, parameter_home: Tier) -> list[Demand]:
-        gradients = self._gradients(parameter_home)
+        Args:
+            master_home: home of their master states; None: not placed yet, so the one that the user asks for, or else
+                the device.
+        """
+        if self._unified:
+            # The update reads passing gradients in place: a write to disk would gain nothing.
+            return parameter_home if self._keep_gradients else Tier.DEVICE
+        master_home = master_home or self._wishes.master or Tier.DEVICE
+        if not parameter_home.computes or master_home.computes:
+            return parameter_home
+        return next(iter(self._slower_tiers(None)))
+
+    def _demands(self, unit: int, parameter_home: Tier, gradient_home: Tier | None = None) -> list[Demand]:
+        gradients = self._gradients(unit, gradient_home or self._gradient_home(parameter_home))
         demands = list(parameter_demands(self._layout, self._uses, unit, parameter_home, comfortable=self._comfortable))
-        demands += gradient_demands(self._layout, self._uses, unit, gradients)
+        demands += gradient_demands(self._uses, unit, gradients)
         if self._comfortable:
-            demands += gradient_linger(self._layout, self._uses, unit, gradients)
+            demands += gradient_linger(self._uses, unit, gradients)
         return demands
 
-    def _gradients(self, parameter_home: Tier) -> Gradients:
-        return Gradients(self._gradient_home(parameter_home), self._keep_gradients, self._sums_gradients)
+    def _gradients(self, unit: int, home: Tier) -> Gradients:
+        """Returns the pages of a unit's gradients that wait in `home`."""
+        flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable]
+        return Gradients(
+            home.computes and not self._keep_gradients, tuple(self._gradient(flat, home) for flat in flats)
+        )
+
+    def _gradient(self, flat: FlatLayout, home: Tier) -> GradientRow:
+        reduces = not self._layout.needs_no_reduction(flat)
+        added_at_home = not reduces and home.computes and self._keep_gradients
+        through_buffer = self._sums_gradients and not home.addressable and not flat.shared
+        return GradientRow(
+            flat.index,
+            reduces,
+            full=0 if added_at_home else self._pages(flat.padded_bytes),
+            shard=flat.shard_pages,
+            sum=self._pages(flat.gradient_bytes) if through_buffer else 0,
+        )
+
+    def _pages(self, size: int) -> int:
+        return -(-size // self._layout.page_size)
 
     def _add(self, demands: Iterable[Demand]) -> None:
         for demand in demands:
@@ -352,8 +406,14 @@ class _Problem:
             demand.take_from(self._demand)
 
     def _parameter_bytes(self, unit: int, home: Tier) -> Bytes:
-        """Returns the bytes of a unit's parameter homes, and of its gradient homes if it has any."""
-        return self._bytes.parameters(unit, gradients=self._keep_gradients or not self._gradient_home(home).computes)
+        """Returns the bytes of a unit's parameter homes, and of its gradient homes if they are with them."""
+        size = self._bytes.parameters(unit)
+        return together(size, self._bytes.gradients(unit)) if self._with_gradients(home) else size
+
+    def _with_gradients(self, parameter_home: Tier) -> bool:
+        """Whether parameters and gradients have one home."""
+        home = self._gradient_home(parameter_home)
+        return home is parameter_home and (self._keep_gradients or not home.computes)
 
     def _device_error(self) -> CapacityError:
         left = min(self._left[Tier.DEVICE])
@@ -378,7 +438,7 @@ class _Problem:
         need_bytes = sum(size for _, size in missing)
         first, last = (self._layout.units[missing[at][0]].name or "root" for at in (0, -1))
         names = f"{len(missing)} units ({first} to {last})" if len(missing) > 1 else first
-        what = "master states" if kind is Kind.MASTER else "parameters"
+        what = {Kind.MASTER: "master states", Kind.GRADIENT: "gradients"}.get(kind, "parameters")
         rooms = ", ".join(
             f"{tier_in_words(tier, self._unified)} has {format_bytes(max(min(self._left[tier]), 0))} left of "
             f"{format_bytes(self._budget[tier])}"

@@ -49,28 +49,52 @@ class Homes:
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
-    """How one unit's gradients are stored between its backward and its update.
+class GradientRow:
+    """Device pages of one flat's gradient in a backward pass, until it is at home or used.
 
     Args:
-        home: the tier that stores them.
-        outlive_backward: they are stored until the optimizer's step, whatever their home (see Placement).
-        add_up: they are summed over several backward passes.
+        flat: index of the flat.
+        reduces: whether other ranks have a part in the gradient, so that ranks reduce it.
+        full: pages of the whole gradient, in `.grad` or in pages; 0 if it is added straight to its home.
+        shard: pages of this rank's shard, which a reduction writes while it reads the whole gradient.
+        sum: pages through which the gradient is added to a sum at a home that no tensor can view.
     """
 
-    home: Tier
-    outlive_backward: bool
-    add_up: bool
+    flat: int
+    reduces: bool
+    full: int
+    shard: int
+    sum: int
 
     @property
-    def pass_through(self) -> bool:
-        """Whether they have no home: they hold device pages until the update has used them."""
-        return self.home.computes and not self.outlive_backward
+    def beside(self) -> int:
+        """Pages in addition to the whole gradient while it leaves. The buffer of a reduced gradient takes no more pages
+        than the whole gradient, which is gone by then."""
+        return max(self.shard if self.reduces else 0, self.sum)
 
-    @property
-    def add_up_in_buffer(self) -> bool:
-        """Whether the sum so far is copied to the device for an addition, because no tensor can view its home."""
-        return self.add_up and not self.home.addressable
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """One unit's gradients between its backward and its update.
+
+    Args:
+        pass_through: they have no home: they hold device pages until the update has used them.
+        rows: one per trainable flat.
+    """
+
+    pass_through: bool
+    rows: tuple[GradientRow, ...]
+
+    def full(self, *, reduces: bool | None = None) -> int:
+        """Returns the device pages of whole gradients; of those that ranks reduce, or do not, or of all (None)."""
+        return sum(row.full for row in self._of(reduces))
+
+    def beside(self, *, reduces: bool | None = None) -> int:
+        """Returns the device pages in addition while they leave. Argument as `full`."""
+        return sum(row.beside for row in self._of(reduces))
+
+    def _of(self, reduces: bool | None) -> Iterator[GradientRow]:
+        return (row for row in self.rows if reduces in (None, row.reduces))
 
 
 def arithmetic_tier(home: Tier, staging_tier: Tier) -> Tier:
@@ -92,6 +116,7 @@ class Placement:
 
     Args:
         homes: one per unit.
+        gradients: one per unit.
         master_bytes_per_element: one per flat of the layout; 0 for frozen flats.
         own_state_bytes: by flat, bytes per rank of the optimizer states whose shapes are not the parameter's; a single
             entry represents all ranks where ranks do not own whole parameters.
@@ -105,6 +130,7 @@ class Placement:
     """
 
     homes: tuple[Homes, ...]
+    gradients: tuple[Gradients, ...]
     master_bytes_per_element: tuple[int, ...]
     keeps_gradients: bool
     sums_gradients: bool
@@ -122,10 +148,6 @@ class Placement:
         """Returns the part of `master_bytes` that is not counted per element."""
         own = self.own_state_bytes.get(flat.index)
         return sum(own[flat.rank]) if own else 0
-
-    def gradients(self, unit: int) -> Gradients:
-        """Returns how a unit's gradients are stored."""
-        return Gradients(self.homes[unit].gradient, self.keeps_gradients, self.sums_gradients)
 
     def staged_bytes(self, tier: Tier) -> int:
         """Returns the bytes of staging in one tier."""

@@ -128,7 +128,7 @@ class _Scheduler:
             )
             for stay in self._full[unit] + self._shards[unit]:
                 self._occupancy.add(compute_instant(stay.trigger), compute_instant(stay.end), stay.pages)
-            for demand in gradient_demands(self._layout, self._uses, unit, self._placement.gradients(unit)):
+            for demand in gradient_demands(self._uses, unit, self._placement.gradients[unit]):
                 demand.add_to(self._occupancy)
         if self._occupancy.peak() > self._limit:
             raise device_capacity_error(
@@ -155,7 +155,7 @@ class _Scheduler:
             if shards:
                 self._advance(shards[stay.position], floor=max(early - 1, 0))
         for unit in range(len(self._placement.homes)):
-            for linger in gradient_linger(self._layout, self._uses, unit, self._placement.gradients(unit)):
+            for linger in gradient_linger(self._uses, unit, self._placement.gradients[unit]):
                 if self._occupancy.peak(linger.first, linger.last) + linger.pages <= self._limit:
                     linger.add_to(self._occupancy)
 

@@ -247,9 +247,13 @@ def link(target: Path, name: Path) -> None:
     _refuse_others(name)
     temporary = _temporary_name(name.parent)
     os.symlink(os.path.relpath(target, name.parent), temporary)
-    if name.is_dir() and not name.is_symlink():
-        shutil.rmtree(name)
-    os.replace(temporary, name)
+    try:
+        if name.is_dir() and not name.is_symlink():
+            shutil.rmtree(name)
+        os.replace(temporary, name)
+    except BaseException:
+        temporary.unlink()
+        raise
 
 
 def _exchange(first: Path, second: Path) -> Path:

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints import weights
-from lightning_ptm.checkpoints.deferred_loading import DeferredState
+from lightning_ptm.checkpoints.module_states import DeferredState
 from lightning_ptm.comm import Communicator, Communicators
 from lightning_ptm.config import DEFAULT_PAGE_BYTES, Settings, format_bytes
 from lightning_ptm.errors import AngelPTMError, RankError

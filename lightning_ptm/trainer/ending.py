@@ -17,7 +17,8 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_ptm.checkpoints import after_run, restore
+from lightning_ptm.checkpoints import after_run, formats, restore
+from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.engine.inspection import last_audit
@@ -26,7 +27,6 @@ from lightning_ptm.runtime.tensors.parts import put_together
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.trainer.building import root_folder
-from lightning_ptm.trainer.checkpointing import RunCheckpoints
 from lightning_ptm.trainer.internals import checkpoints_of
 from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.stale_optimizers import mark_stale
@@ -141,7 +141,7 @@ class _Ending:
         failures = []
         # Sharded checkpoints hold parameters in the memory order of pages, which differs from that of strided shapes.
         strided = any(slot.spec.stride for flat in engine.blueprint.layout.all_flats() for slot in flat.slots)
-        with self._checkpoints.of_type("full" if strided else "sharded"):
+        with self._checkpoints.in_format(formats.FULL if strided else formats.SHARDED):
             checkpoint = checkpoints_of(trainer).dump_checkpoint(weights_only=True)
             for place in places:
                 path = Path(engine.barriers.broadcast(str(_unused(place, trainer.global_step))))

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ptm.checkpoints.optimizer_states import is_opened
 from lightning_ptm.comm import Gathering, ProcessGroupCommunicator, UserCollectives
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import UsageError, some
@@ -37,7 +38,6 @@ from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
 from lightning_ptm.torch_internals import is_compiled
 from lightning_ptm.trainer.internals import BEFORE_BATCH, LINK, ON_REQUEUE, ON_SIGTERM, SUMMARY, signals_of
 from lightning_ptm.trainer.metric_groups import InGroup, metrics_of
-from lightning_ptm.trainer.paged_optimizer_state import is_opened
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.pruning import gather_for_pruning
 from lightning_ptm.trainer.signals import Signals

@@ -23,10 +23,10 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ptm.checkpoints.optimizer_states import check_guarded
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.torch_internals import hooks_after_step, hooks_before_step
-from lightning_ptm.trainer.paged_optimizer_state import check_guarded
 
 
 class _Call:

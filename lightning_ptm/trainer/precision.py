@@ -204,8 +204,11 @@ class AngelPTMPrecision(Precision):
         engine = self._running()
         self.arm(optimizer, model, closure)
         if self.loss_scale is None:
-            with engine.memory_in_words("the optimizer's step"):
+            try:
                 return super().optimizer_step(optimizer, model, closure, **kwargs)
+            except BaseException as error:
+                engine.explain(error, "the optimizer's step")
+                raise
         # As in Lightning's plugin and GradScaler: the step is taken if the unscaled gradients are finite.
         result = closure()
         self._after_closure(model, optimizer)
@@ -260,13 +263,13 @@ class AngelPTMPrecision(Precision):
 
     def _nothing_waits_for_gradients(self, model: LightningModule) -> bool:
         """Whether a unit may be updated before the backward pass is over: no hook reads or changes gradients between
-        backward and step, and the step is certain to happen."""
+        backward and step, the step is certain to happen, and no later step finds them."""
         trainer = model.trainer
-        if not model.automatic_optimization or self.loss_scale is not None or len(trainer.optimizers) != 1:
+        if not self.forgets_gradients(model) or self.loss_scale is not None or len(trainer.optimizers) != 1:
             return False
         if trainer.gradient_clip_val:
             return False
-        if any(_overrides(model, name) for name in ("configure_gradient_clipping", "backward", "optimizer_zero_grad")):
+        if any(_overrides(model, name) for name in ("configure_gradient_clipping", "backward")):
             return False
         return _has_its_class_s_step(plain_optimizer(trainer.optimizers[0])) and not self.gradient_readers(model)
 

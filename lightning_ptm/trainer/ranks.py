@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_ptm.checkpoints import deferred_loading
+from lightning_ptm.checkpoints import module_states
 from lightning_ptm.comm import (
     Communicator,
     ProcessGroupCommunicator,
@@ -100,7 +100,7 @@ class SetUp:
         self._place = place
         # State.
         self._setup_barrier: SetupBarrier | None = None
-        self.restored: deferred_loading.DeferredState | None = None
+        self.restored: module_states.DeferredState | None = None
         """State of a checkpoint that Lightning loaded before pages existed; `random_states` are from it, too."""
         self.random_states: Sequence[Any] = ()
 
@@ -176,7 +176,7 @@ class SetUp:
         """Loads a checkpoint into the module; `restored` has the rest, for the pages."""
         total_bytes = sum(each.nbytes for each in checkpoint["state_dict"].values() if isinstance(each, Tensor))
         with progress.bar("loading weights", total_bytes) as seen, CopiesSeen(seen):
-            self.restored = deferred_loading.load_before_pages(module, checkpoint["state_dict"], boxes, strict=strict)
+            self.restored = module_states.load_before_pages(module, checkpoint["state_dict"], boxes, strict=strict)
         self.random_states = randomness.found(checkpoint)
 
     def check_restored(self, module: LightningModule, boxes: Boxes) -> None:

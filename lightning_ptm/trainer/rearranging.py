@@ -18,14 +18,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_ptm.checkpoints.carried import Carried, warn_of_resized
-from lightning_ptm.checkpoints.carried_in_files import CarriedInFiles
-from lightning_ptm.checkpoints.carried_in_pages import CarriedInPages
-from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
+from lightning_ptm.checkpoints.carried import Carried, CarriedInFiles, CarriedInPages, warn_of_resized
+from lightning_ptm.checkpoints.optimizer_states import opened, plain_optimizer
+from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.errors import UsageError, some
-from lightning_ptm.trainer.checkpointing import RunCheckpoints
 from lightning_ptm.trainer.ending import end, having_states
-from lightning_ptm.trainer.paged_optimizer_state import opened
 from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.stale_optimizers import mark_stale
 

@@ -21,10 +21,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptm.checkpoints import optimizer_states, restore
-from lightning_ptm.checkpoints.interruption import Interruption
-from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
-from lightning_ptm.checkpoints.save_queue import SaveQueue
+from lightning_ptm.checkpoints import gathering, optimizer_states, restore
+from lightning_ptm.checkpoints.optimizer_states import guard, plain_optimizer, unguard
+from lightning_ptm.checkpoints.save_queue import Interruption, SaveQueue
 from lightning_ptm.comm import Communicator, Gathering, ProcessGroupCommunicator
 from lightning_ptm.errors import UsageError, one_line, some
 from lightning_ptm.events import Events, Listener
@@ -49,7 +48,6 @@ from lightning_ptm.trainer.lightning_hooks import (
     warn_of_wide_matmuls_uncompiled,
 )
 from lightning_ptm.trainer.optimizer_steps import OptimizerStep
-from lightning_ptm.trainer.paged_optimizer_state import guard, unguard
 from lightning_ptm.trainer.ranks import SetUp
 from lightning_ptm.trainer.same_batches import take_first_rank_s_values
 from lightning_ptm.trainer.signals import Signals
@@ -281,7 +279,7 @@ class Run:
             lightning_hooks.state_dict_of(
                 plain_optimizer(optimizer),
                 wrapper,
-                partial(optimizer_states.optimizer_state, engine, keep=True),
+                partial(gathering.optimizer_state, engine, keep=True),
             )
         if isinstance(self.communicator, ProcessGroupCommunicator):
             lightning_hooks.ranks(trainer, self.signals, self.communicator, self._meet, self._gather_for)

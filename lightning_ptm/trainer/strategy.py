@@ -1,8 +1,9 @@
 """AngelPTMStrategy (`Trainer(strategy="angel_ptm")`): the methods that Lightning calls on a strategy.
 
 Has Lightning's overrides, and the requests of users that no other strategy has. The work is in other modules: ranks.py
-(process groups), building.py (construction of a run), run.py (the run in progress), checkpointing.py, ending.py,
-rearranging.py, and between_runs.py (state kept between runs). All of them know Lightning; pages belong to the engine.
+(process groups), building.py (construction of a run), run.py (the run in progress), ending.py, rearranging.py,
+between_runs.py (state kept between runs), and the package checkpoints. All of them know Lightning; pages belong to the
+engine.
 
 I1: the user's optimizers are created before anything is laid out, since their parameter groups determine the layout, and
 before anything is sliced, since `configure_optimizers` may use shapes. I2: a run exists from `setup` to `teardown`, and at no
@@ -36,8 +37,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ptm.checkpoints import after_run
+from lightning_ptm.checkpoints.auto_resume import AutoResume
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
+from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.errors import ConfigError, UsageError, one_line
 from lightning_ptm.events import Listener
@@ -70,10 +73,8 @@ from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.terms import Mode, Tier
 from lightning_ptm.trainer import rearranging
-from lightning_ptm.trainer.auto_resume import AutoResume
 from lightning_ptm.trainer.between_runs import BetweenRuns
 from lightning_ptm.trainer.building import Builder
-from lightning_ptm.trainer.checkpointing import RunCheckpoints
 from lightning_ptm.trainer.device_mesh import MeshOfOne, forget_mesh
 from lightning_ptm.trainer.ending import end, having_states
 from lightning_ptm.trainer.internals import (
@@ -462,13 +463,13 @@ class AngelPTMStrategy(ParallelStrategy):
         ConfigError: a callback does not work with these settings.
         """
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        sharded, cut_here = self.settings.checkpoints.state_dict_type == "sharded", self._groups.tensor is not None
+        from_pages, cut_here = self.settings.checkpoints.from_pages, self._groups.tensor is not None
         in_parts = bool(declared(self._module, self.boxes())) or cut_here
-        if sharded:
+        if from_pages:
             refuse_sharded(callbacks)
         if in_parts:
             refuse_parts(callbacks, cut_here=cut_here)
-        refuse_pruning(callbacks, sharded=sharded, divided=in_parts or self.settings.expert_parallel_size > 1)
+        refuse_pruning(callbacks, sharded=from_pages, divided=in_parts or self.settings.expert_parallel_size > 1)
 
     def _synchronize_batch_norms(self, module: LightningModule, layer_sync: LayerSync) -> None:
         """Converts batch norms as DDP does, before other code refers to the modules. They synchronize over the ranks with
@@ -518,8 +519,8 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def further_tiers(self) -> Mapping[Tier, int]:
         """Tiers in addition to device, host and disk, with the bytes of each that pages of this rank may take; default: none.
-        Subclasses override it on machines with other memory. Homes are chosen in them as in all tiers, nearest first (see
-        `terms.Tier`)."""
+        Subclasses override it on machines with other memory, and return the same `Tier` objects at each call. Homes are
+        chosen in them as in all tiers, nearest first (see `terms.Tier`)."""
         return {}
 
     def boxes(self) -> Mapping[str, TensorSlice]:

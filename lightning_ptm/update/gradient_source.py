@@ -46,6 +46,8 @@ class Transform:
 
     @property
     def is_identity(self) -> bool:
+        if self is NO_TRANSFORM:  # asked for every run of elements, mostly of this one
+            return True
         alone = self.clamp is None and self.share == 1.0 and _is_one(self.unscale) and _is_one(self.clip)
         return alone and all(each.is_identity for each in self.then)
 

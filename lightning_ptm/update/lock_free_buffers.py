@@ -84,7 +84,7 @@ def combined(contribution: Contribution) -> tuple[tuple[GroupValues, ...], Trans
     The k steps move as far, decay weights as much and count as many steps as they would one by one. More than `REACH` steps
     of Adam or AdamW are taken in one optimizer call where possible, once the parameters have had some steps
     (merged_steps.py, which states the error): the same holds, except that the second moment of the last step is used for
-    all. benchmarks/lock_free_loss.py compares rules.
+    all. benchmarks/LOG.md has the loss of other ways.
     """
     origins = contribution.origins
     if len(origins) < 2:

@@ -1,10 +1,11 @@
 """Update pipeline: reads, arithmetic and writes of chunks, in the order that planning/chunks.py decides.
 
-Section 7 of the paper, and the updating part of Algorithm 2. Owns the transfers and staging buffers of chunks, and advances
-the scalars of flats. Used by one thread at a time; it starts no thread and takes no lock (updater.py does). `advance` never
-waits; `advance_or_wait` waits if it cannot advance.
+Section 7 of the paper, and the updating part of Algorithm 2. Owns the staging buffers, the transfers of chunks and the
+counters of the updater, and advances the scalars of flats. Used by one thread at a time; it starts no thread and takes no
+lock (updater.py does). `advance` never waits; `advance_or_wait` waits if it cannot advance.
 I1: scalars advance when a job's last chunk is computed.
-I2: a handle is done only when the job's compute parameters are readable in their tier; writes of master states to their home
+I2: a staging buffer that was taken is given back once, when no transfer touches it.
+I3: a handle is done only when the job's compute parameters are readable in their tier; writes of master states to their home
     may still be in flight.
 """
 
@@ -20,12 +21,10 @@ import torch
 
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import in_ram
-from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
-from lightning_ptm.planning.chunks import Chunks, WantedChunk
+from lightning_ptm.planning.chunks import Chunks, WantedChunk, chunk_bounds_of
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.arithmetic import Arithmetic
 from lightning_ptm.update.flat_states import FlatStates
-from lightning_ptm.update.staging import StagingPool
 from lightning_ptm.update.state_encoding import VALUES_DTYPE, Encoder
 from lightning_ptm.update.update_job import (
     GRADIENT,
@@ -40,11 +39,114 @@ from lightning_ptm.update.update_job import (
     arithmetic_tier,
     state_columns,
 )
-from lightning_ptm.update.update_stats import UpdateStats, Wait
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator
     from lightning_ptm.memory.paged_tensor import PagedTensor
+
+import bisect
+import enum
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_ptm.memory.allocator import Allocator
+    from lightning_ptm.memory.paged_tensor import PagedTensor
+
+
+class Wait(enum.Enum):
+    """Causes for which an update waits."""
+
+    READ = "read"
+    WRITE = "write"
+    GRADIENT = "gradient"
+    SAVE = "save"
+
+
+@dataclasses.dataclass(slots=True)
+class UpdateStats:
+    """Totals since the updater was made. Written by the thread that does the arithmetic; any thread may read them."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    chunks: int = 0
+    arithmetic_s: float = 0.0
+    read_stall_s: float = 0.0
+    write_stall_s: float = 0.0
+    gradient_stall_s: float = 0.0
+    save_stall_s: float = 0.0
+
+    def add_read(self, size: int) -> None:
+        """Counts bytes of master states read."""
+        self.bytes_read += size
+
+    def add_written(self, size: int) -> None:
+        """Counts bytes of master states written."""
+        self.bytes_written += size
+
+    def add_chunk(self, arithmetic_s: float) -> None:
+        """Counts a chunk that was computed."""
+        self.arithmetic_s += arithmetic_s
+        self.chunks += 1
+
+    def add_stall(self, cause: Wait, seconds: float) -> None:
+        """Counts time waited."""
+        name = f"{cause.value}_stall_s"
+        setattr(self, name, getattr(self, name) + seconds)
+
+
+class StagingPool:
+    """Pool of buffers by tier, dtype and size. It grows on demand; `reserve` makes it grow in advance.
+
+    Args:
+        allocator: allocates the buffers.
+    """
+
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
+
+        self._free: dict[tuple[Tier, torch.dtype], list[PagedTensor]] = {}
+        """Free buffers, smallest first."""
+        self._owned: dict[tuple[Tier, torch.dtype], list[PagedTensor]] = {}
+
+    def reserve(self, tier: Tier, dtype: torch.dtype, numel: int, count: int) -> None:
+        """Allocates until the pool owns at least `count` buffers of `numel` elements.
+
+        Raises:
+            CapacityError: the tier has too few pages.
+        """
+        while sum(buffer.numel == numel for buffer in self._owned.get((tier, dtype), ())) < count:
+            self.give_back(self._allocate(tier, dtype, numel))
+
+    def take(self, tier: Tier, dtype: torch.dtype, numel: int) -> PagedTensor:
+        """Takes a buffer of `numel` elements or more, with undefined contents.
+
+        Raises:
+            CapacityError: none is free and the tier has too few pages for another.
+        """
+        free = self._free.get((tier, dtype), [])
+        for place, buffer in enumerate(free):
+            if buffer.numel >= numel:
+                return free.pop(place)
+        return self._allocate(tier, dtype, numel)
+
+    def give_back(self, buffer: PagedTensor) -> None:
+        """Returns a buffer that no transfer touches to the pool."""
+        # Among buffers of equal size the last used comes first: it may be in the cache.
+        bisect.insort_left(self._free.setdefault((buffer.tier, buffer.dtype), []), buffer, key=attrgetter("numel"))
+
+    def close(self) -> None:
+        """Releases every buffer. Idempotent."""
+        owned, self._owned, self._free = self._owned, {}, {}
+        for buffers in owned.values():
+            for buffer in buffers:
+                self._allocator.release(buffer)
+
+    def _allocate(self, tier: Tier, dtype: torch.dtype, numel: int) -> PagedTensor:
+        buffer = self._allocator.allocate(f"update staging {dtype}", numel, dtype, tier, shared_tail=True)
+        self._owned.setdefault((tier, dtype), []).append(buffer)
+        self._allocator.merge(buffer)
+        return buffer
 
 
 BeforeWrite = Callable[["PagedTensor", int, torch.Tensor], None]
@@ -130,13 +232,14 @@ class Pipeline:
 
     def advance(self) -> bool:
         """Does what needs no waiting, at most one chunk's arithmetic; returns whether anything changed."""
-        landed = [progress for progress in self._landing if all(transfer.done() for transfer in progress.landing)]
-        for progress in landed:
-            for transfer in progress.landing:
-                transfer.wait()
-            self._landing.remove(progress)
-            progress.handle.mark_done()
-        return self.policy.advance() or bool(landed)
+        landed = False
+        for progress in [*self._landing]:
+            if progress.landing.ended():
+                progress.landing.wait()
+                self._landing.remove(progress)
+                progress.handle.mark_done()
+                landed = True
+        return self.policy.advance() or landed
 
     def advance_or_wait(self, handle: JobHandle | None, wait: Callable[[Blocker], None]) -> bool:
         """Advances; if that is impossible, calls `wait` with what blocks the job of `handle` (None: the first job).
@@ -157,7 +260,7 @@ class Pipeline:
         """The unfinished transfer or gradient that blocks a job (None: the first job); None if there is none."""
         lead = self._find(handle) if handle is not None else None
         for progress in (landing for landing in self._landing if landing.handle is handle):
-            for transfer in progress.landing:
+            for transfer in progress.landing.all:
                 if not transfer.done():
                     return Blocker(transfer, Wait.WRITE)
         found = self.policy.awaited(lead)
@@ -166,8 +269,8 @@ class Pipeline:
         if isinstance(found, JobUnderWay):
             every = [Blocker(pending, Wait.GRADIENT) for pending in found.job.after]
         else:
-            every = [Blocker(transfer, Wait.READ) for transfer in found.reads.values()]
-            every += [Blocker(transfer, Wait.WRITE) for transfer in found.writes.values()]
+            every = [Blocker(transfer, Wait.READ) for transfer in found.reads.all]
+            every += [Blocker(transfer, Wait.WRITE) for transfer in found.writes.all]
         # If all have ended since the policy looked, waiting for the last returns at once, and there is something to do.
         return next((blocker for blocker in every if not blocker.pending.done()), every[-1])
 
@@ -182,7 +285,7 @@ class Pipeline:
     def close(self) -> None:
         """Waits for transfers in flight, whether or not they fail, and releases the buffers."""
         for chunk in self.policy.clear():
-            for transfer in (*chunk.reads.values(), *chunk.writes.values()):
+            for transfer in (*chunk.reads.all, *chunk.writes.all):
                 with contextlib.suppress(Exception):  # reported before, or of no interest any more
                     transfer.wait()
         self._landing.clear()
@@ -200,33 +303,36 @@ class Pipeline:
             tier, columns = self._tier(chunk.flat), self._of(chunk, self._staged(chunk.flat))
         else:
             tier, columns = progress.tier, self._of(chunk, progress.staged)
-        missing = [
-            column
-            for column in columns
-            if column.role not in chunk.buffers
-            and (column.role != GRADIENT or (progress is not None and progress.has_gradient()))
-        ]
-        reads = any(column.reads for column in missing)
-        if reads and progress is not None and progress.submitted is not None:
-            progress.submitted.order()  # copies from a device start after the work queued at submission
-        for column in missing:
+        gradient = progress is not None and progress.has_gradient()
+        started = chunk.flat.started(chunk.start, chunk.numel)
+        submitted = None if progress is None else progress.submitted
+        begun, all_begun, read_bytes = False, progress is not None, 0
+        for column in columns:
+            if column.role in chunk.buffers:
+                continue
+            if column.role == GRADIENT and not gradient:
+                all_begun = False
+                continue
+            begun = True
             start, numel = column.stretch(chunk.start, chunk.numel)
             size = max(numel, self.chunk_numel)
             buffer = chunk.buffers[column.role] = self.pool.take(tier, column.home.dtype, size)
-            is_slot = column.role in chunk.flat.slots
-            if column.reads and (not is_slot or chunk.flat.started(chunk.start, chunk.numel)):
-                chunk.reads[column.role] = self._allocator.copy(column.home, buffer, source_start=start, numel=numel)
-                self.stats.add_read(numel * column.home.dtype.itemsize)
+            if column.reads and (started or column.role not in chunk.flat.slots):
+                if submitted is not None:
+                    submitted.order()  # copies from a device start after the work queued at submission
+                    submitted = None
+                chunk.reads.add(
+                    self._allocator.copy(column.home, buffer, source_start=start, numel=numel, whole_blocks=True)
+                )
+                read_bytes += numel * column.home.dtype.itemsize
         # A chunk read ahead may have more than the job needs: a job without any gradient only copies the master parameter.
-        chunk.note_reads(
-            all_reads_begun=progress is not None and all(column.role in chunk.buffers for column in columns)
-        )
-        return bool(missing)
+        chunk.note_reads(all_reads_begun=all_begun)
+        self.stats.add_read(read_bytes)
+        return begun
 
     def free(self, chunk: JobChunk) -> None:
         """Gives a chunk's buffers back; raises the error of its writes, if any."""
-        for transfer in chunk.writes.values():
-            transfer.wait()
+        chunk.writes.wait()
         for buffer in chunk.buffers.values():
             self.pool.give_back(buffer)
         chunk.buffers.clear()
@@ -247,10 +353,8 @@ class Pipeline:
         for factor in progress.job.transform.tensors():
             if not in_ram(factor):
                 self._backend.record_use(factor)  # made on the stream of compute
-        for pending in progress.job.after:
-            pending.wait()
-        for transfer in chunk.reads.values():
-            transfer.wait()
+        progress.before.wait()
+        chunk.reads.wait()
         started = perf_counter()
         windows = self._windows(progress, chunk)
         if self.before_write is not None:
@@ -269,16 +373,19 @@ class Pipeline:
             name = f"flat {flat.index} [{chunk.start}:{chunk.start + chunk.numel}]"
             self._events.emit(Event(EventKind.UPDATE, progress.tier.name.lower(), name, started, ended))
         truth = TARGET if progress.job.states.master is not None else PARAMETER
+        written_bytes = 0
         for column in self._of(chunk, progress.staged):
             if column.writes:
                 start, numel = column.stretch(chunk.start, chunk.numel)
-                transfer = chunk.writes[column.role] = self._allocator.copy(
+                transfer = self._allocator.copy(
                     chunk.buffers[column.role], column.home, target_start=start, numel=numel
                 )
-                self.stats.add_written(numel * column.home.dtype.itemsize)
+                chunk.writes.add(transfer)
+                written_bytes += numel * column.home.dtype.itemsize
                 if column.role == truth:
-                    progress.landing.append(transfer)
-        return bool(chunk.writes)
+                    progress.landing.add(transfer)
+        self.stats.add_written(written_bytes)
+        return bool(chunk.writes.all)
 
     @staticmethod
     def _of(chunk: JobChunk, columns: list[JobColumn]) -> list[JobColumn]:
@@ -300,10 +407,10 @@ class Pipeline:
     @contextlib.contextmanager
     def _scratch(self, progress: JobUnderWay, chunk: JobChunk) -> Iterator[dict[str, torch.Tensor]]:
         """A buffer for the gradient of a parameter that is updated whole; empty where updates are element-wise."""
-        parameter = next(column.home for column in progress.columns if column.role == PARAMETER)
         if not chunk.flat.traits.whole:
             yield {}
             return
+        parameter = next(column.home for column in progress.columns if column.role == PARAMETER)
         buffer = self.pool.take(progress.tier, parameter.dtype, max(chunk.numel, self.chunk_numel))
         try:
             yield {SCRATCH: buffer.tensor()}
@@ -348,7 +455,7 @@ class Pipeline:
         progress.advance_scalars(like)
         progress.forget_gradient(self._backend)
         progress.handle.computed(self._backend.mark())
-        if progress.landing:
+        if progress.landing.all:
             self._landing.append(progress)
         else:
             progress.handle.mark_done()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -57,11 +57,13 @@ class _ScalarStep:
     hyper: GroupValues
     group: int
     dtype: torch.dtype
+    device: torch.device
+    """Where the parameters are updated: fused classes keep their number of steps there."""
     before: ScalarState | None
     after: ScalarState | None
 
     def is_of(self, group: int, scalars: ScalarState | None, like: torch.Tensor) -> bool:
-        if (group, like.dtype) != (self.group, self.dtype):
+        if (group, like.dtype, like.device) != (self.group, self.dtype, self.device):
             return False
         if scalars is None or self.before is None:
             return scalars is self.before
@@ -124,13 +126,13 @@ def snapshot(optimizer: Optimizer, traits: OptimizerTraits, number: int = 0) -> 
 
 def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a parameter group's hyper-parameters that shares nothing that could be written to."""
-    return {key: _copy_hyperparameter(value) for key, value in group.items() if key not in NOT_HYPERPARAMETERS}
-
-
-def _copy_hyperparameter(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return copy_value(value)
-    return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
+    values = {key: value for key, value in group.items() if key not in NOT_HYPERPARAMETERS}
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor):
+            values[key] = copy_value(value)
+        elif isinstance(value, list | dict | set):
+            values[key] = copy.deepcopy(value)
+    return values
 
 
 class ShadowOptimizer:
@@ -202,8 +204,8 @@ class ShadowOptimizer:
             self._scalar_steps = []
         known = next((each for each in self._scalar_steps if each.is_of(group, scalars, like)), None)
         if known is None:  # all flats of an optimizer are asked about in each of its steps
-            after = _scalars_of(self._try_on_zeros(hyper, group, scalars, like), self._dummy_slots(group, like))
-            known = _ScalarStep(hyper, group, like.dtype, scalars, after)
+            after = _scalars_of(self._try_on_zeros(hyper, group, scalars, like), self._slot_shapes(group, None))
+            known = _ScalarStep(hyper, group, like.dtype, like.device, scalars, after)
             self._scalar_steps.append(known)
         return known.after
 
@@ -218,18 +220,24 @@ class ShadowOptimizer:
         self._try_on_zeros(hyper, group, scalars, like, keep=after)
         return {key: copy_value(after[key]) for key in self.traits.group_slots if key in after}
 
-    def check(self, hyper: GroupValues, group: int, scalars: ScalarState | None, like: torch.Tensor) -> None:
+    def check(
+        self, hyper: GroupValues, group: int, scalars: ScalarState | None, slots: Collection[str], like: torch.Tensor
+    ) -> None:
         """Try a step on a few zeros, or on zeros of the shape of the group's smallest whole parameter, so that errors of the
         class with these hyper-parameters, and states that pages do not hold, are found before a parameter changes.
 
-        Args: as `advance`.
+        Args:
+            hyper, group, scalars, like: as `advance`.
+            slots: names of the slots that the parameter with these scalars has. Where a class keeps a state whose size
+                depends on the parameter, it is a scalar of small parameters and a slot of large ones.
 
         Raises:
             UsageError: as `step`; and whatever the class raises.
         """
         shape = self.traits.groups[group].example_shape
         if self.traits.whole:
-            shapes = [each for each in self.traits.groups[group].state_shapes if math.prod(each) <= _MAX_CHECKED_NUMEL]
+            kept = self.traits.groups[group].state_shapes.items()
+            shapes = [each for each, its in kept if its.keys() == set(slots) and math.prod(each) <= _MAX_CHECKED_NUMEL]
             if not shapes:
                 return
             shape = min(shapes, key=math.prod)
@@ -267,15 +275,17 @@ class ShadowOptimizer:
             clone.state.clear()
 
     def _dummy_slots(self, group: int, like: torch.Tensor, shape: Shape | None = None) -> dict[str, torch.Tensor]:
+        shapes = self._slot_shapes(group, shape)
+        dtypes = {slot.name: slot.dtype for slot in self.traits.groups[group].slots}
+        return {name: torch.zeros(shape, dtype=dtypes[name], device=like.device) for name, shape in shapes.items()}
+
+    def _slot_shapes(self, group: int, shape: Shape | None) -> Mapping[str, Shape]:
+        """By name, the shapes of the slots of a parameter of `shape` (None: the group's example)."""
         traits = self.traits.groups[group]
         example_shape = traits.example_shape if shape is None else shape
-        shapes = (
-            traits.state_shapes[example_shape]
-            if self.traits.whole
-            else {slot.name: example_shape for slot in traits.slots}
-        )
-        dtypes = {slot.name: slot.dtype for slot in traits.slots}
-        return {name: torch.zeros(shape, dtype=dtypes[name], device=like.device) for name, shape in shapes.items()}
+        if self.traits.whole:
+            return traits.state_shapes[example_shape]
+        return {slot.name: example_shape for slot in traits.slots}
 
     def _group_values(self, hyper: GroupValues, group: int) -> dict[str, Any]:
         values = dict(hyper.groups[group])

@@ -3,7 +3,7 @@
 Data and bookkeeping only; planning/chunks.py decides the order of reads, updates and writes, pipeline.py does them.
 I1: a column is one paged tensor that a job reads or writes element by element. It is staged if the arithmetic cannot
     address it in its tier.
-I2: a chunk is the same stretch of all columns. planning/chunk_bounds.py cuts at multiples of the updater's `chunk_numel` or,
+I2: a chunk is the same stretch of all columns. planning/chunks.py cuts at multiples of the updater's `chunk_numel` or,
     where parameters are updated whole, at the starts of parameters. A state with its own shape is then as long as its shape
     says.
 """
@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning import chunks
-from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
+from lightning_ptm.planning.chunks import chunk_bounds_of
 from lightning_ptm.planning.placement_data import arithmetic_tier as tier_of_arithmetic
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.flat_states import FlatStates
+from lightning_ptm.update.flat_states import FlatStates, StateLayout
 from lightning_ptm.update.gradient_source import (
     NO_TRANSFORM,
     GradientSource,
@@ -32,7 +32,6 @@ from lightning_ptm.update.gradient_source import (
 )
 from lightning_ptm.update.merged_steps import MergedSteps, merge
 from lightning_ptm.update.shadow import GroupValues, ShadowOptimizer
-from lightning_ptm.update.state_layout import StateLayout
 from lightning_ptm.update.trial.traits import ScalarState
 from lightning_ptm.update.weight_prediction import WeightPrediction
 
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from lightning_ptm.memory.backend import Backend
     from lightning_ptm.memory.device_work import Mark
     from lightning_ptm.memory.paged_tensor import PagedTensor
-    from lightning_ptm.memory.transfer import Transfer
 
 PARAMETER = "<parameter>"
 """Role of the column that the optimizer updates: the master parameter or, without one, the compute parameter."""
@@ -136,7 +134,11 @@ class JobHandle:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobColumn:
-    """A paged tensor of a job, with its role and whether the job reads and writes it."""
+    """A paged tensor of a job, with its role and whether the job reads and writes it.
+
+    Attributes:
+        layout: layout of its elements, where they are not those of the shard.
+    """
 
     role: str
     home: PagedTensor
@@ -154,19 +156,45 @@ class JobColumn:
         return start if own is None else own.stretch(start, 0)[0]
 
 
+class Awaited:
+    """Transfers and other things that must end. Each is asked until it has ended, and then no more."""
+
+    __slots__ = ("_left", "all")
+
+    def __init__(self, pending: Iterable[Pending] = ()) -> None:
+        self.all: list[Pending] = list(pending)
+        self._left = list(self.all)
+        """Those that had not ended when they were last asked."""
+
+    def add(self, pending: Pending) -> None:
+        self.all.append(pending)
+        self._left.append(pending)
+
+    def ended(self) -> bool:
+        """Whether all have ended, successfully or not."""
+        while self._left and self._left[-1].done():
+            self._left.pop()
+        return not self._left
+
+    def wait(self) -> None:
+        """Waits for each, and raises the first error."""
+        for pending in self.all:
+            pending.wait()
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class JobChunk(chunks.Chunk[FlatStates]):
-    """A chunk in the pipeline: its staging buffers and transfers, by column role."""
+    """A chunk in the pipeline: its staging buffers, by column role, and its transfers."""
 
     buffers: dict[str, PagedTensor] = dataclasses.field(default_factory=dict)
-    reads: dict[str, Transfer] = dataclasses.field(default_factory=dict)
-    writes: dict[str, Transfer] = dataclasses.field(default_factory=dict)
+    reads: Awaited = dataclasses.field(default_factory=Awaited)
+    writes: Awaited = dataclasses.field(default_factory=Awaited)
 
     def readable(self) -> bool:
-        return all(transfer.done() for transfer in self.reads.values())
+        return self.reads.ended()
 
     def written(self) -> bool:
-        return all(transfer.done() for transfer in self.writes.values())
+        return self.writes.ended()
 
 
 def arithmetic_tier(states: FlatStates, target: PagedTensor | None, staging_tier: Tier) -> Tier:
@@ -185,9 +213,10 @@ def state_columns(states: FlatStates) -> list[JobColumn]:
     """Returns the columns that do not depend on the job: the master parameter and the slots."""
     columns = [JobColumn(PARAMETER, states.master, reads=True, writes=True)] if states.master is not None else []
     layouts = states.layouts
-    columns.extend(
-        JobColumn(name, slot, reads=True, writes=True, layout=layouts[name]) for name, slot in states.slots.items()
-    )
+    for name, slot in states.slots.items():
+        layout = layouts[name]
+        plain = layout.own is None and layout.encoding is None
+        columns.append(JobColumn(name, slot, reads=True, writes=True, layout=None if plain else layout))
     return columns
 
 
@@ -246,7 +275,7 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
         updated = [
             start
             for place, start in enumerate(cuts.starts)
-            if job.fresh_target or job.states.runs(start, cuts.length(place), self.present)
+            if job.fresh_target or job.states.updates(start, cuts.length(place), self.present)
         ]
         super().__init__(
             job.states,
@@ -256,8 +285,10 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
             reads_ahead=any(column.reads and column.role != GRADIENT for column in self.staged),
             turn=job.turn,
         )
-        self.landing: list[Transfer] = []
-        """Writes of compute parameters in flight."""
+        self.landing = Awaited()
+        """Writes of compute parameters."""
+        self.before = Awaited(job.after)
+        """What must end before the gradient can be read."""
         self.submitted: Mark | None = None
         """Mark on the submitting stream; the gradient and the compute parameter were produced before it."""
         self._scalars: list[dict[tuple[int, int], ScalarState | None]] = []
@@ -271,7 +302,7 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
         self.submitted = queued
 
     def has_gradient(self) -> bool:
-        return all(pending.done() for pending in self.job.after)
+        return self.before.ended()
 
     def scalars_after(self, like: torch.Tensor) -> list[dict[tuple[int, int], ScalarState | None]]:
         """Returns for each step of the job the scalars after it, by the clocks of parameters with a gradient before the job.
@@ -280,24 +311,15 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
             like: a tensor with the dtype and device of the parameters that are updated.
         """
         if not self._scalars:
-            shadow, before = self.job.shadow, self._clocks()
+            shadow, before = self.job.shadow, self.job.states.clocks(self.present)
             for hyper in self.job.steps:
                 after = {clock: shadow.advance(hyper, clock[0], known, like) for clock, known in before.items()}
                 self._scalars.append(after)
                 before = dict(after)
         return self._scalars
 
-    def _clocks(self) -> dict[tuple[int, int], ScalarState | None]:
-        """Scalars before the job, by clock, of parameters with a gradient."""
-        states = self.job.states
-        return {
-            states.clock(index): states.scalars(index)
-            for index, group in enumerate(states.groups)
-            if group is not None and self.present[index]
-        }
-
     def _merge(self) -> dict[int, MergedSteps]:
-        states, steps, clocks = self.job.states, self.job.steps, self._clocks()
+        states, steps, clocks = self.job.states, self.job.steps, self.job.states.clocks(self.present)
         if len({group for group, _ in clocks}) < len(clocks) or states.traits.whole:
             return {}  # parameters of one group have had different numbers of steps
         found: dict[int, MergedSteps] = {}

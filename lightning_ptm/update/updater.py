@@ -28,9 +28,8 @@ from lightning_ptm.terms import ALIGN_NUMEL, BLOCK_BYTES, Tier
 from lightning_ptm.terms import chunk_numel as default_chunk_numel
 from lightning_ptm.update.core_limits import use_cores
 from lightning_ptm.update.flat_states import FlatStates
-from lightning_ptm.update.pipeline import BeforeWrite, Blocker, Pipeline
+from lightning_ptm.update.pipeline import BeforeWrite, Blocker, Pipeline, UpdateStats, Wait
 from lightning_ptm.update.update_job import JobHandle, JobUnderWay, UpdateJob
-from lightning_ptm.update.update_stats import UpdateStats, Wait
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator
@@ -296,25 +295,22 @@ class Updater:
         So an interrupt never leaves a chunk half updated or a transfer unknown to the code that waits for it. And tensors
         made by an update that an evaluation waits for, in inference mode, can be changed later.
         """
-        with interrupted_later(), torch.inference_mode(False), self._noting_failures(), self._stream.entered():
-            yield
-
-    @contextlib.contextmanager
-    def _noting_failures(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._failure = error
-            raise
-        except BaseException as error:
-            # E.g. a second Ctrl-C. A chunk may be half updated; later calls raise a UsageError, as cleanup code that catches
-            # errors must not get a second KeyboardInterrupt.
-            self._failure = UsageError(
-                f"the update was interrupted by {type(error).__name__}: some master states are updated and others are "
-                "not, so the run cannot continue; resume from the last checkpoint"
-            )
-            self._failure.__cause__ = error
-            raise
+        with interrupted_later(), torch.inference_mode(False):
+            try:
+                with self._stream.entered():
+                    yield
+            except Exception as error:
+                self._failure = error
+                raise
+            except BaseException as error:
+                # E.g. a second Ctrl-C. A chunk may be half updated; later calls raise a UsageError, as cleanup code that
+                # catches errors must not get a second KeyboardInterrupt.
+                self._failure = UsageError(
+                    f"the update was interrupted by {type(error).__name__}: some master states are updated and others are "
+                    "not, so the run cannot continue; resume from the last checkpoint"
+                )
+                self._failure.__cause__ = error
+                raise
 
     def _go_on(self, handle: JobHandle | None, wait: Callable[[Blocker], None]) -> None:
         if not self._pipeline.advance_or_wait(handle, wait):

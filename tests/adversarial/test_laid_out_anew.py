@@ -21,8 +21,7 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheck
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.checkpoints.carried import Carried
-from lightning_ptm.checkpoints.carried_in_files import CarriedInFiles
+from lightning_ptm.checkpoints.carried import Carried, CarriedInFiles
 from lightning_ptm.errors import CapacityError, PageIOError, UsageError
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.sharded import ShardedCheckpointIO

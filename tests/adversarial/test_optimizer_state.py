@@ -14,8 +14,8 @@ from kit.judged import ByHand, Judged, MakeStrategy, judge, run
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from lightning_ptm.checkpoints.optimizer_states import PagedStates
 from lightning_ptm.errors import UsageError
-from lightning_ptm.trainer.paged_optimizer_state import PagedStates
 
 Deed = Callable[["Momentum", torch.optim.Optimizer], Any]
 

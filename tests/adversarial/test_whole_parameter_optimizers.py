@@ -62,7 +62,42 @@ class WithMuon(ByHand):
             optimizer.step()
 
 
-KINDS: list[type[Judged]] = [WithAdafactor, WithHybrid]
+class RowsAndColumns(optim.Optimizer):
+    """Scales by the mean squares of rows and of columns. A vector is one column, whose mean square is one element."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["step"] += 1  # a hyper-parameter that changes, so that each step is tried before it is taken
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, squares = self.state[parameter], parameter.grad.reshape(len(parameter), -1).square()
+                if not state:
+                    state["rows"], state["columns"] = (
+                        squares.new_zeros(len(squares)),
+                        squares.new_zeros(squares.shape[1]),
+                    )
+                state["rows"].lerp_(squares.mean(1), 0.1)
+                state["columns"].lerp_(squares.mean(0), 0.1)
+                scale = (state["rows"].unsqueeze(1) * state["columns"]).add_(1e-8).pow_(0.25)
+                parameter.sub_(parameter.grad / scale.view_as(parameter), alpha=group["lr"])
+        return loss
+
+
+class WithRowsAndColumns(Wide):
+    def configure_optimizers(self) -> Any:
+        return RowsAndColumns(self.parameters())
+
+
+KINDS: list[type[Judged]] = [WithAdafactor, WithHybrid, WithRowsAndColumns]
 if hasattr(optim, "Muon"):
     KINDS.append(WithMuon)
 

@@ -1,35 +1,23 @@
-"""benchmarks/paper.py: what was published is as in the paper, deviations are computed right, and a table holds what the
+"""benchmarks/paper.py: what was published is as in the paper, deviations are computed right, and a table is what the
 planner says."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import json
-import sys
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from benchmarks import paper
 from lightning_ptm.commands.plan import forecast
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def paper() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("paper_benchmark", ROOT / "benchmarks" / "paper.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_what_was_published(paper: ModuleType) -> None:
+def test_what_was_published() -> None:
     """Against the paper's text: its gains are those of the rows."""
     rows = {(system, model, params, batch): speed for model, system, params, batch, _, speed in paper.PAPER_TABLE_5}
     assert len(rows) == len(paper.PAPER_TABLE_5) == 10
@@ -43,7 +31,7 @@ def test_what_was_published(paper: ModuleType) -> None:
     assert [row[2:] for row in paper.PAPER_TABLE_5[:2]] == [(28, 1, 18, 0.404), (28, 36, 40, 7.61)]
 
 
-def test_deviations(paper: ModuleType) -> None:
+def test_deviations() -> None:
     cell = paper.Cell(10.0, 12.5)
     assert cell.deviation == pytest.approx(0.25) and str(cell) == "10 → **12.50** (+25%)"
     assert paper.Cell(10.0, 5.0).deviation == pytest.approx(-0.5)
@@ -73,7 +61,7 @@ def made(**values: Any) -> dict[str, Any]:
     } | values
 
 
-def test_the_static_offload(paper: ModuleType) -> None:
+def test_the_static_offload() -> None:
     one = paper.Answer(**made())
     many = paper.Answer(**made(batch=11, compute_s=11.0, activation_bytes=13 * 10**9))
     static = paper.Static(one, many, 1)
@@ -87,7 +75,7 @@ def test_the_static_offload(paper: ModuleType) -> None:
     assert few.largest_batch() == 0  # 16 GB of states
 
 
-def test_a_table_is_what_the_planner_says(paper: ModuleType) -> None:
+def test_a_table_is_what_the_planner_says() -> None:
     """At the default device_memory, which spares the search."""
     asked: list[Any] = []
 
@@ -103,13 +91,10 @@ def test_a_table_is_what_the_planner_says(paper: ModuleType) -> None:
     assert batch.predicted == said.batch_size
     assert speed.predicted == pytest.approx(said.samples_per_s, rel=0.02)  # it clips gradients
     assert speed.deviation == pytest.approx(speed.predicted / 10.99 - 1)
-    # What the JSON file holds is the whole table.
-    again = paper.from_record(json.loads(json.dumps(table.record())))
-    assert again == table and again.markdown() == table.markdown()
     assert f"| 2048 | 38 → **{batch.predicted}** ({batch.deviation:+.0%}) | 10.99 → **" in table.markdown()
 
 
-def test_layers_that_are_cut_and_what_colossal_ai_published(paper: ModuleType) -> None:
+def test_layers_that_are_cut_and_what_colossal_ai_published() -> None:
     """Of a step of 2 s on 256 GPUs, one of which computes; and 1 s of ours beside the static offload of `made`."""
     asked: list[Any] = []
 
@@ -134,21 +119,29 @@ def test_layers_that_are_cut_and_what_colossal_ai_published(paper: ModuleType) -
     assert gain.published == 1.33 and gain.predicted == pytest.approx(
         8.0 / paper.Static(first, many, 1).samples_per_s(32)
     )
-    text = (ROOT / "benchmarks" / "results" / "paper.md").read_text()
+    text = paper.PAGE.read_text()
     assert "1D: 4.63 images/s" in text and "2D: 12.76 images/s" in text  # Table 3: 2.76 times
     rates = {(gpus, mode): rate for gpus, _, mode, rate in paper.COLOSSAL_TABLE_3}
     assert rates[64, "2D"] / rates[64, "1D"] == pytest.approx(2.76, abs=0.005)
 
 
-def test_the_report_that_is_committed_is_of_the_script(paper: ModuleType) -> None:
-    """Its tables in the paper's order, its published numbers, and the constants of the hardware file."""
-    held = json.loads((ROOT / "benchmarks" / "results" / "paper.json").read_text())["tables"]
-    assert list(held) == [name for name in paper.TABLES if name in held]
-    assert set(paper.TABLES) - set(held) <= set(paper.LONG)
-    tables = [paper.from_record(record) for record in held.values()]
-    text = (ROOT / "benchmarks" / "results" / "paper.md").read_text()
-    assert text == paper.report(tables)
-    assert [cells[3].published for _, cells in tables[0].rows] == [row[5] for row in paper.PAPER_TABLE_5]
+def test_a_table_takes_the_place_of_the_one_before() -> None:
+    cells = (paper.Cell(10.0, 12.5),)
+    first, second = (paper.Table(title, "Text.", ("model",), ("speed",), ((("GPT",), cells),)) for title in ("A", "B"))
+    both = paper.page([first, second])
+    other = dataclasses.replace(first, text="Another text.")
+    again = paper.page([other], both)
+    assert again == paper.page([other, second]) and "Text." in again
+    assert paper.page([], both) == both
+
+
+def test_the_page_that_is_committed_is_of_the_script() -> None:
+    """It has the published numbers of Table 5 in their order, and the constants of the script and of the hardware file."""
+    text = paper.PAGE.read_text()
+    assert paper.page([], text) == text
+    table = text.partition("## Table 5")[2].partition("## ")[0]
+    published = re.findall(r"\| ([\d.]+) → [^|]*\|$", table, re.MULTILINE)
+    assert published == [f"{row[5]:g}" for row in paper.PAPER_TABLE_5]
     constants = {name: (value, source) for name, value, source in paper.hardware_constants()}
     assert constants["host_to_device_bytes_per_s"] == ("32e9", "Paper, section 6.1: PCIe, of each device")
     assert all(source for _, source in constants.values())

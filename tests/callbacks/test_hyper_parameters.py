@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from lightning_ptm.callbacks import HyperParameters, Throughput
+from lightning_ptm.callbacks.where import settings_of
 
 
 class Data(LightningDataModule):
@@ -42,10 +43,17 @@ def test_the_row_of_a_run(strategy_at, board_trainer, model, data, board, tmp_pa
     assert (values["data/depth"].number_value, values["batch"].number_value) == (5, 4)
     assert (values["names"].string_value, values["strategy/page_size"].string_value) == ("['a']", "64KiB")
     assert values["ranks"].number_value == 1 and values["strategy/lock_free"].string_value == "False"
-    assert not any("_instantiator" in name for name in values)
+    assert values["strategy/checkpoints.state_dict_type"].string_value == "full"
+    assert not any("_instantiator" in name or "(" in value.string_value for name, value in values.items())
     metrics = {info.name.tag for info in rows["experiment"].experiment.metric_infos}
     assert metrics == {"loss", "speed/tokens_per_s"} <= set(board().Tags()["scalars"])
     assert rows["session_end_info"].session_end_info.status == 1  # success
+
+
+def test_nested_settings_are_hyper_parameters_by_field(strategy_at) -> None:
+    values = settings_of(strategy_at("ram", lock_free={"max_staleness": 3}))
+    assert values["lock_free.max_staleness"] == 3 and "lock_free" not in values
+    assert settings_of(strategy_at("ram"))["lock_free"] is False
 
 
 def test_a_logger_that_has_its_own_row_is_told_of(strategy_at, board_trainer, model, data) -> None:

@@ -22,6 +22,7 @@ def test_fit_shows_homes_plan_and_settings(strategy_at, board_trainer, model, da
     assert kept[1] == "element-wise" and float(kept[2]) == float(rows["states", "disk"][-2])
     assert "release blocks.2" in page("pages/plan")[0] and "blocks.0" in page("pages/plan")[0]
     assert "| offload_optimizer | `disk` |" in page("pages/settings")[0]
+    assert "| checkpoints.async_save | `False` |" in page("pages/settings")[0]
 
 
 def test_a_plan_that_is_made_anew_is_shown_again(strategy_at, board_trainer, model, data, page) -> None:

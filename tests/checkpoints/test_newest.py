@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from lightning_ptm.checkpoints.auto_resume import newest_first
 from lightning_ptm.storage.folder import Draft
 from lightning_ptm.storage.index import INDEX, PARTIAL
-from lightning_ptm.trainer.auto_resume import newest_first
 
 
 def file_of(path: Path, second: int) -> Path:

@@ -22,11 +22,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lightning_ptm.checkpoints import pretrained
+from lightning_ptm.checkpoints.formats import open_checkpoint
 from lightning_ptm.cli import main
 from lightning_ptm.errors import CheckpointError, ConfigError
-from lightning_ptm.storage import archive, huggingface, verified
+from lightning_ptm.storage import archive, verified
 from lightning_ptm.storage.index import PARTIAL, read_index
-from lightning_ptm.storage.source import Source
 from lightning_ptm.storage.tensors import read_layout
 from lightning_ptm.storage.writer import SaveOps
 
@@ -208,9 +209,9 @@ def test_the_names_of_dtypes() -> None:
         torch.bfloat16: ("bf16", "BF16", "bfloat16", "torch.bfloat16"),
         torch.float16: ("fp16", "half", "float16"),
     }.items():
-        assert all(huggingface.parse_dtype(name) is dtype for name in names)
+        assert all(pretrained.parse_dtype(name) is dtype for name in names)
     with pytest.raises(ConfigError, match=r"dtype='int8' .* use fp32, bf16 or fp16"):
-        huggingface.parse_dtype("int8")
+        pretrained.parse_dtype("int8")
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------------
@@ -227,19 +228,24 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, make_sharded: Any) 
     script = f"""
         from pathlib import Path
         from lightning_ptm.cli import export
-        from lightning_ptm.storage import huggingface, source  # what the command imports when it is called
+        from lightning_ptm.checkpoints import full, pretrained, sharded  # what the command imports when it is called
 
         def memory():
             # Not VmHWM: a mapped file's pages count there too, which the system takes back.
             lines = Path("/proc/self/status").read_text().splitlines()
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
-        def seen(source, weight, pieces=source.Source.pieces):
-            for piece in pieces(source, weight):
-                found.append(memory())
-                yield piece
+        def watch(kind, pieces):
+            def seen(opened, weight):
+                for piece in pieces(opened, weight):
+                    found.append(memory())
+                    yield piece
 
-        before, found, source.Source.pieces = memory(), [], seen
+            kind.pieces = seen
+
+        before, found = memory(), []
+        for kind in (full.OpenedFile, sharded.OpenedFolder):
+            watch(kind, kind.pieces)
         for kind in ("sharded", "full"):
             export(Path({str(tmp_path)!r}) / kind, Path({str(tmp_path)!r}) / (kind + "_out"), dtype="bf16")
         print(max(found) - before)
@@ -362,9 +368,9 @@ def test_damage_anywhere_is_found_or_harmless(tmp_path: Path) -> None:
             del raw[place:]
         path.write_bytes(raw)
         try:
-            source = Source(path)
-            source.check()
-            read = {weight.names[0]: list(source.pieces(weight)) for weight in source.weights}
+            opened = open_checkpoint(path)
+            opened.check()
+            read = {weight.names[0]: list(opened.pieces(weight)) for weight in opened.weights}
         except CheckpointError:
             found += 1
             continue
@@ -433,13 +439,13 @@ class FailingDisk(SaveOps):
     ],
 )
 def test_a_disk_that_fails_leaves_nothing(trained: Any, tmp_path: Path, call: str, number: int, after: int) -> None:
-    source = Source(trained.sharded)
-    plan = huggingface.plan(source, shard_size="20KB")
+    opened = open_checkpoint(trained.sharded)
+    plan = pretrained.plan(opened, shard_size="20KB")
     disk = FailingDisk(call, number, after)
     with pytest.raises(CheckpointError, match=os.strerror(number)):
-        huggingface.write(source, plan, tmp_path / "out", ops=disk)
+        pretrained.write(opened, plan, tmp_path / "out", ops=disk)
     assert [entry.name for entry in tmp_path.iterdir()] == ["here"]
     # The same once more, on a disk that works: nothing of the first try is in the way.
     seen: list[int] = []
-    assert huggingface.write(source, plan, tmp_path / "out", seen=seen.append) == {}
+    assert pretrained.write(opened, plan, tmp_path / "out", seen=seen.append) == {}
     assert sum(seen) == plan.size_bytes

@@ -1,4 +1,4 @@
-"""Seconds of a step as `lightning-ptm plan` has them, against the clock: benchmarks/predictions.py."""
+"""Seconds of a step as `lightning-ptm plan` has them, against the clock: the case `planner-25M` of the benchmarks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def test_seconds_are_those_of_the_run(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     if os.getloadavg()[0] > QUIET * cores:
         pytest.skip(f"{os.getloadavg()[0]:.1f} processes compute on {cores} cores: seconds would be theirs, too")
-    out = tmp_path / "out.json"
-    script = [sys.executable, "benchmarks/predictions.py", "--sizes", "25M", "--repeats", "3", "--json", str(out)]
-    subprocess.run([*script, "--disk-path", str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
-    ratios = {bar["what"]: bar["value"] for bar in json.loads(out.read_text())["bars"]}
+    command = [sys.executable, "-m", "benchmarks", "run", "planner-25M", "--repeats", "3", "--no-log"]
+    subprocess.run([*command, "--disk-path", str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    found = json.loads((ROOT / "benchmarks" / "results" / "planner-25M.json").read_text())["figures"]
+    ratios = {figure["name"]: figure["ratio"] for figure in found}
     assert len(ratios) == 5
     assert max(ratios.values()) <= 1.2, ratios

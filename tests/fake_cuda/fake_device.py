@@ -63,8 +63,8 @@ def watch_update_thread(elements_per_s: float) -> None:
     """
     from lightning_ptm.memory.transfer import StreamTransfer
     from lightning_ptm.update.arithmetic import Arithmetic
+    from lightning_ptm.update.pipeline import Wait
     from lightning_ptm.update.update_job import JobHandle
-    from lightning_ptm.update.update_stats import Wait
     from lightning_ptm.update.updater import _GRADIENT_WATCH_S, Updater
 
     work, command, arithmetic, look = Updater._work, Updater._command, Arithmetic.update, Updater._wait_or_command

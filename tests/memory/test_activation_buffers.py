@@ -16,8 +16,8 @@ from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.activation_buffers import ActivationMover, HostBuffers, Where
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.memory.link_meters import LinkStats
 from lightning_ptm.memory.streams import Copies, CopyStreams, Pair
+from lightning_ptm.memory.transfer import LinkStats
 
 GIB = 1 << 30
 

@@ -73,7 +73,7 @@ def test_view_has_the_shape_and_dtype_and_the_pages_bytes(
     view = tensor.tensor()
     assert (view.shape, view.dtype) == ((40_001,), dtype)
     assert view.data_ptr() % 4096 == 0
-    assert sum(span.bytes for span in tensor.pages) == -(-tensor.nbytes // 4096) * 4096
+    assert sum(span.bytes for span in tensor.pages.spans) == -(-tensor.nbytes // 4096) * 4096
     view.fill_(1)
     assert tensor.tensor().eq(1).all()
 
@@ -153,8 +153,8 @@ def test_shared_tail_begins_where_the_last_one_ended(make_allocator: MakeAllocat
     allocator = make_allocator(pages=8)
     first = allocator.allocate("a", FLOATS_PER_PAGE + 10, torch.float32, tier, shared_tail=True)
     second = allocator.allocate("b", FLOATS_PER_PAGE, torch.float32, tier, shared_tail=True)
-    assert second.pages[0].frame == first.pages[-1].frame
-    assert second.pages[0].offset_bytes == 4096
+    assert second.pages.spans[0].frame == first.pages.spans[-1].frame
+    assert second.pages.spans[0].offset_bytes == 4096
     assert second.is_contiguous
     assert allocator.free_bytes(tier) == 5 * PAGE
     values = [torch.full((FLOATS_PER_PAGE + 10,), 1.0), torch.full((FLOATS_PER_PAGE,), 2.0)]
@@ -169,11 +169,13 @@ def test_shared_tail_begins_where_the_last_one_ended(make_allocator: MakeAllocat
 def test_small_tensors_fill_a_page_and_the_next_begins_in_it(make_allocator: MakeAllocator) -> None:
     allocator = make_allocator(pages=8)
     tensors = [allocator.allocate(name, 8, torch.float32, Tier.HOST, shared_tail=True) for name in "abcd"]
-    assert {tensor.pages[0].frame for tensor in tensors} == {0}
-    starts = [tensor.pages[0].offset_bytes for tensor in tensors]
+    assert {tensor.pages.spans[0].frame for tensor in tensors} == {0}
+    starts = [tensor.pages.spans[0].offset_bytes for tensor in tensors]
     assert starts == [place * starts[1] for place in range(4)] and starts[1] > 0
     large = allocator.allocate("large", FLOATS_PER_PAGE, torch.float32, Tier.HOST, shared_tail=True)
-    assert large.pages[0].frame == 0 and large.pages[0].offset_bytes == 4 * starts[1] and large.is_contiguous
+    assert (
+        large.pages.spans[0].frame == 0 and large.pages.spans[0].offset_bytes == 4 * starts[1] and large.is_contiguous
+    )
     assert allocator.free_bytes(Tier.HOST) == 6 * PAGE
     for value, tensor in enumerate(tensors):
         tensor.tensor().fill_(float(value))
@@ -198,8 +200,8 @@ def test_shared_page_is_free_when_both_are_gone(make_allocator: MakeAllocator) -
 def test_without_elements_a_tensor_has_no_part_of_a_shared_tail(make_allocator: MakeAllocator, tier: Tier) -> None:
     allocator = make_allocator()
     tensors = [allocator.allocate(f"of {n}", n, torch.float32, tier, shared_tail=True) for n in (8, 0, 8)]
-    assert [len(tensor.pages) for tensor in tensors] == [1, 0, 1]
-    assert tensors[0].pages[0].frame == tensors[2].pages[0].frame
+    assert [len(tensor.pages.spans) for tensor in tensors] == [1, 0, 1]
+    assert tensors[0].pages.spans[0].frame == tensors[2].pages.spans[0].frame
     for tensor in tensors:
         allocator.release(tensor)
     assert allocator.free_bytes(tier) == allocator.capacity_bytes(tier)
@@ -211,7 +213,7 @@ def test_shared_tail_stays_whole_when_the_next_page_is_taken(make_allocator: Mak
     allocator.allocate("in the way", 8, torch.float32, Tier.DEVICE)
     second = allocator.allocate("b", FLOATS_PER_PAGE, torch.float32, Tier.DEVICE, shared_tail=True)
     assert second.is_contiguous
-    assert second.pages[0].offset_bytes == 0
+    assert second.pages.spans[0].offset_bytes == 0
 
 
 def test_released_tail_is_not_continued(make_allocator: MakeAllocator) -> None:
@@ -220,7 +222,7 @@ def test_released_tail_is_not_continued(make_allocator: MakeAllocator) -> None:
     allocator.release(first)
     allocator.allocate("now here", 2048, torch.float32, Tier.HOST)
     second = allocator.allocate("b", 8, torch.float32, Tier.HOST, shared_tail=True)
-    assert second.pages[0].frame == 1
+    assert second.pages.spans[0].frame == 1
 
 
 # Copies and moves.
@@ -331,7 +333,7 @@ def test_bytes_go_to_every_path(make_allocator: MakeAllocator) -> None:
     tensor = filled(allocator, "x", values, Tier.DISK)
     disk = allocator._machine.disk
     assert disk is not None
-    assert [disk.lane(span.frame) for span in tensor.pages] == [0, 1, 2, 0, 1, 2, 0]
+    assert [disk.lane(span.frame) for span in tensor.pages.spans] == [0, 1, 2, 0, 1, 2, 0]
     sizes = [os.fstat(file).st_size for file in disk._files]
     assert sizes == [6 * PAGE, 5 * PAGE, 5 * PAGE]
     assert torch.equal(read(allocator, tensor), values)
@@ -425,13 +427,13 @@ def test_moving_tensor_cannot_be_used(on_hold: Held) -> None:
 def test_released_bytes_are_nan(make_allocator: MakeAllocator, tier: Tier, dtype: torch.dtype) -> None:
     allocator = make_allocator()
     tensor = filled(allocator, "x", torch.ones(1000, dtype=dtype), tier)
-    frame = tensor.pages[0].frame
+    frame = tensor.pages.spans[0].frame
     view = tensor.tensor() if tier is not Tier.DISK else None
     allocator.release(tensor)
     if view is not None:
         assert view.isnan().all()
     again = allocator.allocate("y", 1000, dtype, tier)
-    assert again.pages[0].frame == frame
+    assert again.pages.spans[0].frame == frame
     assert read(allocator, again).isnan().all()
 
 
@@ -696,7 +698,7 @@ def test_a_chunk_across_two_pages_of_one_file_is_one_transfer(
         allocator.copy(home, chunk, source_start=start).wait()
         assert torch.equal(chunk.tensor(), values[start : start + FLOATS_PER_PAGE])
 
-    assert home.pages[0].frame == before.pages[0].frame
+    assert home.pages.spans[0].frame == before.pages.spans[0].frame
     assert sorted(files.moved) == sorted(transfers * 6)
 
 
@@ -736,3 +738,17 @@ def test_discarding_on_the_disk_does_nothing(make_allocator: MakeAllocator) -> N
     ram.tensor().fill_(0.0)
     allocator.copy(there, ram).wait()
     assert ram.tensor().eq(5.0).all()
+
+
+@pytest.mark.parametrize("whole_blocks", [False, True])
+def test_the_rest_of_a_targets_block_is_overwritten_only_if_it_may_be(
+    make_allocator: MakeAllocator, whole_blocks: bool
+) -> None:
+    allocator = make_allocator(poison=False)
+    home = filled(allocator, "home", torch.full((3 * BLOCK_FLOATS,), 7.0), Tier.DISK)
+    buffer = filled(allocator, "buffer", torch.zeros(3 * BLOCK_FLOATS), Tier.HOST)
+    numel = BLOCK_FLOATS + 10
+    allocator.copy(home, buffer, numel=numel, whole_blocks=whole_blocks).wait()
+    values = buffer.tensor()
+    assert values[:numel].eq(7.0).all() and values[2 * BLOCK_FLOATS :].eq(0.0).all()
+    assert values[numel : 2 * BLOCK_FLOATS].eq(7.0 if whole_blocks else 0.0).all()

@@ -26,8 +26,8 @@ from lightning_ptm.memory.backend import (
     backend_of,
     in_ram,
 )
-from lightning_ptm.memory.io import IoQueue
-from lightning_ptm.memory.region import HostRegion, Staging
+from lightning_ptm.memory.io import IoQueue, Staging
+from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.transfer import Transfer
 
 PAGE = 1 << 16
@@ -249,8 +249,7 @@ def test_io_threads_take_the_ranks_device_before_they_page_lock() -> None:
     queue = IoQueue(2, threads_per_lane=2, page_size=PAGE, backend=watched, pin=True)
     try:
         transfer = Transfer(threads)
-        for lane in (0, 0, 1, 1):
-            queue.submit(lane, Bounces(together), transfer)
+        queue.submit([(lane, Bounces(together)) for lane in (0, 0, 1, 1)], transfer.piece_finished)
         transfer.wait()
     finally:
         queue.close()

@@ -115,8 +115,8 @@ def test_two_jobs_share_a_path(tmp_path: Path) -> None:
     memory = HostRegion(PAGE)
     for disk, value in ((first, 1), (second, 2)):
         memory.tensor.fill_(value)
-        disk.write(0, 0, [memory.memory])
-    first.read(0, 0, [memory.memory])
+        disk.write(0, [memory.memory])
+    first.read(0, [memory.memory])
     assert memory.tensor.unique().tolist() == [1]
     first.close()
     second.close()
@@ -131,9 +131,9 @@ def test_tmpfs_is_allowed_with_one_warning() -> None:
     assert len(caught) == 1
     memory = HostRegion(PAGE)
     memory.tensor.fill_(7)
-    disk.write(1, 0, [memory.memory])
+    disk.write(PAGE, [memory.memory])
     memory.tensor.fill_(0)
-    disk.read(1, 0, [memory.memory])
+    disk.read(PAGE, [memory.memory])
     assert memory.tensor.unique().tolist() == [7]
     disk.close()
 
@@ -215,9 +215,9 @@ def test_a_file_system_that_knows_no_reservation_is_written_to(tmp_path: Path, m
         assert fcntl.fcntl(disk._files[0], fcntl.F_GETFL) & os.O_DIRECT
     memory = HostRegion(PAGE)
     memory.tensor.fill_(7)
-    disk.write(1, 0, [memory.memory])
+    disk.write(PAGE, [memory.memory])
     memory.tensor.fill_(0)
-    disk.read(1, 0, [memory.memory])
+    disk.read(PAGE, [memory.memory])
     assert memory.tensor.unique().tolist() == [7]
     disk.close()
 
@@ -254,7 +254,7 @@ def test_read_error_names_path_page_and_errno(running: Running) -> None:
     transfer = allocator.copy(disk, ram, numel=10)
     with pytest.raises(PageIOError, match=r"reading page 0 in .*disk0 failed: EIO.*resume from a checkpoint") as caught:
         transfer.wait()
-    assert (caught.value.errno, caught.value.page) == (errno.EIO, disk.pages[0].frame)
+    assert (caught.value.errno, caught.value.page) == (errno.EIO, disk.pages.spans[0].frame)
     assert caught.value.path.endswith("disk0")
     assert transfer.done()
     with pytest.raises(PageIOError):

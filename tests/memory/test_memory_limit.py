@@ -187,3 +187,16 @@ def test_freed_memory_that_is_used_again_counts() -> None:
     found = subprocess.run([sys.executable, "-c", _HOLES], capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
     assert 80 <= int(found.stdout) <= 104
+
+
+def test_a_limit_that_is_not_in_force_has_none_where_another_one_was_forgotten(
+    limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_under_test, "_IN_FORCE", set())
+    monkeypatch.setattr(module_under_test, "_SOFT_LIMIT_BEFORE", {})
+    for _ in range(9):
+        MemoryLimit().put(100 * MIB)
+        fresh = MemoryLimit()  # at the same address, if the one before is gone
+        assert fresh.left_bytes() is None and not fresh.refused(MemoryError())
+        fresh.lift()
+        assert limits["soft"] == 400 * MIB

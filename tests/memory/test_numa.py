@@ -147,7 +147,7 @@ def test_io_threads_keep_to_the_cores_beside_the_device() -> None:
     queue = IoQueue(1, threads_per_lane=1, page_size=4096, backend=OneCore(one), pin=False)
     try:
         transfer = Transfer(1)
-        queue.submit(0, Looks(seen), transfer)
+        queue.submit([(0, Looks(seen))], transfer.piece_finished)
         transfer.wait()
     finally:
         queue.close()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_ptm.errors import PageIOError
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.memory.paged_tensor import PagedTensor, PageSpan
+from lightning_ptm.memory.paged_tensor import Extent, PagedTensor, Pages
 from lightning_ptm.memory.reused_extents import ReusedExtents, frames_of, gaps
 from lightning_ptm.terms import Tier
 from memory.files import CountedFiles, ScriptedFiles
@@ -154,7 +154,7 @@ def test_frames_are_those_of_what_is_kept_and_free_ones_side_by_side(
         tensors = []
         for frame in frames:
             tensors.append(PagedTensor(frame, "tensor", 4, torch.float32, Tier.DISK))
-            tensors[-1].place(Tier.DISK, (PageSpan(frame, 0, 4096),), None)
+            tensors[-1].place(Tier.DISK, Pages(PAGE, [Extent(frame * PAGE, frame * PAGE + 4096)]), None)
         return tuple(tensors)
 
     reused_extents = ReusedExtents(None, 2, of(kept), of(read_too))  # type: ignore[arg-type]

@@ -11,8 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from lightning_ptm.planning.chunk_bounds import even_chunk_bounds
-from lightning_ptm.planning.chunks import Chunk, Chunks, Job, WantedChunk
+from lightning_ptm.planning.chunks import Chunk, Chunks, Job, WantedChunk, even_chunk_bounds
 
 STATES, TARGET, GRADIENT = 1, 2, 4
 """Columns of a chunk, each a buffer. States are read, also before a job is known. The target is a buffer that its job adds, a
@@ -137,14 +136,13 @@ class ModelJob(Job[str, ModelChunk]):
         return self.gradient
 
     def frozen(self) -> JobState:
-        before = None if self.may_start() else self.predecessor
         return JobState(
             self.index,
             tuple(self.waiting),
             tuple(chunk.frozen() for chunk in self.active),
             tuple(place for place, chunk in enumerate(self.active) if chunk in self.incomplete),
             self.gradient,
-            None if before is None else before.index,
+            None if self.predecessor is None else self.predecessor.index,
             tuple(sorted(self.done)),
         )
 

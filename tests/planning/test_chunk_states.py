@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ptm.planning.chunks import Chunks, Job
+from lightning_ptm.planning.chunks import Chunks
 
 from .chunk_states import EMPTY, GRADIENT, STATES, TARGET, JobSpec, Model, ModelJob, Scenario, Stuck, explore
 
@@ -99,7 +99,7 @@ def _first_without_room_ends_it(chunks: Any) -> bool:
     """As it was: a job that is not first is not looked at where the first has no room."""
     moved = False
     for job in chunks.queue:
-        if not job.streams or not job.may_start() or not (job.reads_ahead or job.has_gradient()):
+        if not job.streams or job.predecessor is not None or not (job.reads_ahead or job.has_gradient()):
             continue
         for chunk in [*job.incomplete]:
             moved = chunks._actions.read(job, chunk) or moved
@@ -134,8 +134,14 @@ def _takes_from_anybody(chunks: Any, asking: Any) -> bool:
     return False
 
 
-def _may_start_when_computed(job: Any) -> bool:
-    return job.predecessor is None or job.predecessor.computed
+def _starts_what_waits_for_computed_jobs(advance: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def advances(chunks: Any) -> bool:
+        for job in chunks.queue:
+            if job.predecessor is not None and job.predecessor.computed:
+                job.predecessor = None
+        return advance(chunks)
+
+    return advances
 
 
 def _forgets_gradients(awaited: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -158,7 +164,12 @@ FAULTS: dict[str, tuple[type, str, Any, str]] = {
     "nobody gives up buffers": (Chunks, "_make_room", lambda chunks, job: False, "nothing can go on"),
     "jobs take buffers from each other": (Chunks, "_make_room", _takes_from_anybody, "circle|nothing can go on"),
     "a stretch that is written is read": (Chunks, "_is_busy", lambda chunks, flat, start: False, "I2"),
-    "what is computed counts as ended": (Job, "may_start", _may_start_when_computed, "earlier job|I2"),
+    "what is computed counts as ended": (
+        Chunks,
+        "advance",
+        _starts_what_waits_for_computed_jobs(Chunks.advance),
+        "earlier job|I2",
+    ),
     "gradients are not named": (Chunks, "awaited", _forgets_gradients(Chunks.awaited), "nothing is named"),
     "the last chunk is left": (Chunks, "_next_ready", _nobody_computes_what_comes_last, "nothing can go on"),
     "what is written keeps its buffers": (Chunks, "_retire", lambda chunks: False, "nothing can go on|has come"),
@@ -199,6 +210,6 @@ def test_all_that_the_policy_knows_is_in_a_state() -> None:
     }
     assert vars(ModelJob(0, model)).keys() == {
         *("flat", "cuts", "streams", "reads_ahead", "turn"),
-        *("waiting", "active", "incomplete", "predecessor", "ended"),
+        *("waiting", "active", "incomplete", "predecessor"),
         *("spec", "index", "model", "starts", "gradient", "done"),
     }

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ptm.planning.chunk_bounds import even_chunk_bounds
-from lightning_ptm.planning.chunks import Chunk, ChunkAct, Chunks, Job, WantedChunk
+from lightning_ptm.planning.chunks import Chunk, ChunkAct, Chunks, Job, WantedChunk, even_chunk_bounds
 from lightning_ptm.planning.placement_data import PlacementWishes
 from lightning_ptm.planning.update_order import first_to_wait_for, read_ahead, update_order
 from lightning_ptm.terms import Tier

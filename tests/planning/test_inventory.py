@@ -1,4 +1,4 @@
-"""The pages that rows fill are those that the ledger gives; a pool is the sum of its rows."""
+"""The pages that rows fill are those that the page table gives; a pool is the sum of its rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ptm.memory.ledger import TierLedger
+from lightning_ptm.memory.page_table import PageTable
 from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, pages_of, with_room
 from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier
 
@@ -23,12 +23,12 @@ rows = st.lists(
 
 
 @given(rows)
-def test_pages_are_those_of_the_ledger(rows: list[Row]) -> None:
-    ledger = TierLedger(Tier.HOST, 200, PAGE)
+def test_pages_are_those_of_the_page_table(rows: list[Row]) -> None:
+    table = PageTable(Tier.HOST, 200, PAGE)
     for at, each in enumerate(rows):
         for again in range(each.count):
-            ledger.place(100 * at + again, each.name, each.numel * each.item_bytes, shared_tail=each.shares_pages)
-        assert pages_of(rows[: at + 1], PAGE) == 200 - ledger.pool.free_frames
+            table.place(100 * at + again, each.name, each.numel * each.item_bytes, shared_tail=each.shares_pages)
+        assert pages_of(rows[: at + 1], PAGE) == 200 - table.pool.free_frames
 
 
 def test_a_row_without_elements_fills_nothing() -> None:
@@ -38,14 +38,14 @@ def test_a_row_without_elements_fills_nothing() -> None:
 
 def test_a_pool_is_the_sum_of_its_rows() -> None:
     given = [row(3), row(3, shares=False, count=2), row(40, tier=Tier.DEVICE)]
-    found = with_room(given, PAGE, {Tier.HOST: 2}, PAGE + 1, {Tier.HOST: 10 * PAGE, Tier.DEVICE: 0, Tier.DISK: 0})
+    found = with_room(given, PAGE, {Tier.HOST: 2}, PAGE + 1)
     assert found.held_bytes(Tier.HOST, Lifetime.RUN) == 3 * PAGE
-    assert found.pool_bytes(Tier.HOST) == 10 * PAGE  # with two pages of transit, and what sharing was feared to lose
+    assert found.pool_bytes(Tier.HOST) == 5 * PAGE  # with two pages of transit
     assert found.pool_bytes(Tier.DEVICE) == (3 + 2) * PAGE  # the room for gathered units is whole pages
     assert found.pool_bytes(Tier.DISK) == 0
     for tier in TIERS:
         assert sum(found.by_what(tier).values()) == found.pool_bytes(tier)
-    assert found.by_what(Tier.HOST) == {What.STATES: 3 * PAGE, What.TRANSIT: 2 * PAGE, What.ENDS: 5 * PAGE}
+    assert found.by_what(Tier.HOST) == {What.STATES: 3 * PAGE, What.TRANSIT: 2 * PAGE}
 
 
 def test_rows_of_a_flat() -> None:

@@ -91,11 +91,37 @@ def test_gradients_live_with_their_parameters_and_cost_bytes_when_kept() -> None
     passing, kept = (placed(layout, budget, wishes=wish, unified=False, keep_gradients=keep) for keep in (False, True))
     assert [homes.gradient for homes in passing.homes + kept.homes] == [HOST] * 4
     assert passing.at_home_bytes[HOST] == kept.at_home_bytes[HOST] == 6 * PAGE
-    on_device = PlacementWishes(parameter=DEVICE, master=DISK)
-    assert placed(layout, budget, wishes=on_device, unified=False).at_home_bytes[DEVICE] == 3 * PAGE
-    assert (
-        placed(layout, budget, wishes=on_device, unified=False, keep_gradients=True).at_home_bytes[DEVICE] == 6 * PAGE
-    )
+    on_device = PlacementWishes(parameter=DEVICE)
+    found = [placed(layout, budget, wishes=on_device, unified=False, keep_gradients=keep) for keep in (False, True)]
+    assert [each.at_home_bytes[DEVICE] - 6 * 3 * PAGE for each in found] == [
+        3 * PAGE,
+        6 * PAGE,
+    ]  # masters are there, too
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_gradients_leave_the_device_for_an_update_elsewhere(keep: bool) -> None:
+    """For the host, or for the disk where the host is too small. Placed before the masters, or after them."""
+    layout = even_layout([1, 2])
+    wish = PlacementWishes(parameter=DEVICE, master=DISK)
+    for host, homes in ((100, [HOST, HOST]), (2, [HOST, DISK]), (0, [DISK, DISK])):
+        budget = pages(100, host=host, disk=100)
+        found = placed(layout, budget, wishes=wish, unified=False, keep_gradients=keep)
+        assert [each.gradient for each in found.homes] == homes
+        assert found.at_home_bytes[DEVICE] == 3 * PAGE
+        assert found.at_home_bytes[HOST] == PAGE * sum(
+            pages for pages, home in zip((1, 2), homes, strict=True) if home is HOST
+        )
+    # The device has no room for the masters of the second unit: it keeps the gradients of the first alone, if any.
+    found = placed(layout, pages(18, host=100), unified=False, keep_gradients=keep)
+    assert [each.master for each in found.homes] == [DEVICE, HOST]
+    assert [each.gradient for each in found.homes] == [DEVICE, HOST]
+    assert found.at_home_bytes[DEVICE] == (3 + 6 + keep) * PAGE
+    assert found.at_home_bytes[HOST] == (12 + 2) * PAGE
+    with pytest.raises(CapacityError, match=r"the gradients of layers\.0 need 128 KiB"):
+        placed(
+            layout, pages(100, host=18 + 1), wishes=PlacementWishes(DEVICE, HOST), unified=False, keep_gradients=keep
+        )
 
 
 def test_where_the_device_is_ram_passing_gradients_are_not_written_to_disk() -> None:

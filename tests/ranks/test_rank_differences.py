@@ -245,7 +245,7 @@ class Seen(L.Callback):
         engine.updates.step = looked_at
 
     def look(self, engine: Any) -> None:
-        updated = {unit for unit, flats in enumerate(engine.flats) if any(flat.done_this_step for flat in flats)}
+        updated = {unit for unit, flats in enumerate(engine.flats) if any(flat.gradient.handed for flat in flats)}
         self.at_steps.append({engine.blueprint.units[unit].name for unit in updated})
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:

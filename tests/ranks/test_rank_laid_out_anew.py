@@ -23,8 +23,7 @@ from kit.ranks.training import Training, fit_in_all_tiers, loader, make_strategy
 from test_expert_parallel import MomentumMoE
 from torch import Tensor, nn
 
-from lightning_ptm.checkpoints.carried import Carried
-from lightning_ptm.checkpoints.carried_in_files import CarriedInFiles
+from lightning_ptm.checkpoints.carried import Carried, CarriedInFiles
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.trainer import rearranging

@@ -14,8 +14,7 @@ from kit.ranks.training import Training, loader, make_strategy, make_trainer, to
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptm import CheckpointError
-from lightning_ptm.checkpoints import file_io
-from lightning_ptm.trainer import auto_resume, checkpointing
+from lightning_ptm.checkpoints import auto_resume, file_io, full
 
 TRAINING = Training(Tower, "32-true", batches=2)
 
@@ -78,7 +77,7 @@ def with_one_rank_that_cannot_read(world_size: int, folder: Path, kept: Path, ki
     """Rank 1 alone is refused the newest checkpoint, or has none of that name."""
     go_on(world_size, folder, kept, kind, 2, save_top_k=-1)
     if torch.distributed.get_rank() == 1:
-        is_folder, load = checkpointing.is_folder, file_io.FileCheckpointIO.load_checkpoint
+        is_folder, load = full.is_folder, file_io.FileCheckpointIO.load_checkpoint
 
         def sees(path: Path) -> bool:
             if path.name != "step=4.ckpt":
@@ -92,7 +91,7 @@ def with_one_rank_that_cannot_read(world_size: int, folder: Path, kept: Path, ki
                 raise FileNotFoundError(2, "No such file or directory", path)
             return load(self, path, *args, **settings)
 
-        checkpointing.is_folder = sees
+        full.is_folder = sees
         file_io.FileCheckpointIO.load_checkpoint = loads
     return go_on(world_size, folder, kept, kind, 3, save_top_k=-1)
 

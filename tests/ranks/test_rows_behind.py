@@ -15,8 +15,7 @@ from test_communicator import connect
 from test_tensor_row_exchange import PAGE_NUMEL, PARTS, ROWS, RUN, Found, flat_of, paged
 from torch import Tensor
 
-from lightning_ptm.checkpoints.background_row_exchange import BackgroundRowExchange
-from lightning_ptm.checkpoints.row_exchange import RowExchange
+from lightning_ptm.checkpoints.row_exchange import BackgroundRowExchange, RowExchange
 from lightning_ptm.comm import ProcessGroupCommunicator
 from lightning_ptm.errors import CheckpointError, FailedElsewhere
 

@@ -440,3 +440,18 @@ def test_no_rank_waits_for_one_that_can_open_no_more(size: int, monkeypatch: pyt
     table, before = Table(size), len(os.listdir("/proc/self/fd"))
     assert all_ranks(size, lambda rank: connected(rank, size, LIMIT, table.gather(rank))) == [None] * size
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_files_of_a_rank_that_greets_by_half_are_closed(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as open_files:
+        listener = open_files.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.bind(os.fspath(tmp_path / "rank"))
+        listener.listen()
+        caller = open_files.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        caller.connect(os.fspath(tmp_path / "rank"))
+        socket.send_fds(caller, [b"x"], [caller.fileno()])
+        caller.shutdown(socket.SHUT_WR)
+        before = sorted(os.listdir("/proc/self/fd"))
+        with pytest.raises(ConnectionError, match="has gone"):
+            uds._greet(0, 2, [], listener, None, {})
+        assert sorted(os.listdir("/proc/self/fd")) == before

@@ -19,8 +19,8 @@ from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, ParameterSpec, UnitSpec, build_layout
 from lightning_ptm.planning.sharding import Axis, Mesh, shared_by_all
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute
-from lightning_ptm.runtime.gradients.gradient_pages import PageSupply
-from lightning_ptm.runtime.tensors.page_io import read
+from lightning_ptm.runtime.gradients.store import PageSupply
+from lightning_ptm.runtime.tensors.page_io import PageIO
 from lightning_ptm.runtime.units.binding import FlatBinding
 from lightning_ptm.runtime.units.discovery import Unit, discover
 from lightning_ptm.runtime.units.page_views import PageViews
@@ -202,7 +202,7 @@ class Parts:
         )
 
     def read(self, paged: PagedTensor) -> Tensor:
-        return read(self.allocator, paged)
+        return PageIO(self.allocator).read(paged)
 
     @property
     def flats(self) -> list[FlatStore]:

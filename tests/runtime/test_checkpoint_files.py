@@ -19,9 +19,9 @@ from kit.checkpoint_runs import BATCHES, Full, fit, names_in, same, small_files
 from kit.plain_loop import make_trainer
 from torch import Tensor
 
-from lightning_ptm.checkpoints import assembly_memory
-from lightning_ptm.checkpoints.assembly_memory import Scratch
+from lightning_ptm.checkpoints import gathering
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
+from lightning_ptm.checkpoints.gathering import Scratch
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.storage.folder import file_draft
 from lightning_ptm.storage.index import PARTIAL
@@ -151,7 +151,7 @@ def test_what_ram_should_not_hold_is_put_together_on_the_disk(
             elsewhere.append(sum(not any(a <= each.data_ptr() < b for a, b in borders) for each in tensors))
             super().save_checkpoint(checkpoint, path, storage_options)
 
-    monkeypatch.setattr(assembly_memory, "_RAM_SHARE", 0.0)
+    monkeypatch.setattr(gathering, "_RAM_SHARE", 0.0)
     files = Looks()
     strategy = strategy_at(tier, checkpoint_io=files)
 
@@ -173,7 +173,7 @@ def test_no_room_to_put_it_together(strategy_at, tmp_path: Path, monkeypatch: py
             with small_files(10_000):
                 trainer.save_checkpoint(tmp_path / "x.ckpt")
 
-    monkeypatch.setattr(assembly_memory, "free_host_bytes", lambda: 0)
+    monkeypatch.setattr(gathering, "free_host_bytes", lambda: 0)
     trainer = make_trainer(strategy_at("masters_on_disk"), max_epochs=1, callbacks=[Saves()])
     with pytest.raises(
         CheckpointError,
@@ -187,7 +187,7 @@ def test_ram_is_used_where_the_disk_has_no_room(strategy_at, tmp_path: Path, mon
     def full(scratch: Scratch, value: Tensor) -> Tensor:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(assembly_memory, "_RAM_SHARE", 0.0)
+    monkeypatch.setattr(gathering, "_RAM_SHARE", 0.0)
     monkeypatch.setattr(Scratch, "copy", full)
     with pytest.warns(UserWarning, match="is assembled in RAM all the same, since .*disk has no room"):
         fit(strategy_at("masters_on_disk"), tmp_path / "it")

@@ -25,8 +25,8 @@ from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.engine.engine import Engine
-from lightning_ptm.runtime.gradients import gradient_pages
-from lightning_ptm.runtime.gradients.gradient_pages import GradientPages
+from lightning_ptm.runtime.gradients import store as gradient_store
+from lightning_ptm.runtime.gradients.store import GradientPages
 from lightning_ptm.runtime.machine import heap
 from lightning_ptm.runtime.machine.heap import Freed, Heap
 from lightning_ptm.runtime.machine.machine import Machine
@@ -167,7 +167,7 @@ def test_sets_of_several_pages_lie_in_a_row_and_apart(disk: Path) -> None:
         made = [allocator.allocate("gradient", numel, torch.bfloat16, Tier.HOST) for _ in range(3)]
         supply = GradientPages(made)
         taken = [supply.take(numel, torch.bfloat16) for _ in made]
-        frames = [span.frame for tensor in taken for span in tensor.pages]
+        frames = [frame for tensor in taken for frame in tensor.pages.frames]
         assert len(frames) == len(set(frames)) == 3 * 5
         for value, tensor in enumerate(taken):
             assert tensor.is_contiguous
@@ -393,7 +393,7 @@ def test_gradients_that_cannot_be_added_never_take_all_pages(
     strategy_at, monkeypatch, bound, settings, options
 ) -> None:
     """The gradients of each step are of other parameters than those that wait, in all blocks."""
-    monkeypatch.setattr(gradient_pages, "_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(gradient_store, "_TIMEOUT_S", 5.0)
     strategy = strategy_at(
         "lock_free_three_tiers",
         lock_free={"max_staleness": bound},

@@ -31,7 +31,14 @@ BATCHES = tokens(2)
         ({"read": {256 * KIB: 1.0, MIB: 2.9, 4 * MIB: 3.1, 8 * MIB: 3.0}}, MIB),
         ({"read": {256 * KIB: 1.0, MIB: 2.7, 4 * MIB: 3.1, 8 * MIB: 3.0}}, 4 * MIB),
         ({"read": {MIB: 3.0, 4 * MIB: 3.0}, "write": {MIB: 1.0, 4 * MIB: 2.0}}, 4 * MIB),  # the slower link decides
-        ({"read": {4 * MIB: 3.0, MIB: 1.0}, "write": {4 * MIB: 1.0, MIB: 3.0}}, MIB),  # none suits both: the smallest
+        (
+            {"read": {4 * MIB: 3.0, MIB: 1.0}, "write": {4 * MIB: 1.0, MIB: 3.0}},
+            MIB,
+        ),  # none suits both: the smaller
+        (
+            {"read": {KIB: 0.1, MIB: 2.0, 4 * MIB: 3.0}, "write": {KIB: 3.0, MIB: 2.0, 4 * MIB: 1.5}},
+            MIB,
+        ),  # the best of both
     ],
 )
 def test_the_smallest_page_that_saturates_every_link(rates: dict[str, dict[int, float]], best: int | None) -> None:

@@ -45,7 +45,7 @@ class Siblings:
         self.updater.pump()
         policy = self.updater._pipeline.policy
         for chunk in [*policy._ahead, *(chunk for job in policy.queue for chunk in job.active)]:
-            for transfer in chunk.reads.values():
+            for transfer in chunk.reads.all:
                 transfer.wait()
 
     def finish(self, who: str, handles: list[Any]) -> None:

@@ -1,7 +1,7 @@
 """Engine-side reactions to backward events: reduces a unit's gradients when its backward ends, then starts its update.
 
-Owns the queue of units whose update has not been started yet. Knows no hooks: it implements `BackwardListener`
-(hooks.py), and the hooks call it.
+Owns which unit's update has not been started yet. Knows no hooks: it implements `BackwardListener` (hooks.py), and the
+hooks call it.
 
 I1: the update of a unit starts one unit after the unit's backward, so that the reduction overlaps the next unit's
     backward. At the end of the pass every queued update has been started.
@@ -50,6 +50,7 @@ class BackwardActions:
         self._units = units
         self._stores = stores
         self._flats = flats
+        self._views = list(dict.fromkeys(flat.gradient.view for of_unit in flats for flat in of_unit))
         self._executor = executor
         self._reduction = reduction
         self._updates = updates
@@ -58,7 +59,8 @@ class BackwardActions:
 
         self._passes = 0
         """Number of backward passes in this iteration so far."""
-        self._not_updated: list[int] = []
+        self._not_updated: int | None = None
+        """The unit whose gradients were collected last, and whose update has not been started."""
         self._of_the_loss = False
         self.in_step = False
         """Whether the user's training step is running; it may use the root's parameters after the backward pass. Read
@@ -80,12 +82,17 @@ class BackwardActions:
         """Marks the passes inside the block as backward passes of the loss, which the strategy runs."""
         self.backward_begins()
         self._of_the_loss = True
-        yield
-        self._of_the_loss = False
+        try:
+            yield
+        except BaseException:
+            self._not_updated = None
+            raise
+        finally:
+            self._of_the_loss = False
 
     def abandon(self) -> None:
         """Forgets the pass in progress; see `Engine.abandon`."""
-        self._not_updated = []
+        self._not_updated = None
         self._of_the_loss = False
 
     # -- called by the hooks -------------------------------------------------------------------------------------------
@@ -111,41 +118,42 @@ class BackwardActions:
                 f"they were not fetched; call the module, move that code into its forward, or choose other units=[...]"
             )
         self._reduction.collect(unit)
-        # One unit late: the reduction overlaps the backward of the next unit (I1).
-        self._not_updated.append(unit)
-        if self._alone or len(self._not_updated) > 1:
-            self._update_ready(self._not_updated.pop(0))
+        if self._alone:
+            self._update_ready(unit)
+        else:  # one unit late: the reduction overlaps the backward of the next unit (I1)
+            self._update_last()
+            self._not_updated = unit
 
     def backward_begins(self) -> None:
         """Prepares every `.grad` for accumulation.
 
         Placeholders are removed, and gradients that the user has removed are forgotten.
         """
-        for flat in self._all_flats():
-            flat.gradient.grad_attribute.resolve()
-        for flat in self._all_flats():
-            flat.gradient.grad_attribute.used.drop_removed()
-            flat.gradient.grad_attribute.hide()
+        for view in self._views:
+            view.resolve()
+        for view in self._views:
+            view.pass_begins()
 
     def backward_ended(self) -> None:
         self._executor.compute_timing.end_tick()
         self._passes += 1
         self._updates.graph_ended()
         self._barriers.reach(self._passes)
-        while self._not_updated:
-            self._update_ready(self._not_updated.pop(0))
+        self._update_last()
         if not self._updates.armed:
-            for flat in self._all_flats():
-                flat.gradient.grad_attribute.show()
+            for view in self._views:
+                view.show()
         self._executor.keep_held(0, held=self.in_step)
 
     def progress(self) -> None:
         self._updates.progress()
 
+    def _update_last(self) -> None:
+        unit, self._not_updated = self._not_updated, None
+        if unit is not None:
+            self._update_ready(unit)
+
     def _update_ready(self, unit: int) -> None:
         # I2: a pass that the user runs, such as autograd.grad in the step, is not the one that was armed for an update.
         if self._updates.armed and self._reduction.complete(unit) and self._of_the_loss:
             self._updates.unit_ready(unit)
-
-    def _all_flats(self) -> Iterator[FlatUpdate]:
-        return (flat for flats in self._flats for flat in flats)

@@ -198,12 +198,17 @@ class Calls:
     def output(self, unit: int) -> tuple[Action, ...]:
         """Handles the arrival of a gradient of a call's output."""
         entry = self._units[unit]
-        entry.in_pass |= {call for call in entry.calls if call not in entry.in_pass and self._takes_part(call)}
-        return self._step(unit, CallEvent.OUTPUT)
+        for call in entry.calls:
+            if call not in entry.in_pass and self._takes_part(call):
+                entry.in_pass.add(call)
+        entry.state, actions = _NEXT[entry.state, CallEvent.OUTPUT]
+        return actions
 
     def recompute(self, unit: int) -> tuple[Action, ...]:
         """Handles the start of a recomputed forward of the unit."""
-        return self._step(unit, CallEvent.RECOMPUTE)
+        entry = self._units[unit]
+        entry.state, actions = _NEXT[entry.state, CallEvent.RECOMPUTE]
+        return actions
 
     def count_if_idle(self, unit: int) -> bool:
         """Counts a parameter's gradient if nothing follows from it, and returns whether it did.
@@ -220,7 +225,7 @@ class Calls:
     def gradient(self, unit: int) -> tuple[Action, ...]:
         """Handles the arrival of a trained parameter's gradient."""
         self._units[unit].missing -= 1
-        return self._step(unit, CallEvent.GRADIENT)
+        return self._progress(unit, CallEvent.GRADIENT)
 
     def inputs(self, unit: int, call: int) -> tuple[Action, ...]:
         """Handles that the gradients of a call's inputs have been computed.
@@ -231,7 +236,7 @@ class Calls:
         if call not in entry.calls or not self._in_this_pass(entry, call):
             return ()
         entry.calls[call] = True
-        return self._step(unit, CallEvent.INPUTS)
+        return self._progress(unit, CallEvent.INPUTS)
 
     def ends_with(self, unit: int, call: int) -> bool:
         """Whether the unit's backward ends with the gradients of this call's inputs. Changes nothing."""
@@ -246,14 +251,14 @@ class Calls:
         The actions of each unit must be carried out before the next unit is taken.
         """
         for unit in reversed(range(len(self._units))):
-            yield unit, self._step(unit, CallEvent.PASS_ENDS)
+            entry = self._units[unit]
+            entry.state, actions = _NEXT[entry.state, CallEvent.PASS_ENDS]
+            yield unit, actions
 
-    def _step(self, unit: int, event: CallEvent) -> tuple[Action, ...]:
+    def _progress(self, unit: int, event: CallEvent) -> tuple[Action, ...]:
+        """Advances a unit's state by an event of `_PROGRESS`."""
         entry = self._units[unit]
-        if unit == 0 or event not in _PROGRESS:  # I3
-            entry.state, actions = _NEXT[entry.state, event]
-            return actions
-        entry.state, actions = self._next(entry, event)
+        entry.state, actions = self._next(entry, event) if unit else _NEXT[entry.state, event]  # I3
         return actions
 
     def _next(self, entry: _Unit, event: CallEvent, *, besides: int | None = None) -> tuple[State, tuple[Action, ...]]:

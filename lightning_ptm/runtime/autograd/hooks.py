@@ -22,8 +22,9 @@ I5: a pass of the whole loss is announced by the strategy and ends when the stra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -41,13 +42,13 @@ from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.tensors.autograd_graphs import (
     DERIVATIVES,
     OwnHook,
+    double_backward,
     exit_nodes,
     in_backward,
     in_derivative,
     nodes_of,
     not_compiled,
     refuse_derivative,
-    refuse_double_backward,
     run_before_output_hooks,
     tensors_in,
 )
@@ -66,6 +67,7 @@ from lightning_ptm.torch_internals import (
     is_executed,
     nodes_made,
     not_traced,
+    transform_level,
 )
 
 
@@ -198,7 +200,8 @@ class BackwardPass:
         if not self.begun:
             return
         for index, actions in self._calls.end_pass():
-            self.act(index, actions)
+            if actions:
+                self.act(index, actions)
         self.begun = False
         self._executor.guard_policy.computation_ends(Phase.BACKWARD)
         self._listener.backward_ended()
@@ -215,6 +218,8 @@ class BackwardPass:
         self.begun = self.announced = False
 
 
+_is_trained = attrgetter("requires_grad")
+
 CallReport = Callable[[int, int, Any], None]
 
 """Callback with the index of a unit, the number of a call and the gradients."""
@@ -230,10 +235,10 @@ class CallCompletion:
     """
 
     def __init__(self, units: Sequence[Unit], ready: CallReport, done: CallReport) -> None:
-        self._units = units
         self._ready = ready
         self._done = done
         self._inside = [frozenset(map(id, unit.module.parameters())) for unit in units]
+        self._parameters = [[item.parameter for item in unit.parameters] for unit in units]
         # state
         self._hooks: list[RemovableHandle] = []
         self._nodes: dict[int, tuple[Any, ...]] = {}
@@ -243,7 +248,8 @@ class CallCompletion:
         self.calls = Calls(len(units), self._trained, self._takes_part)
 
     def _trained(self, index: int) -> int:
-        return sum(item.parameter.requires_grad for item in self._units[index].parameters)
+        with torch.DisableTorchFunctionSubclass():  # parameters may be closed
+            return sum(map(_is_trained, self._parameters[index]))
 
     def call_begins(self, index: int) -> None:
         """Records where the graph of a unit's call begins, without watching its inputs."""
@@ -347,7 +353,8 @@ class SubmoduleHooks:
         self._root_ends = root_ends
         self._units_of: dict[int, list[int]] = {}
         # state
-        self._open: list[tuple[int, nn.Module, int | None]] = []
+        self.open: list[tuple[int, nn.Module, int | None]] = []
+        """Calls in progress, the innermost last. Others read it."""
 
     def add_owner(self, owner: nn.Module, index: int) -> bool:
         """Records that `owner` has parameters of a unit; returns whether this is the first unit recorded for it."""
@@ -359,7 +366,7 @@ class SubmoduleHooks:
     def call_begins(self, module: nn.Module, args: Any) -> None:
         """Begins a call of an owner of parameters."""
         for index in self._units_of[id(module)]:
-            if in_derivative():
+            if transform_level() and in_derivative():
                 refuse_derivative(self._names[index])
             if self._executor.used(index):
                 continue
@@ -370,15 +377,15 @@ class SubmoduleHooks:
             else:
                 call = self._begins(index, args, {})
                 if not in_backward():
-                    self._open.append((index, module, call))
+                    self.open.append((index, module, call))
             if index == 0 and not self._executor.guard_policy.computing:
                 self._root_begins()
-                self._open.append((0, module, None))
+                self.open.append((0, module, None))
 
     def call_ends(self, module: nn.Module, output: Any) -> None:
         """Ends a call of an owner of parameters."""
-        while self._open and self._open[-1][1] is module and not in_backward():
-            index, _, call = self._open.pop()
+        while self.open and self.open[-1][1] is module and not in_backward():
+            index, _, call = self.open.pop()
             if index == 0:
                 self._root_ends()
             else:
@@ -386,13 +393,13 @@ class SubmoduleHooks:
 
     def give_up(self) -> None:
         """Ends calls that ended in an error which the user caught."""
-        for index, *_ in self._open:
+        for index, *_ in self.open:
             self._executor.leave(index)
-        self._open = []
+        self.open = []
 
     def forget(self) -> None:
         """Forgets the open calls, after the executor has forgotten them."""
-        self._open = []
+        self.open = []
 
 
 _light = not_traced
@@ -442,6 +449,7 @@ class Hooks:
         self._listener = listener
         self._handles: list[Any] = []
         self._restore: list[Callable[[], None]] = []
+        self._recomputes = bool(recompute)
         self._recompute = Recompute(units[0].module, self._recompute_starts, self._changes_of)
         self._saved = SavedTensors(stores, executor, stream, views, offload)
         names = [unit.name for unit in units]
@@ -491,7 +499,8 @@ class Hooks:
         Args:
             by_user: see BackwardPass.of_the_loss.
         """
-        of_the_loss = self._pass.of_the_loss(self._recompute.checked(), by_user=by_user)
+        checked = self._recompute.checked() if self._recomputes else nullcontext()
+        of_the_loss = self._pass.of_the_loss(checked, by_user=by_user)
         with self._saved.watching(), of_the_loss, parametrizing_is_no_write():
             yield
 
@@ -603,14 +612,15 @@ class Hooks:
             return original(*args, **kwargs)
         self._submodule_hooks.call_begins(module, args)
         output = original(*args, **kwargs)
-        self._submodule_hooks.call_ends(module, output)
+        if self._submodule_hooks.open:
+            self._submodule_hooks.call_ends(module, output)
         return output
 
     @not_compiled
     @on_compute_stream
     def _before_forward(self, index: int, args: Any, kwargs: Any) -> int | None:
         """Begins a call of a unit. Returns the number of the call if some inputs require gradients."""
-        if in_derivative():
+        if transform_level() and in_derivative():
             if not self._stores[index].readable:
                 refuse_derivative(self._units[index].name)
             return None
@@ -650,7 +660,7 @@ class Hooks:
     @not_compiled
     @on_compute_stream
     def _after_forward(self, index: int, call: int | None, output: Any) -> None:
-        if in_derivative():
+        if transform_level() and in_derivative():
             return
         if in_backward():
             if torch.is_grad_enabled() and not inside_checkpoint():
@@ -671,11 +681,13 @@ class Hooks:
     @not_compiled
     @on_compute_stream
     def _output_gradient(self, index: int, gradient: Tensor) -> None:
-        refuse_double_backward()
-        self._pass.start()
+        if torch.is_grad_enabled():
+            raise double_backward()
+        if not self._pass.begun:
+            self._pass.start()
         actions = self._calls.output(index)
-        self._pass.act(index, actions)
         if actions:
+            self._pass.act(index, actions)
             self._listener.progress()
 
     @on_compute_stream
@@ -717,6 +729,10 @@ class Hooks:
     @not_compiled
     @on_compute_stream
     def _count_gradient(self, index: int) -> None:
-        refuse_double_backward()
-        self._pass.start()
-        self._pass.act(index, self._calls.gradient(index))
+        if torch.is_grad_enabled():
+            raise double_backward()
+        if not self._pass.begun:
+            self._pass.start()
+        actions = self._calls.gradient(index)
+        if actions:
+            self._pass.act(index, actions)

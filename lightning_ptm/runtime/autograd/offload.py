@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from lightning_ptm.memory.activation_buffers import ActivationMover, OffloadedStorage
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.memory.link_meters import LinkStats
 from lightning_ptm.memory.streams import ComputeStream
+from lightning_ptm.memory.transfer import LinkStats
 from lightning_ptm.torch_internals import buffers_in
 
 LEAST_BYTES = 256 << 10

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ptm.errors import UsageError
@@ -52,16 +53,14 @@ from lightning_ptm.torch_internals import (
 
 _CHECKPOINT = checkpoint.__module__
 
-
-def _hooks_in_force() -> tuple[Any, Any] | None:
-    """The pair (pack, unpack) that autograd calls now."""
-    return saving_hooks(True)
+_PLAIN = (Tensor, Parameter)
+"""Classes of tensors that consist of one storage, if they are strided."""
 
 
 @torch.compiler.disable
 def inside_checkpoint() -> bool:
     """Whether a non-reentrant checkpoint is recording or recomputing this forward."""
-    outer = _hooks_in_force()
+    outer = saving_hooks(True)  # the pair (pack, unpack) that autograd calls now
     return outer is not None and getattr(outer[0], "__module__", "") == _CHECKPOINT
 
 
@@ -120,24 +119,20 @@ class SavedTensors:
         self._executor = executor
         self._views = views
         self._offload = offload
-        self._releases_parameters = any(not flat.resident for store in stores for flat in store.flats)
+        self.releases_parameters = any(store.moving for store in stores)
+        """Whether any parameter is ever released. Others read it."""
         self._staying = {id(flat.binding) for store in stores for flat in store.flats if flat.resident}
         # state
         self._scopes: list[_Scope] = []
         self._watching_depth = 0
 
-    @property
-    def releases_parameters(self) -> bool:
-        """Whether any parameter is ever released."""
-        return self._releases_parameters
-
     def needs_hooks(self, unit: int) -> bool:
         """Whether calls of a unit need saved-tensor hooks."""
-        return self._offload is not None or self._releases_parameters
+        return self._offload is not None or self.releases_parameters
 
     def begin(self, unit: int) -> None:
         """Begins a call that uses a unit's parameters; `end` must follow in the reverse order."""
-        outer = _hooks_in_force()
+        outer = saving_hooks(True)
         around = self._scopes[-1] if self._scopes else None
         if around is not None and outer is not None and outer[0] is around.pack:
             outer = around.outer
@@ -170,7 +165,7 @@ class SavedTensors:
 
         Such hooks would get it, since autograd calls only the innermost hooks.
         """
-        if not self._releases_parameters or self._watching_depth:
+        if not self.releases_parameters or self._watching_depth:
             yield
             return
         enter = saved_tensors_hooks.__enter__
@@ -218,7 +213,8 @@ class SavedTensors:
         Raises:
             UsageError: the tensor is in pages and cannot be packed by name.
         """
-        for part in _with_storage(tensor):
+        is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        for part in (tensor,) if is_plain else _with_storage(tensor):
             if not self._views.holds(part):
                 continue
             found = self._views.find(part)
@@ -246,9 +242,11 @@ class SavedTensors:
     def _pack(
         self, unit: int | None, outer: tuple[Any, Any] | None, offload: Offload | None, tensor: Tensor
     ) -> Packed | SavedView | _PackedByOthers | _LeftInPlace:
-        packed = self._pack_by_name(unit, tensor) if self._releases_parameters else None
-        if packed is not None:
-            return packed
+        if self.releases_parameters:
+            is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+            packed = None if is_plain and not self._views.holds(tensor) else self._pack_by_name(unit, tensor)
+            if packed is not None:
+                return packed
         if outer is not None:
             return _PackedByOthers(outer[0](tensor), outer[1])
         # Detached: a saved output would keep its own node, and the graph up to it, alive in a cycle where no backward

@@ -17,13 +17,12 @@ from torch.optim import Optimizer
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import InternalError
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.planning.device_demand import extra_gradient_pages
 from lightning_ptm.planning.inventory import EMPTY, Inventory, Row
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout
-from lightning_ptm.planning.placement_data import Budget, Homes, Placement
+from lightning_ptm.planning.placement_data import Budget, Placement
 from lightning_ptm.planning.sharding import ModelSharding
 from lightning_ptm.planning.trace import Trace
-from lightning_ptm.runtime.deciding.gradient_route import GradientRoute
+from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Until
 from lightning_ptm.runtime.machine.heap import Freed
 from lightning_ptm.runtime.tensors.parts import Boxes
 from lightning_ptm.runtime.units.discovery import Unit
@@ -172,10 +171,7 @@ class Blueprint:
             2 * layout.full_pages(unit, in_place=in_place) + (0 if in_place else layout.gathered_pages(unit))
             for unit, in_place in at_home.items()
         )
-        gradients = (
-            layout.full_gradient_pages(unit) + extra_gradient_pages(layout, unit, self.placement.gradients(unit))
-            for unit in self.by_need
-        )
+        gradients = (each.full() + each.beside() for each in map(self.placement.gradients.__getitem__, self.by_need))
         return (max(pages, default=0) + max(gradients, default=0)) * layout.page_size
 
     def updates_late(self, unit: int, *, apart: bool) -> bool:
@@ -194,10 +190,6 @@ class Blueprint:
         """Returns the trace without the ticks of units that no plan contains."""
         return without_units(trace, self.by_need)
 
-    def gradient_home(self, unit: int) -> Tier:
-        """Returns the tier in which a unit's gradients wait for the update."""
-        return gradient_home(self.placement.homes[unit], unified=self.unified)
-
     def route(self, flat: FlatLayout) -> GradientRoute:
         """Returns the gradient route of a trained flat."""
         found = self.routes[flat.index]
@@ -213,18 +205,11 @@ class Blueprint:
     @property
     def outlive_backward(self) -> bool:
         """Whether some gradient is used by the step, or later, and not during the backward pass; see GradientRoute."""
-        return any(each is not None and each.outlives_backward for each in self.routes)
+        return any(each is not None and each.until is not Until.BACKWARD for each in self.routes)
 
     def trained_flats(self) -> Iterator[FlatLayout]:
         """Yields the flats that some optimizer updates in pages."""
         return (flat for flat in self.layout.flats if self.traits[flat.index])
-
-
-def gradient_home(homes: Homes, *, unified: bool) -> Tier:
-    """Returns the tier in which gradients wait: the host where a separate device computes and the update runs in RAM."""
-    if not unified and homes.gradient.computes and not homes.master.computes:
-        return Tier.HOST
-    return homes.gradient
 
 
 def without_units(trace: Trace, units: Collection[int]) -> Trace:

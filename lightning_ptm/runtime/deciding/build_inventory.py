@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.planning.home_bytes import home_bytes
-from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, pages_of, with_room
+from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, with_room
 from lightning_ptm.planning.layout import FlatLayout, round_up
 from lightning_ptm.planning.placement_data import arithmetic_tier
 from lightning_ptm.runtime.deciding.gradient_route import Waits
@@ -60,8 +59,7 @@ def build_inventory(blueprint: Blueprint) -> Inventory:
     ]
     on_disk = any(size for tier, size in blueprint.placement.at_home_bytes.items() if not tier.addressable)
     transit = {blueprint.ram: _transit_pages(blueprint)} if on_disk else {}
-    counted = _counted_bytes(blueprint, rows, transit)
-    return with_room(rows, blueprint.layout.page_size, transit, _gathered_bytes(blueprint), counted)
+    return with_room(rows, blueprint.layout.page_size, transit, _gathered_bytes(blueprint))
 
 
 def with_inventory(blueprint: Blueprint, settings: Settings, machine: Machine) -> Blueprint:
@@ -114,7 +112,7 @@ def _freed_memory(blueprint: Blueprint, settings: Settings, machine: Machine, in
     """
     if settings.tuning.freed_memory != "auto":
         return Freed.STAYS if settings.tuning.freed_memory == "keep" else Freed.LEAVES
-    pools = {tier: inventory.pool_bytes(tier) for tier in {row.tier for row in inventory.rows}}
+    pools = inventory.pools
     in_ram = sum(size for tier, size in pools.items() if tier.addressable)
     free = machine.free_host_bytes / machine.ranks
     roomy = in_ram < free * _ROOMY_SHARE and free >= SHORT_RAM_BYTES
@@ -299,57 +297,13 @@ def _gathered_bytes(blueprint: Blueprint) -> int:
     return max(placement.gather_bytes - outside, min(placement.gather_bytes, least))
 
 
-def _counted_bytes(blueprint: Blueprint, rows: list[Row], transit: Mapping[Tier, int]) -> dict[Tier, int]:
-    """Returns the bytes per tier that the placement has counted for homes, and what is allocated in addition."""
-    placement, page = blueprint.placement, blueprint.layout.page_size
-
-    def whole(size: int) -> int:
-        return -(-size // page) * page
-
-    counted = {tier: whole(size) for tier, size in placement.at_home_bytes.items()}
-    on_device = placement.at_home_bytes[Tier.DEVICE] - _in_place_home_bytes(blueprint)
-    counted[Tier.DEVICE] = whole(on_device) + whole(_gathered_bytes(blueprint))
-    if placement.streams:
-        counted[blueprint.ram] += whole(placement.staging_bytes)
-    for tier, pages in transit.items():
-        counted[tier] += pages * page
-    counted[blueprint.ram] += whole(
-        sum(
-            home_bytes(flat.gradient_bytes)
-            for flat in blueprint.trained_flats()
-            for homes in (placement.homes[flat.unit],)
-            if not blueprint.unified and homes.gradient.computes and not homes.master.computes
-        )
-    )
-    travel = blueprint.lock_free.gradients if blueprint.lock_free is not None else ()
-    beside = [row for row in rows if row.what in (What.SAVES, What.VERSIONS)]
-    counted[blueprint.ram] += pages_of((*travel, *beside), page) * page
-    if blueprint.lock_free is not None:  # their homes were counted one by one
-        counted[blueprint.ram] -= sum(
-            flat.gradient_bytes for flat in blueprint.trained_flats() if blueprint.route(flat).waits is Waits.QUEUED
-        )
-    return counted
-
-
-def _in_place_home_bytes(blueprint: Blueprint) -> int:
-    """Returns the home bytes that the placement has reserved for kept gradients that will stay in `.grad`."""
-    if not blueprint.placement.keeps_gradients:
-        return 0
-    return sum(
-        home_bytes(flat.shard_bytes)
-        for flat in blueprint.trained_flats()
-        if blueprint.placement.homes[flat.unit].gradient.computes and blueprint.route(flat).waits is Waits.IN_GRAD
-    )
-
-
 def _outside_bytes(blueprint: Blueprint) -> int:
     """Returns the most bytes that passing gradients in `.grad` take at once: the root's and those of two other units."""
-    if blueprint.layout.shared or blueprint.placement.keeps_gradients:
+    placement = blueprint.placement
+    if blueprint.layout.shared or placement.keeps_gradients:
         return 0
     per_unit = [
-        sum(flat.padded_bytes for flat in blueprint.layout.flats_of(unit) if flat.trainable)
-        if blueprint.gradient_home(unit).computes
-        else 0
-        for unit in range(len(blueprint.units))
+        gradients.full() if homes.gradient.computes else 0
+        for homes, gradients in zip(placement.homes, placement.gradients, strict=True)
     ]
-    return per_unit[0] + 2 * max(per_unit[1:], default=0)
+    return (per_unit[0] + 2 * max(per_unit[1:], default=0)) * blueprint.layout.page_size

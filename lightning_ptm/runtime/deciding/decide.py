@@ -30,7 +30,6 @@ from lightning_ptm.runtime.deciding.blueprint import (
     Blueprint,
     LockFreeNeeds,
     Request,
-    gradient_home,
     ram_tier,
     without_units,
 )
@@ -50,7 +49,7 @@ from lightning_ptm.runtime.deciding.budgets import (
 )
 from lightning_ptm.runtime.deciding.build_inventory import with_inventory
 from lightning_ptm.runtime.deciding.encoded_states import encoded_traits
-from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, route
+from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, GradientUse, Passes, Until, route
 from lightning_ptm.runtime.deciding.remedies import with_remedies
 from lightning_ptm.runtime.deciding.specs import (
     OptimizerRefusedError,
@@ -265,7 +264,6 @@ def _fitting(
         tried = _tried_where_updated(request, asked, model, placement)
         blueprint = _blueprint(request, asked, tried, room, placement, outside=outside)
         blueprint = with_inventory(blueprint, request.settings, machine)
-        blueprint = dataclasses.replace(blueprint, inventory=blueprint.inventory.within(budget))
         pools = {tier: blueprint.inventory.pool_bytes(tier) for tier in budget}
         too_many = {tier: max(0, pools[tier] - budget[tier]) for tier in budget}
         lower = agree(Budget({tier: left[tier] - more for tier, more in too_many.items()}))
@@ -514,23 +512,26 @@ def _routes(
 ) -> tuple[GradientRoute | None, ...]:
     # Gradients of tensor-parallel slices stay in `.grad` until the step, as on one rank; no plan makes room for them there.
     in_ram = asked.unified and placement.keeps_gradients and not asked.lock_free and is_all_in_ram(placement)
+    if request.gradients_outlive_step:
+        until = Until.CLEARED
+    else:
+        keeps = request.keep_gradients if asked.lock_free else placement.keeps_gradients
+        until = Until.STEP if keeps else Until.BACKWARD
     found: list[GradientRoute | None] = []
     for flat, dtype, master, gradient, traits in zip(
         model.layout.flats, model.dtypes, model.master_dtypes, model.gradient_dtypes, model.traits, strict=True
     ):
         of_flat = None
         if traits:
-            of_flat = route(
-                gradient_home(placement.homes[flat.unit], unified=asked.unified),
-                gradient,
-                one_rank=model.layout.needs_no_reduction(flat) and (in_ram or not model.layout.shared),
-                sums=flat.sums_gradients,
+            one_rank = model.layout.needs_no_reduction(flat) and (in_ram or not model.layout.shared)
+            use = GradientUse(
+                until=until,
+                passes=Passes.AS_LEFT if one_rank and not flat.sums_gradients else Passes.COPIED,
                 widens=master not in (None, dtype),
                 lock_free=asked.lock_free,
                 reduced_at_step=room.reduced_at_step,
-                outlives_backward=request.keep_gradients if asked.lock_free else placement.keeps_gradients,
-                outlives_step=request.gradients_outlive_step,
             )
+            of_flat = route(placement.homes[flat.unit].gradient, gradient, use)
         found.append(of_flat)
     return tuple(found)
 

@@ -23,6 +23,38 @@ class Waits(enum.Enum):
     QUEUED = "in pages of no particular flat, which are passed with it to a lock-free update"
 
 
+class Until(enum.Enum):
+    """How long a gradient is needed."""
+
+    BACKWARD = "until its unit's backward ends and its update begins"
+    STEP = "until the optimizer's step, or a lock-free update after it"
+    CLEARED = "until the user clears it, after any number of steps (manual optimization)"
+
+
+class Passes(enum.Enum):
+    """How the gradients of a step's backward passes become the one that the update reads."""
+
+    AS_LEFT = "as autograd leaves them in .grad: one rank has the whole flat, and its dtype is that of the sum"
+    COPIED = "copied from .grad: ranks share the flat, or the sum has a wider dtype"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GradientUse:
+    """How a run uses the gradient of one flat: what its route follows from.
+
+    Attributes:
+        widens: whether the flat's master weights have a wider dtype than its parameters.
+        lock_free: whether updates run concurrently with compute.
+        reduced_at_step: see GradientRoute.
+    """
+
+    until: Until
+    passes: Passes
+    widens: bool = False
+    lock_free: bool = False
+    reduced_at_step: bool = False
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class GradientRoute:
     """Route of one flat's gradient.
@@ -31,19 +63,17 @@ class GradientRoute:
         waits: storage in which the gradient waits for the update.
         tier: tier of its pages; the device for IN_GRAD.
         dtype: dtype of the waiting gradient.
+        until: how long it is needed.
         clips_in_place: whether clipping changes the stored gradient, as torch's does; else the update clips while it reads.
         reduced_at_step: whether ranks reduce it at the step; until then each rank keeps its own full sum in `.grad`.
-        outlives_backward: whether its update runs at the optimizer's step or later; else at the end of its unit's backward.
-        outlives_step: whether the user clears it, and not the step (manual optimization).
     """
 
     waits: Waits
     tier: Tier
     dtype: torch.dtype
+    until: Until
     clips_in_place: bool
     reduced_at_step: bool
-    outlives_backward: bool
-    outlives_step: bool
 
     @property
     def adds_up_in_grad(self) -> bool:
@@ -56,37 +86,21 @@ class GradientRoute:
         return None if self.waits in (Waits.IN_GRAD, Waits.QUEUED) else self.tier
 
 
-def route(
-    home: Tier,
-    dtype: torch.dtype,
-    *,
-    one_rank: bool,
-    sums: bool,
-    widens: bool,
-    lock_free: bool,
-    reduced_at_step: bool,
-    outlives_backward: bool,
-    outlives_step: bool,
-) -> GradientRoute:
+def route(home: Tier, dtype: torch.dtype, use: GradientUse) -> GradientRoute:
     """Decides the route of a flat's gradient.
 
     Args:
         home: tier that the placement has chosen for the gradient.
         dtype: dtype of the waiting gradient.
-        one_rank: whether this rank holds all of the flat.
-        sums: whether the gradient is the sum of several backward passes, in a wider dtype than each has.
-        widens: whether the flat's master weights have a wider dtype.
-        lock_free: whether updates run concurrently with compute.
-        reduced_at_step, outlives_backward, outlives_step: see GradientRoute.
     """
-    if one_rank and home.computes and not sums:
+    if use.passes is Passes.AS_LEFT and home.computes:
         waits = Waits.IN_GRAD
-    elif lock_free:
+    elif use.lock_free:
         waits = Waits.QUEUED
-    elif outlives_backward:
+    elif use.until is not Until.BACKWARD:
         waits = Waits.KEPT
     else:
         waits = Waits.PASSING if home.computes else Waits.FROM_FIRST
     # Where the update reads `.grad` unchanged, clipping in place costs no more than in plain training.
-    clips_in_place = outlives_step or (waits is Waits.IN_GRAD and not widens)
-    return GradientRoute(waits, home, dtype, clips_in_place, reduced_at_step, outlives_backward, outlives_step)
+    clips_in_place = use.until is Until.CLEARED or (waits is Waits.IN_GRAD and not use.widens)
+    return GradientRoute(waits, home, dtype, use.until, clips_in_place, use.reduced_at_step)

@@ -138,7 +138,7 @@ def _check_strides(specs: Sequence[UnitSpec], request: Request) -> None:
             f"parameter {in_parts.name} has strides {in_parts.stride} (channels_last, or transposed) and is a slice of a "
             f"larger one, and positions in slices are row by row; make it contiguous before the fit"
         )
-    if strided and request.settings.checkpoints.state_dict_type == "sharded" and request.optimizers:
+    if strided and request.settings.checkpoints.from_pages and request.optimizers:
         raise ConfigError(
             f"parameter {strided[0].name} has strides {strided[0].stride} (channels_last, or transposed; "
             f"{len(strided)} such), and Checkpoints(state_dict_type='sharded') writes parameters in the order of "

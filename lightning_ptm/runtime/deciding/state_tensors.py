@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
+from lightning_ptm.planning.chunks import chunk_bounds_of
 from lightning_ptm.planning.inventory import Row, What, pages_of
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, round_up
 from lightning_ptm.terms import BLOCK_BYTES, Code, Tier, chunk_numel
+from lightning_ptm.update.flat_states import StateLayout, lay_out_states, layout_groups, states_of_all_ranks
 from lightning_ptm.update.state_encoding import VALUES_DTYPE
-from lightning_ptm.update.state_layout import StateLayout, lay_out_states, layout_groups, states_of_all_ranks
 
 if TYPE_CHECKING:
     from lightning_ptm.update.trial.traits import OptimizerTraits

@@ -39,11 +39,7 @@ def may_be_outside(request: Request, blueprint: Blueprint) -> bool:
 def may_be_unpaged(settings: Settings, wishes: PlacementWishes) -> bool:
     """Whether the settings allow updates outside pages: homes in RAM, no lock-free updates, encodings or sharded files."""
     in_ram = {wishes.parameter, wishes.master} <= {None, Tier.DEVICE}
-    return (
-        in_ram
-        and not (settings.lock_free or settings.encodes_states)
-        and settings.checkpoints.state_dict_type == "full"
-    )
+    return in_ram and not (settings.lock_free or settings.encodes_states) and not settings.checkpoints.from_pages
 
 
 def all_in_ram(place_with: Callable[..., Placement]) -> Placement | None:

@@ -74,7 +74,7 @@ class VirtualGradients:
 
     def end_backward(self, unit: int) -> None:
         """Allocates the pages of a unit's gradients, which are complete (I1)."""
-        if not self._layout.trainable_pages(unit):
+        if not self._blueprint.placement.gradients[unit].rows:
             return
         shared, own = self._pages_of(unit, shared=True), self._pages_of(unit, shared=False)
         accumulating = self._accumulation_pages(unit)
@@ -95,25 +95,23 @@ class VirtualGradients:
 
     def _pages_of(self, unit: int, *, shared: bool) -> LaidOut:
         """Returns the pages of the gradients of a unit's flats: of the sharded ones, or of the others."""
-        blueprint, layout = self._blueprint, self._layout
         full = reduced = passing = 0
-        for flat in layout.flats_of(unit):
-            if flat.shared is not shared or not blueprint.traits[flat.index]:
+        for row in self._blueprint.placement.gradients[unit].rows:
+            flat = self._layout.flats[row.flat]
+            if flat.shared is not shared:
                 continue
-            route = blueprint.route(flat)
+            route = self._blueprint.route(flat)
             # An unsharded gradient on the device is copied from `.grad` straight into its pages, or stays in `.grad`.
-            if not (layout.needs_no_reduction(flat) and route.tier.computes):
-                full += -(-flat.padded_bytes // layout.page_size)
-            reduced += flat.shard_pages if shared else 0
-            passing += flat.shard_pages if route.waits is Waits.PASSING else 0
+            full += row.full if row.reduces or not route.tier.computes else 0
+            reduced += row.shard if shared else 0
+            passing += row.shard if route.waits is Waits.PASSING else 0
         return LaidOut(full, reduced, passing)
 
     def _gradients_leave(self, unit: int) -> bool:
-        return self._blueprint.gradient_home(unit) is not Tier.DEVICE
+        return self._blueprint.placement.homes[unit].gradient is not Tier.DEVICE
 
     def _update(self, unit: int) -> None:
         """Passes a unit's reduced gradients to the update, and releases the unit."""
-        blueprint, layout = self._blueprint, self._layout
         for shared in (True,) if self._gradients_leave(unit) else (True, False):
             held = self._gradients.get((unit, shared), 0)
             stays = min(held, self._after_reduction(unit, shared=shared))
@@ -122,9 +120,9 @@ class VirtualGradients:
             self._leaving.append((unit, shared))
         self._units.release(unit)
         self._units.evict(unit)
-        if layout.gathers(unit):
+        if self._layout.gathers(unit):
             self._done.add(Operation.REDUCE, unit, Kind.GRADIENT)
-        if blueprint.placement.homes[unit].gradient is not Tier.DEVICE:
+        if self._gradients_leave(unit):
             self._done.add(Operation.OFFLOAD, unit, Kind.GRADIENT)
         self._done.add(Operation.UPDATE, unit, Kind.MASTER)
 
@@ -144,14 +142,12 @@ class VirtualGradients:
 
     def _accumulation_pages(self, unit: int) -> int:
         """Returns the pages of the buffers in which a unit's gradients are accumulated, or converted to a wider dtype."""
-        gradients = self._blueprint.placement.gradients(unit)
-        flats = [flat for flat in self._layout.flats_of(unit) if flat.trainable and not flat.shared]
-        if not gradients.add_up_in_buffer or not flats:
-            return 0
-        if not any(flat.sums_gradients for flat in flats) and unit not in self._accumulated:
+        rows = self._blueprint.placement.gradients[unit].rows
+        widened = any(self._layout.flats[row.flat].sums_gradients for row in rows)
+        if not widened and unit not in self._accumulated:
             self._accumulated.add(unit)
             return 0
-        return sum(-(-flat.gradient_bytes // self._layout.page_size) for flat in flats)
+        return sum(row.sum for row in rows)
 
     def _make_room(self, pages: int) -> None:
         """Frees pages for gradients if needed, as reduction.py does."""

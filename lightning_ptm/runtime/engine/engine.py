@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -53,14 +53,12 @@ from lightning_ptm.runtime.engine.step_gradients import StepGradients
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.fetching.tracer import Tracer
 from lightning_ptm.runtime.full_params.first_values import Given
-from lightning_ptm.runtime.full_params.lent_parameters import LentParameters
+from lightning_ptm.runtime.full_params.lent_parameters import LentParameters, SummonFullParams, note, trained_in
 from lightning_ptm.runtime.full_params.optimizer_values import OptimizerValues
 from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
 from lightning_ptm.runtime.full_params.sharded_states import AllShardedStates
 from lightning_ptm.runtime.full_params.snapshot import Snapshots
 from lightning_ptm.runtime.full_params.state_dicts import StateDicts
-from lightning_ptm.runtime.full_params.summon import SummonFullParams
-from lightning_ptm.runtime.full_params.trained_parameters import note, trained_in
 from lightning_ptm.runtime.machine.heap import SETTING_UP, Heap
 from lightning_ptm.runtime.ranks.barriers import ANY_TOGETHER, STEP_ENDS, Barriers, Together
 from lightning_ptm.runtime.ranks.experts import ExpertGroups
@@ -73,7 +71,6 @@ from lightning_ptm.runtime.units.binding import FlatBinding
 from lightning_ptm.runtime.units.module_parameters import KnownParameters
 from lightning_ptm.runtime.units.parameter_guard import DIVIDED_IN_A_RUN
 from lightning_ptm.runtime.updates.clipping import Clipping
-from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.reduction import Reduction
 from lightning_ptm.runtime.updates.updates import UpdateScheduler
 from lightning_ptm.terms import Mode, Operation, Phase, Tier
@@ -181,7 +178,7 @@ class Engine:
             )
             self._undo.callback(self.heap.close)
         try:
-            with self.memory_in_words(SETTING_UP):
+            with nullcontext() if self.heap is None else self.heap.explain_failures(SETTING_UP):
                 self._build(inputs)
         except BaseException:
             with self._undo:
@@ -200,6 +197,8 @@ class Engine:
         pages = self._take_pages(inputs)
         pages.take_gradient_pages()
         self.flats = tuple(pages.flats(store) for store in self.stores)
+        self._all_flats = tuple(flat for flats in self.flats for flat in flats)
+        self._bindings = tuple(binding for store in self.stores for binding in store.bindings)
         self._lay_values(inputs)
         self._prepare_updates(pages, inputs)
         self._prepare_steps(inputs.recompute)
@@ -292,6 +291,7 @@ class Engine:
             release_idle_units=lambda: self.executor.release_all(),
         )
         self._views = pages.views
+        self._in_flight = pages.in_flight
         self.stores = tuple(pages.store(index) for index in range(len(blueprint.units)))
         self.updater = Updater(
             self.allocator,
@@ -323,7 +323,6 @@ class Engine:
             blueprint,
             self.stores,
             self.values,
-            self.bars,
             trains=trains,
             precise_bytes=self.precise_bytes(),
             handed=inputs.handed,
@@ -338,7 +337,7 @@ class Engine:
     def _prepare_updates(self, pages: RunPages, inputs: RunInputs) -> None:
         """Creates what allocates the remaining pages, and the parts that run updates."""
         blueprint = self.blueprint
-        for flat in self._all_flats():
+        for flat in self._all_flats:
             if flat.gradient.route.waits is Waits.KEPT:
                 flat.gradient.reserve()
         for row in blueprint.inventory.of(What.STAGING):
@@ -358,7 +357,7 @@ class Engine:
         )
         self._undo.callback(self.updates.close)
         check_taken(blueprint, self.allocator, self._pages_between)
-        states = {flat.store.layout.index: flat.states for flat in self._all_flats()}
+        states = {flat.store.layout.index: flat.states for flat in self._all_flats}
         self._read_ahead = [
             states[flat.index]
             for flat in read_ahead(blueprint.layout, blueprint.placement)
@@ -367,13 +366,14 @@ class Engine:
             and not home.updates
         ]
         self.clipping: Clipping = Clipping(self.communicator, self.updates, self._optimizers)
-        self.reduction: Reduction = Reduction(self.flats, self.barriers.agreement, lambda: self.executor.release_all())
+        self.reduction: Reduction = Reduction(
+            self.flats, self.barriers.agreement, self._in_flight, lambda: self.executor.release_all()
+        )
 
     def _prepare_steps(self, recompute: int) -> None:
         """Creates the executor, which follows plans, and the hooks on the module's forward and backward."""
         blueprint = self.blueprint
         planner = Planner(blueprint, self.communicators.along(blueprint.holders.sharding_axes), self.communicator.rank)
-        # Computed once: `pool_bytes` adds up all rows, and the tracer needs it at each tick.
         beside = partial(self.backend.bytes_outside_region, blueprint.pool_bytes[Tier.DEVICE])
         self.tracer = Tracer(blueprint.units, beside, self.backend)
         self.executor: Executor = Executor(
@@ -385,7 +385,7 @@ class Engine:
             self.updates.finish_between_steps,
             planner.replan,
             self.gathered_flats.read,
-            self.reduction.reclaim,
+            self._in_flight.release,
             self.events,
             self._used_bytes,
             blueprint.by_need,
@@ -401,9 +401,9 @@ class Engine:
         if blueprint.activations_to_host:
             self.offload = activations_offload(self.module, self.backend, self.stream, self.allocator, self.events)
             self._undo.callback(self.offload.close)
-        for flat in self._all_flats():
-            self._undo.callback(flat.gradient.grad_attribute.make_plain)
-            self._undo.callback(flat.gradient.shard.end_additions)
+        for flat in self._all_flats:
+            self._undo.callback(flat.gradient.view.make_plain)
+        self._undo.callback(self._in_flight.end_additions)
         self.backwards: BackwardActions = BackwardActions(
             blueprint.units,
             self.stores,
@@ -442,9 +442,8 @@ class Engine:
         self.barriers.iteration_begins()
         self.backwards.iteration_begins()
         computes_only = mode is Mode.FORWARD and self.blueprint.may_be_outside
-        for store in self.stores:
-            for binding in store.bindings:
-                binding.check(computes_only=computes_only)
+        for binding in self._bindings:
+            binding.check(computes_only=computes_only)
         self.values.check_known()
         self.updates.check_stepped()
         if mode is Mode.TRAIN:
@@ -479,10 +478,13 @@ class Engine:
         self.executor.guard_policy.computation_begins(Phase.FORWARD)
         self._forward_root()
         try:
-            with self.memory_in_words("the step"), self.backwards.step(), self.hooks.step():
+            with self.backwards.step(), self.hooks.step():
                 yield
-        except BaseException:
-            self.abandon()
+        except BaseException as error:
+            try:
+                self.explain(error, "the step")
+            finally:
+                self.abandon()
             raise
         finally:
             self.executor.guard_policy.computation_ends(Phase.FORWARD)
@@ -527,17 +529,23 @@ class Engine:
         Raises:
             UsageError: the pass would add to gradients that a step has used and overwritten.
         """
-        for flat in self._all_flats():
-            flat.gradient.grad_attribute.used.check_forgotten()
+        for flat in self._all_flats:
+            flat.gradient.view.check_forgotten()
         if self._manual and not self.backwards.in_step and self._module_buffers is not None:
             self._module_buffers.backward_outside(reduced=not self.stepping.adds_up)
         of_the_loss = nullcontext() if by_user else self.backwards.of_the_loss()
-        with self.memory_in_words("the backward pass"), of_the_loss, self.hooks.backward(by_user=by_user):
-            yield
+        try:
+            with of_the_loss, self.hooks.backward(by_user=by_user):
+                yield
+        except BaseException as error:
+            self.explain(error, "the backward pass")
+            raise
 
-    def memory_in_words(self, doing: str) -> AbstractContextManager[None]:
-        """See Heap.explain_failures."""
-        return nullcontext() if self.heap is None else self.heap.explain_failures(doing)
+    def explain(self, error: BaseException, doing: str) -> None:
+        """Raises a CapacityError in place of an error of `doing` that is a lack of RAM; see `Heap.refused`."""
+        refused = None if self.heap is None else self.heap.refused(error, doing)
+        if refused is not None:
+            raise refused from error
 
     def loss_is(self, loss: Tensor) -> None:
         """Notes the loss of the backward pass that begins: ranks of a tensor-parallel group compare it at the next barrier.
@@ -547,9 +555,6 @@ class Engine:
             compared = before if self.backend.apart else self._loss
             if compared is not None:
                 self.barriers.record_loss(float(compared))
-
-    def _all_flats(self) -> Iterator[FlatUpdate]:
-        return (flat for flats in self.flats for flat in flats)
 
     @on_compute_stream
     def _take_part(self, decision: Decision) -> None:
@@ -625,7 +630,7 @@ class Engine:
         """Returns the bytes of all ranks' optimizer states, without master weights, whose home is on disk, or in memory."""
         return sum(
             flat.states.bytes_of_ranks(self.communicator.world_size)
-            for flat in self._all_flats()
+            for flat in self._all_flats
             if self.blueprint.placement.homes[flat.store.layout.unit].master.addressable != on_disk
         )
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ptm.config import format_bytes
-from lightning_ptm.memory.link_meters import LinkStats
 from lightning_ptm.memory.paged_tensor import PagedTensor
+from lightning_ptm.memory.transfer import LinkStats
 from lightning_ptm.planning.fetch_policy import Lookups
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.runtime.deciding.predicted_memory import predicted_memory

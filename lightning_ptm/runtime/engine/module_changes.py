@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from lightning_ptm.runtime.units.module_parameters import KnownParameters, overl
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.updates import UpdateScheduler
+
+_is_trained = attrgetter("parameter.requires_grad")
 
 
 class ModuleChanges:
@@ -55,17 +58,18 @@ class ModuleChanges:
         self._lent_parameters = lent_parameters
         self._updates = updates
         self._frozen = frozen
+        self._bindings = tuple(binding for store in stores for binding in store.bindings)
+        self._paged = [each for each in range(len(optimizers)) if each not in blueprint.unpaged_optimizers]
 
     # -- between two batches ------------------------------------------------------------------------------------------
 
     def outgrown(self) -> bool:
         """Whether a re-layout is needed: parameters were added, removed or resized (`other_parameters`), unfrozen, or moved
         to other groups; in a run that could work without pages, also whether parameters were given other data."""
-        paged = (index for index in range(len(self._optimizers)) if index not in self._blueprint.unpaged_optimizers)
         return (
             self.other_parameters()
-            or any(item.parameter.requires_grad for item in self._frozen)
-            or any(map(self._updates.groups.outgrown, paged))
+            or bool(self._unfrozen())
+            or any(map(self._updates.groups.outgrown, self._paged))
             or (
                 self._blueprint.may_be_outside
                 and self.gradients_in_place
@@ -75,7 +79,7 @@ class ModuleChanges:
 
     def differences(self) -> str:
         """Returns the changes that `outgrown` has found, as in `has unfrozen stem.weight, and has new parameters: extra`."""
-        unfrozen = [item.name for item in self._frozen if item.parameter.requires_grad]
+        unfrozen = [item.name for item in self._unfrozen()]
         new, gone = self._known.new(), self._known.gone()
         regrouped = [
             type(each).__name__ for index, each in enumerate(self._optimizers) if self._updates.groups.outgrown(index)
@@ -96,7 +100,15 @@ class ModuleChanges:
         Raises:
             UsageError: a parameter was resized whose layout in pages does not allow it.
         """
-        return self._lent_parameters.find_resized() or self._known.changed()
+        lent = self._lent_parameters
+        if lent.resized or any(binding.resized for binding in self._bindings):
+            lent.find_resized()
+        return bool(lent.resized) or self._known.changed()
+
+    def _unfrozen(self) -> list[UnitParameter]:
+        """Returns the parameters that were frozen at set-up and require a gradient now."""
+        with torch.DisableTorchFunctionSubclass():  # parameters may be closed
+            return list(filter(_is_trained, self._frozen))
 
     @property
     def gradients_in_place(self) -> bool:
@@ -155,19 +167,20 @@ class ModuleChanges:
         Raises:
             UsageError: one was; this step could not update it.
         """
-        if any(item.parameter.requires_grad for item in self._frozen):
+        if self._unfrozen():
             self.check_frozen({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
 
     @contextmanager
     def data_replaced(self, index: int) -> Iterator[None]:
-        """Context of an optimizer's update that supports `parameter.data = ...` within the step: such a parameter is updated
-        from its new data, and the result is written there. From the next batch on the run is without pages.
+        """Context of an optimizer's update, in a run that could be without pages, that supports `parameter.data = ...` within
+        the step: such a parameter is updated from its new data, and the result is written there. From the next batch on the
+        run is without pages.
 
         Raises:
             UsageError: the values would be lost, or two parameters have the same data.
         """
         bindings = [flat.store.binding for _, flat in self._updates.groups.flats_of(index)]
-        replaced = [binding for binding in bindings if binding.replaced()] if self._blueprint.may_be_outside else []
+        replaced = [binding for binding in bindings if binding.replaced()]
         if replaced and not self.gradients_in_place:
             replaced[0].check()
         shared = overlap(self._module, self._module.parameters()) if replaced else None
@@ -213,8 +226,8 @@ class ModuleChanges:
         Raises:
             UsageError: one requires a gradient.
         """
-        for item in self._frozen:
-            if item.parameter.requires_grad and (among is None or id(item.parameter) in among):
+        for item in self._unfrozen():
+            if among is None or id(item.parameter) in among:
                 raise UsageError(
                     f"parameter {item.name} was frozen when its pages were laid out and requires a gradient now; it has no "
                     f"optimizer states, so that this step could not update it; unfreeze it between two batches "

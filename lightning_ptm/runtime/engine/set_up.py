@@ -22,7 +22,6 @@ from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.streams import ComputeStream, copy_streams
 from lightning_ptm.planning.inventory import Lifetime, Row, What
 from lightning_ptm.planning.layout import FlatLayout
-from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.autograd import offload
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.build_inventory import gradient_row, taken_dtype
@@ -30,8 +29,7 @@ from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.full_params.first_values import FirstValues, Given
 from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
 from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
-from lightning_ptm.runtime.gradients.gradient_pages import GradientPages, PageSupply
-from lightning_ptm.runtime.gradients.host_accumulate import HostAccumulator
+from lightning_ptm.runtime.gradients.store import GradientPages, HostAccumulator, InFlight, PageSupply
 from lightning_ptm.runtime.machine.machine import free_host_bytes
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.runtime.relayout.reused_tensors import ReusedTensors
@@ -43,8 +41,7 @@ from lightning_ptm.runtime.updates.lock_free import LockFreeUpdates
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.updates import SynchronousUpdates, UpdateScheduler
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.flat_states import FlatStates
-from lightning_ptm.update.state_layout import lay_out_states, layout_groups
+from lightning_ptm.update.flat_states import FlatStates, lay_out_states, layout_groups
 from lightning_ptm.update.trial.traits import OptimizerTraits
 from lightning_ptm.update.updater import Updater
 
@@ -86,6 +83,8 @@ class RunPages:
         self._communicators = communicators
         self._device = device
         self._sums = HostAccumulator(allocator.backend) if allocator.backend.apart else None
+        self.in_flight = InFlight()
+        """Gradients whose reductions or copies are in flight."""
 
         self._stream = stream
         self._checks_all = checks_all
@@ -159,6 +158,7 @@ class RunPages:
                 self._allocator,
                 sharing,
                 supply,
+                self.in_flight,
                 self._sums,
                 self._stream,
                 before_change=_nothing if lock_free else partial(self._finish_update, store.unit.index),
@@ -240,7 +240,6 @@ def write_initial_values(
     blueprint: Blueprint,
     stores: Sequence[UnitStore],
     values: ParameterValues,
-    bars: Progress,
     *,
     trains: bool,
     precise_bytes: int,
@@ -266,7 +265,7 @@ def write_initial_values(
     room = not (trains and any(blueprint.traits)) and 2 * precise_bytes < free_host_bytes() and precise_bytes <= allowed
     built = [not any(item.parameter.is_meta for item in store.unit.parameters) for store in stores]
     first.buffers()
-    with bars.bar("weights into pages", values.bytes_to_write()) as seen:
+    with values.taking_over() as seen:
         for store, complete in _made(first, stores):
             was_built = built[store.unit.index]
             values.take_over(

@@ -8,7 +8,7 @@ I1: before a step uses gradients, postponed reductions are done on all ranks, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class StepGradients:
         stream: ComputeStream,
     ) -> None:
         self._blueprint = blueprint
-        self._flats = flats
+        self._flats = tuple(flat for of_unit in flats for flat in of_unit)
         self._executor = executor
         self._reduction = reduction
         self._clipping = clipping
@@ -87,14 +87,9 @@ class StepGradients:
         self._collect_postponed(STEP_ENDS)
         self._follow(index)
         transform = self._clipping.take(index)
-        with self._changes.data_replaced(index):
+        replaced = self._changes.data_replaced(index) if self._blueprint.may_be_outside else nullcontext()
+        with replaced:
             self._updates.step(index, transform)
-        for _, flat in self._updates.groups.flats_of(index):
-            scratch = flat.states.traits.writes_gradient
-            if scratch or not flat.gradient.route.outlives_step:
-                flat.gradient.grad_attribute.retire(clipped=not transform.is_identity, scratch=scratch)
-            else:
-                flat.gradient.step_has_used()
         self._executor.guard_policy.updates_begin()
         if self._backwards.in_step:
             self._executor.hold(0)  # manual optimization: code outside any hook continues to use the root
@@ -195,7 +190,7 @@ class StepGradients:
     def show_gradients(self, optimizer: Optimizer) -> None:
         """Makes `.grad` of an optimizer's parameters show the gradients in pages."""
         for _, flat in self._updates.groups.flats_of(self._updates.groups.index_of(optimizer)):
-            flat.gradient.grad_attribute.show()
+            flat.gradient.view.show()
 
     @property
     def adds_up(self) -> bool:
@@ -214,8 +209,8 @@ class StepGradients:
 
     def _follow(self, optimizer: int) -> None:
         """Applies the user's changes to `.grad` of an optimizer's parameters."""
-        for flat in (each for flats in self._flats for each in flats):
-            flat.gradient.grad_attribute.resolve()
+        for flat in self._flats:
+            flat.gradient.view.resolve()
         for _, flat in self._updates.groups.flats_of(optimizer):
             flat.gradient.apply_user_changes()
 

@@ -1,34 +1,70 @@
-"""Full parameters in the user's module: gathered for a `with` block, or for good when a run ends.
+"""Full parameters in the user's module: gathered for a `with` block (`strategy.gathered`), as FSDP's summon_full_params
+does, or for good when a run ends.
 
-Owns which units are gathered read-only, and which parameters the user has given other shapes. Values are read and
-written through runtime/full_params/parameter_values.py.
+`SummonFullParams` checks that all ranks take part and that RAM has room. `LentParameters` owns which units are gathered
+read-only, and which parameters the user has given other shapes; values are read and written through
+parameter_values.py. `trained_in` knows which parameters runs of this process have trained: such values may exist nowhere
+else, so a run never drops them.
 
 I1: parameters that an outer block of `gathered` has gathered stay as they are in an inner block.
 I2: of a parameter that is a slice of a larger one (tensor parallelism), the user gets the slice, as the module computes
 with.
+I3: before parameters are gathered, all ranks have drained their updates and released all units. A block with edits ends
+when all ranks have reached its end: what follows is collective.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ptm.errors import UsageError
+from lightning_ptm.config import format_bytes
+from lightning_ptm.errors import CapacityError, RankError, UsageError
 from lightning_ptm.memory.fingerprint import fingerprint
 from lightning_ptm.memory.quantization import rounded
+from lightning_ptm.runtime.deciding.blueprint import Blueprint
+from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
+from lightning_ptm.runtime.machine.machine import free_host_bytes
+from lightning_ptm.runtime.ranks.barriers import Barriers, Together
 from lightning_ptm.runtime.relayout.gathered_flats import flats_of
 from lightning_ptm.runtime.tensors.parts import cut
 from lightning_ptm.runtime.units.binding import ENDED, FlatBinding
-from lightning_ptm.runtime.units.store import FlatStore
+from lightning_ptm.runtime.units.module_parameters import KnownParameters, overlap
+from lightning_ptm.runtime.units.store import FlatStore, UnitStore
+from lightning_ptm.torch_internals import parameters_in
 
 if TYPE_CHECKING:
-    from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
     from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
+
+
+_TRAINED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""Names of trained parameters by module, for as long as the module lives: a weak reference to a parameter would keep it from
+being exchanged (`torch.utils.swap_tensors`)."""
+
+
+def note(root: nn.Module, trained: Collection[int]) -> None:
+    """Records that optimizers update these parameters of a module. Args: trained: ids of parameters."""
+    for module in root.modules():
+        names = {name for name, each in parameters_in(module).items() if id(each) in trained}
+        if names:
+            _TRAINED.setdefault(module, set()).update(names)
+
+
+def trained_in(root: nn.Module) -> frozenset[int]:
+    """Returns the ids of those parameters of a module that a run has trained."""
+    # The `_parameters` of a scripted module is a class without `get`.
+    return frozenset(
+        id(parameters_in(module)[name])
+        for module in root.modules()
+        for name in _TRAINED.get(module, ())
+        if name in parameters_in(module)
+    )
 
 
 class LentParameters:
@@ -278,3 +314,134 @@ def _warn_of_rounding(flat: FlatStore, edited: Tensor) -> None:
                 "(merge adapters) in a module that is loaded again after the run, or leave frozen_dtype out",
                 stacklevel=2,
             )
+
+
+class SummonFullParams:
+    """Gathers full parameters into the user's module, for a `with` block.
+
+    Args:
+        settle: drains all updates, on all ranks, and releases gathered flats; gets the name of the operation.
+        ranks_here: number of ranks that share this machine's RAM.
+        before_edits: called before a block whose edits are kept.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blueprint: Blueprint,
+        stores: Sequence[UnitStore],
+        values: ParameterValues,
+        lent_parameters: LentParameters,
+        barriers: Barriers,
+        known: KnownParameters,
+        settle: Callable[[str], None],
+        *,
+        ranks_here: int,
+        before_edits: Callable[[], None] | None = None,
+    ) -> None:
+        self._module = module
+        self._blueprint = blueprint
+        self._stores = stores
+        self._values = values
+        self._lent_parameters = lent_parameters
+        self._barriers = barriers
+        self._known = known
+        self._settle = settle
+        self._ranks_here = ranks_here
+        self._before_edits = before_edits
+
+    @contextmanager
+    def gathered(self, modules: Sequence[nn.Module], *, write: bool = True, untrained: bool = True) -> Iterator[None]:
+        """Context in which the parameters of `modules` are full tensors; collective. See `AngelPTMStrategy.gathered`.
+
+        Args:
+            untrained: gather parameters that were never trained, too. If False, they are absent where RAM has no room
+                for all.
+
+        Raises:
+            CapacityError: RAM of some rank has no room for them.
+        """
+        if write and self._before_edits is not None:
+            self._before_edits()
+        wanted = self._units_in(modules)
+        self._values.check_known()
+        self._settle(f"gathered {sorted(wanted)} {write}")
+        needed, left_out = self._needed(wanted), list[FlatBinding]()
+        refusal = ""
+        if not self._barriers.all_agree(needed <= free_host_bytes()):
+            names = ", ".join(type(module).__name__ for module in modules)
+            refusal = (
+                f"the full weights of {names} take {format_bytes(needed)} of RAM (state_dict(), gathered), and "
+                f"{format_bytes(free_host_bytes())} are free here, or too little on another rank, so they were not "
+                "gathered; gather one block at a time, such as block.state_dict(), or save a checkpoint with "
+                "checkpoints=Checkpoints(state_dict_type='sharded'), which gathers nothing"
+            )
+            left_out = [] if untrained else self._lent_parameters.untrained()
+            if not left_out or not self._barriers.all_agree(self._needed(wanted, left_out) <= free_host_bytes()):
+                raise CapacityError(refusal)
+        ending = self._ends_on_all_ranks(f"edited {sorted(wanted)}") if write else nullcontext()
+        with (
+            self._lent_parameters.gathered(
+                wanted, write=write, may_write=lambda: not self._barriers.failed, left_out=left_out
+            ),
+            self._lent_parameters.absent(left_out, f"were not gathered, since RAM had no room for all: {refusal}"),
+            ending,
+        ):
+            yield
+            self._check_memory()
+            if write:
+                self._lent_parameters.check_dtypes(wanted)
+
+    @contextmanager
+    def readable(self, module: nn.Module) -> Iterator[None]:
+        """Context in which the parameters of `module` can be read and are precise. Gathers nothing if they are so
+        already; otherwise collective. Where RAM has room for trained parameters only, the others are absent: a state
+        dict of adapters needs no more. Raises as `gathered`."""
+        if all(self._stores[unit].readable or self._stores[unit].lent for unit in self._units_in([module])):
+            yield
+            return
+        with self.gathered([module], write=False, untrained=False):
+            yield
+
+    def _needed(self, wanted: Collection[int], left_out: Sequence[FlatBinding] = ()) -> int:
+        """Returns the RAM of this machine that the units' full parameters take."""
+        return self._lent_parameters.bytes_to_gather(wanted, left_out) * self._ranks_here
+
+    @contextmanager
+    def writable(self, module: nn.Module) -> Iterator[None]:
+        """Context in which the parameters of `module` can be written to. Collective. Raises as `gathered`."""
+        with self.gathered([module]):
+            yield
+
+    def always_readable(self, module: nn.Module) -> bool:
+        return all(self._stores[unit].readable for unit in self._units_in([module]))
+
+    def _check_memory(self) -> None:
+        """Raises UsageError if gathered parameters share memory: each would get pages of its own."""
+        looked_at = self._known.changed() and not self._blueprint.outside
+        shared = overlap(self._module, self._module.parameters()) if looked_at else None
+        if shared is not None:
+            raise UsageError(
+                f"{shared[0]} and {shared[1]} share memory, so that a change of one changes the other, and in pages "
+                "each has memory of its own; make them one parameter (`decoder.weight = encoder.weight`), or give the "
+                "new one memory of its own, nn.Parameter(tensor.clone())"
+            )
+
+    @contextmanager
+    def _ends_on_all_ranks(self, deed: str) -> Iterator[None]:
+        """Context that ends when all ranks have reached its end: what follows is collective."""
+        try:
+            yield
+        except BaseException:
+            with suppress(RankError):  # the error of the block is the cause
+                self._barriers.meet(Together.BY_HAND, deed)
+            raise
+        self._barriers.meet(Together.BY_HAND, deed)
+
+    def _units_in(self, modules: Sequence[nn.Module]) -> set[int]:
+        inside = {id(parameter) for module in modules for parameter in module.parameters()}
+        return {
+            unit.index
+            for unit in self._blueprint.units
+            if any(id(item.parameter) in inside for item in unit.parameters)
+        }

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.progress import Progress, Seen
-from lightning_ptm.runtime.tensors import page_io
 from lightning_ptm.runtime.tensors.parts import put_together
 from lightning_ptm.runtime.units.store import UnitStore
 
@@ -117,7 +116,10 @@ class OptimizerValues:
             for (store, binding, update, known), size_bytes in zip(flats, sizes, strict=True):
                 states = {slot: _copied(scalars) for slot, scalars in enumerate(known.scalars) if scalars is not None}
                 for name in known.dtypes if states else ():
-                    whole = None if update is None else self._gathered_flats.whole_states(update, name)
+                    whole = None
+                    if update is not None:
+                        held = self._gathered_flats.states_map(update, name)
+                        whole = self._gathered_flats.whole(update.store, held)
                     whole = self._gathered_flats.broadcast(store, binding, whole)
                     for slot, state in states.items():
                         if name in known.slots[slot]:
@@ -128,7 +130,7 @@ class OptimizerValues:
                     del whole  # so that no two of them exist at once
                     paged = update.states.slots.get(name) if last_read and update is not None else None
                     if paged is not None:
-                        self._gathered_flats.allocator.discard(paged)
+                        self._gathered_flats.pages.allocator.discard(paged)
                 for slot, state in states.items():
                     yield binding.parameters[slot], state
                 seen(size_bytes)
@@ -152,40 +154,37 @@ class OptimizerValues:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def load(self, optimizer: int, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Writes optimizer states by id of parameter. Parameters without an entry start with fresh states.
+    def load(
+        self,
+        optimizer: int,
+        states: Mapping[int, Mapping[str, Any]],
+        *,
+        handed: PreviousState | None = None,
+        before: int = 0,
+    ) -> None:
+        """Writes optimizer states by id of parameter. Parameters without an entry start with fresh states. Collective where
+        `handed` is given.
+
+        Args:
+            handed: pages of the previous engine, whose states are written first. `states` then has what is not in them;
+                an empty entry is that of a parameter that was updated and has only states in pages.
+            before: the optimizer's number in the previous engine.
 
         Raises: as `ParameterValues.load_parameters`.
         """
+        pages = self._gathered_flats.pages
         flats = [flat for flat in self._gathered_flats.updates.values() if flat.optimizer == optimizer]
         total_bytes = sum(flat.states.elements(name).nbytes for flat in flats for name in flat.states.slots)
-        with self._progress.bar("loading optimizer states", total_bytes) as seen:
+        title = "loading optimizer states" if handed is None else "optimizer states into pages"
+        with self._progress.bar(title, total_bytes) as seen, pages.operation():
             for flat in flats:
-                self._load_flat(flat, states, seen)
+                if handed is not None:
+                    for name in flat.states.everywhere:
+                        target = self._gathered_flats.states_map(flat, name)
+                        handed.write_states(target, flat, name, before, pages, seen)
+                self._load_flat(flat, states, seen, keep=handed is not None)
 
-    @torch.no_grad()
-    def take_over(
-        self, optimizer: int, handed: PreviousState, before: int, states: Mapping[int, Mapping[str, Any]]
-    ) -> None:
-        """As `load`, with states from the pages of the previous engine. Collective.
-
-        Args:
-            handed: the previous engine's state.
-            before: the optimizer's number in the previous engine.
-            states: what is not in pages, by id of parameter; an empty entry for a parameter that was updated and has
-                only states in pages.
-        """
-        flats = [flat for flat in self._gathered_flats.updates.values() if flat.optimizer == optimizer]
-        total_bytes = sum(flat.states.elements(name).nbytes for flat in flats for name in flat.states.slots)
-        with self._progress.bar("optimizer states into pages", total_bytes) as seen:
-            for flat in flats:
-                for name in flat.states.everywhere:
-                    handed.write_states(flat, name, before, self._gathered_flats.allocator, seen)
-                self._load_flat(flat, states, seen, keep=True)
-
-    def _load_flat(
-        self, flat: FlatUpdate, states: Mapping[int, Mapping[str, Any]], seen: Seen, *, keep: bool = False
-    ) -> None:
+    def _load_flat(self, flat: FlatUpdate, states: Mapping[int, Mapping[str, Any]], seen: Seen, *, keep: bool) -> None:
         """Writes states of one flat.
 
         Args:
@@ -216,10 +215,9 @@ class OptimizerValues:
             else:
                 given, boxes = binding.arrangement.as_laid(given), binding.arrangement.boxes
             if name in ours.slots and not (keep and all(value is None for value in given)):
-                segments = ours.state_segments(name)
-                page_io.fill(
-                    self._gathered_flats.allocator, ours.elements(name), segments, given, boxes, keep=keep, seen=seen
-                )
+                target = self._gathered_flats.states_map(flat, name)
+                segments = target.segments(flat.store.communicator.rank)
+                self._gathered_flats.pages.fill(target.here(), segments, given, boxes, keep=keep, seen=seen)
         for slot, state in enumerate(per_slot):
             paged_names = ours.state_names(slot) if ours.traits.whole else ours.slots.keys()
             fresh = state is None or not (state or keep)

@@ -12,6 +12,7 @@ I2: of a parameter that is a slice of a larger one (tensor parallelism), the lar
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from lightning_ptm.errors import ConfigError, InternalError, UsageError
 from lightning_ptm.progress import Progress, Seen, unseen
 from lightning_ptm.runtime.relayout.gathered_flats import flats_of
-from lightning_ptm.runtime.tensors import page_io
 from lightning_ptm.runtime.tensors.parts import cut, put_together
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.runtime.units.store import FlatStore, UnitStore
@@ -77,11 +77,13 @@ class ParameterValues:
 
     # -- first values -------------------------------------------------------------------------------------------------
 
-    def bytes_to_write(self) -> int:
-        """Returns the bytes of this rank's pages that `take_over` writes, for all units."""
-        return sum(
-            self._gathered_flats.bytes_of_homes(flat) for store in self._gathered_flats.stores for flat in store.flats
-        )
+    @contextmanager
+    def taking_over(self) -> Iterator[Seen]:
+        """Context of the calls of `take_over` for all units; yields their `seen`."""
+        flats = self._gathered_flats
+        total_bytes = sum(flats.bytes_of_homes(flat) for store in flats.stores for flat in store.flats)
+        with self._progress.bar("weights into pages", total_bytes) as seen, flats.pages.operation():
+            yield seen
 
     @torch.no_grad()
     def take_over(
@@ -172,10 +174,10 @@ class ParameterValues:
                 self._originals[id(parameter)] = (
                     handed.precise(id(parameter), flat.communicator) if original is None else original
                 )
-        master = self._gathered_flats.master(flat)
-        if master is not None:
-            handed.write_precise(master, flat, self._gathered_flats.allocator, seen)
-        handed.write_values(flat, self._gathered_flats.allocator, seen)
+        flats = self._gathered_flats
+        if flats.master(flat) is not None:
+            handed.write_precise(flats.precise_map(flat), flat, flats.pages, seen)
+        handed.write_values(flats.values_map(flat), flat, flats.pages, seen)
         if not keep:  # else it is the same tensor and takes no more memory
             handed.forget_originals([id(each) for each in known])
 
@@ -214,7 +216,7 @@ class ParameterValues:
 
     def precise(self, flat: FlatStore) -> Tensor:
         """Returns the precise values of a flat, whole, on the CPU: (padded_numel,)."""
-        whole = self._gathered_flats.whole(flat, self._gathered_flats.precise_home(flat))
+        whole = self._gathered_flats.whole(flat, self._gathered_flats.precise_map(flat))
         originals = [self._originals.get(id(parameter)) for parameter in flat.binding.parameters]
         wide = torch.float32 if self._mixed and whole.dtype.itemsize < 4 else whole.dtype
         for original in originals:
@@ -255,7 +257,7 @@ class ParameterValues:
                     yield binding.layout.slots[slot].spec, parameter, value
                 master = self._gathered_flats.master(flat) if last_read and flat is not None else None
                 if master is not None:
-                    self._gathered_flats.allocator.discard(master)
+                    self._gathered_flats.pages.allocator.discard(master)
                 seen(size_bytes)
 
     def precise_bytes(self, binding: FlatBinding, flat: FlatStore | None) -> int:
@@ -352,14 +354,15 @@ class ParameterValues:
         Args:
             through: dtype to which values are rounded first; default: that of master weights.
         """
-        master, segments = self._gathered_flats.master(flat), self._gathered_flats.segments(flat)
+        master, pages = self._gathered_flats.master(flat), self._gathered_flats.pages
+        segments = self._gathered_flats.values_map(flat).segments(flat.communicator.rank)
         flat.binding.values_will_change()
         given, boxes = flat.binding.arrangement.as_laid(given), flat.binding.arrangement.boxes
         if master is not None:
-            page_io.fill(self._gathered_flats.allocator, master, segments, given, boxes, seen=seen)
+            pages.fill(master, segments, given, boxes, seen=seen)
         if through is None and master is not None:
             through = master.dtype
-        page_io.fill(self._gathered_flats.allocator, flat.values, segments, given, boxes, through=through, seen=seen)
+        pages.fill(flat.values, segments, given, boxes, through=through, seen=seen)
         flat.binding.values_have_changed()
 
     def write(self, flat: FlatStore, whole: Tensor) -> None:
@@ -377,14 +380,8 @@ class ParameterValues:
                 )
 
     def _write_pages(self, flat: FlatStore, whole: Tensor, seen: Seen = unseen) -> None:
-        shard = self._shard(flat, whole)
+        pages, pieces = self._gathered_flats.pages, flat.layout.pieces(flat.communicator.rank)
+        own = [(piece.shard_start, whole.narrow(0, piece.full_start, piece.numel)) for piece in pieces]
         if (master := self._gathered_flats.master(flat)) is not None:
-            page_io.write(self._gathered_flats.allocator, master, shard, seen=seen)
-        page_io.write(self._gathered_flats.allocator, flat.values, shard, seen=seen)
-
-    def _shard(self, flat: FlatStore, whole: Tensor) -> Tensor:
-        if not flat.layout.shared:
-            return whole
-        own = flat.layout.pieces(flat.communicator.rank)
-        parts = (whole[piece.full_start : piece.full_start + piece.numel] for piece in own)
-        return torch.cat([whole[:0], *parts])  # a flat without elements has no pieces
+            pages.write(master, own, seen=seen)
+        pages.write(flat.values, own, seen=seen)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
+from lightning_ptm.planning.chunks import chunk_bounds_of
 from lightning_ptm.runtime.full_params.optimizer_values import OptimizerValues, Scalars
 from lightning_ptm.runtime.tensors.page_io import Elements
 from lightning_ptm.runtime.units.store import FlatStore
@@ -27,9 +27,10 @@ from lightning_ptm.update.flat_states import Segment
 
 if TYPE_CHECKING:
     from lightning_ptm.planning.layout import Family, ParameterSpec
-    from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
+    from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats, ShardMap
     from lightning_ptm.runtime.units.discovery import Unit
     from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
+    from lightning_ptm.update.flat_states import StateLayout
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,14 +76,15 @@ class _Part:
     """One kind of states of a flat.
 
     Attributes:
-        paged: its elements; None where other ranks have all of them.
+        held: where they are.
         slots: indexes of the parameters that have such states.
+        cells: see ShardedFlat.
     """
 
     flat: FlatStore
-    paged: Elements | None
-    dtype: torch.dtype
+    held: ShardMap
     slots: Sequence[int]
+    cells: Sequence[int] | None
 
 
 class AllShardedStates:
@@ -131,8 +133,9 @@ class AllShardedStates:
         states: dict[int, list[tuple[str, _Part]]] = {}
         for store in self._gathered_flats.stores:
             for flat in store.flats:
-                home = self._gathered_flats.precise_home(flat)
-                for unit, part in self._by_unit(_Part(flat, home, home.dtype, range(len(flat.binding.parameters)))):
+                every = range(len(flat.binding.parameters))
+                home = _Part(flat, self._gathered_flats.precise_map(flat), every, self._cells(flat))
+                for unit, part in self._by_unit(home):
                     weights.setdefault(unit, []).append(part)
                 for number in flat.layout.optimizers if optimizers else ():
                     update = self._gathered_flats.updates[flat.layout.index, number]
@@ -179,33 +182,33 @@ class AllShardedStates:
                     found[slot.spec.name] = slot.spec.stride
         return found
 
-    @staticmethod
-    def _states_part(update: FlatUpdate, name: str, scalars: Scalars) -> _Part:
+    def _states_part(self, update: FlatUpdate, name: str, scalars: Scalars) -> _Part:
         """Returns the states of those parameters that were ever updated."""
         states = update.states
         slots = [slot for slot, known in enumerate(scalars) if known is not None and name in states.state_names(slot)]
-        elements = states.elements(name) if name in states.slots else None
-        return _Part(update.store, elements, states.dtype_of(name), slots)
+        held = self._gathered_flats.states_map(update, name)
+        return _Part(update.store, held, slots, self._cells(update.store, states.everywhere[name]))
 
     def _kind(self, unit: Unit, name: str, parts: Sequence[_Part], families: Mapping[Family, int]) -> ShardedStates:
         tensors, flats = [], []
         places = {item.name: place for place, item in enumerate(unit.own)}
         for part in parts:
-            flat, paged = part.flat, part.paged
-            parameters, segments = self._laid(flat, name)
+            flat, held, parameters = part.flat, part.held, part.held.specs()
             given = flat.binding.parameters
             whole = {slot: self._original_of(given[slot]) if name == PARAMETERS else None for slot in part.slots}
             for slot, original in whole.items():
                 spec = parameters[slot]
-                dtype = part.dtype if original is None else original.dtype
+                dtype = held.dtype if original is None else original.dtype
                 tensors.append(
                     (
                         (families[flat.layout.family], spec.group, places[spec.name]),
                         (spec.name, dtype, spec.whole_shape),
                     )
                 )
+            if held.elements is None:
+                continue
             paged_segments, outside = [], []
-            for segment in segments:
+            for segment in held.segments(flat.communicator.rank):
                 if segment.parameter not in whole:
                     continue
                 original = whole[segment.parameter]
@@ -214,31 +217,19 @@ class AllShardedStates:
                 else:
                     values = original.reshape(-1).narrow(0, segment.parameter_start, segment.numel)
                     outside.append((parameters[segment.parameter], segment.parameter_start, values))
-            if paged is not None:
-                flats.append(ShardedFlat(paged, parameters, paged_segments, outside, self._cells(flat, name)))
+            flats.append(ShardedFlat(held.elements, parameters, paged_segments, outside, part.cells))
         tensors.sort(key=itemgetter(0))
         return ShardedStates(unit.name, name, [tensor for _, tensor in tensors], flats)
 
-    def _laid(self, flat: FlatStore, kind: str) -> tuple[Sequence[ParameterSpec], Sequence[Segment]]:
-        """Returns a flat's parameters, with the shapes of this kind of their states, and the segments of these
-        states."""
-        specs = [slot.spec for slot in flat.layout.slots]
-        update = self._gathered_flats.update_of(flat)
-        if kind == PARAMETERS or update is None or not update.states.traits.whole:
-            return specs, self._gathered_flats.segments(flat)
-        shapes = [update.states.own_shape(kind, slot) for slot in range(len(specs))]
-        own = [dataclasses.replace(spec, shape=shape or spec.shape) for spec, shape in zip(specs, shapes, strict=True)]
-        return own, update.states.state_segments(kind)
-
-    def _cells(self, flat: FlatStore, kind: str) -> Sequence[int] | None:
+    def _cells(self, flat: FlatStore, states: StateLayout | None = None) -> Sequence[int] | None:
+        """Returns the cells of a flat's weights, or of some of its optimizer states."""
         update = self._gathered_flats.update_of(flat)
         if update is None or not update.states.traits.whole:
             return None
-        cuts = chunk_bounds_of(flat.layout, chunk_numel(self._gathered_flats.allocator.page_size))
-        if kind == PARAMETERS:
+        cuts = chunk_bounds_of(flat.layout, chunk_numel(self._gathered_flats.pages.allocator.page_size))
+        if states is None:
             return cuts.starts
-        layout = update.states.layouts[kind]
-        stretches = [layout.stretch(start, cuts.length(place)) for place, start in enumerate(cuts.starts)]
+        stretches = [states.stretch(start, cuts.length(place)) for place, start in enumerate(cuts.starts)]
         return [start for start, numel in stretches if numel]
 
 

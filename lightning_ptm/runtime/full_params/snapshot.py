@@ -96,7 +96,7 @@ class Snapshot:
         buffers: page_io.PageIOBuffers,
         failed: Callable[[], None] | None = None,
     ) -> None:
-        self._allocator = allocator
+        self._pages = page_io.PageIO(allocator)
         self._buffers = buffers
         self._failed = failed
 
@@ -117,7 +117,7 @@ class Snapshot:
         raised, in either thread."""
         for part in self._parts.values():
             claims = self._claims(part.paged)
-            for start, values in page_io.chosen(self._allocator, part.paged, claims, self._buffers):
+            for start, values in self._pages.stream(part.paged, claims, self._buffers):
                 self._put(part, start, values)
         with self._changed:
             # The updater's thread may be copying the last ones.
@@ -147,11 +147,11 @@ class Snapshot:
                 if self._claim(part.paged, start):
                     numel = min(self._at_once[part.paged.id], part.paged.numel - start)
                     self._put(part, start, page_io.elements_of(part.paged, values, numel).cpu())
-            except Exception:
-                return  # I3
             except BaseException as error:
+                # Also an error before `_put`, as of a copy to RAM: the cell is COPYING, and `copy_all` waits for it.
                 self.fail(error)
-                raise
+                if not isinstance(error, Exception):
+                    raise
 
     def _claim(self, paged: Elements, start: int) -> bool:
         """Returns whether the caller is to copy the cell; waits while the other thread copies it."""

@@ -1,1 +1,1 @@
-"""Gradients of flats: in `.grad`, in pages, and accumulated in RAM."""
+"""Gradients of flats: their state, their pages, and what `.grad` shows."""

@@ -7,8 +7,7 @@ until when:
 * **in pages** (all others): at the end of a unit's backward, its gradients are copied into a full flat, reduced to this
   rank's shard and added to the sum of earlier micro-batches, and `.grad` is dropped.
 
-The contents of `.grad`, and the user's changes to it, belong to grad_attribute.py; the pages belong to
-gradient_shard.py.
+The contents of `.grad`, and the user's changes to it, belong to view.py; the pages belong to store.py.
 
 I1: a gradient is in exactly one place: an operation that runs out of pages (CapacityError) has changed nothing and may
     be retried.
@@ -20,13 +19,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from lightning_ptm.errors import CapacityError, InternalError
-from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Waits
-from lightning_ptm.runtime.gradients.grad_attribute import GradAttribute
-from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
-from lightning_ptm.runtime.gradients.gradient_shard import GradientShard
+from lightning_ptm.errors import CapacityError, InternalError, UsageError
+from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Until, Waits
+from lightning_ptm.runtime.gradients.state import COLLECTED, SUMS, GradEvent, GradientRecord, GradientState
+from lightning_ptm.runtime.gradients.store import GradientShard
+from lightning_ptm.runtime.gradients.view import GradView
 from lightning_ptm.runtime.units.store import FlatStore
 from lightning_ptm.update.gradient_source import GradientSource, ParameterGradients, ShardGradient, Transform
 
@@ -36,8 +33,7 @@ if TYPE_CHECKING:
     from lightning_ptm.memory.streams import ComputeStream
     from lightning_ptm.memory.transfer import Transfer
     from lightning_ptm.planning.sharding import ShardGroup
-    from lightning_ptm.runtime.gradients.gradient_pages import PageSupply
-    from lightning_ptm.runtime.gradients.host_accumulate import Addition, HostAccumulator
+    from lightning_ptm.runtime.gradients.store import Addition, HostAccumulator, InFlight, PageSupply
 
 
 class FlatGradient:
@@ -48,6 +44,7 @@ class FlatGradient:
         route: where the gradient waits.
         sharing: the ranks that share the gradient.
         supply: source of the gradient pages; not used if the gradient waits in `.grad`.
+        in_flight: the run's gradients that are in flight.
         in_ram: adds gradients of a device to sums in RAM; None: the device has no memory of its own.
         stream: the run's compute stream; None: the current one.
         before_change, release_idle_units: see `GradientShard`.
@@ -60,6 +57,7 @@ class FlatGradient:
         allocator: Allocator,
         sharing: ShardGroup,
         supply: PageSupply,
+        in_flight: InFlight,
         in_ram: HostAccumulator | None = None,
         stream: ComputeStream | None = None,
         *,
@@ -71,20 +69,20 @@ class FlatGradient:
         self._allocator = allocator
         self._sharing = sharing
         self.in_place = route.waits is Waits.IN_GRAD
+        self._has_gaps = store.layout.padded_numel != sum(slot.numel for slot in store.layout.slots)
+        self.record = GradientRecord(f"flat {store.layout.index}", len(store.layout.slots))
         self.shard = GradientShard(
             store,
             route,
+            self.record,
             allocator,
             supply,
+            in_flight,
             in_ram,
             before_change=before_change,
             release_idle_units=release_idle_units,
         )
-        self._content = self.shard.content
-        self.grad_attribute = GradAttribute(store, route, self.shard, sharing, allocator.backend, stream)
-        # state
-        self.stepped = False
-        """Whether a step has used the gradient, which stays until it is forgotten (`outlives_step`)."""
+        self.view = GradView(store, route, self.record, self.shard, sharing, allocator.backend, stream)
 
     def reserve(self) -> None:
         """Takes the gradient pages, if this flat's gradient waits in pages between steps."""
@@ -95,8 +93,13 @@ class FlatGradient:
 
     @property
     def any(self) -> bool:
-        """Whether any parameter of the flat has a gradient."""
-        return any(self.grad_attribute.present())
+        """Whether any parameter of the flat has a gradient that no update of this step has got."""
+        return (not self.in_place and self.record.state in COLLECTED) or any(self.view.uncollected())
+
+    @property
+    def handed(self) -> bool:
+        """Whether an update of the step in progress has got the gradient."""
+        return self.record.state is GradientState.HANDED
 
     def waits_for_step(self, *, used_are_forgotten: bool) -> bool:
         """Whether a gradient that no step has used is in pages, or on its way there.
@@ -105,13 +108,10 @@ class FlatGradient:
             used_are_forgotten: a used gradient in pages is forgotten before the next backward pass or step, so it does
                 not count.
         """
-        if self.in_place or self.grad_attribute.used.any or self.grad_attribute.is_forgotten or not self.any:
+        if self.in_place or self.view.used or self.view.is_forgotten or not self.any:
             return False
-        return not (used_are_forgotten and self.stepped and not any(self.grad_attribute.uncollected()))
-
-    def step_has_used(self) -> None:
-        """Records that a step has used the gradient, which stays until it is forgotten."""
-        self.stepped = self.any
+        stepped = self.record.state is GradientState.STEPPED and not any(self.view.uncollected())
+        return not (used_are_forgotten and stepped)
 
     @property
     def bytes(self) -> int:
@@ -131,21 +131,12 @@ class FlatGradient:
         Raises:
             UsageError: several ranks share the gradient, or a step has used it.
         """
-        grad_attribute = self.grad_attribute
-        grad_attribute.used.check_forgotten()
-        if self.in_place:
-            return
-        grad_attribute.apply_edits(stay=True)
-        given = grad_attribute.assigned()
-        if given:
-            shown = grad_attribute.set_aside(given)
-            try:
-                self.collect()
-            except CapacityError:  # no plan counts gradients that users assign
-                self.shard.settle()
-                self.shard.release_idle_units()
-                self.collect()
-            grad_attribute.show_set_aside(shown)
+        self.view.check_forgotten()
+        if not self.in_place:
+            self.view.apply_edits(stay=True)
+            if self.view.assigned():
+                self._check_not_handed()
+                self.view.apply_assigned()
 
     def collect(self, present: Sequence[bool] | None = None) -> None:
         """Moves the gradients from the parameters to the pages at the end of the unit's backward.
@@ -155,19 +146,19 @@ class FlatGradient:
         Args:
             present: which parameters have a gradient on any rank; by default, those that have one here.
         """
-        self.grad_attribute.hide()
+        self.view.hide()
         if self.in_place:
             return
-        self.grad_attribute.check_dense()
-        here = self.grad_attribute.uncollected()
+        self.view.check_dense()
+        here = self.view.uncollected()
         present = here if present is None else present
         if not any(present):
             return
-        self.stepped = False
+        self._check_not_handed()
         self.shard.settle()
         layout, pages = self.store.layout, self.shard.reserve()
         if self._sharing.needs_no_reduction and pages.tier.computes:
-            self.shard.add_on_device(self.grad_attribute.take)
+            self.shard.add_on_device(self.view.take)
             return
         full = self.shard.take("full gradient", layout.padded_numel)
         other: PagedTensor | None = None
@@ -180,55 +171,47 @@ class FlatGradient:
         except CapacityError:
             self._allocator.release(full)
             raise
-        self._lay_out(full.tensor(), here)
-        self.grad_attribute.drop()
-        self._content.add_present(present)
+        if not all(here) or self._has_gaps:
+            full.tensor().zero_()  # zeros for gaps, padding, and parameters without a gradient here
+        self.view.lay_out(full.tensor())
+        self.view.drop()
         communicator, divisor = self.store.communicator, self._sharing.divisor
         if other is None:  # an expert of this rank alone: its gradient covers the tokens of all ranks already
             communicator.reduce_scatter(full.tensor(), full.tensor(), layout, divisor).wait()
-            self.shard.add(full, so_far)
+            self.shard.add(full, so_far, present)
             return
         work = communicator.reduce_scatter(full.tensor(), other.tensor(), layout, divisor)
-        self.shard.reduction_started(work, full, other)
+        self.shard.reduction_started(work, full, other, present)
+
+    def _check_not_handed(self) -> None:
+        if self.handed:
+            raise UsageError(
+                f"gradients arrived for {self.store.layout.slots[0].spec.name} and the parameters that are updated with "
+                "it after their update of this step had begun, in the backward pass of the loss, so they would be lost; "
+                "run that backward pass before, or after the optimizer's step"
+            )
 
     def add_up(self, slot: int) -> None:
         """Adds a parameter's `.grad` to the pages before autograd computes a further gradient of the same pass.
 
         Does nothing if the pages hold no gradient and the sum has no wider dtype: then autograd adds in `.grad`.
         """
-        gradient = self.store.binding.parameters[slot].grad
-        if gradient is None or isinstance(gradient, GradPlaceholder) or not (self._content.filled or self.shard.widens):
+        gradient = self.view.gradients()[slot]
+        if gradient is None or not (self.record.state in SUMS or self.shard.widens):
             return
-        self.stepped = False
         self.shard.add_to_slot(slot, gradient)
-        self.grad_attribute.take(slot)
-
-    def _lay_out(self, full: Tensor, here: Sequence[bool]) -> None:
-        if not all(here) or full.numel() != sum(slot.numel for slot in self.store.layout.slots):
-            full.zero_()  # zeros for gaps, padding, and parameters without a gradient here
-        binding, partial_sums = self.store.binding, self.grad_attribute.partial_sums
-        for slot, grad in enumerate(binding.gradients()):
-            sum_ = partial_sums[slot]
-            grad = None if isinstance(grad, GradPlaceholder) else grad  # a placeholder left by an earlier step
-            if sum_ is not None:
-                binding.arrangement.view(full, slot).copy_(sum_ if grad is None else sum_.add_(grad))
-            elif grad is not None:
-                binding.arrangement.view(full, slot).copy_(grad)
+        self.view.take(slot)
 
     # -- using ---------------------------------------------------------------------------------------------------------
 
     def source(self) -> GradientSource:
         """The gradient as the update reads it; transfers into the pages (`transfers`) may still run."""
         if self.in_place:
-            return ParameterGradients(self.store.binding.arrangement.in_orders(self._in_grad()))
+            return ParameterGradients(self.store.binding.arrangement.in_orders(self.view.gradients()))
         self.shard.finish_reduction()
-        if self.shard.pages is None or not self._content.filled:
+        if self.shard.pages is None or self.record.state not in SUMS:
             raise InternalError(f"flat {self.store.layout.index} has no gradient to update with")
-        return ShardGradient(self.shard.pages, tuple(self._content.present))
-
-    def _in_grad(self) -> list[Tensor | None]:
-        gradients = self.store.binding.gradients()
-        return [grad if here else None for grad, here in zip(gradients, self.grad_attribute.uncollected(), strict=True)]
+        return ShardGradient(self.shard.pages, tuple(self.record.present))
 
     def detach(self) -> tuple[GradientSource, Sequence[Transfer | Addition], Callable[[], None]]:
         """Gives the gradient away: nothing of it stays here.
@@ -237,8 +220,9 @@ class FlatGradient:
             The gradient, the transfers that it still waits for, and a function that returns its pages.
         """
         source = self.source()
+        self.hand_over()
         if isinstance(source, ParameterGradients):
-            self.hand_over()
+            self.drop_handed()
             return source, (), _nothing
         return source, self.shard.transfers(), partial(self.shard.return_pages, self.shard.give_away())
 
@@ -247,10 +231,12 @@ class FlatGradient:
         self.shard.settle()
         source = self.source()
         if isinstance(source, ParameterGradients):
-            copies = [None if gradient is None else gradient.clone() for gradient in self._in_grad()]
+            copies = [None if gradient is None else gradient.clone() for gradient in self.view.gradients()]
+            self.hand_over()
             return ParameterGradients(self.store.binding.arrangement.in_orders(copies)), (), _nothing
         copy, transfer = self.shard.copy()
-        present = tuple(self._content.present)
+        self.hand_over()
+        present = tuple(self.record.present)
         return ShardGradient(copy, present), (transfer,), partial(self.shard.return_pages, copy)
 
     def used(self) -> None:
@@ -259,22 +245,44 @@ class FlatGradient:
             self.shard.use_up()
 
     def hand_over(self) -> None:
+        """Records that an update of the step in progress has got the gradient."""
+        self.record.send(GradEvent.HAND, self.view.uncollected() if self.in_place else None)
+
+    def drop_handed(self) -> None:
         """Drops `.grad` once a job holds the gradients, so that their memory is free when the job ends."""
         if self.in_place:
-            self._content.spend_uncollected(self.grad_attribute.uncollected())
-            self.grad_attribute.drop()
+            self.view.drop()
+
+    def step_ends(self, *, clipped: bool, scratch: bool) -> None:
+        """Records that the step in progress is over: it has used what its update got.
+
+        Args:
+            clipped: the update has changed its copy of the gradient.
+            scratch: the optimizer's class has changed a copy of the gradient.
+        """
+        if self.record.state is not GradientState.HANDED:
+            return
+        if self.route.until is Until.CLEARED and not scratch:
+            self.record.send(GradEvent.KEEP)
+        else:
+            self.view.retire(clipped=clipped, scratch=scratch)
+
+    def give_up_step(self) -> None:
+        """Records that the step in progress is given up or left out; what its update got was applied."""
+        if self.record.state is GradientState.HANDED:
+            self.record.send(GradEvent.GIVE_UP)
 
     def transform_(self, how: Transform) -> None:
         """Applies a transform to the gradients in place."""
         if self.in_place:
             self.shard.before_change()
-            for gradient in self._in_grad():
+            for gradient in self.view.gradients():
                 if gradient is not None:
                     how.apply_(gradient)
             return
         with self.shard.changing() as values:
             how.apply_(values)
-        self.grad_attribute.refresh()
+        self.view.refresh()
 
     def zero(self) -> None:
         """Sets all gradients in pages to zero; the caller overwrites those in `.grad`."""
@@ -282,19 +290,16 @@ class FlatGradient:
             self.shard.before_change()
             return
         self.shard.settle()
-        for sum_ in self.grad_attribute.partial_sums:
-            if sum_ is not None:
-                sum_.zero_()
-        if self._content.filled:
-            self.grad_attribute.apply_edits(stay=False)
+        self.view.zero_sums()
+        if self.record.state in SUMS:
+            self.view.apply_edits(stay=False)
             with self.shard.changing() as values:
                 values.zero_()
 
     def clear(self) -> None:
         """Forgets all gradients (zero_grad, or the update has used them)."""
-        self.stepped = False
         self.shard.settle()
-        self.grad_attribute.forget()
+        self.view.forget()
 
 
 def _nothing() -> None:

@@ -153,13 +153,23 @@ class Heap:
         """
         try:
             yield
-        except CapacityError:
-            raise
         except (MemoryError, RuntimeError, OSError, ValueError) as error:
-            first = error.__cause__ if isinstance(error, AngelPTMError) else error
-            if first is None or not self._ceiling.refused(first):
+            refused = self.refused(error, doing)
+            if refused is None:
                 raise
-            raise CapacityError(self._lacking(doing, first)) from error
+            raise refused from error
+
+    def refused(self, error: BaseException, doing: str) -> CapacityError | None:
+        """Returns the CapacityError that takes the place of an error: that of an allocation which the ceiling has refused.
+
+        Args:
+            doing: the activity that the error names, such as "the backward pass".
+        """
+        first = error.__cause__ if isinstance(error, AngelPTMError) else error
+        known = isinstance(error, (MemoryError, RuntimeError, OSError, ValueError))
+        if not known or isinstance(error, CapacityError) or first is None or not self._ceiling.refused(first):
+            return None
+        return CapacityError(self._lacking(doing, first))
 
     def _put_ceiling(self, free: int) -> None:
         left = (free + free_swap_bytes()) // self._ranks_here - self._pending_page_bytes()

@@ -74,6 +74,7 @@ _DOING = {
 }
 ANY_TOGETHER = sum(Together)
 """All of these flags."""
+_NOT_ALIKE = OTHER_NUMBER | UNLIKE
 
 _AS_MANY_BATCHES = (
     "give all of them as many training batches (a DistributedSampler(drop_last=True), or limit_train_batches of the "
@@ -100,7 +101,14 @@ class Barriers:
 
     def __init__(self, communicator: Communicator, participate: Callable[[Decision], None], teams: RankTeams) -> None:
         self._communicator = communicator
-        self.agreement = Agreement(communicator.exchange, participate, communicator.rank, teams, self._explained)
+        self.agreement = Agreement(
+            communicator.exchange,
+            participate,
+            communicator.rank,
+            teams,
+            self._explained,
+            alone=communicator.alone,
+        )
         self.failed = False
         """Whether the run has failed: this rank starts no collective any more. Set by `fail`."""
         self._differences = ""
@@ -211,8 +219,10 @@ class Barriers:
         number = int.from_bytes(blake2b(deed.encode(), digest_size=5).digest(), "big")
         seen = self.agreement.reach(Boundary(TOGETHER + number, what | flags))
         self._iterations_since = 0
-        self._check_same_reason(seen, what, str(what))
-        self._check_alike(seen)
+        if seen & ANY_TOGETHER & ~what:
+            self._check_same_reason(seen, what, str(what))
+        if seen & _NOT_ALIKE:
+            self._check_alike(seen)
         if seen & DIFFERENT and what is Together.TRAINING_STEP:
             self.agreement.give_up(
                 "optimizers have other hyper-parameters on another rank, and each rank updates its part of the states with "
@@ -309,7 +319,8 @@ class Barriers:
             RankError: ranks of a tensor group have exchanged different things.
         """
         seen = self.agreement.reach(Boundary(self._iterations_since * 2 * STEP_ENDS + position, flags))
-        self._check_alike(seen)
+        if seen & _NOT_ALIKE:
+            self._check_alike(seen)
         return seen
 
     def reach_step(self, position: int) -> None:
@@ -318,7 +329,9 @@ class Barriers:
         Raises:
             RankError: other ranks are at a barrier for something else.
         """
-        self._check_same_reason(self.reach(position), 0, "is in an optimizer step")
+        seen = self.reach(position)
+        if seen & ANY_TOGETHER:
+            self._check_same_reason(seen, 0, "is in an optimizer step")
 
 
 def _differences(values: Sequence[Mapping[str, str]]) -> str:

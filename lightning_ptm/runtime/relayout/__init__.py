@@ -1,1 +1,1 @@
-"""Re-layout: model states of an engine that has ended, moved to the pages of the next one."""
+"""Where the elements of flats are; model states of an engine that has ended, moved to the pages of the next one."""

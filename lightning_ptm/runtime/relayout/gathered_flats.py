@@ -1,6 +1,9 @@
-"""Full values of flats: the shards of all ranks gathered, and broadcast to ranks that hold none of the flat.
+"""Where the elements of a run's flats are, and their full values: the shards of all ranks gathered.
 
-Owns nothing. Handles one flat at a time, so that no more than one unit exists whole in addition to the pages.
+A `ShardMap` says which ranges of which parameters are where in one tensor of a flat, on every rank that shares the flat.
+The tensor holds compute parameters, master weights, or optimizer states of one name. Saving, loading and re-layout move
+elements by it. `GatheredFlats` returns the maps of a run, and gathers flats one at a time, so that no more than one unit
+exists whole in addition to the pages. Owns nothing.
 
 I1: a rank that does not hold a unit (an expert of another rank) gets its values from the first rank that holds it;
 slices of tensor parallelism come from the first rank that holds the same slice. Every method that returns full values
@@ -10,14 +13,18 @@ I2: the precise value of a parameter is its master weight where there is one, el
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ptm.runtime.tensors import page_io
-from lightning_ptm.runtime.tensors.page_io import Elements
+from lightning_ptm.errors import InternalError
+from lightning_ptm.planning.layout import FlatLayout, ParameterSpec
+from lightning_ptm.planning.reshard_moves import ShardRange
+from lightning_ptm.runtime.tensors.page_io import Elements, PageIO
 from lightning_ptm.runtime.units.store import FlatStore, UnitStore
 from lightning_ptm.update.flat_states import Segment, shard_segments
 
@@ -25,10 +32,97 @@ if TYPE_CHECKING:
     from lightning_ptm.comm import Communicator, Communicators
     from lightning_ptm.memory.allocator import Allocator
     from lightning_ptm.memory.paged_tensor import PagedTensor
-    from lightning_ptm.planning.layout import FlatLayout
     from lightning_ptm.planning.sharding import ModelSharding
     from lightning_ptm.runtime.units.binding import FlatBinding
     from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
+    from lightning_ptm.update.flat_states import OwnShapes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ShardMap:
+    """The place of each parameter in one tensor of a flat.
+
+    Attributes:
+        flat: the layout, as this rank has it.
+        ranks: the ranks that share it, in the order of their pieces.
+        keys: by slot, the id of the parameter.
+        dtype: dtype of the elements.
+        elements: this rank's shard; None if it has no elements.
+        own: shapes of states whose shapes differ from the parameters'.
+    """
+
+    flat: FlatLayout
+    ranks: tuple[int, ...]
+    keys: tuple[int, ...]
+    dtype: torch.dtype
+    elements: Elements | None
+    own: OwnShapes | None = None
+
+    def segments(self, rank: int) -> Sequence[Segment]:
+        """Returns the ranges of parameters in the shard of a rank; `rank` is its index among those that share the
+        flat."""
+        flat, own = self.flat.of(rank), self.own
+        if own is None:
+            return shard_segments(flat, rank)
+        return [
+            Segment(place, own.starts[place] - own.shares[rank], 0, math.prod(shape), ragged=False)
+            for place, _ in flat.whole_slots()
+            if (shape := own.shapes[place]) is not None
+        ]
+
+    def specs(self) -> list[ParameterSpec]:
+        """Returns the flat's parameters, with the shapes of the elements in this tensor."""
+        found, own = [slot.spec for slot in self.flat.slots], self.own
+        if own is None:
+            return found
+        return [
+            spec if shape is None else dataclasses.replace(spec, shape=shape)
+            for spec, shape in zip(found, own.shapes, strict=True)
+        ]
+
+    def stretches(self) -> Iterator[ShardRange]:
+        """Yields the ranges of all ranks, rank by rank, in the order of each shard."""
+        for rank in range(len(self.ranks)):
+            for each in self.segments(rank):
+                yield ShardRange(self.keys[each.parameter], each.parameter_start, each.numel, rank, each.start)
+
+    def of_parameters(self) -> dict[int, list[ShardRange]]:
+        """Returns the ranges of each parameter, in its order, by key."""
+        found: dict[int, list[ShardRange]] = {}
+        for each in self.stretches():
+            found.setdefault(each.parameter, []).append(each)
+        for stretches in found.values():
+            stretches.sort(key=lambda each: each.first)
+        return found
+
+    def shape(self, key: int) -> tuple[int, ...]:
+        """Returns the shape of the states of a parameter (or of its slice), as the ranks that share the flat have
+        it."""
+        place = self.keys.index(key)
+        own = None if self.own is None else self.own.shapes[place]
+        return self.flat.slots[place].spec.shape if own is None else own
+
+    def stride(self, key: int) -> tuple[int, ...] | None:
+        """Returns the strides of a parameter whose elements are not stored row by row; None for one stored row by
+        row."""
+        return None if self.own is not None else self.flat.slots[self.keys.index(key)].spec.stride
+
+    def here(self) -> Elements:
+        """Returns this rank's elements, which other ranks or the new layout need."""
+        if self.elements is None:
+            raise InternalError(
+                f"flat {self.flat.unit}/{self.flat.index} has no elements on this rank, and some are to be moved from "
+                "it"
+            )
+        return self.elements
+
+
+def geometry(flat: FlatLayout, keys: Sequence[int]) -> tuple[object, ...]:
+    """Returns what two flats have in common if their shards hold the same elements at the same offsets on every
+    rank."""
+    slots = tuple((slot.start, slot.numel, slot.spec.stride, slot.spec.box) for slot in flat.slots)
+    pieces = (flat.world_size, flat.piece_numel, flat.stripes, flat.tail_piece_numel, flat.shares, flat.rank)
+    return tuple(keys), slots, pieces, flat.dtype, flat.code
 
 
 class GatheredFlats:
@@ -48,7 +142,7 @@ class GatheredFlats:
         flats: Sequence[Sequence[FlatUpdate]],
         holders: ModelSharding,
     ) -> None:
-        self.allocator = allocator
+        self.pages = PageIO(allocator)
         self.communicator = communicators.world
         self.stores = stores
         self.holders = holders
@@ -101,10 +195,28 @@ class GatheredFlats:
         master = self.master(flat)
         return flat.values.nbytes + (0 if master is None else master.nbytes)
 
-    def segments(self, flat: FlatStore) -> Sequence[Segment]:
-        """Returns the ranges of parameters in this rank's shard of a flat."""
-        update = self.update_of(flat)
-        return update.states.segments if update is not None else shard_segments(flat.layout, flat.communicator.rank)
+    # -- maps ---------------------------------------------------------------------------------------------------------
+
+    def precise_map(self, flat: FlatStore) -> ShardMap:
+        """Returns the map of a flat's precise values (I2)."""
+        home = self.precise_home(flat)
+        return self._map(flat, home, home.dtype)
+
+    def values_map(self, flat: FlatStore) -> ShardMap:
+        """Returns the map of a flat's compute parameters."""
+        return self._map(flat, flat.values, flat.values.dtype)
+
+    def states_map(self, update: FlatUpdate, name: str) -> ShardMap:
+        """Returns the map of the optimizer states of one name of a flat."""
+        states = update.states
+        elements = states.elements(name) if name in states.slots else None
+        return self._map(update.store, elements, states.dtype_of(name), states.everywhere[name].own)
+
+    def _map(
+        self, flat: FlatStore, elements: Elements | None, dtype: torch.dtype, own: OwnShapes | None = None
+    ) -> ShardMap:
+        keys = tuple(map(id, flat.binding.parameters))
+        return ShardMap(flat.layout, self.holders.of_flat(flat.layout).ranks, keys, dtype, elements, own)
 
     # -- broadcasts ---------------------------------------------------------------------------------------------------
 
@@ -135,31 +247,25 @@ class GatheredFlats:
 
     # -- values -------------------------------------------------------------------------------------------------------
 
-    def whole(self, flat: FlatStore, paged: Elements) -> Tensor:
-        """Returns a flat's values from the shards of all ranks, on the CPU: (padded_numel,). `paged`: this rank's
-        shard."""
-        shard = self.read(paged)
+    def whole(self, flat: FlatStore, held: ShardMap) -> Tensor:
+        """Returns all elements of a tensor of a flat from the shards of all ranks, on the CPU: (padded_numel,), or those of
+        states whose shapes differ from the parameters'."""
         if not flat.layout.shared:
-            return shard
+            return self.read(held.here())
         device = flat.binding.device  # where the collectives' backend works
-        full = torch.empty(flat.layout.padded_numel, dtype=shard.dtype, device=device)
-        flat.communicator.all_gather(shard.to(device), full, flat.layout).wait()
-        return full.cpu()
-
-    def whole_states(self, update: FlatUpdate, name: str) -> Tensor:
-        """Returns the states of one name of a flat from all ranks, on the CPU."""
-        flat, layout, paged = update.store, update.states.everywhere[name], update.states.slots.get(name)
-        if layout.own is None or not flat.layout.shared:
-            return self.whole(flat, update.states.elements(name))
-        device = flat.binding.device
-        full = torch.empty(layout.own.shares[-1], dtype=layout.dtype, device=device)
-        share = None if paged is None else self.read(paged).to(device)
-        flat.communicator.gather_shares(share, full, layout.own.shares).wait()
+        shard = None if held.elements is None else self.read(held.elements).to(device)
+        if held.own is not None:
+            full = torch.empty(held.own.shares[-1], dtype=held.dtype, device=device)
+            flat.communicator.gather_shares(shard, full, held.own.shares).wait()
+        else:
+            assert shard is not None
+            full = torch.empty(flat.layout.padded_numel, dtype=shard.dtype, device=device)
+            flat.communicator.all_gather(shard, full, flat.layout).wait()
         return full.cpu()
 
     def read(self, paged: Elements) -> Tensor:
         """Returns the values of paged elements, on the CPU."""
-        return page_io.read(self.allocator, paged)
+        return self.pages.read(paged)
 
 
 def flats_of(store: UnitStore) -> Iterator[tuple[FlatBinding, FlatStore | None]]:

@@ -16,7 +16,7 @@ from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.reused_extents import ReusedExtents, frames_of
 from lightning_ptm.planning.inventory import Lifetime, Row, What, pages_of
 from lightning_ptm.runtime.deciding.state_tensors import Column, columns
-from lightning_ptm.runtime.relayout.shard_map import geometry
+from lightning_ptm.runtime.relayout.gathered_flats import geometry
 from lightning_ptm.terms import Tier
 
 if TYPE_CHECKING:
@@ -56,34 +56,34 @@ def reused_tensors(
         handed: the previous engine's state.
         optimizers: the new engine's.
     """
-    allocator = handed.allocator
-    if tuple(disk_paths) != handed.disk_paths or allocator.page_size != blueprint.layout.page_size:
+    allocator, pools = handed.allocator, blueprint.pool_bytes
+    tier = next((tier for tier in blueprint.budget if not tier.addressable and pools[tier]), None)
+    if tier is None or tuple(disk_paths) != handed.disk_paths or allocator.page_size != blueprint.layout.page_size:
         return ReusedTensors()
     numbers = [next((at for at, old in enumerate(handed.optimizers) if old is each), None) for each in optimizers]
+    rows = {what: blueprint.inventory.of_flats(what) for what in _OF_FLATS}
     found: dict[tuple[What, int], Sequence[PagedTensor | None]] = {}
     for flat in blueprint.layout.flats:
         by_name = {item.name: id(item.parameter) for item in blueprint.units[flat.unit].parameters}
         old = handed.flats.get(geometry(flat, [by_name[slot.spec.name] for slot in flat.slots]))
-        kept = columns(blueprint, flat.index) if old is not None else ()
-        for what in _OF_FLATS if old is not None else ():
-            rows = blueprint.inventory.of_flats(what).get(flat.index, [])
-            of_rows = [column for column in kept if column.what is what]
-            found[what, flat.index] = [
-                _same(row, _old(old, column, numbers)) for row, column in zip(rows, of_rows, strict=True)
-            ]
+        if old is None:
+            continue
+        kept = columns(blueprint, flat.index)
+        for what in _OF_FLATS:
+            of_rows = zip(
+                rows[what].get(flat.index, ()), (column for column in kept if column.what is what), strict=True
+            )
+            found[what, flat.index] = [_same(row, _old(old, column, numbers)) for row, column in of_rows]
     kept_tensors = [tensor for each in found.values() for tensor in each if tensor is not None]
-    for tier in (tier for tier in blueprint.budget if not tier.addressable and blueprint.pool_bytes[tier]):
-        more = _more_pages(blueprint, tier, found, kept_tensors, lambda _: True)
-        if blueprint.pool_bytes[tier] + more * blueprint.layout.page_size > blueprint.budget[tier]:
-            break
-        at_once = _more_pages(blueprint, tier, found, kept_tensors, lambda row: row.lifetime is Lifetime.RUN)
-        read = [each for each in handed.tensors() if each not in kept_tensors and not each.tier.addressable]
-        return ReusedTensors(allocator.reusable_extents(kept_tensors, read), found, {tier: more}, {tier: at_once})
-    return ReusedTensors()
+    more = _more_pages(blueprint, tier, found, kept_tensors, lambda _: True)
+    if pools[tier] + more * blueprint.layout.page_size > blueprint.budget[tier]:
+        return ReusedTensors()
+    at_once = _more_pages(blueprint, tier, found, kept_tensors, lambda row: row.lifetime is Lifetime.RUN)
+    read = [each for each in handed.tensors() if each not in kept_tensors and not each.tier.addressable]
+    return ReusedTensors(allocator.reusable_extents(kept_tensors, read), found, {tier: more}, {tier: at_once})
 
 
-def _old(old: PreviousFlat | None, column: Column, numbers: Sequence[int | None]) -> PagedTensor | None:
-    assert old is not None
+def _old(old: PreviousFlat, column: Column, numbers: Sequence[int | None]) -> PagedTensor | None:
     if column.what is What.STATES:
         number = None if column.optimizer is None else numbers[column.optimizer]
         tensor, layout = (None, None) if number is None else old.states.get((number, column.name), (None, None))

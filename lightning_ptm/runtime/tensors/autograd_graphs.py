@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -68,7 +68,8 @@ def refuse_derivative(unit: str) -> NoReturn:
 
 
 def double_backward() -> UsageError:
-    """Returns the error for a backward pass with `create_graph=True`."""
+    """Returns the error for a backward pass with `create_graph=True`: its hooks run with grad mode on, which is off in other
+    passes (a recomputed forward turns it on for itself)."""
     return UsageError(
         "backward with create_graph=True (double backward) was started; a unit's parameters may be released "
         "before the second pass reads them, so this is refused; use torch.autograd.grad without "
@@ -76,36 +77,33 @@ def double_backward() -> UsageError:
     )
 
 
-def refuse_double_backward() -> None:
-    """Raises UsageError if the present backward pass has `create_graph=True`."""
-    # Gradients run with grad mode off unless create_graph is set (a recomputed forward turns it on for itself).
-    if torch.is_grad_enabled():
-        raise double_backward()
-
-
-def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
-    """Yields all tensors in nested lists, tuples, dicts, dataclasses and other objects except modules; unwraps functorch
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns all tensors in nested lists, tuples, dicts, dataclasses and other objects except modules; unwraps functorch
     tensors."""
-    if isinstance(value, Tensor):
-        while is_wrapped_by_transform(value):
-            value = unwrapped(value)
-        yield value
-        return
-    seen = {} if seen is None else seen
-    if isinstance(value, _OPAQUE) or id(value) in seen:
-        return
-    seen[id(value)] = value  # keeps the object alive, so that its id is not reused
-    items: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        items = value.values()
-    elif isinstance(value, (list, tuple)):
-        items = value
-    elif dataclasses.is_dataclass(value):
-        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    elif hasattr(value, "__dict__"):
-        items = tuple(vars(value).values())
-    for item in items:
-        yield from tensors_in(item, seen)
+    found: list[Tensor] = []
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that their ids are not reused
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor):
+            while is_wrapped_by_transform(value):
+                value = unwrapped(value)
+            found.append(value)
+            continue
+        if isinstance(value, _OPAQUE) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        items: Iterable[Any] = ()
+        if isinstance(value, Mapping):
+            items = value.values()
+        elif isinstance(value, (list, tuple)):
+            items = value
+        elif dataclasses.is_dataclass(value):
+            items = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        elif hasattr(value, "__dict__"):
+            items = vars(value).values()
+        left.extend(reversed(tuple(items)))
+    return found
 
 
 class OwnHook(partial[Any]):
@@ -136,8 +134,11 @@ def run_before_output_hooks(tensor: Tensor, key: int) -> None:
 
 def nodes_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """Returns the graph nodes of non-leaf tensors and of their bases."""
-    bases = (base_of(tensor) for tensor in tensors)
-    return tuple(each.grad_fn for each in (*tensors, *bases) if each is not None and each.grad_fn is not None)
+    found = []
+    for each in (*tensors, *map(base_of, tensors)):
+        if each is not None and each.grad_fn is not None:
+            found.append(each.grad_fn)
+    return tuple(found)
 
 
 def exit_nodes(outputs: Sequence[Tensor], began: int, known: Sequence[Any], inside: frozenset[int]) -> tuple[Any, ...]:

@@ -259,13 +259,6 @@ class FlatBinding:
         with torch.DisableTorchFunctionSubclass():
             return list(map(_grad_of, self.parameters))
 
-    def take_gradient(self, slot: int) -> Tensor | None:
-        """Returns `.grad` of the parameter of `slot`, and sets it to None."""
-        with torch.DisableTorchFunctionSubclass():
-            parameter = self.parameters[slot]
-            gradient, parameter.grad = parameter.grad, None
-        return gradient
-
     def bind(self, full: Tensor) -> None:
         """Makes the parameters views of `full`, a 1-D tensor of at least padded_numel elements."""
         if self._base is not None:
@@ -483,6 +476,15 @@ class FlatBinding:
                     self._check_parameter(slot)
                 self._check_shape(slot)
         return found
+
+    @property
+    def resized(self) -> bool:
+        """Whether the user has given a parameter another shape."""
+        with torch.DisableTorchFunctionSubclass():
+            for slot, parameter in enumerate(self.parameters):
+                if parameter.shape != self._sizes[slot]:
+                    return True
+        return False
 
     def give_up_resized(self, whole: Tensor | None = None) -> dict[str, nn.Parameter]:
         """Gives up the parameters that the user has resized, and returns them by name; new parameters take their slots.

@@ -33,9 +33,8 @@ class KnownParameters:
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
         self._module = module
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._held = list(_places(module))  # keeps the objects alive, so that their ids are not reused
-        self._known = _ids(self._held)
-        known = {id(parameter) for _, parameter in self._held}
+        self._held = _places(module)  # keeps the objects alive, so that their ids are not reused
+        known = {id(parameter) for _, parameter in self._held.values()}
         in_groups = chain.from_iterable(group["params"] for each in optimizers for group in each.param_groups)
         self.strangers: list[Tensor] = [parameter for parameter in in_groups if id(parameter) not in known]
 
@@ -50,19 +49,17 @@ class KnownParameters:
 
     def changed(self) -> bool:
         """Whether a parameter, or a module with parameters, was added, removed or exchanged since set-up."""
-        return _ids(_places(self._module)) != self._known
+        return _places(self._module).keys() != self._held.keys()
 
 
-def _places(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yields (module, parameter) for each parameter of each module; tied parameters once per module."""
+def _places(module: nn.Module) -> dict[tuple[int, int], tuple[nn.Module, nn.Parameter]]:
+    """Returns (module, parameter), by their ids, for each parameter of each module; tied parameters once per module."""
+    found = {}
     for each in module.modules():
         for parameter in parameters_in(each).values():
             if parameter is not None:
-                yield each, parameter
-
-
-def _ids(places: Iterable[tuple[nn.Module, nn.Parameter]]) -> set[tuple[int, int]]:
-    return {(id(module), id(parameter)) for module, parameter in places}
+                found[id(each), id(parameter)] = each, parameter
+    return found
 
 
 def overlap(module: nn.Module, changing: Iterable[Tensor]) -> tuple[str, str] | None:

@@ -430,7 +430,7 @@ def contiguous_device_pages(allocator: Allocator, name: str, numel: int, dtype: 
     """
     tensor = allocator.allocate(name, numel, dtype, Tier.DEVICE)
     if not tensor.is_contiguous:
-        pages = len(tensor.pages)
+        pages = len(tensor.pages.frames)
         allocator.release(tensor)
         raise CapacityError(
             f"{name} needs {pages} contiguous device pages and the free ones are scattered; other units are released "

@@ -70,15 +70,13 @@ class Clipping:
             if flat.gradient.route.clips_in_place and scale is None:
                 flat.gradient.transform_(how)
             else:
-                flat.gradient.grad_attribute.clip_later()
-        if any(flat.gradient.grad_attribute.clipped_later for flat in flats):
+                flat.gradient.view.clip_later()
+        if any(flat.gradient.view.clipped_later for flat in flats):
             self._clips[optimizer] = dataclasses.replace(before, then=(*before.then, how))
 
     def _pending(self, optimizer: int) -> Transform:
         """The clips that an optimizer's gradients still need."""
-        waiting = any(
-            flat.gradient.grad_attribute.clipped_later for _, flat in self._updates.groups.flats_of(optimizer)
-        )
+        waiting = any(flat.gradient.view.clipped_later for _, flat in self._updates.groups.flats_of(optimizer))
         return self._clips.get(optimizer, NO_TRANSFORM) if waiting else NO_TRANSFORM
 
     def unscale(self, optimizer: int, scale: LossScale) -> None:
@@ -119,7 +117,7 @@ class Clipping:
                 part = shard_power(
                     flat.states,
                     _reader(flat),
-                    flat.gradient.grad_attribute.present(),
+                    flat.gradient.view.present(),
                     norm_type=norm_type,
                     dtype=dtype,
                     transform=_so_far(flat, unscale, clips),
@@ -135,8 +133,7 @@ class Clipping:
             if not flat.gradient.any:
                 continue
             if flat.gradient.in_place:
-                binding = flat.store.binding
-                gradients = binding.arrangement.in_orders([parameter.grad for parameter in binding.parameters])
+                gradients = flat.store.binding.arrangement.in_orders(flat.gradient.view.gradients())
                 found.append(greatest([each for each in gradients if each is not None]))
             else:
                 found.append(greatest([flat.gradient.shard.on_device()]))
@@ -148,7 +145,7 @@ class Clipping:
     def _of_parameters(
         self, flat: FlatUpdate, norm_type: float, unscale: Tensor | None, clips: Transform, order: dict[int, int]
     ) -> list[tuple[int, Tensor]]:
-        present = flat.gradient.grad_attribute.present()
+        present = flat.gradient.view.present()
         norms = parameter_norms(
             flat.states,
             _reader(flat),
@@ -171,8 +168,7 @@ def _reader(flat: FlatUpdate) -> GradientReader:
     """A flat's gradient for a short read; `_done_reading` must follow."""
     if not flat.gradient.in_place:
         return TensorGradient(flat.gradient.shard.on_device())
-    binding = flat.store.binding
-    return ParameterGradients(binding.arrangement.in_orders([parameter.grad for parameter in binding.parameters]))
+    return ParameterGradients(flat.store.binding.arrangement.in_orders(flat.gradient.view.gradients()))
 
 
 def _done_reading(flat: FlatUpdate) -> None:
@@ -182,7 +178,7 @@ def _done_reading(flat: FlatUpdate) -> None:
 
 def _so_far(flat: FlatUpdate, unscale: Tensor | None, clips: Transform) -> Transform:
     """The transform that the update would apply now, without further clips."""
-    return dataclasses.replace(clips if flat.gradient.grad_attribute.clipped_later else NO_TRANSFORM, unscale=unscale)
+    return dataclasses.replace(clips if flat.gradient.view.clipped_later else NO_TRANSFORM, unscale=unscale)
 
 
 def _dtype(flat: FlatUpdate) -> torch.dtype:

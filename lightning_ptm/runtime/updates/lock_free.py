@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.memory.paged_tensor import PagedTensor
-from lightning_ptm.planning.chunk_bounds import chunk_bounds_of
+from lightning_ptm.planning.chunks import chunk_bounds_of
+from lightning_ptm.runtime.deciding.gradient_route import Until
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.runtime.updates.flat_counters import FlatCounters
@@ -110,7 +111,7 @@ class LockFreeUpdates(UpdateScheduler):
     def _update(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
         # A step's gradients stay until zero_grad where the user may use them again.
         gradient = flat.gradient
-        source, after, discard = gradient.duplicate() if gradient.route.outlives_step else gradient.detach()
+        source, after, discard = gradient.duplicate() if gradient.route.until is Until.CLEARED else gradient.detach()
         place = self._place_of[id(flat)]
         if self.versions.staleness(place) > self.versions.bound:
             # There was no forward since the last step: with a bound of 0 each step must be an update of its own.

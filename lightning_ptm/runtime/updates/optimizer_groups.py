@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_ptm.update.flat_states import FlatStates
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class FlatUpdate:
     """A trainable flat as one optimizer updates it: parameters, gradients and master states.
 
@@ -36,15 +36,6 @@ class FlatUpdate:
     gradient: FlatGradient
     states: FlatStates
     optimizer: int
-    done_this_step: bool = False
-
-    def begin_step(self) -> None:
-        """Notes that the next step has not updated the flat yet."""
-        self.done_this_step = False
-
-    def note_done(self) -> None:
-        """Notes that the flat's update of this step has been submitted."""
-        self.done_this_step = True
 
 
 class OptimizerGroups:
@@ -56,8 +47,11 @@ class OptimizerGroups:
     """
 
     def __init__(self, flats: Sequence[Sequence[FlatUpdate]], optimizers: Sequence[Optimizer]) -> None:
-        self._flats = flats
         self.optimizers = list(optimizers)
+        self._flats_of: list[list[tuple[int, FlatUpdate]]] = [
+            [(unit, flat) for unit in reversed(range(len(flats))) for flat in flats[unit] if flat.optimizer == index]
+            for index in range(len(optimizers))
+        ]
         self._members = [_members(optimizer) for optimizer in optimizers]
         """Members of each optimizer's groups, as the flats' states know them."""
 
@@ -76,14 +70,9 @@ class OptimizerGroups:
         """The parameters in pages that an optimizer updates."""
         return [parameter for _, flat in self.flats_of(optimizer) for parameter in flat.store.binding.parameters]
 
-    def flats_of(self, optimizer: int) -> list[tuple[int, FlatUpdate]]:
+    def flats_of(self, optimizer: int) -> Sequence[tuple[int, FlatUpdate]]:
         """(unit, flat) of an optimizer, last unit first: the order in which the backward computes gradients."""
-        return [
-            (unit, flat)
-            for unit in reversed(range(len(self._flats)))
-            for flat in self._flats[unit]
-            if flat.optimizer == optimizer
-        ]
+        return self._flats_of[optimizer]
 
     def follow(self, optimizer: int, finish_all: Callable[[], None]) -> None:
         """Assigns parameters that were moved between groups since the last step to their new group (I1).

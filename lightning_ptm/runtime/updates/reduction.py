@@ -23,7 +23,7 @@ import torch
 from lightning_ptm.comm import Agreement, NeededCollective
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError, UsageError
-from lightning_ptm.runtime.gradients.host_accumulate import UNITS_AHEAD
+from lightning_ptm.runtime.gradients.store import InFlight
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.terms import Operation
 
@@ -40,6 +40,7 @@ class Reduction:
     Args:
         flats: trainable flats, by unit; one that several optimizers update may occur once for each.
         agreement: ranks agree on reductions through it.
+        in_flight: the run's gradients that are in flight.
         release_idle_units: frees device pages of gathered units that are not in use.
     """
 
@@ -47,10 +48,16 @@ class Reduction:
         self,
         flats: Sequence[Sequence[FlatUpdate]],
         agreement: Agreement,
+        in_flight: InFlight,
         release_idle_units: Callable[[], None],
     ) -> None:
         self._flats = [list({id(flat.gradient): flat for flat in of_unit}.values()) for of_unit in flats]
+        self._in_grad = [all(flat.gradient.in_place for flat in of_unit) for of_unit in self._flats]
+        """For each unit, whether all its gradients stay in `.grad`."""
+        self._shared = [any(flat.store.layout.shared for flat in of_unit) for of_unit in self._flats]
+        """For each unit, whether ranks share a flat of it."""
         self._agreement = agreement
+        self._in_flight = in_flight
         self._release_idle_units = release_idle_units
 
         self._scattered: set[int] = set()
@@ -60,12 +67,10 @@ class Reduction:
         self._postponed: list[int] = []
         """Units whose gradients may be waiting in `.grad`, in the order in which a step reduces them.
 
-        Equal on all ranks, except for experts.
+        Agreed on by all ranks, except for experts, and so not what the gradients of this rank would show.
         """
         self._in_step = False
         """Whether the step is reducing what is left: inside `collect_postponed`."""
-        self._collected: list[FlatUpdate] = []
-        """Flats whose gradients were collected, and which may hold device pages that they no longer need."""
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
@@ -75,7 +80,7 @@ class Reduction:
             yield
         finally:
             if self._postponing:
-                self._postponed = [unit for unit in reversed(range(len(self._flats))) if self._flats[unit]]
+                self._postponed = [unit for unit in reversed(range(len(self._flats))) if not self._in_grad[unit]]
             self._postponing = False
 
     def collect(self, unit: int) -> None:
@@ -83,25 +88,24 @@ class Reduction:
         flats = self._flats[unit]
         if self._postponing:
             for flat in flats:
-                flat.gradient.grad_attribute.postpone()
+                flat.gradient.view.postpone()
             return
-        if all(flat.gradient.in_place for flat in flats):
+        if self._in_grad[unit]:
             return
-        self._limit_additions_in_flight()
-        if not any(flat.store.layout.shared for flat in flats):
+        self._in_flight.limit_additions()
+        if not self._shared[unit]:
             self._no_longer_postponed(unit)
             for flat in flats:
                 self._with_room(flat.gradient.collect)
-            self._collected += flats
             return
-        missing = not all(all(flat.gradient.grad_attribute.uncollected()) for flat in flats)
+        missing = not all(all(flat.gradient.view.uncollected()) for flat in flats)
         flag = _MISSING * missing | _LAST * self._in_step
         decision = self._agreement.request(NeededCollective(Operation.REDUCE, unit, flag))
         if not self._postponed_to_step(decision):
             self._reduce(decision)
             return
         for flat in flats:
-            flat.gradient.grad_attribute.postpone()
+            flat.gradient.view.postpone()
 
     def add_up(self, unit: int, parameter: torch.Tensor) -> None:
         """Adds a parameter's `.grad` to its pages, before autograd computes another gradient of it in the same pass."""
@@ -130,7 +134,7 @@ class Reduction:
 
     def take_part(self, decision: Decision) -> None:
         """Takes part in another rank's reduction of a unit whose backward has not ended here, or never will."""
-        self._limit_additions_in_flight()
+        self._in_flight.limit_additions()
         if not self._postponed_to_step(decision):
             self._reduce(decision)
 
@@ -141,21 +145,6 @@ class Reduction:
             return False
         self._scattered.add(unit)
         return True
-
-    def reclaim(self, wait: bool) -> bool:
-        """Releases device pages of gradients that have reached their home. Returns whether any page was freed.
-
-        Args:
-            wait: also waits for gradients in flight.
-        """
-        if wait:
-            freed = [flat.gradient.shard.give_back(wait=True) for flats in self._flats for flat in flats]
-            return any(freed)
-        if not self._collected:  # the usual case at a tick
-            return False
-        freed = [flat.gradient.shard.give_back(wait=False) for flat in self._collected]
-        self._collected = [flat for flat in self._collected if flat.gradient.shard.in_flight]
-        return any(freed)
 
     def begin_step(self) -> None:
         """Begins the gradients of the next step."""
@@ -184,7 +173,7 @@ class Reduction:
         if not decision.unanimous:
             self._scattered.add(unit)
         if decision.flags & _MISSING or not decision.unanimous:
-            here = [each for flat in flats for each in flat.gradient.grad_attribute.uncollected()]
+            here = [each for flat in flats for each in flat.gradient.view.uncollected()]
             # the flat that most ranks share, so that all holders take part
             most = max(flats, key=lambda flat: flat.store.layout.world_size)
             used = most.store.communicator.all_reduce(torch.tensor(here, dtype=torch.int64), maximum=True).tolist()
@@ -195,15 +184,6 @@ class Reduction:
                 start += count
         for index, flat in enumerate(flats):
             self._with_room(partial(flat.gradient.collect, None if present is None else present[index]))
-        self._collected += flats
-
-    def _limit_additions_in_flight(self) -> None:
-        """Waits for additions in RAM if the host is too many units ahead of the device."""
-        adding = [flat for flat in self._collected if flat.gradient.shard.adds_in_ram]
-        ahead = [*dict.fromkeys(flat.store.layout.unit for flat in adding)][-UNITS_AHEAD:]
-        for flat in adding:
-            if flat.store.layout.unit not in ahead:
-                flat.gradient.shard.settle()
 
     def _no_longer_postponed(self, unit: int) -> None:
         if unit in self._postponed:
@@ -214,8 +194,6 @@ class Reduction:
             act()
         except CapacityError:
             # Gradients of earlier units may still be in flight, and gathered units can be released.
-            for flats in self._flats:
-                for flat in flats:
-                    flat.gradient.shard.settle()
+            self._in_flight.settle()
             self._release_idle_units()
             act()

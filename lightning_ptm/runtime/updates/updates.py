@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.errors import UsageError
 from lightning_ptm.planning.update_order import first_to_wait_for
+from lightning_ptm.runtime.deciding.gradient_route import Until
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate, OptimizerGroups
 from lightning_ptm.update.flat_states import FlatStates
@@ -87,7 +88,7 @@ class UpdateScheduler(abc.ABC):
     def arm(self, optimizer: Optimizer) -> None:
         """Updates units as their backward ends, until the step, unless routes leave the update to the step."""
         index = self.groups.index_of(optimizer)
-        if not any(flat.gradient.route.outlives_backward for _, flat in self.groups.flats_of(index)):
+        if all(flat.gradient.route.until is Until.BACKWARD for _, flat in self.groups.flats_of(index)):
             self._armed = _Armed(index)
 
     @property
@@ -106,8 +107,7 @@ class UpdateScheduler(abc.ABC):
             armed.hyper = self._checked(armed.optimizer, ready[0])
         for flat in ready:
             self._begin(unit, flat, armed.hyper, Transform())
-            flat.gradient.hand_over()
-            flat.note_done()
+            flat.gradient.drop_handed()
         self._handed_over()
 
     # -- step ----------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class UpdateScheduler(abc.ABC):
             self.groups.follow(optimizer, self.finish_all)
         self._check_missing(optimizer)
         for _, flat in self.groups.flats_of(optimizer):
-            flat.gradient.grad_attribute.check_not_edited()
+            flat.gradient.view.check_not_edited()
         if hyper is None:
             first = next((flat for _, flat in reversed(self.groups.flats_of(optimizer)) if flat.gradient.any), None)
             hyper = None if first is None else self._checked(optimizer, first)
@@ -136,14 +136,15 @@ class UpdateScheduler(abc.ABC):
         self._in_step = True
         # First unit first: the next forward reads it first.
         for unit, flat in reversed(self.groups.flats_of(optimizer)):
-            if flat.done_this_step:
-                flat.begin_step()
-            elif flat.gradient.any:
+            if not flat.gradient.handed and flat.gradient.any:
                 assert hyper is not None
                 # A gradient clipped in place needs no more clipping, but its loss scale may still have to be removed.
-                clips = flat.gradient.grad_attribute.clipped_later
+                clips = flat.gradient.view.clipped_later
                 self._begin(unit, flat, hyper, transform if clips else Transform(unscale=transform.unscale))
         self._stepped(optimizer)
+        for _, flat in self.groups.flats_of(optimizer):
+            scratch = flat.states.traits.writes_gradient
+            flat.gradient.step_ends(clipped=not transform.is_identity, scratch=scratch)
         self.steps_taken += 1
         self._in_step = self._torn = False
 
@@ -156,33 +157,36 @@ class UpdateScheduler(abc.ABC):
         hyper = snapshot(self.groups.optimizers[optimizer], flat.states.traits, self._number_of_step())
         known = self._tried.get(optimizer)
         if known is None or _differ(known, hyper):
-            for shadow, states, group, scalars in self._kinds_of(optimizer):
+            for shadow, states, group, scalars, slots in self._kinds_of(optimizer):
                 dtype = states.master.dtype if states.master is not None else getattr(torch, states.flat.dtype)
-                shadow.check(hyper, group, scalars, torch.empty(0, dtype=dtype, device=states.traits.device))
+                like = torch.empty(0, dtype=dtype, device=states.traits.device)
+                shadow.check(hyper, group, scalars, slots, like)
             self._tried[optimizer] = hyper
         return hyper
 
-    def _kinds_of(self, optimizer: int) -> Iterator[tuple[ShadowOptimizer, FlatStates, int, ScalarState | None]]:
+    def _kinds_of(
+        self, optimizer: int
+    ) -> Iterator[tuple[ShadowOptimizer, FlatStates, int, ScalarState | None, tuple[str, ...]]]:
         """Yields each kind of parameter of an optimizer.
 
-        A kind is a shadow optimizer, the states of one such flat, a group, and the scalar states.
+        A kind is a shadow optimizer, the states of one such flat, a group, the scalar states, and the names of the slots.
         """
-        found = set[tuple[int, int, int]]()
+        found = set[tuple[int, int, int, tuple[str, ...]]]()
         for _, flat in self.groups.flats_of(optimizer):
             shadow = self._shadow_in(self._trials, flat)
             for index, group in enumerate(flat.states.groups):
                 if group is None or not flat.states.owns(index):
                     continue
-                scalars = flat.states.scalars(index)
-                if (id(shadow), group, id(scalars)) not in found:
-                    found.add((id(shadow), group, id(scalars)))
-                    yield shadow, flat.states, group, scalars
+                scalars, slots = flat.states.scalars(index), flat.states.state_names(index)
+                if (id(shadow), group, id(scalars), slots) not in found:
+                    found.add((id(shadow), group, id(scalars), slots))
+                    yield shadow, flat.states, group, scalars, slots
 
     def _begin(self, unit: int, flat: FlatUpdate, hyper: GroupValues, transform: Transform) -> None:
         self._first_under_way |= id(flat) not in self._updated
         self._updated.add(id(flat))
-        present = flat.gradient.grad_attribute.present()
-        flat.store.binding.values_change(slot for slot, here in enumerate(present) if here)
+        present = flat.gradient.view.present()
+        flat.store.binding.values_change([slot for slot, here in enumerate(present) if here])
         self._update(unit, flat, hyper, transform)
 
     def settle_first(self) -> None:
@@ -197,10 +201,10 @@ class UpdateScheduler(abc.ABC):
     def _check_missing(self, optimizer: int) -> None:
         """Checks flats without any gradient: they are not updated, which some optimizers do not support."""
         flats = [flat for _, flat in self.groups.flats_of(optimizer)]
-        missing = [flat for flat in flats if not (flat.done_this_step or flat.gradient.any)]
+        missing = [flat for flat in flats if not (flat.gradient.handed or flat.gradient.any)]
         if len(missing) < len(flats):
-            for flat in (each for each in flats if not each.done_this_step and each.states.traits.every_gradient):
-                check_every_gradient(flat.states, flat.gradient.grad_attribute.present())
+            for flat in (each for each in flats if not each.gradient.handed and each.states.traits.every_gradient):
+                check_every_gradient(flat.states, flat.gradient.view.present())
         elif flats and flats[0].states.traits.group_slots:
             # The optimizer's class also counts steps that update nothing.
             snapshot(self.groups.optimizers[optimizer], flats[0].states.traits)
@@ -208,7 +212,7 @@ class UpdateScheduler(abc.ABC):
     @property
     def in_mid_step(self) -> bool:
         """Whether only some flats have had an update of the current step."""
-        return self._in_step or any(flat.done_this_step for flats in self._flats for flat in flats)
+        return self._in_step or any(flat.gradient.handed for flats in self._flats for flat in flats)
 
     @property
     def torn(self) -> bool:
@@ -222,7 +226,7 @@ class UpdateScheduler(abc.ABC):
         """
         for flats in self._flats:
             for flat in flats:
-                if flat.done_this_step:
+                if flat.gradient.handed:
                     name = type(self.groups.optimizers[flat.optimizer]).__name__
                     raise UsageError(
                         f"{flat.store.layout.slots[0].spec.name} was updated during the backward pass, in place of "
@@ -234,7 +238,7 @@ class UpdateScheduler(abc.ABC):
         """Skips the step (inf or NaN under a loss scale)."""
         self._armed = None
         for _, flat in self.groups.flats_of(optimizer):
-            flat.begin_step()
+            flat.gradient.give_up_step()
 
     def abandon(self) -> None:
         """Ends the step in progress after the iteration has failed."""
@@ -243,7 +247,7 @@ class UpdateScheduler(abc.ABC):
         self._in_step = False
         for flats in self._flats:
             for flat in flats:
-                flat.begin_step()
+                flat.gradient.give_up_step()
 
     def shadow(self, flat: FlatUpdate) -> ShadowOptimizer:
         """The shadow optimizer that updates a flat."""
@@ -319,10 +323,13 @@ def _differ(known: GroupValues, now: GroupValues) -> bool:
     """
     if len(known.groups) != len(now.groups):
         return True
-    return any(
-        old.keys() != new.keys() or any(_value_differs(key, old[key], value) for key, value in new.items())
-        for old, new in zip(known.groups, now.groups, strict=True)
-    )
+    for old, new in zip(known.groups, now.groups, strict=True):
+        if old.keys() != new.keys():
+            return True
+        for key, value in new.items():
+            if old[key] is not value and _value_differs(key, old[key], value):
+                return True
+    return False
 
 
 def _value_differs(key: str, old: Any, new: Any) -> bool:
@@ -330,7 +337,7 @@ def _value_differs(key: str, old: Any, new: Any) -> bool:
         return False  # comparing device tensors would wait for the device
     if key in ("lr", "initial_lr") and isinstance(old, float | int) and isinstance(new, float | int):
         return bool(old) != bool(new)
-    return not (old is new or same_value(old, new))
+    return not same_value(old, new)
 
 
 class SynchronousUpdates(UpdateScheduler):
@@ -383,6 +390,7 @@ class SynchronousUpdates(UpdateScheduler):
         after, turn = (*flat.gradient.shard.transfers(), *store.reads()), self._turns[unit]
         job = UpdateJob(flat.states, self.shadow(flat), source, store.home, hyper, transform, after=after, turn=turn)
         self._pending.setdefault(unit, []).append(_Pending(self._updater.submit(job), flat))
+        flat.gradient.hand_over()
 
     def _handed_over(self) -> None:
         self._updater.pump()
@@ -414,10 +422,13 @@ class SynchronousUpdates(UpdateScheduler):
         return True
 
     def finish(self, unit: int) -> None:
-        for job in self._pending.pop(unit, ()):
-            self._updater.finish(job.handle)
-            job.flat.store.binding.values_have_changed()
-            job.flat.gradient.used()
+        jobs = self._pending.get(unit, [])
+        while jobs:  # a job stays pending until it is done, also if the wait is interrupted
+            self._updater.finish(jobs[0].handle)
+            jobs[0].flat.store.binding.values_have_changed()
+            jobs[0].flat.gradient.used()
+            del jobs[0]
+        self._pending.pop(unit, None)
 
     def finish_all(self) -> None:
         for unit in list(self._pending):

@@ -34,6 +34,16 @@ def test_a_pass_of_the_users_own_updates_nothing(disk: Path) -> None:
         assert not it.engine.stepping.in_mid_step
 
 
+def test_a_pass_of_the_loss_that_fails_has_ended(disk: Path) -> None:
+    with run(disk, **HOMES["masters on disk"]) as it:
+        it.engine.stepping.arm(it.optimizers[0])
+        loss = it.forward()
+        with pytest.raises(ArithmeticError), it.engine.backward():
+            raise ArithmeticError  # the caller catches it and runs a pass of its own
+        loss.backward()
+        assert not it.engine.stepping.in_mid_step
+
+
 def test_gradients_of_a_unit_that_was_not_called_are_refused(disk: Path) -> None:
     with run(disk, **HOMES["all on disk"]) as it:
         it.forward()

@@ -8,48 +8,43 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ptm.runtime.deciding.gradient_route import Waits, route
+from lightning_ptm.runtime.deciding.gradient_route import GradientUse, Passes, Until, Waits, route
 from lightning_ptm.terms import TIERS, Tier
 
-PLAIN: dict[str, Any] = {
-    "one_rank": True,
-    "sums": False,
-    "widens": False,
-    "lock_free": False,
-    "reduced_at_step": False,
-    "outlives_backward": False,
-    "outlives_step": False,
-}
 
-
-def waits(home: Tier = Tier.DEVICE, **differences: bool) -> Waits:
-    return route(home, torch.bfloat16, **{**PLAIN, **differences}).waits
+def waits(home: Tier = Tier.DEVICE, until: Until = Until.BACKWARD, **asked: Any) -> Waits:
+    return route(home, torch.bfloat16, GradientUse(until=until, **{"passes": Passes.AS_LEFT, **asked})).waits
 
 
 def test_where_it_waits() -> None:
+    copied = {"passes": Passes.COPIED}
     assert waits() is Waits.IN_GRAD
-    assert waits(outlives_backward=True) is Waits.IN_GRAD
+    assert waits(until=Until.STEP) is waits(until=Until.CLEARED) is Waits.IN_GRAD
     assert waits(lock_free=True) is Waits.IN_GRAD
-    assert waits(sums=True) is waits(one_rank=False) is Waits.PASSING
-    assert waits(Tier.HOST) is waits(Tier.DISK, one_rank=False) is Waits.FROM_FIRST
-    assert waits(Tier.HOST, outlives_backward=True) is waits(one_rank=False, outlives_backward=True) is Waits.KEPT
-    assert waits(Tier.HOST, lock_free=True, outlives_backward=True) is waits(sums=True, lock_free=True) is Waits.QUEUED
+    assert waits(**copied) is Waits.PASSING
+    assert waits(Tier.HOST) is waits(Tier.DISK, **copied) is Waits.FROM_FIRST
+    assert waits(Tier.HOST, Until.STEP) is waits(until=Until.CLEARED, **copied) is Waits.KEPT
+    assert waits(Tier.HOST, Until.STEP, lock_free=True) is waits(lock_free=True, **copied) is Waits.QUEUED
+
+
+USES = [
+    GradientUse(until=until, passes=passes, widens=widens, lock_free=lock_free, reduced_at_step=at_step)
+    for until, passes, widens, lock_free, at_step in itertools.product(Until, Passes, *[(False, True)] * 3)
+]
 
 
 @pytest.mark.parametrize("home", TIERS, ids=str)
-def test_every_combination(home: Tier) -> None:
-    for values in itertools.product((False, True), repeat=len(PLAIN)):
-        asked = dict(zip(PLAIN, values, strict=True))
-        found = route(home, torch.float32, **asked)
-        in_grad = asked["one_rank"] and home is Tier.DEVICE and not asked["sums"]
+def test_every_use(home: Tier) -> None:
+    for use in USES:
+        found = route(home, torch.float32, use)
+        in_grad = use.passes is Passes.AS_LEFT and home is Tier.DEVICE
         assert (found.waits is Waits.IN_GRAD) == in_grad
         assert found.tier is home and found.dtype is torch.float32
-        for name in ("reduced_at_step", "outlives_backward", "outlives_step"):
-            assert getattr(found, name) == asked[name]
-        assert found.adds_up_in_grad == (in_grad or asked["reduced_at_step"])
+        assert found.until is use.until and found.reduced_at_step == use.reduced_at_step
+        assert found.adds_up_in_grad == (in_grad or use.reduced_at_step)
         # The pages of what waits in `.grad`, or travels, are not its own.
-        own = not in_grad and not asked["lock_free"]
+        own = not in_grad and not use.lock_free
         assert found.own_pages is (home if own else None)
-        assert (found.waits is Waits.KEPT) == (own and asked["outlives_backward"])
+        assert (found.waits is Waits.KEPT) == (own and use.until is not Until.BACKWARD)
         assert found.waits is not Waits.PASSING or home is Tier.DEVICE
-        assert found.clips_in_place == (asked["outlives_step"] or (in_grad and not asked["widens"]))
+        assert found.clips_in_place == (use.until is Until.CLEARED or (in_grad and not use.widens))

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.config import format_bytes
-from lightning_ptm.memory.link_meters import LinkStats
+from lightning_ptm.memory.transfer import LinkStats
 from lightning_ptm.planning.fetch_policy import Lookups
 from lightning_ptm.planning.inventory import Lifetime
 from lightning_ptm.runtime.deciding.planner import make_plan

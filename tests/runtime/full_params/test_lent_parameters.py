@@ -1,15 +1,27 @@
-"""Parameters in the user's hands, on one rank, wherever the pages are. Several ranks: tests/ranks."""
+"""Parameters in the user's hands, on one rank, wherever the pages are. Several ranks: tests/ranks.
+
+Weights in the user's hands, of an engine that is driven by hand.
+
+Which parameters runs have trained: known by module and attribute, for as long as the module lives.
+"""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
 import torch
 from decided_by_hand import PAGE, Net
+from engine_by_hand import (
+    HOMES,
+    run,
+)
+from torch import nn
 from values_by_hand import MIXED, PLACES, Odd, assert_equal, copies, ids, run_of, values_of
 
-from lightning_ptm.errors import UsageError
+from lightning_ptm.errors import CapacityError, UsageError
+from lightning_ptm.runtime.full_params import lent_parameters
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 
 
@@ -114,3 +126,62 @@ def test_values_are_lent_for_a_checkpoint(disk: Path) -> None:
             made.lent_parameters.substituted(None),
         ):
             pass
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_edits_of_gathered_weights_are_trained_on(disk: Path, home: str) -> None:
+    with run(disk, **HOMES[home]) as it:
+        with it.engine.summon.gathered([it.module.blocks[0]]):
+            it.module.blocks[0].weight.data.fill_(7.0)
+        assert it.weights() == [0.5, 7.0, 3.0]
+        it.train()
+        assert it.weights()[1] != 7.0
+
+
+def test_what_ram_cannot_hold_whole_is_not_gathered(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with run(disk, **HOMES["all on disk"]) as it:
+        monkeypatch.setattr(lent_parameters, "free_host_bytes", lambda: 0)
+        refused = pytest.raises(CapacityError, match=r"the full weights of Chain take .* of RAM")
+        with refused, it.engine.summon.gathered([it.module]):
+            pass
+
+
+def test_what_a_run_has_trained_is_known_behind_it() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert lent_parameters.trained_in(model) == frozenset()
+    lent_parameters.note(model, {id(model[0].weight)})
+    lent_parameters.note(model, {id(model[1].bias)})
+    assert lent_parameters.trained_in(model) == {id(model[0].weight), id(model[1].bias)}
+    assert lent_parameters.trained_in(model[1]) == {id(model[1].bias)}
+
+
+def test_another_parameter_in_its_place_counts_as_trained() -> None:
+    layer = nn.Linear(2, 2)
+    lent_parameters.note(layer, {id(layer.weight)})
+    layer.weight = nn.Parameter(torch.zeros(3, 2))
+    assert lent_parameters.trained_in(layer) == {id(layer.weight)}
+    del layer.weight
+    assert id(layer.bias) not in lent_parameters.trained_in(layer)
+
+
+def test_tied_parameters_are_known_in_every_module() -> None:
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    two.weight = one.weight
+    lent_parameters.note(nn.ModuleList([one, two]), {id(one.weight)})
+    assert lent_parameters.trained_in(two) == {id(one.weight)}
+
+
+def test_a_module_that_is_gone_is_forgotten() -> None:
+    layer = nn.Linear(2, 2)
+    lent_parameters.note(layer, {id(layer.weight)})
+    known = len(lent_parameters._TRAINED)
+    del layer
+    gc.collect()
+    assert len(lent_parameters._TRAINED) < known
+
+
+def test_scripted_modules_are_known_too() -> None:
+    layer = torch.jit.script(nn.Linear(2, 2))
+    weight = next(layer.parameters())
+    lent_parameters.note(layer, {id(weight)})
+    assert lent_parameters.trained_in(layer) == {id(weight)}

@@ -25,7 +25,8 @@ def test_values_go_in_and_come_out(disk: Path, place: str, options: dict[str, An
     seen: list[int] = []
     with run_of(module, disk, place, **options) as made:
         made.take_over(keep_frozen=True, seen=seen.append)
-        assert sum(seen) == made.values.bytes_to_write()
+        flats = [flat for store in made.gathered_flats.stores for flat in store.flats]
+        assert sum(seen) == sum(map(made.gathered_flats.bytes_of_homes, flats))
         assert_equal(values_of(made), before)
         assert dict(made.gathered_flats.names()) == parameters
         resident = all(store.resident for store in made.stores)

@@ -14,6 +14,7 @@ from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.runtime.full_params.snapshot import Snapshot, SnapshotPart, stretches
+from lightning_ptm.runtime.tensors import page_io
 from lightning_ptm.runtime.tensors.page_io import PageIOBuffers
 from lightning_ptm.terms import Tier
 
@@ -178,6 +179,34 @@ def test_a_failure_is_told_where_all_are_taken(allocator: Allocator, by_updater:
         taking.snapshot.copy_all()
     taking.update(1, 1)
     assert taking.taken == ([(0, 1)] if by_updater else [(0, 0), (0, 1)])
+
+
+def test_values_that_cannot_be_copied_to_ram_fail_the_snapshot(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The updater has claimed the cell, so `copy_all` would wait for it for ever."""
+    taking = Taking(allocator)
+
+    def fail(*_: object) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(page_io, "elements_of", fail)
+        taking.update(0, 2)
+    assert taking.tensors[0].tensor()[2 * CELL].isnan()  # the update goes on
+    raised: list[BaseException] = []
+
+    def take() -> None:
+        try:
+            taking.snapshot.copy_all()
+        except RuntimeError as error:
+            raised.append(error)
+
+    taker = threading.Thread(target=take, daemon=True)
+    taker.start()
+    taker.join(WAIT_S)
+    assert not taker.is_alive()
+    assert [str(error) for error in raised] == ["out of memory"]
 
 
 def test_cells_of_their_own_are_taken_whole_whoever_takes_them(allocator: Allocator) -> None:

@@ -15,48 +15,44 @@ from torch import Tensor
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.sharding import Axis, ShardGroup
-from lightning_ptm.runtime.deciding.gradient_route import Waits, route
+from lightning_ptm.runtime.deciding.gradient_route import GradientUse, Passes, Until, Waits, route
 from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
-from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
-from lightning_ptm.runtime.gradients.gradient_pages import GradientPages
-from lightning_ptm.runtime.gradients.host_accumulate import HostAccumulator
+from lightning_ptm.runtime.gradients.store import GradientPages, HostAccumulator, InFlight
+from lightning_ptm.runtime.gradients.view import GradPlaceholder
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.gradient_source import ParameterGradients, ShardGradient, Transform
 
-PLACES: dict[str, tuple[Waits, Tier, dict[str, bool]]] = {
+PLACES: dict[str, tuple[Waits, Tier, dict[str, Any]]] = {
     "in .grad": (Waits.IN_GRAD, Tier.DEVICE, {}),
-    "kept on the device": (Waits.KEPT, Tier.DEVICE, {"sums": True, "outlives_backward": True}),
-    "kept in RAM": (Waits.KEPT, Tier.HOST, {"outlives_backward": True}),
-    "kept on disk": (Waits.KEPT, Tier.DISK, {"outlives_backward": True}),
+    "kept on the device": (Waits.KEPT, Tier.DEVICE, {"passes": Passes.COPIED, "until": Until.STEP}),
+    "kept in RAM": (Waits.KEPT, Tier.HOST, {"until": Until.STEP}),
+    "kept on disk": (Waits.KEPT, Tier.DISK, {"until": Until.STEP}),
     "from the first in RAM": (Waits.FROM_FIRST, Tier.HOST, {}),
     "from the first on disk": (Waits.FROM_FIRST, Tier.DISK, {}),
-    "passing": (Waits.PASSING, Tier.DEVICE, {"sums": True}),
+    "passing": (Waits.PASSING, Tier.DEVICE, {"passes": Passes.COPIED}),
     "travelling in RAM": (Waits.QUEUED, Tier.HOST, {"lock_free": True}),
     "travelling on disk": (Waits.QUEUED, Tier.DISK, {"lock_free": True}),
-    "sums in RAM": (Waits.KEPT, Tier.HOST, {"outlives_backward": True}),
+    "sums in RAM": (Waits.KEPT, Tier.HOST, {"until": Until.STEP}),
     "travelling sums": (Waits.QUEUED, Tier.HOST, {"lock_free": True}),
 }
 """Of sums: as a device's, what comes is added when somebody looks or waits."""
 IN_PAGES = [place for place in PLACES if place != "in .grad"]
-NOTHING = {
-    "sums": False,
-    "widens": False,
-    "lock_free": False,
-    "reduced_at_step": False,
-    "outlives_backward": False,
-    "outlives_step": False,
-}
+
+
+def use_of(**asked: Any) -> GradientUse:
+    """Of a gradient that one rank has, which is updated in the backward."""
+    return GradientUse(**{"until": Until.BACKWARD, "passes": Passes.AS_LEFT, **asked})
 
 
 class One:
     """The gradient of one flat: a weight and a bias that fill one page of fp32, of each rank."""
 
-    def __init__(self, made: Parts, place: str, dtype: torch.dtype, **asked: bool) -> None:
+    def __init__(self, made: Parts, place: str, dtype: torch.dtype, **asked: Any) -> None:
         waits, tier, questions = PLACES[place]
         self.parts = made
         (store,) = made.flats
-        one_rank = made.communicator.world_size == 1
-        chosen = route(tier, dtype, one_rank=one_rank, **{**NOTHING, **questions, **asked})
+        several = {"passes": Passes.COPIED} if made.communicator.world_size > 1 else {}
+        chosen = route(tier, dtype, use_of(**{**questions, **several, **asked}))
         assert chosen.waits is waits
         sets = [made.allocator.allocate("set", NUMEL, dtype, tier) for _ in range(2)] if "travel" in place else []
         self.travelling = GradientPages(sets)
@@ -64,19 +60,31 @@ class One:
         in_ram = HostAccumulator(CpuBackend()) if "sums" in place else None
         self.before_change: Callable[[], None] = lambda: None
         self.gradient = FlatGradient(
-            store, chosen, made.allocator, made.sharing, self.supply, in_ram, before_change=lambda: self.before_change()
+            store,
+            chosen,
+            made.allocator,
+            made.sharing,
+            self.supply,
+            InFlight(),
+            in_ram,
+            before_change=lambda: self.before_change(),
         )
         self.weight, self.bias = store.binding.parameters
         self.free = made.device_pages_free
 
     def backward(self, weight: float | None, bias: float | None) -> None:
         """As autograd leaves it, when the unit's backward has ended."""
-        self.gradient.grad_attribute.hide()
+        self.gradient.view.hide()
         for parameter, value in ((self.weight, weight), (self.bias, bias)):
             if value is not None:
                 new = torch.full(parameter.shape, value, dtype=parameter.dtype)
                 parameter.grad = new if parameter.grad is None else parameter.grad + new
         self.gradient.collect()
+
+    def step(self, *, clipped: bool = False, scratch: bool = False) -> None:
+        """A step whose update has got the gradient and has read it."""
+        self.gradient.hand_over()
+        self.gradient.step_ends(clipped=clipped, scratch=scratch)
 
     def values(self) -> list[float]:
         """Of the weight and the bias, in whatever place; all elements are alike."""
@@ -98,7 +106,7 @@ class One:
 
 @contextmanager
 def one(
-    place: str, disk: Path, *, dtype: torch.dtype = torch.float32, device_pages: int = 8, **asked: bool
+    place: str, disk: Path, *, dtype: torch.dtype = torch.float32, device_pages: int = 8, **asked: Any
 ) -> Iterator[One]:
     with parts(OnePage(), (), disk=disk if "disk" in place else None, device_pages=device_pages) as made:
         yield One(made, place, dtype, **asked)
@@ -114,9 +122,9 @@ def test_gradients_of_several_passes_add_up_where_they_wait(disk: Path, place: s
     with one(place, disk) as it:
         assert not it.gradient.any
         it.backward(1.0, None)
-        assert list(it.gradient.grad_attribute.present()) == [True, False] and it.gradient.any
+        assert list(it.gradient.view.present()) == [True, False] and it.gradient.any
         it.backward(2.0, 5.0)
-        assert list(it.gradient.grad_attribute.present()) == [True, True] and it.values() == [3.0, 5.0]
+        assert list(it.gradient.view.present()) == [True, True] and it.values() == [3.0, 5.0]
         own = it.gradient.route.own_pages is Tier.DEVICE
         assert it.taken == own
         assert (it.weight.grad is None) == (it.bias.grad is None) == (not it.gradient.in_place)  # I3
@@ -128,11 +136,11 @@ def test_gradients_of_several_passes_add_up_where_they_wait(disk: Path, place: s
 def test_what_one_of_several_ranks_holds_whole_is_the_mean_over_their_losses(disk: Path, place: str) -> None:
     with one(place, disk) as it:
         (store,), sharing = it.parts.flats, ShardGroup((Axis.DATA,), (0,), losses=8, scaled_by=2)
-        it.gradient = FlatGradient(store, it.gradient.route, it.parts.allocator, sharing, it.supply)
+        it.gradient = FlatGradient(store, it.gradient.route, it.parts.allocator, sharing, it.supply, InFlight())
         it.backward(1.0, 8.0)
         it.backward(3.0, None)
         assert it.values() == [1.0, 2.0]
-        it.gradient.grad_attribute.show()
+        it.gradient.view.show()
         with pytest.raises(UsageError, match="on several ranks each rank has only its shard of the gradient"):
             grad(it.weight).sum()
 
@@ -145,9 +153,9 @@ def test_sums_of_16_bits_are_fp32(disk: Path, place: str) -> None:
         _, tier, questions = PLACES[place]
         numel = flat.layout.shard_numel
         sets = [made.allocator.allocate("set", numel, torch.float32, tier)] if "travel" in place else []
-        chosen = route(tier, torch.float32, one_rank=True, **{**NOTHING, **questions, "sums": True})
+        chosen = route(tier, torch.float32, use_of(**{**questions, "passes": Passes.COPIED}))
         supply = GradientPages(sets).supply(numel, torch.float32) if sets else made.supply(flat, chosen)
-        gradient = FlatGradient(flat, chosen, made.allocator, made.sharing, supply)
+        gradient = FlatGradient(flat, chosen, made.allocator, made.sharing, supply, InFlight())
         it.gradient, (it.weight, it.bias), it.parts = gradient, flat.binding.parameters, made
         for value in (256.0, 1.0, 1.0):
             it.backward(value, value)
@@ -171,7 +179,7 @@ def test_cleared_gradients_are_gone_and_the_next_ones_start_anew(disk: Path, pla
         it.gradient.clear()
         assert not it.gradient.any and it.weight.grad is None is it.bias.grad
         it.backward(4.0, None)
-        assert it.values() == [4.0, 0.0] and list(it.gradient.grad_attribute.present()) == [True, False]
+        assert it.values() == [4.0, 0.0] and list(it.gradient.view.present()) == [True, False]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -180,10 +188,15 @@ def test_pages_of_passing_gradients_alone_are_given_back_when_they_are_used(disk
         it.backward(1.0, 2.0)
         before = it.taken
         it.gradient.used()
+        assert it.taken == before, "no update has got it"
+        it.gradient.hand_over()
+        it.gradient.used()
         passing = it.gradient.route.waits is Waits.PASSING
         assert (it.gradient.shard.pages is None) == (passing or it.gradient.in_place)
-        assert it.gradient.any == (not passing) and it.taken == before - passing
+        assert it.taken == before - passing
         if passing:
+            it.gradient.step_ends(clipped=False, scratch=False)
+            it.gradient.clear()
             it.backward(4.0, 4.0)
             assert it.values() == [4.0, 4.0]
 
@@ -193,7 +206,24 @@ def test_what_was_handed_over_is_dropped_from_grad(disk: Path, place: str) -> No
     with one(place, disk) as it:
         it.backward(1.0, 2.0)
         it.gradient.hand_over()
-        assert it.weight.grad is None and it.gradient.any == (not it.gradient.in_place)
+        it.gradient.drop_handed()
+        assert it.weight.grad is None and it.gradient.handed and not it.gradient.any
+        it.gradient.clear()
+        assert it.gradient.handed, "its step is still to come"
+        with pytest.raises(InternalError, match="flat 0 is in state HANDED"):
+            it.gradient.hand_over()
+        it.gradient.give_up_step()
+        assert not it.gradient.handed and not it.gradient.any
+
+
+@pytest.mark.parametrize("place", IN_PAGES)
+def test_gradients_that_come_behind_the_update_of_their_step_are_refused(disk: Path, place: str) -> None:
+    with one(place, disk) as it:
+        it.backward(1.0, 2.0)
+        it.gradient.hand_over()
+        with pytest.raises(UsageError, match=r"gradients arrived for weight and .* after their update of this step"):
+            it.backward(1.0, 2.0)
+        assert grad(it.weight).eq(1).all()
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -228,6 +258,8 @@ def test_a_gradient_that_is_given_away_leaves_nothing(disk: Path, place: str) ->
         for transfer in after:
             transfer.wait(host=True)
         assert not it.gradient.any and it.gradient.shard.pages is None and it.weight.grad is None
+        it.gradient.step_ends(clipped=False, scratch=False)
+        it.gradient.clear()
         it.backward(4.0, 4.0)
         assert it.values() == [4.0, 4.0]
         if isinstance(source, ShardGradient):
@@ -315,7 +347,7 @@ def test_a_rank_without_gradients_gives_zeros(disk: Path) -> None:
     with of_two("kept in RAM", disk) as it:
         it.parts.communicator.theirs = torch.full((2 * NUMEL,), 3.0)
         it.gradient.collect([True, False])
-        assert list(it.gradient.grad_attribute.present()) == [True, False]
+        assert list(it.gradient.view.present()) == [True, False]
         assert it.gradient.shard.on_device().eq(1.5).all()
 
 
@@ -335,25 +367,25 @@ def test_device_pages_of_a_reduction_under_way_are_waited_for(disk: Path, place:
     with of_two(place, disk) as it:
         it.backward(1.0, 1.0)
         own = it.gradient.route.own_pages is Tier.DEVICE
-        assert not it.gradient.shard.give_back(wait=False) and it.free - it.parts.device_pages_free == 3 + own
-        assert it.gradient.shard.give_back(wait=True)
+        assert not it.gradient.shard.release(wait=False) and it.free - it.parts.device_pages_free == 3 + own
+        assert it.gradient.shard.release(wait=True)
         assert it.free - it.parts.device_pages_free == own
-        assert not it.gradient.shard.give_back(wait=True) and it.gradient.shard.on_device().eq(0.5).all()
+        assert not it.gradient.shard.release(wait=True) and it.gradient.shard.on_device().eq(0.5).all()
 
 
 def test_device_pages_of_what_has_left_are_given_back(disk: Path) -> None:
     with one("kept on disk", disk) as it:
         it.backward(1.0, 1.0)
         assert it.free - it.parts.device_pages_free == 1
-        assert it.gradient.shard.give_back(wait=True) and not it.gradient.shard.in_flight
+        assert it.gradient.shard.release(wait=True) and not it.gradient.shard.in_flight
         assert it.parts.device_pages_free == it.free
-        assert not it.gradient.shard.give_back(wait=True)
+        assert not it.gradient.shard.release(wait=True)
 
 
 def test_a_reduction_under_way_is_shown_and_zeroed_as_one_that_has_ended(disk: Path) -> None:
     with of_two("kept in RAM", disk) as it:
         it.backward(1.0, 1.0)
-        it.gradient.grad_attribute.show()
+        it.gradient.view.show()
         assert isinstance(it.weight.grad, GradPlaceholder)
         it.gradient.shard.settle()  # its way to RAM, for which nobody has waited
         assert not it.gradient.shard.in_flight
@@ -382,7 +414,7 @@ def test_a_part_of_a_gradient_is_not_shown(disk: Path, look: str) -> None:
     with of_two("kept in RAM", disk) as it:
         it.backward(1.0, 1.0)
         it.gradient.shard.settle()
-        it.gradient.grad_attribute.show()
+        it.gradient.view.show()
         with pytest.raises(UsageError, match=rf"\.grad of weight was {look}, and on several ranks each rank"):
             if look == "read":
                 it.weight.grad + 1
@@ -394,23 +426,19 @@ def test_a_part_of_a_gradient_is_not_shown(disk: Path, look: str) -> None:
 def test_sums_of_passes_wait_beside_grad_until_they_are_reduced(disk: Path) -> None:
     with parts(OnePage(), (), disk=disk, dtype=torch.bfloat16, gradient_itemsize=4) as made:
         (flat,) = made.flats
-        chosen = route(Tier.HOST, torch.float32, one_rank=False, **{**NOTHING, "sums": True, "outlives_backward": True})
-        gradient = FlatGradient(flat, chosen, made.allocator, made.sharing, made.supply(flat, chosen))
+        chosen = route(Tier.HOST, torch.float32, use_of(passes=Passes.COPIED, until=Until.STEP))
+        gradient = FlatGradient(flat, chosen, made.allocator, made.sharing, made.supply(flat, chosen), InFlight())
         weight, _ = flat.binding.parameters
         for value in (256.0, 1.0, 1.0):
             weight.grad = torch.full(weight.shape, value, dtype=torch.bfloat16)
-            gradient.grad_attribute.postpone()
-            assert (
-                weight.grad is None
-                and gradient.grad_attribute.uncollected() == [True, False]
-                and gradient.shard.pages is None
-            )
+            gradient.view.postpone()
+            assert weight.grad is None and gradient.view.uncollected() == [True, False] and gradient.shard.pages is None
         gradient.collect()
         assert flat.binding.arrangement.view(gradient.shard.on_device(), 0).unique().tolist() == [258.0]
-        assert gradient.grad_attribute.uncollected() == [False, False]
+        assert gradient.view.uncollected() == [False, False]
         gradient.clear()
         weight.grad = torch.ones_like(weight)
-        gradient.grad_attribute.postpone()
+        gradient.view.postpone()
         gradient.zero()
         weight.grad = torch.full(weight.shape, 2.0, dtype=torch.bfloat16)
         gradient.collect()

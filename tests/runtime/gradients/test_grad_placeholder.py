@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
+from lightning_ptm.runtime.gradients.view import GradPlaceholder
 
 
 class Pages:

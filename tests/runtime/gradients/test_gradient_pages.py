@@ -10,8 +10,8 @@ import torch
 
 from lightning_ptm import CapacityError
 from lightning_ptm.memory.paged_tensor import PagedTensor
-from lightning_ptm.runtime.gradients import gradient_pages
-from lightning_ptm.runtime.gradients.gradient_pages import GradientPages
+from lightning_ptm.runtime.gradients import store as gradient_store
+from lightning_ptm.runtime.gradients.store import GradientPages
 from lightning_ptm.terms import Tier
 
 
@@ -54,7 +54,7 @@ def test_who_waits_for_a_set_sleeps_between_two_looks() -> None:
     begun_s = monotonic()
     timer.start()
     assert supply.take(8, torch.bfloat16) is first
-    assert len(looks) <= (monotonic() - begun_s) / gradient_pages._LOOK_S + 2
+    assert len(looks) <= (monotonic() - begun_s) / gradient_store._LOOK_S + 2
     timer.join()
 
 
@@ -68,8 +68,6 @@ def test_an_error_of_the_updates_ends_the_wait() -> None:
 
 
 def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_pages, "_TIMEOUT_S", 0.05)
-    with pytest.raises(
-        CapacityError, match="updates are slower than backward passes, or the disk hangs; use a faster disk_path"
-    ):
+    monkeypatch.setattr(gradient_store, "_TIMEOUT_S", 0.05)
+    with pytest.raises(CapacityError, match="or the disk hangs; use a faster disk_path"):
         GradientPages([]).take(8, torch.bfloat16)

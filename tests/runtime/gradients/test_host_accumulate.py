@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_ptm.memory.backend import CpuBackend
-from lightning_ptm.runtime.gradients.host_accumulate import Addition, HostAccumulator
+from lightning_ptm.runtime.gradients.store import Addition, HostAccumulator
 
 
 class Arriving:

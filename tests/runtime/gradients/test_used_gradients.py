@@ -7,116 +7,118 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_flat_gradient import One, one
+from test_flat_gradient import One, grad, one
 
 from lightning_ptm.errors import UsageError
-from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
-from lightning_ptm.runtime.gradients.used_gradients import UsedGradients, refuse_gradient
-
-
-@pytest.fixture
-def made(disk: Path) -> Iterator[tuple[UsedGradients, One]]:
-    """Of a weight and a bias whose gradients are in pages."""
-    with one("kept in RAM", disk) as it:
-        it.backward(1.0, 2.0)
-        yield UsedGradients(it.gradient.store.binding, ["weight", "bias"], it.gradient.shard), it
+from lightning_ptm.runtime.gradients.state import GradientState
+from lightning_ptm.runtime.gradients.view import refuse_gradient
 
 
 def test_a_refusal_names_what_was_done_and_when_it_can_be() -> None:
     with pytest.raises(
         UsageError,
-        match=r"the gradient of w was changed too late, .*; read and change gradients between backward",
+        match=r"the gradient of w was changed too late, .*; read and change gradients between backward and step",
     ):
         refuse_gradient("w", "too late", "changed")
 
 
-def test_what_is_left_cannot_be_read(made: tuple[UsedGradients, One]) -> None:
-    used, it = made
-    used.leave(0, None)
-    left = it.weight.grad
-    assert used.any and used.of(0) is left and used.of(1) is None and it.bias.grad is None
-    with pytest.raises(UsageError, match="gradient of weight was read after the step that has used it"):
-        left + 1  # type: ignore[operator]
-    used.leave(0, None)
-    assert it.weight.grad is left  # no other, as long as nobody has values of it
+@pytest.fixture
+def it(disk: Path) -> Iterator[One]:
+    """A weight and a bias whose gradients are in pages and were used by a step."""
+    with one("kept in RAM", disk) as made:
+        made.backward(1.0, 2.0)
+        made.step()
+        yield made
 
 
-def test_what_somebody_has_read_before_stays_readable(made: tuple[UsedGradients, One]) -> None:
-    used, it = made
-    shown = GradPlaceholder(it.weight, lambda: torch.ones(it.weight.shape))
-    it.weight.grad = shown
-    assert shown.sum() > 0
-    used.leave(0, shown)
-    assert used.of(0) is shown and shown.eq(1).all()
-    used.leave(0, None)  # another step, to which it is not the gradient
-    assert used.of(0) is not shown
+def test_what_is_left_cannot_be_read(disk: Path) -> None:
+    with one("kept in RAM", disk) as it:
+        for _ in range(2):
+            it.backward(1.0, None)
+            it.step()
+            left = grad(it.weight)
+            assert it.gradient.view.used and it.bias.grad is None
+            with pytest.raises(UsageError, match="gradient of weight was read after the step that has used it"):
+                left + 1
+            it.gradient.clear()
+            assert it.weight.grad is None
+        it.backward(1.0, None)
+        it.step()
+        assert it.weight.grad is left, "no other, as long as nobody has values of it"
 
 
-def test_what_is_let_go_of_by_any_means_is_forgotten(made: tuple[UsedGradients, One]) -> None:
-    used, it = made
-    used.check_forgotten()  # there is nothing
-    used.leave(0, None)
-    used.leave(1, None)
+def test_what_somebody_has_read_before_stays_readable(disk: Path) -> None:
+    with one("kept in RAM", disk) as it:
+        it.backward(1.0, None)
+        it.gradient.view.show()
+        shown = grad(it.weight)
+        assert shown.sum() > 0
+        it.step()
+        assert it.weight.grad is shown and shown.eq(1).all()
+        it.gradient.clear()
+        it.backward(1.0, None)
+        it.step()
+        assert it.weight.grad is not shown, "it is of another step"
+
+
+def test_what_is_let_go_of_by_any_means_is_forgotten(it: One) -> None:
     with pytest.raises(UsageError, match="gradient of weight was used by a step and not forgotten"):
-        used.check_forgotten()
+        it.gradient.view.check_forgotten()
     it.weight.grad = None
     with pytest.raises(UsageError, match="gradient of bias was used by a step"):
-        used.check_forgotten()
+        it.gradient.view.check_forgotten()
     it.bias.grad = torch.ones(it.bias.shape)
-    assert it.gradient.shard.content.filled
-    used.check_forgotten()
-    assert not used.any and not it.gradient.shard.content.filled
+    it.gradient.view.check_forgotten()
+    assert not it.gradient.view.used and it.gradient.record.state is GradientState.EMPTY
+    it.gradient.view.check_forgotten()  # there is nothing
 
 
-def test_a_pass_of_the_users_own_may_come_before_it_is_forgotten(made: tuple[UsedGradients, One]) -> None:
-    used, it = made
-    used.leave(0, None)
-    used.pass_begins()
-    assert it.weight.grad is None and used.any
+def test_a_pass_of_the_users_own_may_come_before_it_is_forgotten(it: One) -> None:
+    it.gradient.view.hide()
+    assert it.weight.grad is None and it.gradient.view.used
     it.weight.grad = torch.ones(it.weight.shape)  # of that pass
-    used.pass_begins()
+    it.gradient.view.hide()
     with pytest.raises(UsageError, match="gradient of weight was used by a step"):
-        used.check_forgotten()
-    used.forget()
-    used.check_forgotten()
+        it.gradient.view.check_forgotten()
+    it.gradient.clear()
+    it.gradient.view.check_forgotten()
 
 
-def test_a_pass_behind_it_finds_nothing(made: tuple[UsedGradients, One]) -> None:
-    used, it = made
-    used.leave(0, None)
-    it.weight.grad = None
-    used.pass_begins()
-    assert not used.any and not it.gradient.shard.content.filled
+def test_a_pass_behind_it_finds_nothing(it: One) -> None:
+    it.weight.grad = it.bias.grad = None
+    it.gradient.view.hide()
+    assert not it.gradient.view.used and it.gradient.record.state is GradientState.EMPTY
 
 
-def test_what_such_a_pass_adds_cannot_be_read(made: tuple[UsedGradients, One]) -> None:
+def test_what_such_a_pass_adds_cannot_be_read(disk: Path) -> None:
     """A plain loop would have the sum of both, or, where the pass did not come, the one that the step has used."""
-    used, it = made
-    used.leave(0, None)
-    used.leave(1, None)
-    left = it.bias.grad
-    used.pass_begins()
-    it.weight.grad = torch.ones(it.weight.shape)
-    used.pass_ended({})
-    assert used.is_mixed_sum(0) and used.is_mixed_sum(1) and it.bias.grad is left
-    with pytest.raises(UsageError, match="gradient of weight was read after a second backward pass without zero_grad"):
-        it.weight.grad.sum()
-    it.weight.grad = None
-    used.drop_removed()
-    assert not used.is_mixed_sum(0) and used.is_mixed_sum(1), "one of them was forgotten"
-    it.bias.grad = torch.ones(it.bias.shape)
-    used.check_forgotten()
-    assert not used.any and not used.is_mixed_sum(1)
+    with one("in .grad", disk) as it:
+        it.backward(1.0, 2.0)
+        it.step(scratch=True)
+        left = it.bias.grad
+        it.gradient.view.hide()
+        it.weight.grad = torch.ones(it.weight.shape)
+        it.gradient.view.show()
+        assert it.gradient.view.used and it.bias.grad is left
+        with pytest.raises(
+            UsageError, match="gradient of weight was read after a second backward pass without zero_grad"
+        ):
+            grad(it.weight).sum()
+        it.weight.grad = None
+        with pytest.raises(UsageError, match="gradient of bias was used by a step"):
+            it.gradient.view.check_forgotten()
+        it.bias.grad = torch.ones(it.bias.shape)
+        it.gradient.view.check_forgotten()
+        assert not it.gradient.view.used
 
 
-def test_what_pages_show_of_such_a_pass_cannot_be_read_either(made: tuple[UsedGradients, One]) -> None:
-    used, it = made
-    used.leave(0, None)
-    used.pass_begins()
-    shown = GradPlaceholder(it.weight, lambda: torch.ones(it.weight.shape))
-    it.weight.grad = shown
-    used.pass_ended({0: shown})
+def test_what_pages_show_of_such_a_pass_cannot_be_read_either(it: One) -> None:
+    it.backward(1.0, None)
+    it.gradient.view.show()
+    shown = grad(it.weight)
     with pytest.raises(UsageError, match="gradient of weight was read after a second backward pass without zero_grad"):
         shown.sum()
-    used.pass_begins()
-    assert it.weight.grad is shown, "its maker takes it away"
+    with pytest.raises(UsageError, match="gradient of bias was read after the step that has used it"):
+        grad(it.bias).sum()
+    it.gradient.view.hide()
+    assert it.weight.grad is None is it.bias.grad

@@ -16,7 +16,6 @@ from lightning_ptm.runtime.tensors.autograd_graphs import (
     in_derivative,
     nodes_of,
     refuse_derivative,
-    refuse_double_backward,
     run_before_output_hooks,
     tensors_in,
     user_receives_gradient,
@@ -121,7 +120,3 @@ def test_refusals_name_the_unit_and_the_remedy() -> None:
         refuse_derivative("blocks.1")
     with pytest.raises(UsageError, match="the root is called"):
         refuse_derivative("")
-    with torch.no_grad():
-        refuse_double_backward()
-    with pytest.raises(UsageError, match="create_graph=True"):
-        refuse_double_backward()

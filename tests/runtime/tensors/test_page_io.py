@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from lightning_ptm.errors import InternalError
+from lightning_ptm.errors import CapacityError, InternalError
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.quantization import QuantizedTensor
-from lightning_ptm.runtime.tensors import page_io
-from lightning_ptm.runtime.tensors.page_io import BUFFERS, PageIOBuffers
+from lightning_ptm.runtime.tensors.page_io import BUFFERS, PageIO, PageIOBuffers, within
 from lightning_ptm.terms import ALIGN_NUMEL, CODES, TIERS, Tier
 from lightning_ptm.update.flat_states import Segment
 from lightning_ptm.update.state_encoding import EncodedTensor, Int8
@@ -43,7 +43,7 @@ def allocator(disk: Path) -> Iterator[Allocator]:
 def paged(allocator: Allocator, tier: Tier, numel: int, dtype: torch.dtype = torch.float32) -> PagedTensor:
     """Holds 0, 1, 2 ..."""
     tensor = allocator.allocate("states", numel, dtype, tier)
-    page_io.write(allocator, tensor, counted(numel, dtype))
+    PageIO(allocator).write(tensor, [(0, counted(numel, dtype))])
     return tensor
 
 
@@ -57,8 +57,8 @@ def counted(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_what_was_written_is_read(allocator: Allocator, tier: Tier, dtype: torch.dtype, numel: int) -> None:
     seen: list[int] = []
     tensor = allocator.allocate("states", numel, dtype, tier)
-    page_io.write(allocator, tensor, counted(numel, dtype), seen=seen.append)
-    assert torch.equal(page_io.read(allocator, tensor), counted(numel, dtype))
+    PageIO(allocator).write(tensor, [(0, counted(numel, dtype))], seen=seen.append)
+    assert torch.equal(PageIO(allocator).read(tensor), counted(numel, dtype))
     assert sum(seen) == numel * dtype.itemsize
     assert allocator.live_tensors() == (tensor,)
 
@@ -67,13 +67,13 @@ def test_a_reading_that_ends_early_gives_its_buffers_back(allocator: Allocator) 
     tensor = paged(allocator, Tier.DISK, 20 * CELL)
     buffers = PageIOBuffers.for_now(allocator, [(torch.float32, tensor.numel)])
     for asked in (1, 2, 20):
-        reading = page_io.chosen(allocator, tensor, ((cell * CELL, CELL) for cell in range(asked)), buffers)
+        reading = PageIO(allocator).stream(tensor, ((cell * CELL, CELL) for cell in range(asked)), buffers)
         next(reading)
-        reading.close()  # type: ignore[attr-defined]
+        reading.close()
     taken = [buffers.take(torch.float32) for _ in range(BUFFERS)]
     assert all(taken) and buffers.take(torch.float32) is None
     with pytest.raises(InternalError, match=r"all buffers of torch\.float32 are in use"):
-        next(page_io.chosen(allocator, tensor, [(0, CELL)], buffers))
+        next(PageIO(allocator).stream(tensor, [(0, CELL)], buffers))
 
 
 @pytest.mark.parametrize("tier", TIERS, ids=str)
@@ -90,7 +90,7 @@ def test_stretches_are_asked_for_when_they_are_about_to_be_read(allocator: Alloc
     buffers = PageIOBuffers.for_now(allocator, [(torch.float32, tensor.numel)])
     ahead = BUFFERS if tier is Tier.DISK else 1
     found = []
-    for start, values in page_io.chosen(allocator, tensor, stretches(), buffers):
+    for start, values in PageIO(allocator).stream(tensor, stretches(), buffers):
         found.append(start // CELL)
         assert torch.equal(values, counted(tensor.numel)[start : start + CELL])
         assert len(asked) == min(len(wanted), len(found) - 1 + ahead)
@@ -103,9 +103,9 @@ def test_stretches_are_asked_for_when_they_are_about_to_be_read(allocator: Alloc
 def test_who_stops_in_the_middle_can_release_everything(allocator: Allocator, tier: Tier) -> None:
     tensor = paged(allocator, tier, 8 * CELL)
     buffers = PageIOBuffers.for_now(allocator, [(torch.float32, tensor.numel)])
-    reading = page_io.chosen(allocator, tensor, ((cell * CELL, CELL) for cell in range(8)), buffers)
+    reading = PageIO(allocator).stream(tensor, ((cell * CELL, CELL) for cell in range(8)), buffers)
     next(reading)
-    reading.close()  # type: ignore[attr-defined]
+    reading.close()
     buffers.close()
     allocator.release(tensor)
     assert allocator.live_tensors() == ()
@@ -140,8 +140,8 @@ def test_a_shard_is_filled_with_what_is_given(
             expected[segment.start : segment.stop] = part if through is None else part.to(through).float()
             numel += segment.numel
     whole = [values(parameter).view(-1, 64) if parameter in given else None for parameter in range(3)]
-    page_io.fill(allocator, tensor, SEGMENTS, whole, through=through, keep=keep, seen=seen.append)
-    found = page_io.read(allocator, tensor)
+    PageIO(allocator).fill(tensor, SEGMENTS, whole, through=through, keep=keep, seen=seen.append)
+    found = PageIO(allocator).read(tensor)
     covered = torch.zeros(NUMEL, dtype=torch.bool)
     for segment in SEGMENTS:
         covered[segment.start : segment.stop] = True
@@ -155,7 +155,7 @@ def test_a_shard_is_filled_with_what_is_given(
 def test_a_value_that_cannot_be_had_leaves_no_buffer(allocator: Allocator) -> None:
     tensor = paged(allocator, Tier.DISK, NUMEL)
     with pytest.raises(RuntimeError):
-        page_io.fill(allocator, tensor, SEGMENTS, [values(0)[: 2 * CELL], None, None])
+        PageIO(allocator).fill(tensor, SEGMENTS, [values(0)[: 2 * CELL], None, None])
     allocator.release(tensor)
     assert allocator.live_tensors() == ()
 
@@ -173,16 +173,16 @@ def test_what_lies_encoded_in_memory_is_written_and_read_without_another_page(
         tensor = (
             EncodedTensor(stored, int8) if kept == "states" else QuantizedTensor(stored, code, torch.float32, numel)
         )
-        page_io.write(allocator, tensor, torch.ones(numel))
-        assert torch.equal(page_io.read(allocator, tensor), torch.ones(numel))
+        PageIO(allocator).write(tensor, [(0, torch.ones(numel))])
+        assert torch.equal(PageIO(allocator).read(tensor), torch.ones(numel))
 
 
 def test_parts_within_a_stretch() -> None:
     for start in range(0, NUMEL, 4096):
         for stop in (start + 1, start + 64, start + CELL, NUMEL):
             cut = [segment.cut(start, stop) for segment in SEGMENTS if segment.start < stop and segment.stop > start]
-            assert list(page_io.within(SEGMENTS, start, stop)) == cut
-    assert list(page_io.within(SEGMENTS, 100, 128)) == list(page_io.within((), 0, NUMEL)) == []
+            assert list(within(SEGMENTS, start, stop)) == cut
+    assert list(within(SEGMENTS, 100, 128)) == list(within((), 0, NUMEL)) == []
 
 
 @pytest.mark.parametrize(
@@ -224,3 +224,29 @@ def test_each_dtype_has_its_own(disk: Path) -> None:
             taken = buffers.take(dtype)
             assert taken is not None and taken.dtype is dtype and buffers.take(dtype) is None
         buffers.close()
+
+
+def test_buffers_are_given_back_when_a_read_cannot_begin(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = paged(allocator, Tier.DISK, 5 * CELL)
+    buffers = PageIOBuffers.for_now(allocator, [(torch.float32, CELL)])
+    copy, begun = allocator.copy, []
+
+    def fails_at_the_third(*args: Any, **more: Any) -> Any:
+        begun.append(args)
+        if len(begun) == 3:
+            raise InternalError("busy")
+        return copy(*args, **more)
+
+    monkeypatch.setattr(allocator, "copy", fails_at_the_third)
+    with pytest.raises(InternalError, match="busy"):
+        list(PageIO(allocator).stream(tensor, [(start, CELL) for start in range(0, 5 * CELL, CELL)], buffers))
+    taken = [buffers.take(torch.float32) for _ in range(BUFFERS + 1)]
+    assert [buffer is not None for buffer in taken] == [True] * BUFFERS + [False]
+
+
+def test_buffers_for_which_there_is_no_room_leave_none_behind(disk: Path) -> None:
+    with made(disk, host=2) as allocator:
+        free = allocator.free_bytes(Tier.HOST)
+        with pytest.raises(CapacityError):
+            PageIOBuffers.for_now(allocator, [(dtype, CELL) for dtype in (torch.float32, torch.int32, torch.uint8)])
+        assert allocator.free_bytes(Tier.HOST) == free

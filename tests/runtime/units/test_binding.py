@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning.layout import FlatLayout, ParameterSpec, UnitSpec, build_layout
-from lightning_ptm.runtime.gradients.grad_placeholder import GradPlaceholder
+from lightning_ptm.runtime.gradients.view import GradPlaceholder
 from lightning_ptm.runtime.units.binding import ENDED, Fingerprint, FlatBinding, set_data
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 

@@ -139,7 +139,7 @@ def predicted_memory(made: Parts, frames: list[int]) -> None:
     """All device pages but those of `frames`."""
     tensors = [made.paged(torch.ones(16384), Tier.DEVICE) for _ in range(made.device_pages_free)]
     for tensor in tensors:
-        if tensor.pages[0].frame in frames:
+        if tensor.pages.frames[0] in frames:
             made.allocator.release(tensor)
 
 

@@ -13,8 +13,9 @@ from small_parts import NUMEL, Model, Parts, parts
 from lightning_ptm.comm import NeededCollective
 from lightning_ptm.comm.agreement import Decision
 from lightning_ptm.errors import CapacityError, UsageError
-from lightning_ptm.runtime.deciding.gradient_route import route
+from lightning_ptm.runtime.deciding.gradient_route import GradientUse, Passes, Until, route
 from lightning_ptm.runtime.gradients.flat_gradient import FlatGradient
+from lightning_ptm.runtime.gradients.store import InFlight
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.reduction import Reduction
 from lightning_ptm.terms import Operation, Tier
@@ -33,14 +34,16 @@ class Run:
         """(unanimous, flags of the other rank) of the next requests; without, all ranks ask alike."""
         self.given_up = 0
         self.in_the_way: list[Any] = []
+        self.in_flight = InFlight()
         several = made.communicator.world_size > 1
-        asked = {"sums": False, "widens": False, "lock_free": False, "outlives_backward": True, "outlives_step": False}
-        way = route(home, torch.float32, one_rank=not several, reduced_at_step=reduced_at_step, **asked)
+        passes = Passes.COPIED if several else Passes.AS_LEFT
+        use = GradientUse(until=Until.STEP, passes=passes, reduced_at_step=reduced_at_step)
+        way = route(home, torch.float32, use)
         self.flats = [
             tuple(
                 FlatUpdate(
                     flat,
-                    FlatGradient(flat, way, made.allocator, made.sharing, made.supply(flat, way)),
+                    FlatGradient(flat, way, made.allocator, made.sharing, made.supply(flat, way), self.in_flight),
                     NO_STATES,
                     0,
                 )
@@ -49,7 +52,7 @@ class Run:
             for store in made.stores
         ]
         agreement: Any = self if several else None
-        self.reduction = Reduction(self.flats, agreement, self.give_up)
+        self.reduction = Reduction(self.flats, agreement, self.in_flight, self.give_up)
 
     def request(self, request: NeededCollective) -> Decision:
         self.requests.append(request)
@@ -118,6 +121,16 @@ def test_alone_nothing_is_postponed() -> None:
         it.reduction.collect_postponed()
 
 
+def test_units_whose_gradients_all_stay_in_grad_have_none_to_reduce_at_the_step() -> None:
+    with parts(Model(2)) as made:
+        it = Run(made, Tier.DEVICE, reduced_at_step=True)
+        with it.reduction.postponed():
+            it.backward(1, 2.0)
+            it.reduction.collect(1)
+        it.reduction.collect_postponed()
+        assert it.in_grad(1)
+
+
 def test_ranks_agree_and_tell_whether_a_gradient_is_missing() -> None:
     with of_two() as it:
         it.backward(2, 2.0)
@@ -129,7 +142,7 @@ def test_ranks_agree_and_tell_whether_a_gradient_is_missing() -> None:
         assert it.requests == [*asks(2), *asks(1, missing=True)]
         assert it.parts.communicator.issued == ["reduce 1", "maximum", "reduce 0"]
         assert it.values(2) == [1.0]
-        assert list(it.flats[1][0].gradient.grad_attribute.present()) == [True, True]  # one here, one there
+        assert list(it.flats[1][0].gradient.view.present()) == [True, True]  # one here, one there
         assert it.reduction.complete(1) and it.reduction.complete(2)
 
 
@@ -251,12 +264,12 @@ def test_gradients_on_their_way_give_way_to_the_next_ones() -> None:
 
 def test_pages_of_gradients_that_have_left_are_reclaimed() -> None:
     with alone() as it:
-        assert not it.reduction.reclaim(False)
+        assert not it.in_flight.release(False)
         it.backward(1, 2.0)
         it.reduction.collect(1)
         assert it.parts.device_pages_free == 7
-        assert it.reduction.reclaim(True) and it.parts.device_pages_free == 8
-        assert not it.reduction.reclaim(True)
+        assert it.in_flight.release(True) and it.parts.device_pages_free == 8
+        assert not it.in_flight.release(True)
         it.backward(2, 2.0)
         it.reduction.collect(2)
-        assert it.reduction.reclaim(False) and it.parts.device_pages_free == 8
+        assert it.in_flight.release(False) and it.parts.device_pages_free == 8

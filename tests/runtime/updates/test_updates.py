@@ -211,7 +211,7 @@ def test_what_is_done_to_gradients_on_their_way(disk: Path) -> None:
                 for flat in of_unit:
                     assert flat.gradient.route.clips_in_place == (expected == 0.9)
                     if not flat.gradient.route.clips_in_place:
-                        flat.gradient.grad_attribute.clip_later()
+                        flat.gradient.view.clip_later()
             it.step(0, halves)
             assert it.weights() == [expected] * 3
 
@@ -230,6 +230,22 @@ def test_a_unit_is_read_when_its_update_is_done(disk: Path, idle: None) -> None:
         (pending,) = it.updates._pending[2]
         it.updates.finish(2)  # I5
         assert pending.handle.done() and not it.updates.pending(2)
+
+
+def test_a_job_whose_wait_is_interrupted_stays_pending(disk: Path, idle: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with run(disk, of_all(Adam), **EARLY) as it:
+        it.updates.arm(it.optimizers[0])
+        it.backward(2)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(it.updater, "finish", interrupt)
+            it.updates.finish(2)
+        assert it.updates.pending(2)
+        it.updates.finish(2)
+        assert not it.updates.pending(2) and it.weights() == [1, 1, 0.9]
+
+
+def interrupt(handle: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_gradients_that_wait_are_bounded(disk: Path, idle: None) -> None:

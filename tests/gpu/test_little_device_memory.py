@@ -1,0 +1,60 @@
+"""Runs that leave little of a fake device's memory free (tests/fake_cuda)."""
+
+from __future__ import annotations
+
+import pytest
+from fake_process import on_fake
+from test_on_fake_device import built  # noqa: F401  the fixture skips where there can be no fake device
+
+pytestmark = pytest.mark.timeout(600)
+
+UNFREEZES = """
+import sys, tempfile, warnings
+import fake_device, torch
+import lightning as L
+from lightning_ptm import AngelPTMStrategy
+warnings.filterwarnings("ignore")
+WIDTH = 1300
+
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.block = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH))
+        self.head = torch.nn.Linear(WIDTH, 1)
+        self.head.bias.requires_grad_(False)
+
+    def training_step(self, batch, _):
+        return self.head(self.block(batch[0])).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3, fused=True)
+
+    def train_dataloader(self):
+        torch.manual_seed(0)
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(4, WIDTH)), batch_size=2)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.head.bias.requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": [self.head.bias]})
+
+def trained(strategy):
+    module = Model()
+    with tempfile.TemporaryDirectory() as folder:
+        L.Trainer(max_epochs=2, accelerator="gpu", devices=1, strategy=strategy, logger=False, default_root_dir=folder,
+                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False).fit(module)
+    return [parameter.detach().cpu() for parameter in module.parameters()]
+
+found = trained(AngelPTMStrategy(device_memory=sys.argv[1], units=["Sequential"], page_size="64KiB", host_memory="64MiB"))
+plain = trained("auto")
+assert all(map(torch.equal, found, plain)), [float((a - b).abs().max()) for a, b in zip(found, plain)]
+"""
+
+
+@pytest.mark.parametrize("memory", ["80MiB", "50MiB"])
+def test_a_bias_is_unfrozen(memory: str) -> None:
+    """Of 128 MiB: pages of the re-layout fit when those before it are freed; with 50 MiB, some states are updated on the
+    device and others in RAM, by a fused optimizer, which keeps its number of steps on the device."""
+    done = on_fake("-c", UNFREEZES, memory, FAKE_CUDA_BYTES=str(128 << 20), FAKE_CUDA_DEFER="1")
+    assert done.returncode == 0, done.stderr[-4000:]
