@@ -231,7 +231,7 @@ def _missing_at_meeting(rows: Sequence[Row], teams: RankTeams, rank: int) -> str
     doing = (
         f"is at exchange {rows[other][2]}, which is another one or of another layer"
         if rows[other][0] == _MEETING
-        else "has no further exchange in its pass"
+        else "has no further exchange in this forward or backward"
     )
     return (
         f"rank {rank} waits in exchange {rows[rank][2]} of tokens for its expert group of ranks "
@@ -284,7 +284,10 @@ class Agreement:
         while True:
             decision = choose(self._round(request.row()), self._teams)
             if decision is None or isinstance(decision, Stuck):  # impossible: this rank's row is a request
-                raise RankError(f"no rank proposed {request}; ranks run different versions of lightning_ptm")
+                raise RankError(
+                    f"ranks disagree about the next collective ({request}), which happens if they run different versions "
+                    "of lightning_ptm; install the same version on all machines"
+                )
             if isinstance(decision, Met):
                 continue
             if (decision.request.operation, decision.request.unit) == (request.operation, request.unit):

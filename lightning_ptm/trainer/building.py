@@ -293,7 +293,8 @@ def chosen_page_bytes(settings: Settings, communicator: Communicator, backend: B
         raise failure
     if not isinstance(told, int):
         raise RankError(
-            f"page_size='auto', and rank 0 could not measure pages: {told}; fix that, or give a size, such as '4MiB'"
+            f"page_size='auto' failed: rank 0 could not measure transfer rates ({told}); give a size, such as "
+            "page_size='4MiB'"
         )
     rank_zero_info(f"page_size='auto': pages of {format_bytes(told)}")
     return told

@@ -73,8 +73,8 @@ def follow_other_parameters(run: Run, checkpoints: RunCheckpoints) -> None:
     if not run.unsaved:
         with interruption.recorded():
             raise UsageError(
-                "parameters were added, replaced or resized just before the run was cut short, and are in no pages; "
-                "resume from an earlier checkpoint"
+                "parameters were added, replaced or resized just before the run was cut short, and are in no pages, "
+                "so no checkpoint of this state can be written; resume from an earlier checkpoint"
             )
 
 

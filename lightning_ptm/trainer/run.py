@@ -68,15 +68,19 @@ def refuse_in_another_run(module: nn.Module) -> None:
         names = [] if engine.closed else engine.lent_parameters.names_of_copies(module.parameters())
         if names:
             raise UsageError(
-                f"{some(names, 3)}: in the pages of a run that is in progress, so another run cannot have them; run "
-                f"copy.deepcopy(module) in its place, which has the current values and is in no run, and load the trained "
-                f"values afterwards (module.load_state_dict), or wait for the end of the first run"
+                f"this module's weights ({some(names, 3)}) are used by a run that is in progress, so another run "
+                "cannot have them; run copy.deepcopy(module) instead, which has the current values and is in no run, "
+                "and load the trained values afterwards (module.load_state_dict), or wait for the end of the first "
+                "run"
             )
 
 
 def no_pages() -> UsageError:
     """The error for requests that need pages, outside of runs."""
-    return UsageError("no run is in progress: pages exist between the start and the end of fit/validate/test/predict")
+    return UsageError(
+        "this call needs a run in progress: pages exist between the start and the end of fit, validate, test "
+        "or predict; make it in a hook or a callback"
+    )
 
 
 class Run:
@@ -356,7 +360,10 @@ class Run:
         """Logs where model states are stored; called at the start, and after a re-layout."""
         name, engine = self.builder.name, self.engine
         if engine.blueprint.outside:
-            rank_zero_info(f"{name} leaves model states in RAM as they are: parameters are rearranged")
+            rank_zero_info(
+                f"{name} uses no pages: everything is in RAM, and parameters of the module are rearranged during the "
+                "run"
+            )
             return
         rank_zero_info(f"{name} keeps {states_in_words(engine)}")
         if self.fits and self.builder.settings.tuning.restore_weights:
@@ -368,7 +375,9 @@ class Run:
         plain = map(plain_optimizer, self.builder.optimizers)
         themselves = sorted({type(optimizer).__name__ for optimizer in plain if optimizer not in paged})
         if themselves:
-            rank_zero_info(f"{', '.join(themselves)}: steps by itself, with states of its own outside of pages")
+            rank_zero_info(
+                f"{', '.join(themselves)}: unpaged, it updates the module's own tensors, and its states are in RAM"
+            )
 
     # -- other ranks --------------------------------------------------------------------------------------------------
 

@@ -245,7 +245,10 @@ class AngelPTMStrategy(ParallelStrategy):
             UsageError: there is no mesh, with a single rank or before any run was set up.
         """
         if self._groups.mesh is None:
-            raise UsageError("only runs of several ranks have a device mesh, from their set-up on")
+            raise UsageError(
+                "trainer.strategy.device_mesh exists on several ranks only, from set-up on; use self.device_mesh in "
+                "the module from configure_model on, or trainer.world_size"
+            )
         return self._groups.mesh
 
     @property

@@ -217,7 +217,7 @@ class ParameterGradients:
         """The gradient of a stretch of one parameter, (segment.numel,)."""
         gradient = self._flat[segment.parameter]
         if gradient is None:
-            raise UsageError(f"parameter {segment.parameter} of the flat has no gradient")
+            raise InternalError(f"parameter {segment.parameter} of the flat has no gradient")
         if self._versions is not None and version_of(gradient) != self._versions[segment.parameter]:
             raise UsageError(
                 f"the gradient of parameter {segment.parameter} of a flat was changed in place after the optimizer's step, "

@@ -257,9 +257,9 @@ def check_every_gradient(states: FlatStates, present: Sequence[bool]) -> None:
     for slot, group, here in zip(states.flat.slots, states.groups, present, strict=True):
         if reason and group is not None and not here:
             raise UsageError(
-                f"parameter {slot.spec.name} has no gradient in this step, and {states.traits.name} needs one of every "
-                f"parameter: {reason}, which cannot be run page by page. Freeze the parameter (requires_grad=False), use it "
-                f"in every step, or use torch.optim.AdamW"
+                f"parameter {slot.spec.name} has no gradient in this step, and {states.traits.name} needs a gradient "
+                f"for every parameter in every step: {reason}, which cannot be run page by page. Freeze the parameter "
+                "(requires_grad=False), use it in every step, or use torch.optim.AdamW"
             )
 
 

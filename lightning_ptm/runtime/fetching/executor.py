@@ -30,7 +30,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from lightning_ptm.comm import Agreement, NeededCollective
-from lightning_ptm.errors import CapacityError
+from lightning_ptm.errors import CapacityError, format_bytes
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.planning.fetch_policy import FetchPolicy
 from lightning_ptm.planning.plan import Plan
@@ -543,8 +543,9 @@ class Executor:
         except CapacityError as error:
             name = store.unit.name or "the root unit"
             raise CapacityError(
-                f"{name} needs {store.full_bytes} bytes gathered on the device, and no other unit there can be evicted "
-                f"({error}); raise device_memory (host_memory on a CPU-only machine) or use smaller units"
+                f"{name} needs {format_bytes(store.full_bytes)} gathered on the device while it computes, and no "
+                "other unit there can be evicted, so the step cannot go on; raise device_memory (host_memory without "
+                f"a GPU), or choose smaller modules in units=[...] ({error})"
             ) from error
 
     def release_all(self) -> None:

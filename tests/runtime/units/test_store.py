@@ -310,7 +310,7 @@ def test_parameters_that_close_are_open_while_somebody_uses_them() -> None:
     with parts(OnePage(), (), home=Tier.DEVICE, closes=True) as made:
         (store,) = made.stores
         assert store.closing and store.resident and not store.readable
-        with pytest.raises(UsageError, match="weight was read or written while nothing computes"):
+        with pytest.raises(UsageError, match="weight was read or written while its module does not compute"):
             made.module.weight + 1
         store.open()
         assert not (made.module.weight + 1).isnan().any()
