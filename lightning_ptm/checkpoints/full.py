@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_ptm.checkpoints.opened import Opened, Weight, weights_in
-from lightning_ptm.checkpoints.protocol import Files, Format, Load, Save
+from lightning_ptm.checkpoints.protocol import Files, Format, LoadOptions, SaveOptions
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.storage.archive import load_mapped
@@ -47,7 +47,7 @@ class FullFormat(Format):
         return OpenedFile(path, weights_only=weights_only)
 
     @override
-    def load(self, path: str | Path, how: Load) -> dict[str, Any]:
+    def load(self, path: str | Path, how: LoadOptions) -> dict[str, Any]:
         return how.files.load(path, how.weights_only)
 
     # What writes imports Lightning, which reading does not need.
@@ -65,11 +65,11 @@ class FullFormat(Format):
         return optimizer_state(engine, optimizer, keep=keep)
 
     @override
-    def check(self, save: Save) -> None:
+    def check(self, save: SaveOptions) -> None:
         pass  # everything is the CheckpointIO's
 
     @override
-    def write(self, engine: Engine, save: Save) -> None:
+    def write(self, engine: Engine, save: SaveOptions) -> None:
         with engine.barriers.errors_on_all_ranks():
             save.files.save(save.checkpoint, save.path, save.storage_options)
 
@@ -89,7 +89,7 @@ class FullFormat(Format):
         return plain_optimizer(optimizer).state_dict()
 
     @override
-    def write_after_run(self, ended: EndedRun, save: Save) -> None:
+    def write_after_run(self, ended: EndedRun, save: SaveOptions) -> None:
         save.files.save(save.checkpoint, save.path, save.storage_options)
 
 
@@ -158,6 +158,6 @@ def check_lightnings(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
     if _VERSION not in checkpoint:
         keys = ", ".join(map(str, list(checkpoint)[:5]))
         raise CheckpointError(
-            f"{path} holds a dictionary with {keys or 'nothing'}, and a checkpoint of Lightning has a {_VERSION!r}; "
-            "give one that a Trainer has saved"
+            f"{path} is not a Lightning checkpoint: it has the keys {keys or 'of an empty dictionary'} and no "
+            f"{_VERSION!r}, so nothing was loaded; give a file that a Trainer has saved"
         )

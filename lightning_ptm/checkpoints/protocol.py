@@ -45,7 +45,7 @@ class Files(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class SaveOptions:
     """A checkpoint to be written.
 
     Args:
@@ -71,7 +71,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadOptions:
     """How a checkpoint is read.
 
     Args:
@@ -124,7 +124,7 @@ class Format(abc.ABC):
         """
 
     @abc.abstractmethod
-    def load(self, path: str | Path, how: Load) -> dict[str, Any]:
+    def load(self, path: str | Path, how: LoadOptions) -> dict[str, Any]:
         """Reads a checkpoint as Lightning's dictionary, with whole tensors that are read from disk when they are needed.
 
         Raises:
@@ -146,11 +146,11 @@ class Format(abc.ABC):
         """Returns an optimizer's state for Lightning's dictionary. Args: as for `module_state`."""
 
     @abc.abstractmethod
-    def check(self, save: Save) -> None:
+    def check(self, save: SaveOptions) -> None:
         """Checks the arguments of a save before it begins. Raises ConfigError."""
 
     @abc.abstractmethod
-    def write(self, engine: Engine, save: Save) -> Saving | None:
+    def write(self, engine: Engine, save: SaveOptions) -> Saving | None:
         """Writes a checkpoint; what was at its path before is unchanged until the new one is complete.
 
         Returns:
@@ -171,7 +171,7 @@ class Format(abc.ABC):
         """Returns an optimizer's state for Lightning's dictionary."""
 
     @abc.abstractmethod
-    def write_after_run(self, ended: EndedRun, save: Save) -> None:
+    def write_after_run(self, ended: EndedRun, save: SaveOptions) -> None:
         """Writes a checkpoint. Raises CheckpointError."""
 
 

@@ -22,7 +22,7 @@ from lightning_ptm.checkpoints import after_run, formats, module_states
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
 from lightning_ptm.checkpoints.full import check_lightnings
 from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
-from lightning_ptm.checkpoints.protocol import Files, Format, Load, Save
+from lightning_ptm.checkpoints.protocol import Files, Format, LoadOptions, SaveOptions
 from lightning_ptm.checkpoints.save_queue import TORN, SaveQueue
 from lightning_ptm.config import Settings
 from lightning_ptm.errors import CheckpointError, UsageError
@@ -110,8 +110,8 @@ class RunCheckpoints:
         if run is not None and run.has_pages and not run.fits and self._format.from_pages:
             raise UsageError(
                 "a sharded checkpoint during an evaluation cannot hold the optimizer states of the fit before; save "
-                "after the evaluation, or give save_checkpoint(..., weights_only=True); Lightning's tuner needs a "
-                "Trainer that has not trained"
+                "after the evaluation, or give save_checkpoint(..., weights_only=True); if this came from "
+                "scale_batch_size or lr_find, use a new Trainer"
             )
         if run is None or not (run.cut_off or (run.has_pages and run.fits)):
             after_run.check_optimizer_states(self._between.ended)
@@ -154,7 +154,7 @@ class RunCheckpoints:
         if "optimizer_states" in checkpoint and self._between.ran:  # otherwise nothing is resumed from it
             checkpoint = randomness.with_states(checkpoint, self._random_states(run))
         if run is None:
-            save = Save(
+            save = SaveOptions(
                 checkpoint,
                 filepath,
                 module,
@@ -181,8 +181,8 @@ class RunCheckpoints:
         storage_options: Any = None,
         *,
         in_background: bool = False,
-    ) -> Save:
-        return Save(
+    ) -> SaveOptions:
+        return SaveOptions(
             checkpoint,
             path,
             run.module,
@@ -207,7 +207,7 @@ class RunCheckpoints:
         """Writes a checkpoint of a run now, regardless of queued ones. Raises CheckpointError, OSError."""
         self._format.write(run.engine, self._save_of(run, checkpoint, path))
 
-    def _write_after_run(self, save: Save) -> None:
+    def _write_after_run(self, save: SaveOptions) -> None:
         """Writes a checkpoint on rank 0, whose exception all ranks raise. Collective."""
         error: Exception | None = None
         try:
@@ -277,15 +277,15 @@ class RunCheckpoints:
         module: LightningModule,
         weights_only: bool | None,
         progress: Callable[[], Progress],
-    ) -> Load:
+    ) -> LoadOptions:
         paged = run is not None and run.has_pages
         if not paged and set_up is None:
-            return Load(self._files, weights_only)
+            return LoadOptions(self._files, weights_only)
         # Runs that do not train skip the optimizer states: with Adam, two thirds of the bytes.
         fitting, strategy = module.trainer.state.fn is TrainerFn.FITTING, self._strategy
         share = slice(strategy.global_rank, None, strategy.world_size)
         together = run.engine.barriers.errors_on_all_ranks if run is not None and paged else nullcontext
-        return Load(self._files, weights_only, fitting, share, together, progress)
+        return LoadOptions(self._files, weights_only, fitting, share, together, progress)
 
     def _format_at(self, path: Path) -> Format:
         plugin = not isinstance(self._strategy.checkpoint_io, FileCheckpointIO)

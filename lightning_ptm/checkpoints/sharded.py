@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_ptm.checkpoints.full import read_file
 from lightning_ptm.checkpoints.opened import InFile, Opened, OptimizerFacts, Weight, weights_in
-from lightning_ptm.checkpoints.protocol import Files, FileTensor, Format, Load, Save, WeightFormat
+from lightning_ptm.checkpoints.protocol import Files, FileTensor, Format, LoadOptions, SaveOptions, WeightFormat
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.progress import Progress
@@ -59,7 +59,7 @@ class ShardedFormat(Format, WeightFormat):
         return OpenedFolder(path, weights_only=weights_only)
 
     @override
-    def load(self, path: str | Path, how: Load) -> dict[str, Any]:
+    def load(self, path: str | Path, how: LoadOptions) -> dict[str, Any]:
         only = how.weights_only is not False
         verify = partial(_share_of, how.share, how.optimizers)
         with how.together():
@@ -85,15 +85,16 @@ class ShardedFormat(Format, WeightFormat):
         return optimizer_remainder(engine, optimizer)
 
     @override
-    def check(self, save: Save) -> None:
+    def check(self, save: SaveOptions) -> None:
         if save.storage_options is not None:
             raise ConfigError(
-                "storage_options are arguments of a checkpoint_io, and state_dict_type='sharded' writes folders without "
-                "one"
+                "storage_options are arguments of a checkpoint_io, and Checkpoints(state_dict_type='sharded') writes "
+                "folders without one, so they would have no effect; leave storage_options out, or save with "
+                "checkpoints=Checkpoints(state_dict_type='full')"
             )
 
     @override
-    def write(self, engine: Engine, save: Save) -> Saving | None:
+    def write(self, engine: Engine, save: SaveOptions) -> Saving | None:
         from lightning_ptm.checkpoints.saving import Saving
 
         saving = Saving(
@@ -121,7 +122,7 @@ class ShardedFormat(Format, WeightFormat):
         return optimizer_remainder_after_run(optimizer)
 
     @override
-    def write_after_run(self, ended: EndedRun, save: Save) -> None:
+    def write_after_run(self, ended: EndedRun, save: SaveOptions) -> None:
         from lightning_ptm.checkpoints.saving import save_after_run
 
         save_after_run(ended, save.module, save.optimizers, save.checkpoint, Path(save.path), save.ops)

@@ -45,9 +45,7 @@ _EARLIER = "when it was of an earlier step"
 _CLIPPED = "when it was clipped already, and the update does the clipping"
 _BEFORE_CLIPPING = ", before clip_gradients is called (in configure_gradient_clipping: before super())"
 _USED = "after the step that has used it"
-_CONVERTED = (
-    ", or forget it first (module.zero_grad()): code that converts a module (module.double()) reads its gradients, too"
-)
+_CONVERTED = "; if you convert the module (module.double()), which reads its gradients, call module.zero_grad() first"
 
 
 class GradPlaceholder(Tensor):
@@ -444,9 +442,9 @@ class GradView:
         others = [each for each in self._shown if each != slot and self._record.present[each]]
         if self._shared and any(self._parameters[each].grad is not None for each in others):
             raise UsageError(
-                f"the gradient of {self._names[slot]} was set to None, in a flat that several ranks share and "
-                "that holds gradients of other parameters, so they cannot be forgotten separately; use zero_grad "
-                "of the optimizer, or make the module that holds it a unit of its own with units=[...]"
+                f"the gradient of {self._names[slot]} was set to None on several ranks, where the gradients of a unit "
+                "are stored together, so one of them cannot be dropped alone; use zero_grad of the optimizer, or "
+                "make the module that holds it a unit of its own with units=[...]"
             )
         self._shard.settle()
         self._record.forget_one(slot)
@@ -559,16 +557,17 @@ class GradView:
     def _check_alone(self, slot: int, what: str) -> None:
         if not self._sharing.needs_no_reduction:
             raise UsageError(
-                f".grad of {self._names[slot]} {what}, and each of several ranks has a part of that gradient alone, "
-                "so no rank has its values; clip with gradient_clip_val or self.clip_gradients, and take the norm "
-                "from trainer.strategy.gradient_norm(optimizer)"
+                f".grad of {self._names[slot]} {what}, and on several ranks each rank has only its shard of the "
+                "gradient; clip with gradient_clip_val or self.clip_gradients, and take the norm from "
+                "trainer.strategy.gradient_norm(optimizer)"
             )
 
     def _refuse_mixed(self, slot: int) -> NoReturn:
         raise UsageError(
-            f"the gradient of {self._names[slot]} was read after a backward pass which a plain loop would have added "
-            "to the gradient that the step before has used, and that gradient is no longer stored; forget gradients "
-            "before that pass (optimizer.zero_grad()), or override optimizer_zero_grad, with which they are kept"
+            f"the gradient of {self._names[slot]} was read after a second backward pass without zero_grad(): a "
+            "plain Trainer would have the sum of both, but the first gradient is no longer stored, since a step "
+            "has used it; call optimizer.zero_grad() before the second backward pass, or override "
+            "optimizer_zero_grad, with which gradients are kept"
         )
 
 
@@ -579,8 +578,8 @@ def refuse_gradient(name: str, when: str, what: str = "read", then: str = "") ->
         then: a further remedy, appended to the message.
     """
     raise UsageError(
-        f"the gradient of {name} was {what} {when}, so its values are not available; do that between backward and "
-        f"step, in on_after_backward or on_before_optimizer_step{then}"
+        f"the gradient of {name} was {what} {when}, and its values are no longer available; read and change "
+        f"gradients between backward and step, in on_after_backward or on_before_optimizer_step{then}"
     )
 
 
