@@ -202,3 +202,19 @@ def test_sums_on_disk_are_added_to_in_pages_beside_the_gradients_from_the_second
     first = [7, 7, 7, 7, 7 + 3, 7, 6 - 2, 3 - 1, 1]
     assert passes == [first, [7, 7, 7, 7, 7 + 2 * 3, 4 + 2 * 2, 2 + 2 * 1, 1 + 2 * 1, 1], first]
     assert [size // PAGE for size in predicted_memory(found, plan, found.trace).device_per_tick] == passes[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_each_rank_has_the_shards_that_it_owns(rank: int) -> None:
+    """Of an optimizer that updates whole parameters."""
+    found = decided(
+        optimizers=lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+        machine=CLUSTER,
+        ranks=3,
+        rank=rank,
+        **ON_HOST,
+    )
+    assert found.layout.owned
+    ticks, _, _ = replayed(found)
+    shards = sum(-(-flat.shard_bytes // PAGE) for flat in found.layout.flats)
+    assert ticks[0] == sum(map(found.layout.full_pages, range(4))) + shards  # all are gathered at once
