@@ -32,9 +32,9 @@ from lightning_ptm.runtime.autograd.recompute import recomputed_around, recomput
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.deciding.planner import make_plan
-from lightning_ptm.runtime.deciding.predicted_memory import predicted_memory
 from lightning_ptm.runtime.deciding.remedies import with_remedies
 from lightning_ptm.runtime.engine.inspection import optimizers_in_pages
+from lightning_ptm.runtime.engine.predicted_memory import predicted_memory
 from lightning_ptm.terms import Mode, Tier
 
 _THIS_MACHINE = Path("this machine")

@@ -12,7 +12,7 @@ from lightning_ptm.forecasting.estimate import activation_bytes, estimate, host_
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.runtime.autograd.recompute import recomputed_around
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
-from lightning_ptm.runtime.deciding.predicted_memory import PredictedMemory
+from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory
 from lightning_ptm.terms import Tier
 
 LARGEST_BATCH = 1 << 20

@@ -9,8 +9,8 @@ from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.rates import Timing
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
-from lightning_ptm.runtime.deciding.predicted_memory import PredictedMemory
 from lightning_ptm.runtime.engine.inspection import OptimizerBytes
+from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory
 from lightning_ptm.terms import Kind, Tier
 
 

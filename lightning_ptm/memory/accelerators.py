@@ -85,6 +85,7 @@ class AcceleratorBackend:
     device: torch.device
 
     apart: ClassVar[bool] = True
+    has_bytes: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

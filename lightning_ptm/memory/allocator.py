@@ -85,9 +85,10 @@ class Allocator:
         uses: Mapping[Tier, str] | None = None,
         reused_extents: ReusedExtents | None = None,
     ) -> None:
-        check_settings(page_size, sizes, disk_paths)
+        if backend.has_bytes:
+            check_settings(page_size, sizes, disk_paths)
         frames = {tier: sizes.get(tier, 0) // page_size for tier in dict.fromkeys((*TIERS, *sizes))}
-        on_disk = sum(count for tier, count in frames.items() if not tier.addressable)
+        on_disk = sum(count for tier, count in frames.items() if not tier.addressable and backend.has_bytes)
         self.page_size = page_size
         self._poison = poison
         self.backend = backend
@@ -146,8 +147,12 @@ class Allocator:
         return self._tables[tier].free_bytes
 
     def peak_bytes(self, tier: Tier) -> int:
-        """Returns the peak of the bytes of pages in use."""
+        """Returns the peak of the bytes of pages in use, since the start or since `begin_peak`."""
         return self._tables[tier].peak_bytes
+
+    def begin_peak(self, tier: Tier) -> None:
+        """Begins a new peak: that of the pages in use from now on."""
+        self._tables[tier].begin_peak()
 
     def uncommitted_bytes(self) -> int:
         """Returns the bytes of the tiers in RAM that the system has not committed yet."""

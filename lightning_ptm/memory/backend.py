@@ -37,6 +37,8 @@ class Backend(Protocol):
 
     apart: ClassVar[bool]
     """Whether the device has memory of its own and computes concurrently with the host; otherwise its memory is RAM."""
+    has_bytes: ClassVar[bool]
+    """Whether memory holds values; False in a virtual run (virtual_backend.py), which has no disk either."""
 
     @property
     def name(self) -> str:
@@ -165,6 +167,7 @@ class CpuBackend:
 
     name: ClassVar[str] = "cpu"
     apart: ClassVar[bool] = False
+    has_bytes: ClassVar[bool] = True
     collectives: ClassVar[str] = "gloo"
 
     @property

@@ -221,6 +221,10 @@ class PageTable:
     def peak_bytes(self) -> int:
         return self._peak_frames * self.page_size
 
+    def begin_peak(self) -> None:
+        """Forgets the peak so far."""
+        self._peak_frames = self.pool.used_frames
+
     def place(
         self, tensor_id: int, name: str, size_bytes: int, *, shared_tail: bool = False, contiguous: bool = False
     ) -> Pages:

@@ -3,7 +3,7 @@
 `FetchPolicy` owns the fetches that wait for an update, and the units that are expected; `UnitRefcounts` who uses a unit;
 `PlanCursor` the position of the iteration in its plan, and in the trace that it may repeat. Holds no bytes and never waits:
 `Units` carries out its decisions, and raises CapacityError where pages do not fit. A run drives it with stores of pages
-(runtime/fetching/executor.py), a virtual run with numbers of pages (runtime/deciding/predicted_memory.py).
+(runtime/fetching/executor.py), a virtual run with stores whose pages have no bytes (runtime/engine/virtual_run.py).
 
 Without a plan to follow (the order of units changed, or the plan left too little room), a unit is fetched on use, and
 the unit whose next use is farthest away is evicted (Belady). That is never wrong, only slower.
@@ -195,7 +195,7 @@ def _is_at(trace: Trace, index: int, unit: int, phase: Phase) -> bool:
 
 
 class Units(Protocol):
-    """The device pages of units: the stores of a run, or the page counts of a virtual run."""
+    """The device pages of units: the stores of a run, or of a virtual run."""
 
     def gathers(self, unit: int) -> bool:
         """Returns whether other ranks share the unit, so that it needs an all-gather."""

@@ -21,7 +21,7 @@ from lightning_ptm.models.gpt import GPT
 from lightning_ptm.models.moe import Expert
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
-from lightning_ptm.runtime.deciding.predicted_memory import predicted_memory
+from lightning_ptm.runtime.engine.predicted_memory import predicted_memory
 from lightning_ptm.terms import Kind, Link, Operation, Phase
 
 WIDTH, INNER, EXPERTS, BATCH, LENGTH = 64, 256, 8, 4, 32

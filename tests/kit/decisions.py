@@ -1,4 +1,4 @@
-"""What a run fetches and gives up, decision by decision, and the same iterations on paper: both ask the same policy."""
+"""What a run fetches and gives up, and how many device pages each of its ticks takes, and the same in a virtual run."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from typing import Any
 
 import lightning as L
 
-from lightning_ptm.planning.inventory import Lifetime
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.trace import Tick, Trace
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
-from lightning_ptm.runtime.deciding.virtual_run import VirtualRun
+from lightning_ptm.runtime.engine.virtual_run import VirtualRun
 from lightning_ptm.terms import Mode, Operation, Phase, Tier
 
 
 class Listens(L.Callback):
-    """Writes down what a run decides, and which plan it follows in each iteration. It waits for updates before the next one,
-    since on paper none is late."""
+    """Writes down what a run decides, which plan it follows in each iteration, and the most device pages of each tick. It
+    waits for updates before the next iteration, since in a virtual run none is late."""
 
     def __init__(self) -> None:
         self.issued: list[Task] = []
@@ -25,18 +24,36 @@ class Listens(L.Callback):
         self.blueprint: Any = None
         self.trace: Trace | None = None
         """The newest."""
+        self.pages: list[list[int]] = []
+        """By iteration and tick, the most device pages up to the next tick."""
         self._starts: list[int] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         engine = trainer.strategy.engine  # type: ignore[attr-defined]
         self.blueprint = engine.blueprint
         engine.executor.fetching.on_decision = self.issued.append
+        enter = engine.executor.enter
+
+        def entered(unit: int, phase: Phase) -> None:
+            self._begin_tick(engine)
+            enter(unit, phase)
+
+        engine.executor.enter = entered
+
+    def _begin_tick(self, engine: Any) -> None:
+        if self.pages:
+            self.pages[-1].append(engine.allocator.peak_bytes(Tier.DEVICE) // engine.allocator.page_size)
+        engine._in_flight.release(False)
+        engine.allocator.begin_peak(Tier.DEVICE)
 
     def on_train_batch_start(self, *args: Any) -> None:
         self._starts.append(len(self.issued))
+        self.pages.append([])
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        self._begin_tick(engine)
+        del self.pages[-1][0]  # before the first tick
         self.plans.append(engine.executor.plans.planned(Mode.TRAIN))
         self.trace = engine.executor.plans.trace(Mode.TRAIN)
         engine.updates.finish_all()
@@ -61,17 +78,18 @@ class Listens(L.Callback):
         return found
 
 
-def on_paper(seen: Listens, accumulate: int = 1, *, recomputed: bool = False) -> list[Task]:
-    """What is decided in the same iterations without a run."""
+def in_virtual_run(
+    seen: Listens, accumulate: int = 1, *, recomputed: bool = False
+) -> tuple[list[Task], list[list[int]]]:
+    """What is decided in the same iterations of a virtual run, and the most device pages of each tick."""
     blueprint: Blueprint = seen.blueprint
     found: list[Task] = []
-    fixed = (
-        blueprint.inventory.held_bytes(Tier.DEVICE, Lifetime.RUN, Lifetime.FIRST_GRADIENT) // blueprint.layout.page_size
-    )
-    paper = VirtualRun(blueprint, fixed, blueprint.by_need if recomputed else ())
-    paper.fetching.on_decision = found.append
+    virtual = VirtualRun(blueprint, blueprint.by_need if recomputed else ())
+    virtual.fetching.on_decision = found.append
+    pages: list[list[int]] = []
     for step, ((plan, planned), trace) in enumerate(zip(seen.plans, seen.traces(), strict=True), start=1):
-        paper.run(plan, trace, planned, steps=step % accumulate == 0)
+        beside = virtual.run(plan, trace, planned, steps=step % accumulate == 0)
+        pages.append([virtual.fixed_pages + each for each in beside[:-1]])
     while found[-1].operation is not Operation.COMPUTE:
         found.pop()  # a run's last iteration ends with the run
-    return found
+    return found, pages

@@ -1,4 +1,4 @@
-"""What each of two ranks fetches and gives up is what the forecast on paper does: as tests/runtime/test_run_and_paper.py."""
+"""What each of two ranks fetches and gives up is what a virtual run does: as tests/runtime/test_run_and_paper.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.decisions import Listens, on_paper
+from kit.decisions import Listens, in_virtual_run
 from kit.ranks.harness import run_ranks
 from kit.ranks.models import Tower
 from kit.ranks.training import Training, loader, make_strategy, make_trainer, tokens
@@ -61,8 +61,8 @@ CASES: dict[str, tuple[Training, dict[str, Any]]] = {
 }
 
 
-def decide(names: list[str], folder: Path) -> list[tuple[list[Task], list[Task]]]:
-    """One rank's part of all of them: its own decisions, and those on paper."""
+def decide(names: list[str], folder: Path) -> list[tuple[list[Task], list[Task], list[list[int]], list[list[int]]]]:
+    """One rank's part of all of them: its own decisions and pages, and those of a virtual run."""
     found = []
     for name in names:
         training, settings = CASES[name]
@@ -70,7 +70,8 @@ def decide(names: list[str], folder: Path) -> list[tuple[list[Task], list[Task]]
         module, seen = training.build(), Listens()
         trainer = make_trainer(training, make_strategy(folder, **settings), 2, callbacks=[seen])
         trainer.fit(module, loader(tokens(training, 2), 2))
-        found.append((seen.issued, on_paper(seen, training.accumulate, recomputed="recompute" in settings)))
+        theirs, pages = in_virtual_run(seen, training.accumulate, recomputed="recompute" in settings)
+        found.append((seen.issued, theirs, seen.pages, pages))
     return found
 
 
@@ -79,6 +80,8 @@ def test_decision_by_decision(first: int, disk: Path) -> None:
     """Of every second case."""
     names = list(CASES)[first::2]
     for found in run_ranks(decide, 2, names, disk, limit_s=300):
-        for name, (ours, theirs) in zip(names, found, strict=True):
+        for name, (ours, theirs, pages, virtual) in zip(names, found, strict=True):
             assert ours == theirs, name
+            if CASES[name][0].build is Apart:
+                assert pages == virtual
             assert {Operation.COMPUTE, Operation.GATHER} <= {each.operation for each in ours}

@@ -1,4 +1,4 @@
-"""What a run fetches and gives up is what the forecast of it on paper does, from the first iteration to the last."""
+"""What a run fetches and gives up is what a virtual run does, from the first iteration to the last, in as many pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.decisions import Listens, on_paper
+from kit.decisions import Listens, in_virtual_run
 from kit.models import Block
 from kit.plain_loop import TrainModule, fit, vectors
 from test_micro_batches import IN_FLIGHT, Staged
@@ -41,15 +41,19 @@ class Tower(TrainModule):
         return self.last(value).float().pow(2).mean()
 
 
-class Changing(Tower):
-    """Another order from the fourth step on. Between two blocks comes something else, so a block's backward has ended when
-    the next one begins, as on paper. Else both come of the same gradient, and who is first counts where room is short."""
-
-    def order(self, index: int) -> tuple[int, ...]:
-        return (0, 1, 2, 3) if index < 3 else (2, 0, 3, 1)
+class Apart(Tower):
+    """Between two blocks comes something else, so a block's backward has ended when the next one begins, as in a virtual
+    run. Else both come of the same gradient, and who is first counts where room is short, and for the pages of a tick."""
 
     def between(self, value: Tensor) -> Tensor:
         return value.sin()
+
+
+class Changing(Apart):
+    """Another order from the fourth step on."""
+
+    def order(self, index: int) -> tuple[int, ...]:
+        return (0, 1, 2, 3) if index < 3 else (2, 0, 3, 1)
 
 
 class Frozen(Tower):
@@ -80,6 +84,9 @@ RUNS: dict[str, tuple[type[TrainModule], dict[str, Any]]] = {
     "recomputed": (Tower, {**NARROW, "recompute": "all"}),
     "accumulated": (Tower, {**NARROW, "accumulate_grad_batches": 2}),
     "clipped": (Tower, {**NARROW, "gradient_clip_val": 1.0}),
+    "apart, all at once": (Apart, {"device_memory": "4MiB", **HOST}),
+    "apart, accumulated": (Apart, {**NARROW, "accumulate_grad_batches": 2}),
+    "apart, masters on disk": (Apart, {**NARROW, "offload_optimizer": "disk"}),
     "another order": (Changing, NARROW),
     "another order, narrower": (Changing, {"device_memory": "1088KiB", **HOST}),
     "another order, clipped": (Changing, {"device_memory": "1088KiB", **HOST, "gradient_clip_val": 1.0}),
@@ -99,6 +106,9 @@ OF_TRAINER = ("gradient_clip_val", "accumulate_grad_batches")
 @pytest.mark.slow_unless(
     "recomputed",
     "clipped",
+    "apart, all at once",
+    "apart, accumulated",
+    "apart, masters on disk",
     "another order",
     "another order, narrower",
     "frozen in codes",
@@ -119,9 +129,12 @@ def test_decision_by_decision(disk: Path, name: str) -> None:
     seen = Listens()
     strategy = AngelPTMStrategy(page_size="64KiB", units=["Block"], **settings)
     fit(kind, batches, strategy, "32-true", callbacks=[seen], **options)
-    ours, theirs = seen.issued, on_paper(seen, options.get("accumulate_grad_batches", 1))
+    ours = seen.issued
+    theirs, pages = in_virtual_run(seen, options.get("accumulate_grad_batches", 1))
     if kind is InFlight:  # manual optimization reads the root behind the step
         ours, theirs = ([each for each in issued if each.unit] for issued in (ours, theirs))
     assert ours == theirs
+    if issubclass(kind, Apart) or "RAM" in name:
+        assert seen.pages == pages
     moved = {each.operation for each in seen.issued}
     assert moved == ({Operation.COMPUTE} if "RAM" in name else {Operation.COMPUTE, Operation.FETCH, Operation.RELEASE})

@@ -1,1 +1,1 @@
-"""Decisions made before allocation: layout, tiers, inventory, plans, and the virtual run that predicts memory."""
+"""Decisions made before allocation: layout, tiers, inventory, and plans."""

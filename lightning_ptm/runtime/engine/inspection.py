@@ -18,8 +18,8 @@ from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.transfer import LinkStats
 from lightning_ptm.planning.fetch_policy import Lookups
 from lightning_ptm.planning.inventory import What
-from lightning_ptm.runtime.deciding.predicted_memory import predicted_memory
 from lightning_ptm.runtime.deciding.state_tensors import columns
+from lightning_ptm.runtime.engine.predicted_memory import predicted_memory
 from lightning_ptm.runtime.ranks.experts import TokenStats
 from lightning_ptm.runtime.updates.audits import StalenessStats, UpdateAudit
 from lightning_ptm.runtime.updates.lock_free import LockFreeUpdates

@@ -59,6 +59,7 @@ class RunPages:
         finish_update: waits for the update of a unit, which may read its gradients.
         advance_updates: makes updates progress while compute waits for pages of gradients, and raises their errors.
         release_idle_units: frees device pages of gathered units that are not in use.
+        binding: class of the links between flats and parameters.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class RunPages:
         finish_update: Callable[[int], None] = lambda unit: None,
         advance_updates: Callable[[], None] = lambda: None,
         release_idle_units: Callable[[], None] = lambda: None,
+        binding: type[FlatBinding] = FlatBinding,
     ) -> None:
+        self._binding = binding
         self._finish_update = finish_update
         self._advance_updates = advance_updates
         self._release_idle_units = release_idle_units
@@ -105,7 +108,7 @@ class RunPages:
         flats = []
         for layout in blueprint.layout.flats_of(unit):
             dtype = blueprint.dtypes[layout.index]
-            binding = FlatBinding(
+            binding = self._binding(
                 layout,
                 [by_name[slot.spec.name] for slot in layout.slots],
                 dtype,
@@ -134,8 +137,9 @@ class RunPages:
         return UnitStore(blueprint.units[unit], tuple(flats), elsewhere, late)
 
     def _fingerprint(self, layout: FlatLayout) -> Fingerprint | None:
+        backend = self._allocator.backend
         # On a separate device, the comparison would make the host wait.
-        if self._allocator.backend.apart and not self._checks_all:
+        if not backend.has_bytes or (backend.apart and not self._checks_all):
             return None
         return Fingerprint(layout, self._device, every_element=self._checks_all)
 
@@ -177,6 +181,10 @@ class RunPages:
         if self._blueprint.lock_free is not None and self._blueprint.lock_free.gradients:
             self._gradient_pages = GradientPages(self._taken(What.GRADIENTS), self._advance_updates)
         return self._gradient_pages
+
+    def staging(self) -> tuple[PagedTensor, ...]:
+        """Allocates the staging buffers of updates, which the updater of a run allocates for itself."""
+        return self._taken(What.STAGING)
 
     def buffers_for_saves(self) -> PageIOBuffers:
         """Allocates the buffers through which background saves read states from disk."""

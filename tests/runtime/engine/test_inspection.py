@@ -21,7 +21,6 @@ from lightning_ptm.memory.transfer import LinkStats
 from lightning_ptm.planning.fetch_policy import Lookups
 from lightning_ptm.planning.inventory import Lifetime
 from lightning_ptm.runtime.deciding.planner import make_plan
-from lightning_ptm.runtime.deciding.predicted_memory import predicted_memory
 from lightning_ptm.runtime.engine.inspection import (
     PageUse,
     StateBytes,
@@ -38,6 +37,7 @@ from lightning_ptm.runtime.engine.inspection import (
     states_in_words,
     together,
 )
+from lightning_ptm.runtime.engine.predicted_memory import predicted_memory
 from lightning_ptm.runtime.ranks.experts import TokenStats
 from lightning_ptm.runtime.updates.audits import StalenessStats, UpdateAudit
 from lightning_ptm.runtime.updates.lock_free import LockFreeUpdates

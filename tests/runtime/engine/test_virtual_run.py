@@ -1,4 +1,4 @@
-"""Device pages at each tick of an iteration on paper, against counts by hand.
+"""Device pages at each tick of a virtual iteration, against counts by hand.
 
 The model has a root of one page and blocks of one, two and three (with two ranks, shards of 1, 1, 1 and 2 pages): ticks are
 F0 F1 F2 F3 B3 B2 B1 B0 and the end. What is counted is the worst moment of a tick.
@@ -20,24 +20,24 @@ from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.planner import make_plan
-from lightning_ptm.runtime.deciding.predicted_memory import predicted_memory
-from lightning_ptm.runtime.deciding.virtual_run import VirtualRun
+from lightning_ptm.runtime.engine.predicted_memory import predicted_memory
+from lightning_ptm.runtime.engine.virtual_run import VirtualRun
 from lightning_ptm.terms import Kind, Mode, Operation, Phase, Tier
 
 ON_HOST: dict[str, Any] = {"offload_parameters": "host", "offload_optimizer": "host"}
 
 
-def replayed(found: Blueprint, fixed_pages: int = 0, *, follows: bool = True) -> tuple[list[int], Plan, Plan]:
+def replayed(found: Blueprint, *, follows: bool = True) -> tuple[list[int], Plan, Plan]:
     """Pages at ticks; the plan; what was done. Where the plan is not followed, the root's backward comes first."""
     plan = make_plan(found, Mode.TRAIN, found.planned(found.trace))
-    paper = VirtualRun(found, fixed_pages)
+    virtual = VirtualRun(found)
     if follows:
-        return paper.run(plan, found.trace), plan, paper.done(plan)
+        return virtual.run(plan, found.trace), plan, virtual.done(plan)
     ticks = found.trace.ticks
     half = len(ticks) // 2
     happens = Trace((*ticks[:half], ticks[-1], *ticks[half:-1]))
-    pages = paper.run(plan, happens, found.trace, steps=not found.reduced_at_step)
-    return pages, plan, paper.done(plan)
+    pages = virtual.run(plan, happens, found.trace, steps=not found.reduced_at_step)
+    return pages, plan, virtual.done(plan)
 
 
 @pytest.mark.parametrize(
@@ -45,20 +45,19 @@ def replayed(found: Blueprint, fixed_pages: int = 0, *, follows: bool = True) ->
     [
         # Resident flats are no pages of units; gradients stay in `.grad`.
         ({}, True, [0] * 9),
-        # All is fetched at once. A unit and its gradients go behind its backward; those of block 3 make ten.
-        ({"device_memory": 32 * PAGE, **ON_HOST}, True, [7, 7, 7, 7, 7 + 3, 7, 6 - 2, 3 - 1, 1]),
-        # In the first iteration the root's backward comes first, and units stay until their update, which is one behind; at
-        # the end of block 1, the root's gradients come, too.
-        ({"device_memory": 32 * PAGE, **ON_HOST}, False, [7, 7, 7, 7, 7, 7 + 3, 7 + 2, 4 + 1, 1]),
+        # All is fetched at once. A unit goes to its update with its backward; gradients of block 3 make ten.
+        ({"device_memory": 32 * PAGE, **ON_HOST}, True, [7, 7, 7, 7, 7 + 3, 4 + 2, 2 + 1, 1 + 1, 0]),
+        # In the first iteration the root's backward comes first; at the end of block 1, its gradients come, too.
+        ({"device_memory": 32 * PAGE, **ON_HOST}, False, [7, 7, 7, 7, 7, 7 + 3, 4 + 2, 2 + 1, 0]),
         # Room for eight: blocks 1 and 2 are given up in the forward, and come back when the gradients of 3 have left.
-        ({"device_memory": 8 * PAGE, **ON_HOST}, True, [7, 7, 7, 6, 4 + 3, 4 + 2, 4, 2, 1]),
-        ({"device_memory": 8 * PAGE, **ON_HOST}, False, [7, 7, 7, 6, 4, 4 + 3, 6 + 2, 4 + 1, 1]),
-        # Two ranks: 7 gathered pages and 5 of shards, which go. Gradients of 3: whole 3 and reduced 2; while those of 2 are
-        # laid out (2 + 1), those of 3 wait.
+        ({"device_memory": 8 * PAGE, **ON_HOST}, True, [7, 7, 7, 6, 4 + 3, 4 + 2, 2 + 1, 2, 0]),
+        ({"device_memory": 8 * PAGE, **ON_HOST}, False, [7, 7, 7, 6, 4, 4 + 3, 3 + 2, 2 + 1, 0]),
+        # Two ranks: 7 gathered pages and 5 of shards, which go when their unit is needed, since the all-gather reads them
+        # until then. Gradients of 3: whole 3 and reduced 2; while those of 2 are laid out (2 + 1), those of 3 wait.
         (
             {"machine": CLUSTER, "ranks": 2, **ON_HOST},
             True,
-            [12, 12, 7, 7, 7 + 5, 4 + 5 + 3, 2 + 2 + 3, 1 + 2 + 2, 1 + 2],
+            [12, 12, 10, 9, 7 + 5, 4 + 5 + 3, 2 + 2 + 3, 1 + 2 + 2, 1 + 2],
         ),
         # Reduced once a step, from `.grad`: nothing until the end, when all are laid out.
         (
@@ -103,15 +102,6 @@ def test_never_more_than_the_pool_has_nor_less_than_is_live(ranks: int, keep: bo
         for used, tick in zip(ticks[:-1], found.trace.ticks, strict=True):
             assert sum(map(found.layout.full_pages, tick.live)) <= used <= room
     assert len(sizes) > 10
-
-
-def test_pages_that_are_taken_once_are_not_there() -> None:
-    """The pool of a run that keeps three pages for itself is smaller by these."""
-    found = decided(device_memory=8 * PAGE, **ON_HOST)
-    ticks, _, _ = replayed(found, fixed_pages=1)
-    assert max(ticks) == 7
-    ticks, _, _ = replayed(found, fixed_pages=3, follows=False)
-    assert max(ticks) == 5
 
 
 # -- units that are in no plan ----------------------------------------------------------------------------------------
@@ -207,8 +197,24 @@ def test_sums_on_disk_are_added_to_in_pages_beside_the_gradients_from_the_second
         sums_gradients=True,
     )
     plan = make_plan(found, Mode.TRAIN, found.trace)
-    paper = VirtualRun(found, 0)
-    passes = [paper.run(plan, found.trace, steps=steps) for steps in (False, True, False)]
+    virtual = VirtualRun(found)
+    passes = [virtual.run(plan, found.trace, steps=steps) for steps in (False, True, False)]
     first = [7, 7, 7, 7, 7 + 3, 7, 6 - 2, 3 - 1, 1]
     assert passes == [first, [7, 7, 7, 7, 7 + 2 * 3, 4 + 2 * 2, 2 + 2 * 1, 1 + 2 * 1, 1], first]
     assert [size // PAGE for size in predicted_memory(found, plan, found.trace).device_per_tick] == passes[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_each_rank_has_the_shards_that_it_owns(rank: int) -> None:
+    """Of an optimizer that updates whole parameters."""
+    found = decided(
+        optimizers=lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+        machine=CLUSTER,
+        ranks=3,
+        rank=rank,
+        **ON_HOST,
+    )
+    assert found.layout.owned
+    ticks, _, _ = replayed(found)
+    shards = sum(-(-flat.shard_bytes // PAGE) for flat in found.layout.flats)
+    assert ticks[0] == sum(map(found.layout.full_pages, range(4))) + shards  # all are gathered at once

@@ -17,7 +17,7 @@ from lightning_ptm.planning.inventory import Lifetime
 from lightning_ptm.planning.plan import Plan
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
-from lightning_ptm.runtime.deciding.virtual_run import VirtualRun
+from lightning_ptm.runtime.engine.virtual_run import VirtualRun
 from lightning_ptm.terms import Phase, Tier
 
 
@@ -65,14 +65,14 @@ def predicted_memory(
     page = blueprint.layout.page_size
     lifetimes = (Lifetime.RUN, Lifetime.FIRST_GRADIENT)
     fixed = {tier: blueprint.inventory.held_bytes(tier, *lifetimes) // page for tier in blueprint.budget}
-    virtual = VirtualRun(blueprint, fixed[Tier.DEVICE], again, ends_with)
+    virtual = VirtualRun(blueprint, again, ends_with)
     if blueprint.placement.sums_gradients:
         virtual.run(plan, trace, steps=False)  # the first micro-batch, to whose gradients the next one adds
     ticks = virtual.run(plan, trace)
     if blueprint.layout.shared:
         order = _order_of_first(trace)
         first = Trace(tuple(trace.ticks[at] for at in order))
-        beginning = VirtualRun(blueprint, fixed[Tier.DEVICE], again, ends_with)
+        beginning = VirtualRun(blueprint, again, ends_with)
         found = beginning.run(plan, first, trace, steps=not blueprint.reduced_at_step)
         for at, pages in zip((*order, len(order)), found, strict=True):
             ticks[at] = max(ticks[at], pages)
