@@ -433,7 +433,7 @@ def test_a_loop_by_hand_does_not_begin_anew_in_silence(
 ) -> None:
     """With one device the optimizer goes on with its moments, where they are still there."""
 
-    def summon(strategy: Any) -> tuple[Net, torch.optim.Optimizer]:
+    def fit_then_backward(strategy: Any) -> tuple[Net, torch.optim.Optimizer]:
         trainer, module = trainer_with(strategy), Net()
         trainer.fit(module, batches())
         (optimizer,) = trainer.optimizers
@@ -443,11 +443,11 @@ def test_a_loop_by_hand_does_not_begin_anew_in_silence(
 
     if not room:
         little_ram(monkeypatch, Net())
-    ours, optimizer = summon(strategy_at(tier))
+    ours, optimizer = fit_then_backward(strategy_at(tier))
     assert optimizer.state or not room
     if optimizer.state:
         optimizer.step()
-        theirs, their_optimizer = summon("auto")
+        theirs, their_optimizer = fit_then_backward("auto")
         their_optimizer.step()
         assert_same(weights_of(ours), weights_of(theirs))
         return
@@ -460,7 +460,7 @@ def test_a_loop_by_hand_does_not_begin_anew_in_silence(
             copied(optimizer).step()
     assert_same(weights_of(ours), before)
     optimizer.register_load_state_dict_post_hook(lambda _: None)  # a user's own, behind ours
-    theirs, their_optimizer = summon("auto")
+    theirs, their_optimizer = fit_then_backward("auto")
     optimizer.load_state_dict(copy.deepcopy(their_optimizer.state_dict()))
     for each in (optimizer, their_optimizer):
         each.step()

@@ -88,8 +88,8 @@ def test_a_fit_begins_anew_says_so_and_goes_on_the_next_time(
     assert any(
         f"Restoring states from the checkpoint path at {tmp_path / 'step=3.ckpt'}" in line for line in caplog.messages
     )
-    summon = fit(trainer_of(tmp_path / "other", 5, kind), ckpt_path=tmp_path / "step=3.ckpt")
-    assert all(torch.equal(ours.state_dict()[name], value) for name, value in summon.state_dict().items())
+    by_hand = fit(trainer_of(tmp_path / "other", 5, kind), ckpt_path=tmp_path / "step=3.ckpt")
+    assert all(torch.equal(ours.state_dict()[name], value) for name, value in by_hand.state_dict().items())
 
 
 def test_the_other_format_is_gone_on_from_too(tmp_path: Path) -> None:

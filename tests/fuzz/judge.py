@@ -110,7 +110,7 @@ def run(program: Program, strategy: Callable[[], Any], path: Path) -> Notes:
 
 def _trainer(program: Program, strategy: Any, epochs: int, callbacks: list[L.Callback]) -> L.Trainer:
     options: dict[str, Any] = {}
-    if not program.summon:
+    if not program.manual:
         options["accumulate_grad_batches"] = program.accumulate
         if program.clip is not None:
             options["gradient_clip_val"], options["gradient_clip_algorithm"] = program.clip

@@ -231,7 +231,7 @@ class PlainLoop:
         precise = {id(parameter): master for optimizer in plain for parameter, master in optimizer.pairs}
         masters = {name: precise.get(id(p), frozen[name]) for name, p in module.named_parameters()}
         if not module.automatic_optimization:
-            _summon(module, plain)
+            _enable_manual_optimization(module, plain)
         for _ in range(self.epochs):
             for index, batch in enumerate(batches.items):
                 batch = batch if self.precision.endswith("mixed") or dtype is torch.float32 else _cast(batch, dtype)
@@ -303,7 +303,7 @@ def _unpacked(made: Any) -> tuple[list[Optimizer], Any]:
     return list(made), None
 
 
-def _summon(module: Any, plain: list[PlainOptimizer]) -> None:
+def _enable_manual_optimization(module: Any, plain: list[PlainOptimizer]) -> None:
     """Gives a module outside a Trainer what manual optimization calls."""
     module.optimizers = lambda: plain if len(plain) > 1 else plain[0]
     module.manual_backward = lambda loss, **options: plain[0].backward(loss, plain[1:], **options)

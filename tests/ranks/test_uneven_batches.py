@@ -53,18 +53,18 @@ class Measures(Tower):
 
     def __init__(self) -> None:
         super().__init__()
-        self.logged, self.summon = MeanMetric(), MeanMetric()
+        self.logged, self.reduced_by_user = MeanMetric(), MeanMetric()
         self.read: list[Tensor] = []
 
     def validation_step(self, batch: Tensor, index: int) -> None:
         super().validation_step(batch, index)
-        for metric in (self.logged, self.summon):
+        for metric in (self.logged, self.reduced_by_user):
             metric.update(self.validation_losses[-1])
         self.log("mean", self.logged)
 
     def on_validation_epoch_end(self) -> None:
-        self.read.append(self.summon.compute())
-        self.summon.reset()
+        self.read.append(self.reduced_by_user.compute())
+        self.reduced_by_user.reset()
 
     def on_validation_end(self) -> None:
         assert torch.equal(self.trainer.callback_metrics["mean"], self.read[-1])

@@ -401,13 +401,13 @@ class InterruptedInACopy(L.Callback):
 def test_ctrl_c_in_the_wait_for_room_does_not_give_it_up(
     strategy_at, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class SaveQueue(L.Callback):
+    class SavesAfterStep2(L.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 2:
                 trainer.save_checkpoint(tmp_path / "expected.ckpt")
 
     torch.manual_seed(0)
-    trainer = make_trainer(sharded(strategy_at, tier), max_epochs=1, max_steps=2, callbacks=[SaveQueue()])
+    trainer = make_trainer(sharded(strategy_at, tier), max_epochs=1, max_steps=2, callbacks=[SavesAfterStep2()])
     trainer.fit(Full(), BATCHES.loader())
     monkeypatch.setattr(writer, "BUFFER_BYTES", 4096)
     monkeypatch.setattr(saving, "BUFFERS", 1)
@@ -446,13 +446,13 @@ class Interrupts(SaveOps):
 
 
 def test_ctrl_c_while_it_is_written_leaves_nothing(strategy_at, tmp_path: Path) -> None:
-    class SaveQueue(L.Callback):
+    class SavesEachBatch(L.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             trainer.save_checkpoint(tmp_path / "x.ckpt")
 
     strategy = sharded(strategy_at, "masters_on_disk")
     strategy.save_ops = Interrupts()
-    trainer = make_trainer(strategy, max_epochs=1, callbacks=[SaveQueue()])
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[SavesEachBatch()])
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises((KeyboardInterrupt, SystemExit)):

@@ -174,12 +174,12 @@ def test_a_killed_run_that_resumes_by_itself_is_one_that_was_resumed_by_hand(
     kill(processes)
     said += runs.until_gone()
     assert "ended" not in said
-    summon = tmp_path / "by_hand"
-    (summon / "disk").mkdir(parents=True)
-    shutil.copytree(tmp_path / "kept", summon / "kept")
+    by_hand = tmp_path / "by_hand"
+    (by_hand / "disk").mkdir(parents=True)
+    shutil.copytree(tmp_path / "kept", by_hand / "kept")
     runs.to_the_end(tmp_path, f"{kind}+auto", 12)
-    runs.to_the_end(summon, kind, 12)
-    check_weights(tmp_path, summon)
+    runs.to_the_end(by_hand, kind, 12)
+    check_weights(tmp_path, by_hand)
     assert sorted(map(step_of, (tmp_path / "kept").glob("*.ckpt")))[-2:] == [11, 12]
 
 
@@ -212,14 +212,14 @@ def began_with(said: Iterable[str]) -> list[tuple[int, int]]:
 
 def check_resumed_by_hand(runs: Runs, folder: Path, kind: str, starts: list[tuple[int, int]], steps: int) -> None:
     """A run whose starts had so many ranks and began at such a step has the weights of one that was resumed by hand there."""
-    summon = folder.parent / f"{folder.name}-by-hand"
-    (summon / "disk").mkdir(parents=True)
+    by_hand = folder.parent / f"{folder.name}-by-hand"
+    (by_hand / "disk").mkdir(parents=True)
     ends = [*(step for _, step in starts[1:]), steps]
     for (ranks, step), end in zip(starts, ends, strict=True):
         assert end >= step, "an older checkpoint than before was gone on from"
         if end > step:
-            assert began(runs.to_the_end(summon, kind, end, ranks)) == [step]
-    check_weights(folder, summon)
+            assert began(runs.to_the_end(by_hand, kind, end, ranks)) == [step]
+    check_weights(folder, by_hand)
 
 
 def check_nothing_left(folder: Path, shared: set[str]) -> None:
@@ -324,7 +324,7 @@ class Agents:
         """The agent of a machine, which starts one rank there."""
         first = node == host
         waits = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
-        barriers = f"--rdzv-conf=is_host={int(first)},{waits}"
+        rendezvous = f"--rdzv-conf=is_host={int(first)},{waits}"
         command = [
             sys.executable,
             "-m",
@@ -333,7 +333,7 @@ class Agents:
             "--nproc-per-node=1",
             "--max-restarts=9",
         ]
-        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host.address}:29511", "--rdzv-id=two", barriers]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host.address}:29511", "--rdzv-id=two", rendezvous]
         command += [f"--local-addr={node.address}"]
         variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "KILLED_RUN_STEP_S": "0.5"}
         variables["GLOO_SOCKET_IFNAME"] = node.interface

@@ -161,11 +161,11 @@ class ThingsNow:
         grown = self.grown()
         print(self.count, "samples,", {name: round(value, 1) for name, value in grown.items()})
         assert self.count >= 12, "too few samples for a line"
-        too_much = {name: self.plan_cursor(name) for name, value in grown.items() if value > self.MOST[name]}
+        too_much = {name: self._growth(name) for name, value in grown.items() if value > self.MOST[name]}
         assert too_much == {}, "whether it grew bit by bit or at once is seen in these samples"
 
-    def plan_cursor(self, name: str) -> list[int]:
-        """What a thing has grown by since the first of forty samples, from the first to the last."""
+    def _growth(self, name: str) -> list[int]:
+        """Returns 40 samples of a resource, evenly spaced over the run, relative to the first."""
         values = self.samples[list(self.MOST).index(name)]
         return [int(values[at] - values[0]) for at in numpy.linspace(0, self.count - 1, 40).astype(int)]
 

@@ -202,7 +202,7 @@ class ByHand(Normed):
             self.optimizers().zero_grad()  # type: ignore[union-attr]
 
 
-def summon(folder: Path, behind: bool, saves_up: bool) -> list[Any]:
+def train_manually(folder: Path, behind: bool, saves_up: bool) -> list[Any]:
     ddp = DDPStrategy(timeout=timedelta(seconds=TIMEOUT_S), find_unused_parameters=behind)
     strategies = (ddp, make_strategy(folder, "ram"))
     return [trained(each, ByHand(_rank(), behind=behind, saves_up=saves_up)) for each in strategies]
@@ -213,7 +213,7 @@ def summon(folder: Path, behind: bool, saves_up: bool) -> list[Any]:
 )
 def test_under_manual_optimization_too_they_are_those_of_ddp(behind: bool, saves_up: bool, tmp_path: Path) -> None:
     """There each rank's are its own once training has begun, but behind a backward pass outside of steps."""
-    results = run_ranks(summon, 2, tmp_path, behind, saves_up, limit_s=120.0)
+    results = run_ranks(train_manually, 2, tmp_path, behind, saves_up, limit_s=120.0)
     for theirs, ours in results:
         for expected, values in zip(theirs, ours, strict=True):
             assert expected.keys() == values.keys()

@@ -121,7 +121,7 @@ class ByHand(PreciseGPT):
             seldom.zero_grad()
 
 
-def summon(place: Place) -> Seen:
+def by_hand(place: Place) -> Seen:
     module = seeded(ByHand)
     place.trainer().fit(module, loader())
     return learnt(module)
@@ -437,7 +437,7 @@ def watched(place: Place) -> Seen:
 
 
 PROGRAMS: dict[str, Program] = {
-    "two optimizers by hand": summon,
+    "two optimizers by hand": by_hand,
     "rates by shapes": by_shapes,
     "parameters in several optimizers": by_turns,
     "accumulated and clipped": accumulated,
