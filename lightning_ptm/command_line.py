@@ -151,19 +151,19 @@ class PTMCommandLine(LightningCLI):
             self.parser.error(" ".join(str(error).split()))  # Lightning's message about the Trainer's arguments
 
     def before_fit(self) -> None:
-        """Called by LightningCLI."""
+        """Checks that there is data to fit; called by LightningCLI."""
         self._check_data("train_dataloader")
 
     def before_validate(self) -> None:
-        """Called by LightningCLI."""
+        """Checks that there is data to validate; called by LightningCLI."""
         self._check_data("val_dataloader")
 
     def before_test(self) -> None:
-        """Called by LightningCLI."""
+        """Checks that there is data to test; called by LightningCLI."""
         self._check_data("test_dataloader")
 
     def before_predict(self) -> None:
-        """Called by LightningCLI."""
+        """Checks that there is data to predict; called by LightningCLI."""
         self._check_data("predict_dataloader")
 
     def _check_data(self, loader: str) -> None:
@@ -224,7 +224,8 @@ class PTMCommandLine(LightningCLI):
 
 
 def _no_accelerator(given: object) -> str:
-    """Why a run cannot use the accelerator given by name; empty if it can, or if Lightning's own error is good enough."""
+    """Returns why a run cannot use the accelerator given by name; empty if it can, or if Lightning's own error is good
+    enough."""
     names = {"gpu": ("cuda", "mps")}.get(str(given), (str(given),))
     if not isinstance(given, str) or any(name not in AcceleratorRegistry for name in names):
         return ""
@@ -283,7 +284,7 @@ _OTHER_MODEL = "Error(s) in loading state_dict for "
 
 
 def _of_another_model(error: RuntimeError) -> str:
-    """What to do about a checkpoint of another model; empty for any other error."""
+    """Returns advice for a checkpoint of another model; empty for any other error."""
     if not str(error).startswith(_OTHER_MODEL) or set(_modules_of(error)) - sys.stdlib_module_names - LIBRARIES:
         return ""
     name, *differences = str(error).removeprefix(_OTHER_MODEL).split("\n\t")

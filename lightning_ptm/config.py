@@ -146,7 +146,7 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """How checkpoints are written, and which one a fit goes on from.
+    """Settings of checkpoints: how they are written, and which one a fit resumes from.
 
     Args:
         state_dict_type: `full` checkpoints are one ordinary Lightning file, with all states gathered on rank 0 as it is
@@ -183,7 +183,7 @@ class Checkpoints:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorParallel:
-    """How layers are cut where `tensor_parallel_size` is 2 or more.
+    """Settings of tensor parallelism, for a `tensor_parallel_size` of 2 or more.
 
     Args:
         plan: A dictionary from names of modules (with `*` for numbers) to styles of `lightning_ptm.parallel`
@@ -208,7 +208,7 @@ class TensorParallel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What changes speed and memory, and is decided well for nearly everybody.
+    """Settings for speed and memory use. The defaults suit nearly every run.
 
     Args:
         staging_memory: Bytes of RAM for pages between disk and update; `auto` picks a few dozen pages.

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class GivenBack(enum.Enum):
-    """Which weights are restored at the end of a run."""
+    """Parameters whose weights are restored at the end of a run."""
 
     NONE = "none: they are not wanted, or have no values"
     ALL = "all"

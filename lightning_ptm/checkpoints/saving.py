@@ -344,7 +344,7 @@ _LOOK_S = 0.05
 """Interval at which rank 0 checks whether the other ranks have written."""
 
 _LAST_WAIT_S = 30.0
-"""How long rank 0 waits for the others' files after the run has failed, when there can be no collectives."""
+"""Time that rank 0 waits for the others' files after the run has failed, when there can be no collectives."""
 
 
 class Saving:

@@ -83,7 +83,7 @@ class ProcessGroupCommunicator:
         return self.world_size == 1
 
     def subgroup(self, partition: Sequence[Sequence[int]], *, exchanging: bool = False) -> ProcessGroupCommunicator:
-        """See `Communicator.subgroup`.
+        """Returns the communicator of this rank's part of a partition; see `Communicator.subgroup`.
 
         Args:
             partition: every rank once; the same on all ranks.

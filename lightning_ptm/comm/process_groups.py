@@ -153,7 +153,7 @@ class ProcessGroups:
     # -- ranks that fail ----------------------------------------------------------------------------------------------
 
     def meet(self, word: str | None, within_s: float) -> bool:
-        """See `Communicator.meet`."""
+        """Returns whether all ranks call this with the same word in time; see `Communicator.meet`."""
         if self._control_group is None:
             return False
         # Ranks that have issued different numbers of collectives would mismatch all later ones.
@@ -181,7 +181,7 @@ class ProcessGroups:
             return False
 
     def fail(self, reason: str) -> None:
-        """See `Communicator.fail`."""
+        """Reports a failure to the other ranks; see `Communicator.fail`."""
         if self._control_group is None:
             return
         # The store may be gone with the rank that hosts it. Only the first reason is kept: it caused the others.

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the processes were launched, from the environment that torchrun sets. All nodes have the same number of ranks."""
+    """Launch of the processes, from the environment that torchrun sets. All nodes have the same number of ranks."""
 
     rank: int
     local_rank: int
@@ -58,7 +58,7 @@ class Launch:
 
 
 def launched() -> Launch | None:
-    """How this process was launched; None if it is the only one.
+    """Returns how this process was launched; None if it is the only one.
 
     Raises:
         ConfigError: the environment says that there are other ranks, but not how to reach them.

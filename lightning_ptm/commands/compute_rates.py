@@ -22,7 +22,7 @@ def _untold(part: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured.
+    """Extent of a measurement: sizes, durations and numbers of steps.
 
     Attributes:
         matrix: rows and columns of matrices on a CPU; on a GPU eight times as many.

@@ -118,7 +118,7 @@ def render(found: Prediction) -> str:
 
 
 def _when(use: LinkUse, timing: Timing) -> str:
-    """When a link is busy: the part that exceeds all of compute cannot overlap with it."""
+    """Returns when a link is busy: the part that exceeds all of compute cannot overlap with it."""
     if use.link in (Link.EXCHANGE, Link.TENSOR_EXCHANGE):
         return "while nothing computes"
     alone = use.busy_s - timing.compute_s
@@ -144,7 +144,8 @@ def _largest_batch(found: Prediction) -> str:
 
 
 def _largest_model(found: Prediction) -> list[str]:
-    """How to search the largest model; not done by default, since plans of a dozen models take longer than all else."""
+    """Returns how to search the largest model; not done by default, since plans of a dozen models take longer than all
+    else."""
     if found.deepens in found.chosen:
         return []
     name = found.deepens or "NAME (an argument of the model)"

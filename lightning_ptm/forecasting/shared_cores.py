@@ -330,7 +330,7 @@ class SharedCores:
         """Does nothing: buffers are only counted."""
 
     def end(self, job: _Job) -> None:
-        """Notes the end of a job; it takes effect once compute's time has come to the thread's."""
+        """Records the end of a job; it takes effect once compute's time has reached the thread's."""
         self._at.ended.append((self._at.thread.s, job))
 
     def _transfer(self, chunk: TimedChunk[_Flat]) -> float:

@@ -116,16 +116,16 @@ def _size_class(size_bytes: int) -> int:
 
 
 class Where(enum.Enum):
-    """Where the bytes of an offloaded storage are."""
+    """Places of the bytes of an offloaded storage."""
 
     LEAVING = "leaving"
-    """On the device; the copy to RAM is in flight."""
+    """The bytes are on the device; the copy to RAM is in flight."""
     AWAY = "away"
-    """In RAM only."""
+    """The bytes are in RAM only."""
     COMING = "coming"
-    """In RAM; the copy to the device is in flight."""
+    """The bytes are in RAM; the copy to the device is in flight."""
     BACK = "back"
-    """On the device; the host buffer has been given back."""
+    """The bytes are on the device; the host buffer is free."""
 
 
 _NEXT = {

@@ -160,7 +160,7 @@ def _pair_up(parts: Sequence[torch.Tensor], staged: torch.Tensor, *, to_staging:
 
 
 Ended = Callable[[BaseException | None], None]
-"""Called by an I/O thread at the end of a job, with its error or None."""
+"""Callback at the end of a job, called by an I/O thread with the job's error or None."""
 
 
 @dataclass(frozen=True, slots=True)

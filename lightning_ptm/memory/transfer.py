@@ -40,7 +40,8 @@ from lightning_ptm.terms import BLOCK_BYTES, Tier
 Result = TypeVar("Result")
 
 Settle = Callable[[BaseException | None], None]
-"""Called under the lock when a copy has ended and its bytes are no longer held, with its error or None."""
+"""Callback when a copy has ended and its bytes are no longer held, called under the lock with the copy's error or
+None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +292,7 @@ class Copy:
     target_start_bytes: int
     length_bytes: int
     settle: Settle | None = None
-    """Called at the end."""
+    """Callback at the end of the copy."""
     whole_blocks: bool = False
     """Whether the target's bytes after the range may be overwritten, up to the end of their block."""
     after: Sequence[Mark] | None = None
@@ -299,7 +300,7 @@ class Copy:
 
     # Written by the Copier.
     meters: Sequence[LinkMeter] = ()
-    """Those that have counted its begin."""
+    """The meters that have counted the begin of the copy."""
     began_s: float = 0.0
     leaving: Hold | None = None
     """The hold on the source, until it ends."""
@@ -350,7 +351,7 @@ def checked_copy(
 
 @dataclass(frozen=True, slots=True)
 class CopyMachine:
-    """What copies run on: the bytes of each tier and the streams between tiers."""
+    """Machine that copies run on: the bytes of each tier and the streams between tiers."""
 
     page_size: int
     regions: Mapping[Tier, Region]

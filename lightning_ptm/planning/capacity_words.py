@@ -15,7 +15,7 @@ from lightning_ptm.terms import Tier
 
 _NOTHING_KNOWN: Mapping[str, int] = MappingProxyType({})
 _NAMED_USES = 3
-"""How many of a tier's uses a message names; the rest is summed up."""
+"""Number of a tier's uses that a message names; the rest is summed up."""
 
 
 def format_bytes(count: int) -> str:

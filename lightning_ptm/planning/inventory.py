@@ -33,7 +33,7 @@ class What(enum.Enum):
 
 
 class Lifetime(enum.Enum):
-    """When the bytes of a row are held."""
+    """Times at which the bytes of a row are held."""
 
     RUN = "from set-up to the end"
     FIRST_GRADIENT = "from the first gradient to the end"

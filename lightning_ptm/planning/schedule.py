@@ -45,9 +45,9 @@ class _Stay:
     need: int
     end: int
     joins_previous: bool = False
-    """Kept since the stay before it, so it needs no copy of its own."""
+    """Whether the data was kept since the previous stay, so that this stay needs no copy of its own."""
     joins_next: bool = False
-    """Kept until the stay after it, so it does not leave."""
+    """Whether the data is kept until the next stay, so that it does not leave."""
     dropped: bool = False
     """Not needed any more: the gathered flat that it served was kept."""
 

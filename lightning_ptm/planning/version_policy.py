@@ -109,7 +109,7 @@ class Flat:
         self.exact = True
         """Whether the newest version is exact: contains no forecast."""
         self.learned = False
-        """Whether there is a forecast."""
+        """Whether a forecast exists."""
         self.late = 0
         """Number of contributions that were pending when the last job ended."""
 

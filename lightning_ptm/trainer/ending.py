@@ -195,8 +195,8 @@ class _Ending:
             raise returned.failure
 
     def _again(self) -> str:
-        """How a next run of this strategy gets the values of frozen parameters, in words; empty if the user must provide
-        them."""
+        """Returns how a next run of this strategy gets the values of frozen parameters, in words; empty if the user
+        must provide them."""
         of_files = frozenset(self._engine.values.of_files)
         self._between.note(of_files=of_files)
         files = self._run.builder.settings.pretrained

@@ -94,8 +94,8 @@ _PRODUCTS = {
 }
 
 _ALWAYS_FP32 = {scaled_attention: 3, scaled_attention_backward: 5}
-"""How many arguments, from the first, decide whether the operator is a 16-bit product: the attention mask may have another
-dtype, and the log-sum-exp, its second output, is fp32."""
+"""Number of arguments, from the first, that decide whether the operator is a 16-bit product: the attention mask may
+have another dtype, and the log-sum-exp, its second output, is fp32."""
 
 
 class WideMatmuls(TorchDispatchMode):

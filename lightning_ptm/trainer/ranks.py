@@ -42,7 +42,7 @@ from lightning_ptm.trainer.same_settings import decisive, refuse_other_settings
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Which rank this process is, of how many, and on which device.
+    """Rank of this process, the number of ranks, and its device.
 
     Args:
         backend: of this rank's device.

@@ -104,7 +104,7 @@ class Run:
         self._counted: Statistics | None = None
         """Statistics from before the last re-layout."""
         self._cut_off = ""
-        """Why the run's states are lost, so that no checkpoint can be made; empty while they are not."""
+        """The reason why the run's states are lost, so that no checkpoint can be made; empty while they are not."""
         self._shown_states: dict[Optimizer, Callable[[], None]] = {}
         """Functions that remove the readable states from each optimizer's `state`: those that it had at the start of the run
         or loaded since, until its first step."""
@@ -153,12 +153,12 @@ class Run:
         return disks[0] if disks and self.builder.place.nodes == 1 else Path(self.trainer.default_root_dir)
 
     def statistics(self) -> Statistics:
-        """What this rank has moved, waited for and updated since the run began."""
+        """Bytes moved, waiting times and updates of this rank since the run began."""
         return together(self._counted, collect(self.engine))
 
     @contextmanager
     def gathered(self, *modules: nn.Module, write: bool = True) -> Iterator[None]:
-        """See `AngelPTMStrategy.gathered`."""
+        """Gathers full parameters for a while; see `AngelPTMStrategy.gathered`."""
         if self._engine is None:
             yield  # parameters are whole outside of pages
             return
@@ -181,7 +181,7 @@ class Run:
 
     @contextmanager
     def trace_events(self, listener: Listener) -> Iterator[None]:
-        """See `AngelPTMStrategy.trace_events`."""
+        """Reports events to a listener; see `AngelPTMStrategy.trace_events`."""
         engine = self.engine
         with engine.events.subscribed(listener):
             try:
@@ -361,7 +361,7 @@ class Run:
 
     @property
     def unsaved(self) -> str:
-        """Why the run no longer writes checkpoints; empty while it does."""
+        """The reason why the run no longer writes checkpoints; empty while it does."""
         return self._cut_off or ("" if self.interruption is None else self.interruption.unsaved)
 
     @property
@@ -374,7 +374,7 @@ class Run:
         self._cut_off = reason
 
     def settle(self) -> None:
-        """After an interruption, determines whether all ranks have a common state."""
+        """Determines, after an interruption, whether all ranks have a common state."""
         if self.interruption is not None:
             self.interruption.settle()
 

@@ -31,10 +31,12 @@ from lightning_ptm.memory.backend import Backend, in_ram
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 
 FIRST = 3
-"""How many batches of each loader are compared at once; after them, the first batch of each pass over it. A sampler that
-splits data by rank shows in the first batch, unless the data happen to begin alike. Random draws in this process (an
-augmentation, dropout) diverge after the first batch was drawn, or the first step was computed, so they show in the second
-and third."""
+"""Number of batches of each loader that are compared at once; after them, the first batch of each pass over it.
+
+A sampler that splits data by rank shows in the first batch, unless the data happen to begin alike. Random draws in this
+process (an augmentation, dropout) diverge after the first batch was drawn, or the first step was computed, so they show
+in the second and third.
+"""
 
 
 class SameBatches:

@@ -360,7 +360,7 @@ class AngelPTMStrategy(ParallelStrategy):
         put_device_mesh(self._module, self._groups.mesh)
 
     def _is_alone(self) -> bool:
-        """Whether there are no other ranks, or none that can be waited for."""
+        """Returns whether there are no other ranks, or none that can be waited for."""
         if self._run is not None and self._run.cannot_wait():
             return True
         # A single rank is alone even if other code in its process is connected to ranks (`lightning-ptm probe`).
@@ -619,10 +619,12 @@ class AngelPTMStrategy(ParallelStrategy):
             yield
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """The same as `block_backward_sync`, under the name of DDP's method: for backward passes in manual optimization whose
-        gradients are reduced together with those of a later one, or by the step. During a run the module has it, too
-        (`trainer.model.no_sync()`). How often ranks reduce is `Settings.reduce_gradients`; in automatic optimization,
-        `accumulate_grad_batches` does all of it."""
+        """Context without gradient reduction, under the name of DDP's method; the same as `block_backward_sync`.
+
+        For backward passes in manual optimization whose gradients are reduced together with those of a later one, or by
+        the step. During a run the module has it, too (`trainer.model.no_sync()`). How often ranks reduce is
+        `Settings.reduce_gradients`; in automatic optimization, `accumulate_grad_batches` does all of it.
+        """
         return self.block_backward_sync()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -697,7 +699,8 @@ class AngelPTMStrategy(ParallelStrategy):
         return nullcontext() if self._run is None else self._run.gathered(*modules, write=write)
 
     def statistics(self) -> Statistics:
-        """What this rank has copied, waited for and updated since the run began. Cheap; see also `callbacks.PageMonitor`."""
+        """Returns the bytes copied, waiting times and updates of this rank since the run began. Cheap; see also
+        `callbacks.PageMonitor`."""
         return self._in_progress().statistics()
 
     def plan_text(self) -> str:
@@ -706,7 +709,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @property
     def plans_made(self) -> int:
-        """How often the run has made a new plan from a traced iteration."""
+        """Number of times that the run has made a new plan from a traced iteration."""
         return self.engine.executor.plans.remade
 
     def states_at_home(self) -> tuple[StateBytes, ...]:
@@ -714,7 +717,8 @@ class AngelPTMStrategy(ParallelStrategy):
         return states_at_home(self.engine)
 
     def optimizers_in_pages(self) -> tuple[OptimizerBytes, ...]:
-        """For each optimizer with states in pages, what it updates at once, and the bytes of its states on this rank."""
+        """Describes each optimizer with states in pages: what it updates at once, and the bytes of its states on this
+        rank."""
         return optimizers_in_pages(self.engine.blueprint)
 
     def tier_rooms(self) -> tuple[TierRoom, ...]:
@@ -726,7 +730,7 @@ class AngelPTMStrategy(ParallelStrategy):
         return tuple(tier.name.lower() for tier in self.engine.blueprint.budget)
 
     def inventory(self) -> tuple[PageUse, ...]:
-        """What each of this rank's pages is used for; the sums per tier are the sizes of `tier_rooms`."""
+        """Lists what each of this rank's pages is used for; the sums per tier are the sizes of `tier_rooms`."""
         return inventory(self.engine)
 
     def planned_bytes(self) -> tuple[PlannedBytes, ...]:
@@ -761,9 +765,12 @@ class AngelPTMStrategy(ParallelStrategy):
         return self.engine.stepping.gradient_norm(optimizer, norm_type, self.precision_plugin.loss_scale)
 
     def update_audit(self) -> tuple[UpdateAudit, ...]:
-        """With `lock_free`: for each flat of this rank, how many gradients were produced, applied, skipped, and are
-        pending. Checked automatically at each drain; empty for synchronous updates. After a run: as of the last drain, which
-        is the end of training if that did not fail; before the first one: empty."""
+        """Returns the counts of gradients that were produced, applied, skipped, and are pending, for each flat of this
+        rank.
+
+        Only `lock_free` has them, and checks them at each drain; empty for synchronous updates. After a run: as of the
+        last drain, which is the end of training if that did not fail; before the first one: empty.
+        """
         if self._run is None or not self._run.has_pages:
             return self._between.ended.audits
         return audit(self._run.engine)

@@ -36,7 +36,7 @@ _DRAIN_LOOK_S = 0.005
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LockFreeFlat:
-    """What the buffering thread knows of a flat: its buffer, its master states, and the optimizer that updates them."""
+    """Flat as the buffering thread sees it: its buffer, its master states, and the optimizer that updates them."""
 
     buffer: FlatBuffer
     states: FlatStates
@@ -124,7 +124,7 @@ class BufferingThread:
         return self._flats[flat].buffer.slot.collect(received)
 
     def peek(self, flat: int, received: int) -> Version | None:
-        """What `collect` would return now, or soon. Never blocks."""
+        """Returns what `collect` would return now, or soon. Never blocks."""
         return self._flats[flat].buffer.slot.peek(received)
 
     def published(self, flat: int) -> bool:

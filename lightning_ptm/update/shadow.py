@@ -58,7 +58,7 @@ class _ScalarStep:
     group: int
     dtype: torch.dtype
     device: torch.device
-    """Where the parameters are updated: fused classes keep their number of steps there."""
+    """Device of the parameters that are updated: fused classes keep their number of steps there."""
     before: ScalarState | None
     after: ScalarState | None
 
@@ -155,7 +155,7 @@ class ShadowOptimizer:
         # I4
         self._initial_attributes = copy_plain({name: vars(self._clone).get(name) for name in traits.changed_attributes})
         self._scalar_steps: list[_ScalarStep] = []
-        """Those of the last step that was asked for."""
+        """Results of `advance` in the newest step, one per group, scalars and dtype."""
 
     def step(self, hyper: GroupValues, runs: Sequence[RunViews]) -> None:
         """Update every run's parameter and slots in place, as one step of the optimizer; call it under no_grad.

@@ -164,7 +164,7 @@ class Awaited:
     def __init__(self, pending: Iterable[Pending] = ()) -> None:
         self.all: list[Pending] = list(pending)
         self._left = list(self.all)
-        """Those that had not ended when they were last asked."""
+        """The transfers that had not ended at the last check."""
 
     def add(self, pending: Pending) -> None:
         self.all.append(pending)
@@ -288,7 +288,7 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
         self.landing = Awaited()
         """Writes of compute parameters."""
         self.before = Awaited(job.after)
-        """What must end before the gradient can be read."""
+        """The work that must end before the gradient can be read."""
         self.submitted: Mark | None = None
         """Mark on the submitting stream; the gradient and the compute parameter were produced before it."""
         self._scalars: list[dict[tuple[int, int], ScalarState | None]] = []

@@ -262,7 +262,7 @@ class Calls:
         return actions
 
     def _next(self, entry: _Unit, event: CallEvent, *, besides: int | None = None) -> tuple[State, tuple[Action, ...]]:
-        """As `step`, treating the call `besides` as done."""
+        """Returns the unit's next state and its actions. The call `besides` counts as done."""
         still_open = (call for call, done in entry.calls.items() if not done and call != besides)
         return step(
             entry.state,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lightning_ptm.runtime.machine.machine import Machine
 
 _ROOMY_SHARE = 1 / 4
-"""With a disk tier: if pages take a smaller share of the free RAM than this, freed memory may stay with the process."""
+"""Share of the free RAM; if pages take less of it, and there is a disk tier, freed memory may stay with the process."""
 _DEVICE_CHUNKS = 3
 """Chunks in flight without a disk: one copied from the device, one updated, one copied back."""
 _TRANSIT_PAGES = 2

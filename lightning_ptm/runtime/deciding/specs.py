@@ -226,7 +226,7 @@ def traits_of(
 def first_traits(
     request: Request, known: Traits, optimizer: int, dtype: torch.dtype, likely: torch.device
 ) -> OptimizerTraits:
-    """As `traits_of`, before homes decide where updates run: on the likely device, or else on the other one."""
+    """Returns traits before homes decide where updates run: those on the likely device, or else on the other one."""
     if not request.backend.apart:
         return traits_of(request, known, optimizer, dtype, likely)
     devices = [likely, *({request.backend.device, torch.device("cpu")} - {likely})]

@@ -93,7 +93,7 @@ def _precise_bytes(flat: FlatLayout, with_other_parts: bool) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RunInputs:
-    """What a run provides to its engine besides the module, the decisions and the communicators.
+    """Inputs of a run to its engine besides the module, the decisions and the communicators.
 
     Attributes:
         backend: this rank's device.
@@ -548,8 +548,8 @@ class Engine:
             raise refused from error
 
     def loss_is(self, loss: Tensor) -> None:
-        """Notes the loss of the backward pass that begins: ranks of a tensor-parallel group compare it at the next barrier.
-        On a separate device they compare the previous loss, for which the host need not wait."""
+        """Records the loss of the backward pass that begins: ranks of a tensor-parallel group compare it at the next
+        barrier. On a separate device they compare the previous loss, for which the host need not wait."""
         if self.barriers.agreement.compared and loss.numel() == 1:
             before, self._loss = self._loss, loss.detach()
             compared = before if self.backend.apart else self._loss
@@ -623,7 +623,7 @@ class Engine:
         return sum(_precise_bytes(flat, with_other_parts) for flat in self.blueprint.layout.all_flats())
 
     def precise_bytes_of(self, bindings: Iterable[FlatBinding], *, with_other_parts: bool = False) -> int:
-        """As `precise_bytes`, for some flats."""
+        """Returns the bytes of some flats' precise values; see `precise_bytes`."""
         return sum(_precise_bytes(binding.layout, with_other_parts) for binding in bindings)
 
     def optimizer_state_bytes(self, *, on_disk: bool) -> int:

@@ -111,7 +111,8 @@ class StepGradients:
 
     @property
     def torn(self) -> bool:
-        """As `in_mid_step`, but also if that step has been abandoned since."""
+        """Whether only some flats have the update of a step that is in progress or was abandoned, so that the
+        parameters belong to no step."""
         return self._updates.torn
 
     def forget_states(self, optimizer: int, parameter: Tensor) -> None:

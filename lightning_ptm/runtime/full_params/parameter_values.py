@@ -268,7 +268,7 @@ class ParameterValues:
         )
 
     def precise_of(self, store: UnitStore, binding: FlatBinding, flat: FlatStore | None) -> Tensor:
-        """As `precise`, also for a flat that this rank does not hold."""
+        """Returns the flat's precise values, as `precise`, also for a flat that this rank does not hold."""
         return self._gathered_flats.broadcast(store, binding, None if flat is None else self.precise(flat))
 
     def bytes_of_originals(self) -> int:

@@ -227,7 +227,7 @@ class FlatGradient:
         return source, self.shard.transfers(), partial(self.shard.return_pages, self.shard.give_away())
 
     def duplicate(self) -> tuple[GradientSource, Sequence[Transfer | Addition], Callable[[], None]]:
-        """As `detach`, with a copy: the gradient stays here until it is cleared."""
+        """Copies the gradient for the caller, as `detach`, but keeps this gradient until it is cleared."""
         self.shard.settle()
         source = self.source()
         if isinstance(source, ParameterGradients):

@@ -1,4 +1,5 @@
-"""What `.grad` of a flat's parameters shows: gradients of autograd and the user, placeholders of pages, used gradients.
+"""Contents of `.grad` of a flat's parameters: gradients of autograd and the user, placeholders of pages, used
+gradients.
 
 The only file that assigns `.grad` of parameters in pages (but for moves of a parameter to another device, which take
 its `.grad` along). Owns the placeholders, the sums of passes that are kept beside `.grad`, and whether the update will
@@ -198,7 +199,7 @@ class GradView:
         return gradient
 
     def uncollected(self) -> list[bool]:
-        """For each parameter of the flat, whether it has a gradient that is not collected yet."""
+        """Returns, for each parameter of the flat, whether it has a gradient that is not collected yet."""
         sums = self._sums
         return [
             (grad is not None and not isinstance(grad, GradPlaceholder)) or slot in sums
@@ -206,11 +207,11 @@ class GradView:
         ]
 
     def gradients(self) -> list[Tensor | None]:
-        """For each parameter, `.grad` unless it is a placeholder."""
+        """Returns, for each parameter, `.grad` unless it is a placeholder."""
         return [None if isinstance(grad, GradPlaceholder) else grad for grad in self._binding.gradients()]
 
     def present(self) -> Sequence[bool]:
-        """For each parameter of the flat, whether it has a gradient, collected or not."""
+        """Returns, for each parameter of the flat, whether it has a gradient, collected or not."""
         if self._in_place or self._record.state is GradientState.EMPTY:
             return self.uncollected()
         return self._record.present
@@ -372,7 +373,8 @@ class GradView:
         self.refresh()
 
     def check_not_edited(self) -> None:
-        """Before the update clips what is here: a plain step would take as it is what was written behind the clipping.
+        """Checks that `.grad` has not changed since clipping was left to the update, which would clip the new values
+        too.
 
         Raises:
             UsageError: something was.
@@ -586,5 +588,6 @@ def refuse_gradient(name: str, when: str, what: str = "read", then: str = "") ->
 
 
 def _version(grad: Tensor | None) -> tuple[int, int] | None:
-    """Which tensor it is, and how often it has changed."""
+    """Returns the identity and the in-place version of a gradient tensor, to detect changes; None without a
+    gradient."""
     return None if grad is None else (id(grad), version_of(grad))

@@ -112,7 +112,8 @@ class Barriers:
         self.failed = False
         """Whether the run has failed: this rank starts no collective any more. Set by `fail`."""
         self._differences = ""
-        """Why this rank is about to lay out its pages again; part of the error on the other ranks if these are not."""
+        """The reason why this rank is about to lay out its pages again; part of the error on the other ranks if these
+        are not."""
         self._must_match: dict[str, str] = {}
         """Values that must be equal on all ranks, as text, by description."""
         self._iterations_since = 0
@@ -324,7 +325,7 @@ class Barriers:
         return seen
 
     def reach_step(self, position: int) -> None:
-        """As `reach`, in an optimizer step.
+        """Waits for the other ranks in an optimizer step, as `reach`.
 
         Raises:
             RankError: other ranks are at a barrier for something else.

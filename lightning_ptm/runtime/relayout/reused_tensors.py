@@ -1,4 +1,4 @@
-"""Which tensors on disk of an engine that has ended the next engine can use as they are, without a copy.
+"""Decision about tensors on disk of an engine that has ended: which the next engine can use without a copy.
 
 Decides; touches no page. A reused tensor has the same elements at the same offsets of the same shard, in the same tier.
 """
@@ -41,7 +41,7 @@ class ReusedTensors:
     tensors: Mapping[tuple[What, int], Sequence[PagedTensor | None]] = dataclasses.field(default_factory=dict)
     more_pages: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
     more_pages_at_once: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
-    """The same, of what set-up allocates."""
+    """Pages beyond those of the inventory that set-up allocates, by tier."""
 
     def of(self, row: What, flat: int, count: int) -> Sequence[PagedTensor | None]:
         return self.tensors.get((row, flat), [None] * count)

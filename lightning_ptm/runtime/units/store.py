@@ -336,7 +336,7 @@ class UnitStore:
 
     @property
     def lent(self) -> bool:
-        """Whether its parameters are lent to the user (`gathered`)."""
+        """Whether the unit's parameters are lent to the user (`gathered`)."""
         for binding in self.bindings:  # noqa: SIM110 (`any` would resume a generator per flat, several times a tick)
             if binding.lent:
                 return True
@@ -370,12 +370,12 @@ class UnitStore:
 
     @property
     def has_spare_shards(self) -> bool:
-        """Whether it has device copies of shards that no all-gather reads."""
+        """Whether the unit has device copies of shards that no all-gather reads."""
         return any(flat.has_spare_shard for flat in self.sharded)
 
     @property
     def movable(self) -> bool:
-        """Whether it has pages that can be released while its refcount is zero."""
+        """Whether the unit has pages that can be released while its refcount is zero."""
         return any(flat.state is not FullState.RELEASED for flat in self.moving)
 
     @property

@@ -166,7 +166,7 @@ class Versions:
         return [place for place in places if not self._fits(place)]
 
     def _fits(self, place: int) -> bool:
-        """Whether there is a version that may be read."""
+        """Returns whether a version exists that may be read."""
         counter = self._counters[place]
         if self._buffering.offers(place) < counter.changed:
             # the buffering thread has not taken the latest gradients yet, so how many kinds are pending is unknown
