@@ -262,7 +262,7 @@ def _modules_of(error: BaseException) -> list[str]:
 
 
 def _is_lightnings(error: BaseException) -> bool:
-    """Whether Lightning raised it without user code in the traceback, so that it is about the arguments."""
+    """Whether Lightning raised the error without user code in the traceback, so that it is about the arguments."""
     modules = _modules_of(error)
     return modules[-1] == "lightning" and not set(modules) - sys.stdlib_module_names - LIBRARIES
 

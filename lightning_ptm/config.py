@@ -502,12 +502,12 @@ class Settings:
 
     @property
     def state_dtypes(self) -> Mapping[str, StateDtype]:
-        """By name of a state; empty where it is one for all."""
+        """The dtype of each optimizer state, by name; empty if one setting applies to all."""
         return self.optimizer_state_dtype if isinstance(self.optimizer_state_dtype, Mapping) else {}
 
     @property
     def encodes_states(self) -> bool:
-        """Whether some states are to lie in pages as something else than the optimizer computes."""
+        """Whether pages store any optimizer state in another dtype than the optimizer computes in."""
         return any(word != "auto" for word in (self.state_dtypes.values() or [self.optimizer_state_dtype]))
 
     @property

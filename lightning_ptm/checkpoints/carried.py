@@ -254,7 +254,9 @@ class CarriedInPages(Carried):
 
 
 class CarriedInFiles(Carried):
-    """Model states in files, which this object owns until `close`. Collective.
+    """Model states of a run in a temporary sharded checkpoint, while a re-layout replaces the pages.
+
+    The constructor writes the files, which this object owns until `close`. Collective.
 
     Args:
         optimizers: the optimizers whose states are in pages.
@@ -263,7 +265,8 @@ class CarriedInFiles(Carried):
         ops: file calls, for tests.
 
     Raises:
-        CheckpointError: on all ranks, if any could not write; the run can go on.
+        CheckpointError: on all ranks, if any rank could not write its files; the old pages are intact, so the run can
+            continue.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Simulation of lock-free mode on a CPU: seconds of steps while updates run in their own thread on the cores that compute.
+"""Simulation of lock-free updates on a CPU: step times when the update thread and compute share the cores.
 
 Owns the clock of consecutive steps. The classes that a real run uses, too, decide which gradients wait for which job, which
 version compute may read and which chunk is next (planning/version_policy.py, planning/chunks.py). Compute adopts a version

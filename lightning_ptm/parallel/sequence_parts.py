@@ -1,4 +1,5 @@
-"""Forwards of sequence parallelism: between cut layers, each rank of a tensor group has its part of the sequence.
+"""Replacement forwards for sequence parallelism: between tensor-parallel layers, each rank holds its part of the
+sequence.
 
 A block takes and returns whole values; inside, norms, dropout and residuals are computed on this rank's part. A divided
 region gathers its input and reduce-scatters its output. So the all-reduce of a whole value becomes a gather and a

@@ -1,4 +1,5 @@
-"""Texts of the planner's capacity errors: ticks by name, bytes by size, and the setting to raise.
+"""Texts of the planner's capacity errors: where in the iteration memory runs out, what uses it, and which setting to
+raise.
 
 Owns texts only; decides nothing. Placement, schedule and simulation use the same texts.
 """

@@ -169,7 +169,10 @@ class _Scheduler:
                 before.joins_next = after.joins_previous = True
 
     def _gather_early(self) -> None:
-        """Advances each gather as far as memory permits; a gather that reaches the release before it is omitted."""
+        """Moves each gather to the earliest tick at which memory has room.
+
+        If the flat can stay gathered since its previous use, its release and this gather are dropped.
+        """
         for stay in self._by_need(self._full):
             if stay.position == 0:
                 self._advance_gather(stay, floor=0)

@@ -176,7 +176,11 @@ class Run:
             yield
 
     def without_reduction(self) -> AbstractContextManager[None]:
-        """Context of backward passes whose gradients are reduced together with those of a later one."""
+        """Context without gradient reduction, as DDP's `no_sync`.
+
+        Gradients accumulate on each rank, and are reduced by the next backward pass outside of the context, or by the
+        step.
+        """
         return self.engine.stepping.without_reduction()
 
     @contextmanager
@@ -332,7 +336,8 @@ class Run:
             self._shown_states.popitem()[1]()
 
     def restore_random_states(self, random_states: Any) -> None:
-        """Restores random states, if the run is a resumed one."""
+        """Restores the random states of a checkpoint, if a fit is resumed from it with the same number of data-parallel
+        ranks."""
         # Loading the run's own checkpoint does not count as resuming (Lightning's tuners do that after their trials).
         resumed = self.trainer.state.fn is TrainerFn.FITTING and not self.engine.iterations
         place = self.builder.place

@@ -161,7 +161,7 @@ class ParameterGradients:
         self._versions = [0 if gradient is None else version_of(gradient) for gradient in self._flat]
 
     def watch_on(self) -> None:
-        """Accepts the changes so far: the optimizer's own step wrote into the gradients."""
+        """Records the tensors' versions again, if they are watched: what changed them was the optimizer's own step."""
         if self._versions is not None:
             self.watch()
 

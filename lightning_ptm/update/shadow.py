@@ -374,8 +374,11 @@ class ShadowOptimizer:
 
 
 def _scalars_of(state: Mapping[str, Any], slots: Mapping[str, Any]) -> ScalarState | None:
-    """The scalars in a parameter's state after a step; None where it is empty and there are slots: its next step is then its
-    first (a momentum that is 0 for now, a class that skips parameters whose gradient is all zeros)."""
+    """Returns the optimizer's scalar states of a parameter (such as `step`) after a step.
+
+    Returns None if the optimizer keeps state tensors for the parameter but has not created any state yet (momentum 0 so
+    far, a class that skips all-zero gradients). Its next step then counts as its first.
+    """
     if slots and not state:
         return None
     return frozen_scalars({name: value for name, value in state.items() if name not in slots})

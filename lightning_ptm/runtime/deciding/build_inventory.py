@@ -63,7 +63,11 @@ def build_inventory(blueprint: Blueprint) -> Inventory:
 
 
 def with_inventory(blueprint: Blueprint, settings: Settings, machine: Machine) -> Blueprint:
-    """Returns the blueprint with its inventory and the decisions that depend on it: staging, freed memory, gradient room."""
+    """Returns the blueprint with its page inventory and what is decided from it.
+
+    Decided are the spare staging buffers, the C allocator's policy for freed memory, and the limit of gradients that
+    wait for updates.
+    """
     if machine.device_apart and not blueprint.placement.streams:
         blueprint = _with_spare_staging(blueprint, settings)
     inventory = build_inventory(blueprint)

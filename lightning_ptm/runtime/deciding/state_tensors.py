@@ -166,8 +166,10 @@ def chunk_bytes(flats: Flats) -> int:
 
 
 def scratch_bytes(flats: Flats) -> int:
-    """Returns the scratch bytes in each tier where updates run: for a gradient prepared for an update of its whole parameter,
-    and for the decoded values of encoded states."""
+    """Returns the bytes of the scratch buffers of one update, the same in every tier that runs updates.
+
+    The buffers are for the gradient of a parameter that is updated whole, and for decoded values of encoded states.
+    """
     most: Counter[tuple[torch.dtype, int]] = Counter()
     numels = buffer_numels(flats)
     for flat in flats.layout.flats:

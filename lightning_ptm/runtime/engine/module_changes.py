@@ -1,4 +1,5 @@
-"""Detection of changes to the module that its layout in pages does not cover, between two batches and at a step.
+"""Detection of changes to the module that need a new page layout, such as added or unfrozen parameters, between batches
+and at a step.
 
 Owns a record of the module at set-up: its parameters, and which of them were frozen. The trainer does the re-layout
 (trainer/rearranging.py).

@@ -214,7 +214,7 @@ class FlatGradient:
         return ShardGradient(self.shard.pages, tuple(self.record.present))
 
     def detach(self) -> tuple[GradientSource, Sequence[Transfer | Addition], Callable[[], None]]:
-        """Gives the gradient away: nothing of it stays here.
+        """Moves the gradient to the caller; this object then holds none.
 
         Returns:
             The gradient, the transfers that it still waits for, and a function that returns its pages.

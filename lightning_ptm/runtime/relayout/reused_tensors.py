@@ -50,7 +50,10 @@ class ReusedTensors:
 def reused_tensors(
     blueprint: Blueprint, handed: PreviousState, optimizers: Sequence[Optimizer], disk_paths: Sequence[Path]
 ) -> ReusedTensors:
-    """Returns all tensors that can be reused; none if the tier's budget has no room for the gaps between them.
+    """Returns the previous engine's tensors on disk that the new engine can use without a copy.
+
+    Returns none if the disk budget has no room for the pages that reuse costs: reused tensors do not share partly
+    filled pages.
 
     Args:
         handed: the previous engine's state.

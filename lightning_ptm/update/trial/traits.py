@@ -77,13 +77,13 @@ class OptimizerTraits:
     Attributes:
         name: qualified class name, for messages.
         groups: one entry per parameter group, in the optimizer's order.
-        initial: how a first state comes to be.
+        initial: how the first state is created.
         device: where it was tried, and where its updates run.
         group_slots: keys of a parameter group that `step` itself advances (Apex FusedAdam's `step`).
-        created: those of them that are not there before the first step.
+        created: those of `group_slots` that do not exist before the first step.
         group_containers: keys of parameter groups that hold lists or dictionaries.
         changed_attributes: attributes of the object that `step` changes; the update does not depend on them.
-        closure: `step` insists on one.
+        closure: whether `step` requires a closure.
         ignores_closure: `step` never calls the one that it is given.
         holds_parameters: `step` has looked up what to update before it calls its closure.
         writes_gradient: `step` uses the gradient as scratch.
