@@ -47,7 +47,9 @@ def parser() -> argparse.ArgumentParser:
         each.add_argument("--repeats", type=int, help="turns of each side, in place of the case's own")
         each.add_argument("--disk-path", type=Path, help="folder on the disk to measure (default: beside the checkout)")
         each.add_argument("--no-log", action="store_true", help="leaves LOG.md as it is")
-    deepspeed = commands.add_parser("install-deepspeed", help="makes DeepSpeed's environment for the case that has it")
+    deepspeed = commands.add_parser(
+        "install-deepspeed", help="makes DeepSpeed's environment, and compiles its operators"
+    )
     deepspeed.add_argument("requirement", nargs="?", default="deepspeed", help="for pip: deepspeed==0.19.8")
     return made
 
@@ -63,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if args.command == "install-deepspeed":
         install_deepspeed(args.requirement)
-        return 0
+        print("its operators are compiled in its first run, which takes minutes:", flush=True)
+        return not run([CASES["deepspeed-124M"]], Wanted(quick=True, sides=("deepspeed-pipe",)))
     wanted = Wanted(
         quick=args.quick,
         repeats=args.repeats,

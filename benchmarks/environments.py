@@ -54,7 +54,7 @@ def deepspeed_environment(accelerator: str) -> dict[str, str]:
 
 
 def install_deepspeed(requirement: str = "deepspeed") -> None:
-    """Makes DeepSpeed's environment; its operators are compiled there when its side first runs, which takes minutes."""
+    """Makes DeepSpeed's environment. Its operators are compiled there when its side first runs."""
     python = _environment(DEEPSPEED)
     # DeepSpeed's set-up imports torch, which build isolation would hide and download again.
     for options in (["wheel", "ninja"], ["--no-build-isolation", requirement]):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from lightning_ptm.errors import ConfigError, InternalError
+from lightning_ptm.errors import format_bytes as format_bytes
 from lightning_ptm.setting_hints import unknown_setting
 from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier, is_page_size
 
@@ -47,16 +48,6 @@ def parse_bytes(value: str | int, *, name: str) -> int:
             f"{name}={value!r} is not a size; write a number of bytes or a text such as '4MiB' or '1.5GB'"
         )
     return int(float(match.group(1)) * _UNITS[unit])
-
-
-def format_bytes(count: int | float) -> str:
-    """`4194304` -> `4 MiB`, `1610612736` -> `1.5 GiB`; for messages and tables."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024 or unit == "TiB":
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    raise AssertionError
 
 
 def _check_switches(settings: Any) -> None:
@@ -137,11 +128,14 @@ class Weights:
             self.key_mapping is None or isinstance(self.key_mapping, Mapping) or callable(self.key_mapping)
         ):
             raise ConfigError(
-                f"key_mapping={self.key_mapping!r}: give a dictionary such as {{'transformer': 'model.transformer'}}, where "
-                f"None leaves names out, or a function from a name in the files to a name in the module"
+                f"Weights(key_mapping={self.key_mapping!r}): give a dictionary such as "
+                f"{{'transformer': 'model.transformer'}}, where None leaves names out, or a function from a name in "
+                "the files to a name in the module"
             )
         if isinstance(self.allow_missing, str) or not all(isinstance(name, str) for name in self.allow_missing):
-            raise ConfigError(f"allow_missing={self.allow_missing!r}: give a list of names such as ['*.lora_*']")
+            raise ConfigError(
+                f"Weights(allow_missing={self.allow_missing!r}): give a list of names such as ['*.lora_*']"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,8 +164,9 @@ class Checkpoints:
         _check_words(self)
         if self.async_save and not self.from_pages:
             raise ConfigError(
-                "async_save=True writes checkpoints from pages, and state_dict_type='full' gathers them first; set "
-                "state_dict_type='sharded', or async_save=False"
+                "Checkpoints(async_save=True) writes checkpoints from pages, and Checkpoints(state_dict_type='full') "
+                "gathers them first, so it has no effect; use Checkpoints(state_dict_type='sharded', "
+                "async_save=True), or Checkpoints(async_save=False)"
             )
 
     @property
@@ -201,8 +196,9 @@ class TensorParallel:
         _check_switches(self)
         if self.plan != "auto" and not isinstance(self.plan, Mapping):
             raise ConfigError(
-                f"plan={self.plan!r} of tensor_parallel: give 'auto', or a dictionary such as {{'blocks.*.expand': "
-                f"ColwiseParallel(), 'blocks.*.project': RowwiseParallel()}} (from lightning_ptm.parallel)"
+                f"TensorParallel(plan={self.plan!r}): give 'auto', or a dictionary such as "
+                f"{{'blocks.*.expand': ColwiseParallel(), 'blocks.*.project': RowwiseParallel()}} (from "
+                "lightning_ptm.parallel)"
             )
 
 
@@ -283,7 +279,9 @@ def _build(cls: type[_Nested], name: str, value: Any) -> _Nested:
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
             raise ConfigError(f"{name} has no setting {key!r}; {hint}")
     if cls is Weights and "path" not in value:
-        raise ConfigError(f"weights={dict(value)!r} names no files; give path='/a/folder' with safetensors files")
+        raise ConfigError(
+            f"weights={dict(value)!r} names no files; give Weights(path='/a/folder') with safetensors files"
+        )
     return cls(**value)
 
 
@@ -383,8 +381,8 @@ class Settings:
         self._check_parallel()
         if self.lock_free and self.offload_parameters == "disk":
             raise ConfigError(
-                "lock_free computes with parameters that lie in RAM, and offload_parameters is 'disk'; leave it at 'auto', "
-                "or use lock_free=False"
+                "lock_free=True keeps the parameters that compute uses in RAM, so offload_parameters='disk' cannot "
+                "be used with it; leave offload_parameters at 'auto', or use lock_free=False"
             )
         self.recompute_every  # noqa: B018  checked by being read
         named = not isinstance(self.units, str) and self.units and all(isinstance(name, str) for name in self.units)
@@ -405,7 +403,7 @@ class Settings:
         elif isinstance(asked, (LockFree, Mapping)):
             built["lock_free"] = _build(LockFree, "lock_free", asked)
         else:
-            raise ConfigError(f"lock_free={asked!r} is neither on nor off; give True, False or LockFree(...)")
+            raise ConfigError(f"lock_free={asked!r} has no meaning; give True, False or LockFree(...)")
         if self.weights is not None:
             given: object = self.weights
             whole = given if isinstance(given, (Weights, Mapping)) else {"path": given}
@@ -467,7 +465,7 @@ class Settings:
     @property
     def page_bytes(self) -> int:
         if self.page_size == "auto":
-            raise InternalError("page_size is 'auto', and nobody has put the measured number in its place")
+            raise InternalError("page_size='auto' was not replaced by a measured size")
         return parse_bytes(self.page_size, name="page_size")
 
     @property

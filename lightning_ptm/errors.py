@@ -16,6 +16,16 @@ def some(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def format_bytes(count: int | float) -> str:
+    """Returns a size for messages and tables: `4194304` -> `4 MiB`, `1610612736` -> `1.5 GiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
 def one_line(error: BaseException) -> str:
     """Returns the class and message of an error in one line.
 
@@ -26,6 +36,9 @@ def one_line(error: BaseException) -> str:
     if any("Traceback (most recent call last)" in line for line in lines):
         text = f"{lines[0].strip()} {lines[-1].strip()}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+_REPORT = "this is a bug of lightning_ptm: please report it with this message and the traceback"
 
 
 class AngelPTMError(Exception):
@@ -73,7 +86,7 @@ class FailedElsewhere(CheckpointError):
 
 
 class UsageError(AngelPTMError, RuntimeError):
-    """A call came in a place or an order in which it cannot work (double backward, a closed engine...)."""
+    """A call came in a place or an order in which it cannot work (double backward, a read between steps...)."""
 
 
 class RankError(AngelPTMError, RuntimeError):
@@ -81,4 +94,8 @@ class RankError(AngelPTMError, RuntimeError):
 
 
 class InternalError(AngelPTMError, RuntimeError):
-    """A state that should be impossible: a bug in lightning_ptm. Please report it with the traceback."""
+    """A state that should be impossible: a bug of lightning_ptm. The message says so, and asks for a report."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if _REPORT in text else f"{text}; {_REPORT}"

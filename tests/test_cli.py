@@ -155,7 +155,7 @@ REFUSED = {
     "--data.init_args.sequence_length=300": "TextBytes gives sequences of 300 tokens and GPT reads 256 at most",
     "--data.init_args.path=/no/such/text": "/no/such/text is neither a folder nor a file",
     "--data.init_args.sequence_length=100000 --model.init_args.sequence_length=100000": "one window takes 100001",
-    "--trainer.strategy.init_args.host_memory=64KiB": r"pages of 4 MiB is .* more than RAM has .*raise host_memory",
+    "--trainer.strategy.init_args.host_memory=64KiB": r"pages may take 64 KiB of RAM; .* fit with host_memory=",
 }
 
 
@@ -189,9 +189,7 @@ def test_a_disk_without_room_is_said_in_a_sentence(text: Path, monkeypatch: pyte
     )
     with pytest.raises(SystemExit) as stop:
         main(["fit", *quiet(text, *options)])
-    assert re.match(
-        r"lightning-ptm fit: disk_path .* needs \d+ bytes for pages .*free some space", str(stop.value.code)
-    )
+    assert re.match(r"lightning-ptm fit: disk_path .* needs .* for pages .*free some space", str(stop.value.code))
     assert "\n" not in str(stop.value.code)
 
 
@@ -250,7 +248,9 @@ class FaultyOptimizer(GPT):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_refusal_made_of_an_error_in_ones_own_code_keeps_its_traceback(text: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Failing cannot be tried, .* a bug of the user's") as refused:
+    with pytest.raises(
+        ConfigError, match=r"Failing cannot be tested on small parameters .* a bug of the user's"
+    ) as refused:
         main(["fit", *quiet(text, f"--model={__name__}.FaultyOptimizer")])
     assert isinstance(refused.value.__cause__, ZeroDivisionError)
     assert refused.value.__cause__.__traceback__ is not None

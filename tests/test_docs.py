@@ -312,7 +312,7 @@ def test_torchrun_restarts_the_script_of_the_page(folder: Path, monkeypatch: pyt
     }
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr.count("resume='auto' starts from scratch") == 1
+    assert done.stderr.count("resume='auto') starts from scratch") == 1
     assert f"Restoring states from the checkpoint path at {folder / 'checkpoints'}" in done.stderr
     assert len(list((folder / "checkpoints").iterdir())) == 1  # what was gone on from is gone, too
     assert "rank 0 has done 8 steps" in done.stdout and "rank 1 has done 8 steps" in done.stdout

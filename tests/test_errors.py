@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from lightning_ptm import errors
-from lightning_ptm.errors import AngelPTMError, PageIOError, one_line, some
+from lightning_ptm.errors import AngelPTMError, InternalError, PageIOError, format_bytes, one_line, some
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,20 @@ from lightning_ptm.errors import AngelPTMError, PageIOError, one_line, some
 )
 def test_the_first_few_of_many_names(names: list[str], most: int, told: str) -> None:
     assert some(names, most) == told
+
+
+def test_an_internal_error_says_once_that_it_is_a_bug() -> None:
+    error = InternalError("flat 3 is live")
+    asks = "this is a bug of lightning_ptm: please report it with this message and the traceback"
+    assert str(error) == f"flat 3 is live; {asks}"
+    assert str(InternalError(str(error))) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(512, "512 B"), (4 << 20, "4 MiB"), (3 << 29, "1.5 GiB"), (5 << 40, "5 TiB")]
+)
+def test_sizes_for_messages(count: int, shown: str) -> None:
+    assert format_bytes(count) == shown
 
 
 def test_every_error_comes_whole_out_of_another_process() -> None:

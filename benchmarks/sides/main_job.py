@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.race import Baton
@@ -35,8 +36,7 @@ def train(options: dict[str, Any], seed: int) -> tuple[float, float]:
         args += [f"--trainer.{name}=false" for name in ("logger", "enable_progress_bar", "enable_model_summary")]
         args += ["--trainer.enable_checkpointing=false", f"--trainer.default_root_dir={runs}"]
         args += [f"--trainer.{name}={options['train_steps']}" for name in ("max_steps", "val_check_interval")]
-        settings = options["settings"].items()
-        args += [f"--trainer.strategy.init_args.{name}={json.dumps(value)}" for name, value in settings]
+        args += [f"--trainer.strategy.init_args.{setting}" for setting in _as_arguments(options["settings"])]
         built = command_line(args, run=False)
         strategy = built.trainer.strategy
         assert isinstance(strategy, AngelPTMStrategy)
@@ -47,3 +47,12 @@ def train(options: dict[str, Any], seed: int) -> tuple[float, float]:
         built.trainer.fit(built.model, datamodule=built.datamodule)
     staleness = last[0]
     return float(built.trainer.callback_metrics["val_loss"]), staleness.mean if staleness else 0.0
+
+
+def _as_arguments(settings: Mapping[str, Any], outer: str = "") -> Iterator[str]:
+    """Yields settings as the command line takes them: `lock_free.max_staleness=2`."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _as_arguments(value, f"{outer}{name}.")
+        else:
+            yield f"{outer}{name}={value if isinstance(value, str) else json.dumps(value)}"

@@ -77,9 +77,9 @@ def check_weights(ended: EndedRun, module: LightningModule, *, warn: bool) -> No
         )
     if ended.path:
         raise UsageError(
-            f"the run has ended, and its weights were written to {ended.path}, since RAM had no room for them; that "
-            "folder is a checkpoint (`lightning_ptm.sharded.load` reads it, `lightning-ptm export` makes files of "
-            "other kinds)"
+            f"the run has ended, and its weights were written to {ended.path}, since RAM had no room for them; "
+            f"load them from that checkpoint: weights={str(ended.path)!r} in the next run, "
+            "`lightning_ptm.sharded.load`, or `lightning-ptm export`"
         )
     parameters = list(module.parameters())
     lacking = [name for name, each in module.named_parameters() if isinstance(each, GuardedParameter)]
@@ -111,7 +111,8 @@ def check_optimizer_states(ended: EndedRun) -> None:
     """
     if not ended.optimizer_states:
         raise UsageError(
-            "the optimizer states ended with their run, since RAM had no room for a copy (for states on disk, no more "
-            "than half of the free RAM is used); save inside the run, as ModelCheckpoint does, or give "
-            "save_checkpoint(..., weights_only=True); Lightning's tuner needs a Trainer that has not trained"
+            "the optimizer states ended with their run, since RAM had no room for a copy (for states on disk, no "
+            "more than half of the free RAM is used); save inside the run, as ModelCheckpoint does, or give "
+            "save_checkpoint(..., weights_only=True); if this came from scale_batch_size or lr_find, use a new "
+            "Trainer"
         )

@@ -65,14 +65,14 @@ class AutoResume:
         self._broadcast = broadcast
         if not trainer.checkpoint_callbacks:
             raise ConfigError(
-                "resume='auto' goes on from what checkpoint callbacks have written, and the Trainer has none; give it "
-                "callbacks=[ModelCheckpoint(FOLDER)], or leave resume out"
+                "Checkpoints(resume='auto') resumes from what checkpoint callbacks have written, and the Trainer has "
+                "none; give it callbacks=[ModelCheckpoint(FOLDER)], or leave resume out"
             )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, (BatchSizeFinder, LearningRateFinder)):
                 raise ConfigError(
-                    f"resume='auto' with {type(callback).__name__}: its trials make the Trainer forget at which step the "
-                    f"checkpoint was; find the value beforehand, with lightning.pytorch.tuner.Tuner, and leave it out"
+                    f"{type(callback).__name__} cannot be used with Checkpoints(resume='auto'): its trial steps reset the "
+                    "step that was restored; run lightning.pytorch.tuner.Tuner before, and remove the callback"
                 )
         connector = checkpoints_of(trainer)
         # State.
@@ -122,23 +122,24 @@ class AutoResume:
                 if not _is_about(error, path):
                     raise
                 unread.append(error)
-                rank_zero_warn(f"resume='auto' passes over {path}: {error}")
+                rank_zero_warn(f"Checkpoints(resume='auto') passes over {path}: {error}")
                 continue
             if self._is_of_a_run():
                 self._resumed = True
                 self._resumed_from = path
                 return
-            rank_zero_info(f"resume='auto' passes over {path}, which has weights only")
+            rank_zero_info(f"Checkpoints(resume='auto') passes over {path}, which has weights only")
         restore(None)
         where = ", ".join(map(str, places)) or "the folders of the checkpoint callbacks"
         if unread:
             raise CheckpointError(
-                f"resume='auto' finds {len(unread)} checkpoints in {where} and can go on from none: {unread[0]}; give the "
-                f"callback another folder, or this one without them, to start from scratch"
+                f"Checkpoints(resume='auto') found {len(unread)} checkpoints in {where} and could read none of them, "
+                f"and the run does not start from scratch next to them; the first error: {unread[0]}; give the "
+                "callback another folder, or this one without them, to start from scratch"
             ) from unread[0]
         renamed = any(_RENAMED.fullmatch(part) for place in places for part in place.parts)
         hint = ", whose name is another one at each start: give ModelCheckpoint a dirpath" if renamed else ""
-        rank_zero_info(f"resume='auto' starts from scratch: there is no checkpoint in {where}{hint}")
+        rank_zero_info(f"Checkpoints(resume='auto') starts from scratch: there is no checkpoint in {where}{hint}")
 
     @contextmanager
     def loading_weights(self) -> Iterator[None]:
@@ -154,9 +155,9 @@ class AutoResume:
             if path is None or isinstance(error, (InternalError, RankError, UsageError)):
                 raise
             raise CheckpointError(
-                f"resume='auto' goes on from {path}, the newest checkpoint of its ModelCheckpoint, and the model cannot "
-                f"load it: {' '.join(str(error).split())}; give the model the settings that it was saved with, or the "
-                f"callback another folder, to start from scratch"
+                f"Checkpoints(resume='auto') chose {path}, the newest checkpoint of its ModelCheckpoint, and the "
+                f"model cannot load it: {' '.join(str(error).split())}; give the model the settings that it was saved "
+                "with, or the callback another folder, to start from scratch"
             ) from error
         self._resumed_from = None
 
@@ -175,8 +176,8 @@ class AutoResume:
         for place in named:
             if "://" in place:
                 raise ConfigError(
-                    f"resume='auto' looks for checkpoints in folders of this machine, and {place} is none; leave resume out, "
-                    f"and give fit(ckpt_path='last')"
+                    f"Checkpoints(resume='auto') looks for checkpoints in local folders, and {place} is not one; leave "
+                    "resume out, and give fit(ckpt_path='last')"
                 )
         return [Path(place).absolute() for place in named]
 
@@ -220,8 +221,8 @@ def newest_first(places: Iterable[Path], suffixes: Collection[str] = (SUFFIX,)) 
     for place in places:
         if place.exists() and not place.is_dir():
             raise CheckpointError(
-                f"resume='auto' looks for checkpoints in {place}, which is a file; give ModelCheckpoint the dirpath of a "
-                f"folder"
+                f"Checkpoints(resume='auto') looks for checkpoints in {place}, which is a file; give "
+                "ModelCheckpoint the dirpath of a folder"
             )
     found = {path: _completed_ns(path) for place in places for path in _in(place, suffixes)}
     times = {path: time for path, time in found.items() if time is not None}

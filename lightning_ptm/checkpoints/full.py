@@ -158,6 +158,6 @@ def check_lightnings(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
     if _VERSION not in checkpoint:
         keys = ", ".join(map(str, list(checkpoint)[:5]))
         raise CheckpointError(
-            f"{path} holds a dictionary with {keys or 'nothing'}, and a checkpoint of Lightning has a {_VERSION!r}; "
-            "give one that a Trainer has saved"
+            f"{path} is not a Lightning checkpoint: it has the keys {keys or 'of an empty dictionary'} and no "
+            f"{_VERSION!r}, so nothing was loaded; give a file that a Trainer has saved"
         )

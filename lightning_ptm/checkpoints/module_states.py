@@ -59,8 +59,8 @@ def parameters_by_name(module: torch.nn.Module) -> dict[str, Any]:
     if not takes_keywords(module):
         raise UsageError(
             f"{type(module).__name__}.state_dict takes no keywords, and sharded checkpoints call it with "
-            "keep_vars=True; write `def state_dict(self, *args, **kwargs)` and pass them to super().state_dict, or "
-            "save with state_dict_type='full'"
+            "keep_vars=True; write `def state_dict(self, *args, **kwargs)` and pass them to super().state_dict, "
+            "or save with checkpoints=Checkpoints(state_dict_type='full')"
         )
     return module.state_dict(keep_vars=True)
 

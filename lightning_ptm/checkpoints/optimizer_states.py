@@ -28,8 +28,8 @@ from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.update.trial.traits import same_value
 
 _READ = (
-    "take optimizer.state_dict() or trainer.strategy.optimizer_state(optimizer), on all ranks, which fetch them, or read "
-    "optimizer.state after fit"
+    "call optimizer.state_dict() or trainer.strategy.optimizer_state(optimizer) on all ranks, which copy "
+    "them, or read optimizer.state after fit"
 )
 _WRITE = (
     "change them in a state_dict() of the optimizer and give that to its load_state_dict, or edit optimizer.state between "
@@ -62,7 +62,9 @@ class PagedStates(defaultdict[Any, Any]):
         """Whether the run itself is using it, so that nothing is refused."""
 
     def _refuse(self, done: str, remedy: str) -> NoReturn:
-        raise UsageError(f"state of {self._name} was {done} during a run, where it is in pages: {remedy}")
+        raise UsageError(
+            f"optimizer.state of {self._name} was {done} during a run, and the states are in pages: {remedy}"
+        )
 
     def _is_paged(self, key: Any) -> bool:
         return self._paged is None or id(key) in self._paged

@@ -97,10 +97,10 @@ def prediction(engine: Engine, *, ranks_here: int, whole: bool = False) -> str:
             "available, or load the result over the base model"
         )
     return (
-        f"RAM will have no room for the trained weights at the end of this run ({format_bytes(trained)} in full "
-        f"precision, {format_bytes(max(free, 0))} free), so they will be written to disk as a sharded checkpoint, and "
-        "the module's parameters will have no values; give restore_weights=False if they are not wanted, as where "
-        "ModelCheckpoint saves them"
+        f"RAM will have no room for the trained weights at the end of this run ({format_bytes(trained)} in "
+        f"full precision, {format_bytes(max(free, 0))} free), so they will be written to disk as a sharded "
+        "checkpoint, and the module's parameters will have no values; give "
+        "tuning=Tuning(restore_weights=False) if they are not wanted, as where ModelCheckpoint saves them"
     )
 
 

@@ -215,8 +215,8 @@ class RowExchange:
         counts = group.exchange((len(found), sum(each.numel(0) for *_, rows in found for each in rows), 0))
         if len(set(counts)) > 1:
             raise InternalError(
-                f"the ranks of a tensor group would exchange different rows of a checkpoint: {counts}; save with "
-                f"state_dict_type='full' and report this"
+                f"the ranks of a tensor group would exchange different rows of a checkpoint: {counts}; until it is "
+                "mended, save with checkpoints=Checkpoints(state_dict_type='full')"
             )
         self.turns = [Turn(flat, start, self._held_bytes(rows)) for flat, start, rows in found]
         """Pages with whole rows, in the order of the exchanges."""
@@ -305,7 +305,8 @@ class RowExchange:
         failed = [part for part, message in enumerate(messages) if message.numel() and message[-1]]
         if failed:
             raise FailedElsewhere(
-                f"the tensor-parallel rank {failed[0]} of this rank's group could not write its checkpoint part"
+                f"the tensor-parallel rank {failed[0]} of this rank's group could not write its checkpoint part, so "
+                "the checkpoint was not completed; its own error says why"
             )
         self._remaining = left
         return in_flight
@@ -429,7 +430,8 @@ class BackgroundRowExchange:
                 message = self._next(turn)
                 if message is None:
                     self._error = CheckpointError(
-                        "the exchange of rows for a checkpoint was stopped before its last page, since saving failed"
+                        "the exchange of rows for a checkpoint was stopped before its last page, since saving failed, so the "
+                        "checkpoint was not completed; earlier ones are untouched"
                     )
                     self._exchange.give_up()
                     return

@@ -110,8 +110,8 @@ class RunCheckpoints:
         if run is not None and run.has_pages and not run.fits and self._format.from_pages:
             raise UsageError(
                 "a sharded checkpoint during an evaluation cannot hold the optimizer states of the fit before; save "
-                "after the evaluation, or give save_checkpoint(..., weights_only=True); Lightning's tuner needs a "
-                "Trainer that has not trained"
+                "after the evaluation, or give save_checkpoint(..., weights_only=True); if this came from "
+                "scale_batch_size or lr_find, use a new Trainer"
             )
         if run is None or not (run.cut_off or (run.has_pages and run.fits)):
             after_run.check_optimizer_states(self._between.ended)

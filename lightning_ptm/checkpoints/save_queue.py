@@ -116,7 +116,7 @@ class SaveQueue:
         self._last_failed = True
         if self._on_failure == "stop":
             raise error
-        rank_zero_warn(f"there is no checkpoint {path}, and the run goes on (on_failure='warn'): {error}")
+        rank_zero_warn(f"there is no checkpoint {path}, and the run goes on (Checkpoints(on_failure='warn')): {error}")
 
 
 def _link(path: Path, name: Path, link: Callable[[Path, Path], None]) -> None:
@@ -214,4 +214,9 @@ class Interruption:
     def _give_up(self, reason: str) -> None:
         self.unsaved = reason
         if not self._engine.communicator.alone:
-            self._engine.fail(sys.exc_info()[1] or UsageError("the run was cut short"))
+            self._engine.fail(
+                sys.exc_info()[1]
+                or UsageError(
+                    "the run was interrupted, so ranks cannot go on with collectives; resume from an earlier checkpoint"
+                )
+            )

@@ -616,7 +616,12 @@ class Saving:
         self._given_up.set()
         if self._thread is not None:
             if not self._written.is_set():
-                self._snapshot.fail(CheckpointError(f"{self.path} was not completed, since the run has failed"))
+                self._snapshot.fail(
+                    CheckpointError(
+                        f"{self.path} was not completed, since the run has failed; earlier checkpoints are untouched; look "
+                        "for the run's first error"
+                    )
+                )
             self._thread.join()
         if self._writer is not None:
             self._writer.abort()

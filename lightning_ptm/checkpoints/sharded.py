@@ -88,8 +88,9 @@ class ShardedFormat(Format, WeightFormat):
     def check(self, save: SaveOptions) -> None:
         if save.storage_options is not None:
             raise ConfigError(
-                "storage_options are arguments of a checkpoint_io, and state_dict_type='sharded' writes folders without "
-                "one"
+                "storage_options are arguments of a checkpoint_io, and Checkpoints(state_dict_type='sharded') writes "
+                "folders without one, so they would have no effect; leave storage_options out, or save with "
+                "checkpoints=Checkpoints(state_dict_type='full')"
             )
 
     @override

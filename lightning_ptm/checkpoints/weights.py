@@ -171,7 +171,8 @@ def _placed(path: Path, held: Mapping[str, FileTensor], names: Names, given: Any
             continue
         if not isinstance(renamed, str):
             raise ConfigError(
-                f"weights_map({name!r}) is {renamed!r}; return the name in the module, or None to leave it out"
+                f"the key_mapping of weights=Weights(...) returned {renamed!r} for {name!r}; it must return the name "
+                "in the module, or None to leave the tensor out"
             )
         targets = tuple(names.find(renamed))
         if not targets and renamed in names.computed:
@@ -179,8 +180,8 @@ def _placed(path: Path, held: Mapping[str, FileTensor], names: Names, given: Any
         for target in targets or (renamed,):
             if target in taken:
                 raise ConfigError(
-                    f"{taken[target]} and {name} of {path} are both mapped to {target}, which can have only one "
-                    "value; change weights_map (None leaves a name out)"
+                    f"{taken[target]} and {name} of {path} are both mapped to {target}, which can have only one value; "
+                    "change weights=Weights(key_mapping=...), where None leaves a name out"
                 )
             taken[target] = name
         chosen[name] = targets
@@ -296,11 +297,11 @@ def _check(
         ]
         raise ConfigError(
             f"{path} does not fit the module, so a run would not start from its weights: "
-            f"{'; '.join(filter(None, found))}. Map names with "
-            f"weights=Weights(path, key_mapping={{'prefix in the files': 'prefix in the module'}}) (None leaves "
-            f"out what is not wanted), "
-            "name parameters that files do not have in allow_missing=['*.head.*'], or give strict=False to "
-            "initialise what is missing and ignore the rest (shapes and kinds of dtypes must fit in any case)"
+            f"{'; '.join(filter(None, found))}. Map names with weights=Weights(path, "
+            f"key_mapping={{'prefix in the files': 'prefix in the module'}}) (None leaves out what is not "
+            "wanted), name parameters that files do not have with Weights(path, allow_missing=['*.head.*']), or "
+            "give Weights(path, strict=False) to initialise what is missing and ignore the rest (shapes and "
+            "kinds of dtypes must fit in any case)"
         )
     if warn and (missing or unexpected):
         found = [_listed("initialised as usual:", missing), _listed("left out:", unexpected)]
@@ -327,7 +328,8 @@ def _check_tied(path: Path, held: Mapping[str, FileTensor], names: Names, chosen
             if other != name and not torch.equal(held[other].read(), held[name].read().to(held[other].dtype)):
                 raise ConfigError(
                     f"{other} and {name} of {path} have different values, and {target} shares its parameter with the "
-                    "other here; leave one out with weights_map, or build the model with weights that are not tied"
+                    "other here; leave one out with weights=Weights(key_mapping=...), or build the model with weights "
+                    "that are not tied"
                 )
 
 

@@ -231,7 +231,7 @@ def _missing_at_meeting(rows: Sequence[Row], teams: RankTeams, rank: int) -> str
     doing = (
         f"is at exchange {rows[other][2]}, which is another one or of another layer"
         if rows[other][0] == _MEETING
-        else "has no further exchange in its pass"
+        else "has no further exchange in this forward or backward"
     )
     return (
         f"rank {rank} waits in exchange {rows[rank][2]} of tokens for its expert group of ranks "
@@ -249,7 +249,6 @@ class Agreement:
         rank: this rank; used only at meetings and gatherings.
         teams: the ranks that take part in collectives of less than all ranks.
         explain: all-gathers the reason of a rank that gives up (else "") and each rank's position; returns one text.
-        alone: whether there is a single rank, which agrees with itself at once.
     """
 
     def __init__(
@@ -259,10 +258,7 @@ class Agreement:
         rank: int = 0,
         teams: RankTeams = NO_TEAMS,
         explain: Callable[[str], str] = str,
-        *,
-        alone: bool = False,
     ) -> None:
-        self._alone = alone
         self._exchange = exchange
         self._participate = participate
         self._rank = rank
@@ -286,12 +282,13 @@ class Agreement:
 
     def request(self, request: NeededCollective) -> Decision:
         """Returns when all ranks have agreed to issue `request` now; the caller issues it."""
-        if self._alone:
-            return Decision(request, unanimous=True, flags=request.flag)
         while True:
             decision = choose(self._round(request.row()), self._teams)
             if decision is None or isinstance(decision, Stuck):  # impossible: this rank's row is a request
-                raise RankError(f"no rank proposed {request}; ranks run different versions of lightning_ptm")
+                raise RankError(
+                    f"ranks disagree about the next collective ({request}), which happens if they run different versions "
+                    "of lightning_ptm; install the same version on all machines"
+                )
             if isinstance(decision, Met):
                 continue
             if (decision.request.operation, decision.request.unit) == (request.operation, request.unit):
@@ -333,8 +330,6 @@ class Agreement:
         Returns:
             All bits set in the flags of all ranks' rows at that time, with `DIFFERENT`, `UNLIKE` and `OTHER_NUMBER`.
         """
-        if self._alone:
-            return boundary.flag
         kind, position, flag = boundary.row()
         ours = (kind, position, flag + _WORD * self.work_word() + _CELLS * cells(self.compared_number))
         while True:

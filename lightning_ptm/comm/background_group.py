@@ -82,7 +82,10 @@ class BackgroundGroup:
 
     def _guard(self, call: Callable[[], Any]) -> Any:
         if self._group is None:
-            raise CheckpointError("the run has ended, and with it the exchange of rows for its checkpoint")
+            raise CheckpointError(
+                "the checkpoint was not completed, because the run ended while ranks still exchanged data for it; "
+                "earlier checkpoints are untouched; call trainer.strategy.wait_for_checkpoint() before the run ends"
+            )
         try:
             return call()
         except RuntimeError as error:

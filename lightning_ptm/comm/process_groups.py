@@ -108,7 +108,7 @@ class ProcessGroups:
     def _still_open(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         if group is None:
             raise UsageError(
-                f"rank {self.own_rank} has left the collectives of this run, which has ended; start a new one"
+                f"rank {self.own_rank}: this run has ended, so no collective of it can be called; start a new fit"
             )
         return group
 

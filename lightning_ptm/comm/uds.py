@@ -349,7 +349,10 @@ def _greet(
                 socket.send_fds(peer, [_HELLO.pack(rank, process is not None, own is not None)], files)
                 greeting, theirs, _, _ = socket.recv_fds(peer, _HELLO.size, 2)
                 if len(greeting) != _HELLO.size:
-                    raise ConnectionError("a rank has gone while it was being connected")
+                    raise ConnectionError(
+                        "a rank closed its connection while ranks connected to each other; look for the first error among "
+                        "the ranks' logs"
+                    )
                 peer.settimeout(None)
             except BaseException:
                 for each in theirs:

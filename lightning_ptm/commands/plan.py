@@ -238,6 +238,7 @@ class _Question:
                 timing=step.timing,
                 seconds=step.seconds,
                 binds=step.binds,
+                steps_per_pass=None if blueprint.lock_free is None else max(1, blueprint.lock_free.max_staleness),
                 chosen={},
                 plan=made,
                 page_ticks=takes.device_per_tick,

@@ -12,6 +12,8 @@ from lightning_ptm.forecasting.rates import LinkUse, Timing
 from lightning_ptm.terms import Link
 
 _NOTHING_S = 1e-9
+_OF_A_PASS = (Link.DISK_READ, Link.DISK_WRITE, Link.UPDATE_HOST)
+"""Links of lock-free updates, which may serve several steps."""
 
 
 def as_json(found: Prediction) -> str:
@@ -70,7 +72,7 @@ def render(found: Prediction) -> str:
         ),
         *_largest_model(found),
         "",
-        f"{'of one rank':<12}{'pages in use':>13}{'all pages':>12}{'gradients':>12}{'activations':>13}{'there are':>12}",
+        f"{'of one rank':<12}{'pages in use':>13}{'all pages':>12}{'gradients':>12}{'activations':>13}{'available':>12}",
     ]
     for name, tier in found.tiers.items():
         cells = [tier.page_bytes, tier.reserved_bytes, tier.gradient_bytes, tier.activation_bytes, tier.have_bytes]
@@ -79,10 +81,10 @@ def render(found: Prediction) -> str:
             f"{format_bytes(size) if size else '-':>{width}}" for size, width in zip(cells, widths, strict=True)
         )
         lines.append(f"{name:<12}{row}")
-    lines += ["", f"{'homes':<12}" + "".join(f"{name:>12}" for name in found.tiers)]
+    lines += ["", f"{'stored in':<12}" + "".join(f"{name:>12}" for name in found.tiers)]
     for kind, tiers in found.homes.items():
         lines.append(f"{kind:<12}" + "".join(f"{format_bytes(size) if size else '-':>12}" for size in tiers.values()))
-    lines += ["", f"{'all pages, for':<24}" + "".join(f"{name:>12}" for name in found.pages)]
+    lines += ["", f"{'pages by use':<24}" + "".join(f"{name:>12}" for name in found.pages)]
     for purpose in dict.fromkeys(each for there in found.pages.values() for each in there):
         sizes = [there.get(purpose, 0) for there in found.pages.values()]
         lines.append(f"{purpose:<24}" + "".join(f"{format_bytes(size) if size else '-':>12}" for size in sizes))
@@ -92,40 +94,46 @@ def render(found: Prediction) -> str:
     if found.timing is None:
         return "\n".join(lines)
     timing = found.timing
-    lines += ["", f"seconds of a step: {found.seconds:.4g}", f"  compute {timing.compute_s:.4g}"]
+    lines += ["", f"a step: {found.seconds:.4g} s", f"  compute {timing.compute_s:.4g} s"]
     for use in timing.links:
         if use.bytes:
             name = use.link.value.replace("_", " ")
             how = f" in {_count(use.collectives, 'collective')}" if use.collectives else ""
-            lines.append(f"  {name} {use.busy_s:.4g} for {format_bytes(use.bytes)}{how}, {_when(use, timing)}")
+            lines.append(f"  {name} {use.busy_s:.4g} s for {format_bytes(use.bytes)}{how}{_when(use, found, timing)}")
     if timing.rounds:
-        lines.append(f"  {_count(timing.rounds, 'round')} of agreement {timing.rounds_s:.4g}, while nothing computes")
+        messages = _count(timing.rounds, "control message")
+        lines.append(f"  {messages} among ranks {timing.rounds_s:.4g} s, while nothing computes")
     if found.offloaded_bytes:
         lines.append(f"  activations to RAM and back: {format_bytes(found.offloaded_bytes)} a micro-batch, each way")
     for stall in timing.stalls:
         if stall.seconds > _NOTHING_S:
-            lines.append(f"  compute waits {stall.seconds:.4g} for {stall.cause.value}")
+            lines.append(f"  compute waits {stall.seconds:.4g} s for {stall.cause.value}")
+    late = found.seconds - timing.seconds
+    if found.steps_per_pass is not None and late > _NOTHING_S:
+        lines.append(
+            f"  compute waits {late:.4g} s for lock-free updates: a pass over the states serves up to "
+            f"{_count(found.steps_per_pass, 'step')} (max_staleness of lock_free=LockFree(...))"
+        )
     whose = "a rank" if found.tensor_ranks == 1 else f"a group of {found.tensor_ranks} ranks"
     per_step = f"{_count(found.batch_size, 'sample')} {whose}" + (
         f", {found.accumulate} times" if found.accumulate > 1 else ""
     )
     tokens = "" if found.tokens_per_s is None else f", {found.tokens_per_s:,.0f} tokens/s"
-    lines += [f"binds: {found.binds}", f"{per_step}: {found.samples_per_s:.4g} samples/s{tokens}"]
+    lines += [f"bottleneck: {found.binds}", f"{per_step}: {found.samples_per_s:.4g} samples/s{tokens}"]
     if found.seconds > 0:
         share = found.flops_per_s / found.matrix_flops_per_s
-        lines.append(f"model operations: {_operations(found.flops_per_s)} a rank, {share:.0%} of the matrix rate")
+        lines.append(f"model operations: {_operations(found.flops_per_s)} a rank, {share:.0%} of the peak matrix rate")
     return "\n".join(lines)
 
 
-def _when(use: LinkUse, timing: Timing) -> str:
-    """Returns when a link is busy: the part that exceeds all of compute cannot overlap with it."""
+def _when(use: LinkUse, found: Prediction, timing: Timing) -> str:
+    """Returns what does not overlap with compute: exchanges, and the part that exceeds all of compute."""
     if use.link in (Link.EXCHANGE, Link.TENSOR_EXCHANGE):
-        return "while nothing computes"
+        return ", while nothing computes"
+    if found.steps_per_pass is not None and use.link in _OF_A_PASS:
+        return " in each pass over the states"
     alone = use.busy_s - timing.compute_s
-    if alone > _NOTHING_S:
-        return f"at least {alone:.4g} of it while nothing computes"
-    waits = any(stall.seconds > _NOTHING_S for stall in timing.stalls)
-    return "while it computes, or waits as is said below" if waits else "while it computes"
+    return f", at least {alone:.4g} s of it while nothing computes" if alone > _NOTHING_S else ""
 
 
 def _count(number: int, what: str) -> str:

@@ -33,7 +33,10 @@ def largest_value(first: int, fits: Callable[[int], bool]) -> int:
     while fits(high):
         low, high = high, 2 * high
         if high > _MOST * first:
-            raise ConfigError(f"no value up to {low} is too large: it changes no memory; name another argument")
+            raise ConfigError(
+                f"values up to {low} all fit, so this argument does not change the memory that is needed; name "
+                "another argument, such as layers"
+            )
     # From here on `low` fits (or is 0) and `high` does not. From above, by halves: sizes are right within a factor.
     while high - low > 1:
         nearest = _nearest(low, high, fits)

@@ -57,11 +57,13 @@ class Prediction:
         timing: timing of an optimizer step; None if the run does not fit.
         seconds: seconds of an optimizer step: those of `timing`, or more in lock-free mode with updates slower than compute.
         binds: the bottleneck of the step, in words.
+        steps_per_pass: optimizer steps that one lock-free pass over the master states can serve (`max_staleness`); None:
+            updates are synchronous.
         chosen: values that were searched for: an argument of the model, device_memory in bytes.
         plan: the plan of one micro-batch.
         page_ticks: bytes of device pages at each tick and after the last, including ticks of units that are in no plan.
         activation_ticks: bytes of activations, likewise.
-        offloaded_bytes: activations of a micro-batch that are offloaded to RAM (`activations="host"`).
+        offloaded_bytes: activations of a micro-batch that are offloaded to RAM (`offload_activations="host"`).
         largest_batch: the largest batch that fits, in samples per rank; 0: not even one sample fits; None: the model takes
             only batches of this size.
         looked_at: free memory of this machine at the time of the plan, in words; empty for another machine.
@@ -96,6 +98,7 @@ class Prediction:
     largest_batch: int | None = None
     deepens: str = ""
     looked_at: str = ""
+    steps_per_pass: int | None = None
 
     @property
     def flops_per_s(self) -> float:

@@ -25,7 +25,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from lightning_ptm.errors import CapacityError, InternalError, UsageError
+from lightning_ptm.errors import CapacityError, InternalError, UsageError, format_bytes
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend
 from lightning_ptm.memory.device_work import Completion
@@ -79,9 +79,10 @@ class HostBuffers:
             free = self._free_bytes()
             if free - _RESERVE_BYTES < wanted:
                 raise CapacityError(
-                    f"activations='host' has {self.total_bytes} bytes of activations in RAM, the next are {size_bytes}, and "
-                    f"RAM has {free} bytes free, of which {_RESERVE_BYTES} are left alone; lower host_memory so that "
-                    f"pages leave more of it, use recompute='all' or a smaller batch"
+                    f"offload_activations='host' holds {format_bytes(self.total_bytes)} of activations in RAM and needs "
+                    f"{format_bytes(size_bytes)} more, but only {format_bytes(free)} of RAM are free and "
+                    f"{format_bytes(_RESERVE_BYTES)} are kept in reserve, so the forward cannot go on; lower host_memory "
+                    "so that pages leave more of it, use recompute='all', or a smaller batch"
                 )
         region = self._backend.host_region(wanted, pin=True)
         self.total_bytes += wanted

@@ -199,7 +199,7 @@ class Allocator:
         if numel < 0:
             raise UsageError(f"{name} cannot have {numel} elements")
         with self._lock:
-            self._check_open()
+            self._check_usable()
             tensor = PagedTensor(next(self._ids), name, numel, dtype, tier)
             self._place(tensor, shared_tail=shared_tail)
             self._tensors[tensor.id] = tensor
@@ -444,14 +444,10 @@ class Allocator:
         tensor.move(under_way=True)
         return copy
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("the page allocator is closed: the engine has been torn down; start a new fit")
-
     def _check_usable(self, *tensors: PagedTensor) -> None:
         """Raises UsageError if the allocator is closed, or a tensor is released or being moved."""
         if self._closed:
-            self._check_open()
+            raise UsageError("the page allocator is closed: the engine has been torn down; start a new fit")
         for tensor in tensors:
             if tensor.is_released:
                 raise UsageError(f"{tensor.name} is released; allocate it again")

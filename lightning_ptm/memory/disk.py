@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_ptm.errors import ConfigError, PageIOError
+from lightning_ptm.errors import ConfigError, PageIOError, format_bytes
 from lightning_ptm.progress import Progress, Seen
 from lightning_ptm.terms import BLOCK_BYTES
 
@@ -139,8 +139,8 @@ def make_folders(paths: Sequence[Path]) -> None:
             continue  # a file: `check_folders` reports it
         except OSError as error:
             raise ConfigError(
-                f"disk_path {path} does not exist and cannot be made ({error.strerror}); create the folder, or give another "
-                f"disk_path"
+                f"disk_path {path} does not exist and cannot be made ({error.strerror}), so there is no disk tier; "
+                "create the folder, or give another disk_path"
             ) from error
 
 
@@ -311,7 +311,8 @@ class DiskRegion:
                 return file
         except OSError as error:
             raise ConfigError(
-                f"disk_path {path} cannot be written ({error.strerror}); give a folder that this user may write to"
+                f"disk_path {path} cannot be written ({error.strerror}), so there is no disk tier; give a folder that "
+                "this user may write to"
             ) from error
 
     def _reserve(self, path: Path, file: int, places: Sequence[range], seen: Seen) -> None:
@@ -333,8 +334,8 @@ class DiskRegion:
         if number == errno.EFBIG:
             remedy = "lower disk_memory, raise the limit of a file's size (ulimit -f), or give more paths"
         raise PageIOError(
-            f"disk_path {path} needs {needed_bytes} bytes for pages and has {free_bytes} bytes free "
-            f"({os.strerror(number)}); {remedy}",
+            f"disk_path {path} needs {format_bytes(needed_bytes)} for pages and has {format_bytes(free_bytes)} "
+            f"free ({os.strerror(number)}); {remedy}",
             path=path,
             page=None,
             errno=number,

@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_ptm.errors import CapacityError, InternalError
+from lightning_ptm.errors import CapacityError, InternalError, format_bytes
 from lightning_ptm.memory.paged_tensor import Extent, Pages, round_up
 from lightning_ptm.terms import Tier
 
@@ -163,8 +163,8 @@ class PagePool:
         if longest_run is not None and count <= self._free_frames:
             where += f", {longest_run} of them side by side"
         return CapacityError(
-            f"{name} needs {count} pages of {size} bytes ({count * size} bytes), {where} "
-            f"({self._free_frames * size} bytes); raise {setting_of(self.tier)}{f' ({self._uses})' if self._uses else ''}"
+            f"{name} needs {count} page{'' if count == 1 else 's'} ({format_bytes(count * size)}), and {where}; "
+            f"raise {setting_of(self.tier)}{f' ({self._uses})' if self._uses else ''}"
         )
 
 

@@ -67,5 +67,6 @@ def check_settings(page_size: int, sizes: Mapping[Tier, int], disk_paths: Sequen
     if len(on_disk) > 1:
         names = " and ".join(tier.name.lower() for tier in on_disk)
         raise ConfigError(
-            f"the {names} tiers are both on disk, but the files of disk_path can be one tier only; give memory to one"
+            f"the {names} tiers are both on disk, but the files of disk_path can be one tier only; give the other "
+            "no bytes"
         )

@@ -455,9 +455,9 @@ class Copier:
             else:
                 completion = self._machine.stream(source, target).launch(ram_pairs(copy, self._machine), copy.after)
         except BaseException as error:
-            self._finish(copy, error)
+            self._end(copy, None, error)
             raise
-        finish = partial(self._finish, copy)
+        finish = partial(self._end, copy, None)
         if not (source.addressable and target.addressable):
             transfer = Transfer(len(jobs), finish)
             if jobs:
@@ -524,7 +524,7 @@ class Copier:
         if not source.tier.addressable:
             source_stop = copy.source_start_bytes + copy.block_bytes
             if copy.tail_is_free:
-                target_stop = round_up(target_stop)
+                target_stop += -target_stop % BLOCK_BYTES
         if not target.tier.addressable:
             target_stop = copy.target_start_bytes + copy.block_bytes
         try:
@@ -546,7 +546,7 @@ class Copier:
             if error is None:
                 for meter in (self._links[copy.source.tier, copy.target.tier], self._all_links):
                     meter.add(copy.length_bytes, seconds_s)
-            self._end(copy, error, copy.began_s + seconds_s)
+            self._end(copy, copy.began_s + seconds_s, error)
 
         def free_device_bytes() -> None:
             if copy.source.tier.computes and copy.leaving is not None:
@@ -566,25 +566,24 @@ class Copier:
             transfer.wait(host=False)  # the copy runs on the current stream, so later work there is ordered after it
         return transfer
 
-    def _finish(self, copy: Copy, error: BaseException | None) -> None:
-        """Ends a copy that does not run on a stream."""
+    def _end(self, copy: Copy, end_s: float | None, error: BaseException | None) -> None:
+        """Ends a copy. `end_s`: when it ended; None: now."""
         with self._lock:
-            self._end(copy, error, perf_counter())
-
-    def _end(self, copy: Copy, error: BaseException | None, end_s: float) -> None:
-        if copy.meters:
-            LinkMeter.end(copy.meters, end_s)
-        if self._events.active:  # before the end of a move: the tensor still has its old tier
-            track = f"{copy.source.tier.name}_to_{copy.target.tier.name}".lower()
-            # One of the two tensors is often a buffer. The name of the one farther from compute, the home, says more.
-            home = max(copy.source, copy.target, key=lambda tensor: tensor.tier.distance)
-            self._events.emit(Event(EventKind.COPY, track, home.name, copy.began_s, end_s, bytes=copy.length_bytes))
-        for hold in (copy.leaving, copy.arriving):
-            if hold is not None:
-                hold.end()
-        copy.leaving = copy.arriving = None
-        if copy.settle is not None:
-            copy.settle(error)
+            end_s = perf_counter() if end_s is None else end_s
+            if copy.meters:
+                LinkMeter.end(copy.meters, end_s)
+            if self._events.active:  # before the end of a move: the tensor still has its old tier
+                track = f"{copy.source.tier.name}_to_{copy.target.tier.name}".lower()
+                # One of the two tensors is often a buffer. The name of the one farther from compute, the home, says more.
+                home = max(copy.source, copy.target, key=lambda tensor: tensor.tier.distance)
+                event = Event(EventKind.COPY, track, home.name, copy.began_s, end_s, bytes=copy.length_bytes)
+                self._events.emit(event)
+            for hold in (copy.leaving, copy.arriving):
+                if hold is not None:
+                    hold.end()
+            copy.leaving = copy.arriving = None
+            if copy.settle is not None:
+                copy.settle(error)
 
     def _reap(self) -> None:
         """Finishes the copies whose CUDA events have completed."""
@@ -635,7 +634,9 @@ def disk_jobs(copy: Copy, machine: CopyMachine) -> list[tuple[int, IoJob]]:
         ram_at = ram_start
         for piece in page_pieces(direct, machine.page_size, joined=disk.is_one_file):
             size = piece.stop_bytes - piece.start_bytes
-            views = [region.memory[e.start_bytes : e.stop_bytes] for e in in_ram.pages.between(ram_at, ram_at + size)]
+            views = []
+            for part in in_ram.pages.between(ram_at, ram_at + size):
+                views.append(region.memory[part.start_bytes : part.stop_bytes])
             jobs.append(
                 (disk.lane(piece.start_bytes // machine.page_size), Straight(disk, piece.start_bytes, views, reading))
             )

@@ -145,8 +145,7 @@ class GPT(LanguageModel):
         check_dropout("GPT", dropout)
         if min(head_width or 1, feed_forward_width or 1) < 1:
             raise ConfigError(
-                f"GPT got head_width={head_width}, feed_forward_width={feed_forward_width}; neither can be built from less "
-                f"than 1"
+                f"GPT got head_width={head_width}, feed_forward_width={feed_forward_width}; both must be at least 1"
             )
         check_heads("GPT", width, heads, head_width)
         self.save_hyperparameters()

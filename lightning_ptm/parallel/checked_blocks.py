@@ -136,9 +136,9 @@ def blocks_of(root: nn.Module, places: Sequence[Place]) -> tuple[CheckedBlock, .
         if not around:
             names = ", ".join(place.name for place in others[:3])
             raise ConfigError(
-                f"tensor_parallel's plan names {names}, which no module contains but the {type(root).__name__} itself, and a "
-                f"plan is checked on a module that can be called by itself; put these layers into a module of their own, "
-                f"with the forward that calls them"
+                f"tensor_parallel's plan names {names}, which belong to the {type(root).__name__} itself, and plans "
+                "are checked on submodules, by calling them; put these layers into a module of their own, with the "
+                "forward that calls them"
             )
         inside = {place.name.removeprefix(f"{around}."): place.rule for place in others}
         found.setdefault(around, {}).update(inside)
@@ -157,10 +157,11 @@ def _refuse_layers_of_two(root: nn.Module, places: Sequence[Place]) -> None:
         around = name.rpartition(".")[0]
         if place is not None and root.get_submodule(around) is not place.around:
             raise ConfigError(
-                f"{name} is the same module as {place.name}, in another {type(root.get_submodule(around)).__name__}, and "
-                f"tensor_parallel's plan cuts a layer together with the module around it, so {around} would compute with a "
-                f"part; let both places share all of {place.name.rpartition('.')[0]}, or have a layer each with one weight "
-                f"(`b.weight = a.weight`), or leave this layer, and those that compute with its part, out of the plan"
+                f"{name} is the same module as {place.name}, in another {type(root.get_submodule(around)).__name__}, "
+                f"and tensor_parallel's plan cuts a layer together with the module around it, so {around} would use "
+                f"only this rank's part; let both places share all of {place.name.rpartition('.')[0]}, or have a "
+                "layer each with one weight (`b.weight = a.weight`), or leave this layer, and those that compute "
+                "with its part, out of the plan"
             )
 
 

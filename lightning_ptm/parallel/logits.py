@@ -89,8 +89,9 @@ class _Source:
                     self.gathered = self.group.put_together(self.part).to(self.dtype)
             except RankError as error:
                 raise RankError(
-                    f"{error}. This rank used logits, of which every rank of a tensor group has a part, for more than their "
-                    f"cross-entropy, which gathers them on all ranks: do it on each rank, and test for the rank afterwards"
+                    f"{error}. Logits of a cut head were used for something other than F.cross_entropy, which gathers "
+                    "them on all ranks of the tensor group: compute it on every rank, and choose the rank afterwards (if "
+                    "rank == 0)"
                 ) from error
         return self.gathered
 

@@ -209,7 +209,8 @@ class PlanCheck:
     def _refusal(self, block: CheckedBlock, what: str) -> ConfigError:
         rules = some([f"{name}: {rule}" for name, rule in block.plan.items()], 6)
         between = (
-            "; modules between cut layers must treat tokens one by one, or set sequence_parallel=False"
+            "; modules between cut layers must treat tokens one by one, or set "
+            "tensor_parallel=TensorParallel(sequence_parallel=False)"
             if self._of_parts
             else ""
         )

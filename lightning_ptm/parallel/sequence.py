@@ -88,8 +88,9 @@ class Join(torch.autograd.Function):
         whole = None if ctx.whole is None else ctx.whole()
         if of_part is not None and whole is not None and user_receives_gradient(whole):
             raise UsageError(
-                "sequence_parallel=True, and register_hook or retain_grad was called on a block's output after the next "
-                "block had taken it, so that no rank has its whole gradient; call it before the next block is called"
+                "TensorParallel(sequence_parallel=True), and register_hook or retain_grad was called on a "
+                "block's output after the next block had taken it, so that no rank has its whole gradient; "
+                "call it before the next block is called"
             )
         own = None if of_whole is None else _own(of_whole, ctx.group, torch.zeros_like).contiguous()
         return (own if of_part is None else of_part if own is None else own + of_part), None, None, None

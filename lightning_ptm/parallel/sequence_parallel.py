@@ -53,15 +53,18 @@ class SequenceParallel:
         names = [each for each in map(layers_computing_whole, self._all_blocks) if each]
         if names:
             raise ConfigError(
-                f"sequence_parallel=True and {names[0]} compute whole values in the same module as pairs of "
-                f"ColwiseParallel() and RowwiseParallel(), so that ranks cannot have parts of the sequence anywhere; use "
-                f"sequence_parallel=False, or leave these layers out of tensor_parallel's plan, or put each pair into a "
-                f"module of its own"
+                f"TensorParallel(sequence_parallel=True) and {names[0]} compute whole values in the same "
+                "module as pairs of ColwiseParallel() and RowwiseParallel(), so that ranks cannot have "
+                "parts of the sequence anywhere; use "
+                "tensor_parallel=TensorParallel(sequence_parallel=False), or leave these layers out of "
+                "tensor_parallel's plan, or put each pair into a module of its own"
             )
         raise ConfigError(
-            "sequence_parallel=True and no block has layers with ColwiseParallel() followed by RowwiseParallel() in modules "
-            "that are called with a sequence, so that ranks cannot have parts of the sequence anywhere; use "
-            "sequence_parallel=False, or a plan of tensor_parallel with such pairs"
+            "TensorParallel(sequence_parallel=True) and no block has layers with ColwiseParallel() "
+            "followed by RowwiseParallel() in modules that are called with a sequence, so that ranks "
+            "cannot have parts of the sequence anywhere; use "
+            "tensor_parallel=TensorParallel(sequence_parallel=False), or a plan of tensor_parallel "
+            "with such pairs"
         )
 
     def refuse_shared_parameters(self, root: nn.Module) -> None:
@@ -79,9 +82,10 @@ class SequenceParallel:
         for name, parameter in root.named_parameters(remove_duplicate=False):
             if id(parameter) in of_parts and not self.between(name.rpartition(".")[0]).partial:
                 raise ConfigError(
-                    f"sequence_parallel=True and {name} is a parameter of {of_parts[id(parameter)]}, too: one gets gradients "
-                    f"of the whole sequence, the other of each rank's part; give each a parameter of its own, or use "
-                    f"sequence_parallel=False"
+                    f"TensorParallel(sequence_parallel=True) and {name} is a parameter of "
+                    f"{of_parts[id(parameter)]}, too: one gets gradients of the whole sequence, the other of "
+                    "each rank's part; give each a parameter of its own, or use "
+                    "tensor_parallel=TensorParallel(sequence_parallel=False)"
                 )
 
     def between(self, name: str) -> BetweenLayers:
@@ -118,7 +122,8 @@ def _refuse_statistics(each: SequenceBlock) -> None:
         region = each.region_of(name)
         if isinstance(module, BatchNorm) and (region is None or region.divided):
             raise ConfigError(
-                f"sequence_parallel=True and {each.block.name}.{name} is a {type(module).__name__}, whose statistics would "
-                f"be of each rank's part of the sequence; use "
-                f"tensor_parallel=TensorParallel(sequence_parallel=False), or a norm that takes tokens one by one"
+                f"TensorParallel(sequence_parallel=True) and {each.block.name}.{name} is a "
+                f"{type(module).__name__}, whose statistics would be of each rank's part of the sequence; "
+                "use tensor_parallel=TensorParallel(sequence_parallel=False), or a norm that takes tokens "
+                "one by one"
             )

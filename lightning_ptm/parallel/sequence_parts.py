@@ -365,6 +365,7 @@ def _version(value: Tensor) -> int:
 
 def _refused(name: str, what: str) -> ConfigError:
     return ConfigError(
-        f"sequence_parallel=True and {name} {what}; leave the layers of this block out of tensor_parallel's plan, so that it "
-        f"is whole on every rank, or train with tensor_parallel=TensorParallel(sequence_parallel=False)"
+        f"TensorParallel(sequence_parallel=True) and {name} {what}; leave the layers of this block "
+        "out of tensor_parallel's plan, so that it is whole on every rank, or train with "
+        "tensor_parallel=TensorParallel(sequence_parallel=False)"
     )

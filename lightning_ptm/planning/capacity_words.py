@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from lightning_ptm.errors import CapacityError
+from lightning_ptm.errors import format_bytes as format_bytes
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.terms import Tier
@@ -17,16 +18,6 @@ from lightning_ptm.terms import Tier
 _NOTHING_KNOWN: Mapping[str, int] = MappingProxyType({})
 _NAMED_USES = 3
 """Number of a tier's uses that a message names; the rest is summed up."""
-
-
-def format_bytes(count: int) -> str:
-    """Bytes in the largest binary unit that keeps at least one: '4 MiB', '1.5 GiB', '512 B'."""
-    size = float(count)
-    for suffix in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.4g} {suffix}"
-        size /= 1024
-    return f"{size:.4g} TiB"
 
 
 def tier_in_words(tier: Tier, unified: bool) -> str:

@@ -445,6 +445,8 @@ class FetchPolicy:
                 self._units.start_fetch(task.unit, agreed=agreed)
             finally:
                 self.refcounts.give_back(task.unit)
+            if self.waiting:  # fetches of this unit that wait would otherwise fetch it again, after its release
+                self.waiting = [each for each in self.waiting if each.unit != task.unit]
 
     # -- eviction -----------------------------------------------------------------------------------------------------
 

@@ -190,8 +190,8 @@ def read_index(path: Path) -> Index:
         )
     if is_folder(path) and not is_file(path / INDEX):
         raise CheckpointError(
-            f"{path} is a folder without {INDEX}, so it is no checkpoint of "
-            "AngelPTMStrategy(state_dict_type='sharded'); give the path of a checkpoint"
+            f"{path} is a folder without {INDEX}, so it is not a sharded checkpoint of lightning_ptm, and nothing "
+            "was loaded; give the path of a checkpoint folder or file"
         )
     content = contents(path / INDEX)
     try:
@@ -257,7 +257,7 @@ def _index(values: dict[str, Any], version: int) -> Index:
         raise ValueError("it has a name of the state dict twice")
     if version >= SEALED_SINCE:
         if len(index.seals) != 1 + len(names) + index.world_size:
-            raise ValueError(f"it has {len(index.seals)} seals for {len(names)} files of {index.world_size} ranks")
+            raise ValueError(f"it has {len(index.seals)} checksums for {len(names)} files of {index.world_size} ranks")
         entries(dict(index.seals), [LIGHTNING, *names, *map(ranges_name, range(index.world_size))])
     return index
 

@@ -141,7 +141,7 @@ def read_layout(path: Path) -> Layout:
         tensors = [_stored(name, entries(entry), begin) for name, entry in held.items()]
     except KeyError as error:
         raise CheckpointError(
-            f"{path}: a tensor's entry has no, or an unknown, {error}, so it cannot be loaded; use another file"
+            f"{path}: the entry of a tensor has no valid {error}, so it cannot be loaded; use another file"
         ) from error
     except ValueError as error:
         raise CheckpointError(f"{path} is no safetensors file: its header is invalid ({error})") from error

@@ -221,7 +221,10 @@ class RangeWriter:
     def abort(self) -> None:
         """Ends the writer; bytes that wait are not written. Idempotent."""
         self._current = None
-        self._error = self._error or CheckpointError(f"writing to {self._folder} was stopped before its end")
+        self._error = self._error or CheckpointError(
+            f"writing to {self._folder} was stopped before its end, since the run has failed or another rank "
+            "could not write; earlier checkpoints are untouched; look for the first error"
+        )
         self._end()
         self._close()
 

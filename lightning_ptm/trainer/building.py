@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
@@ -31,7 +32,7 @@ from lightning_ptm.planning.sharding import Axis
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.progress import Progress
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
-from lightning_ptm.runtime.deciding.decide import check_parameters, decide_here
+from lightning_ptm.runtime.deciding.decide import CheckedParameters, check_parameters, decide_here
 from lightning_ptm.runtime.engine.engine import Engine, RunInputs
 from lightning_ptm.runtime.full_params.first_values import Given
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
@@ -110,6 +111,7 @@ class Builder:
         restored: DeferredState | None = None,
         given: Given | None = None,
         handed: PreviousState | None = None,
+        checked: CheckedParameters | None = None,
         before_edits: Callable[[], None] | None = None,
     ) -> Engine:
         """Builds the engine and its pages. Collective.
@@ -119,6 +121,7 @@ class Builder:
             restored: state of a checkpoint that was loaded before the engine existed.
             given: the parameters' first values, where the module has none.
             handed: the parameters' first values, where they are in pages of the previous engine.
+            checked: result of `check`.
             before_edits: called before weights are edited by hand.
         """
         place, fitting = self.place, self.fits
@@ -134,7 +137,7 @@ class Builder:
         request = self.request(settings, cut)
         if anew:
             request = dataclasses.replace(request, rearranges=True)
-        blueprint = self.decided(request, communicator, handed)
+        blueprint = self.decided(request, communicator, handed, checked)
         if fitting and not anew and settings.frozen_dtype != "compute":
             _warn_without_codes(blueprint, settings.frozen_dtype)
         return Engine(
@@ -152,7 +155,7 @@ class Builder:
                 handed=handed,
                 before_edits=before_edits,
                 # A resumed run rounds stochastically with the seeds that the first run would have had.
-                number_of_step=lambda: self.trainer.global_step,
+                number_of_step=partial(getattr, self.trainer, "global_step"),
                 events=events,
                 progress=self.progress,
                 poison=self.settings.debug.poison,
@@ -160,12 +163,19 @@ class Builder:
             ),
         )
 
-    def decided(self, request: Request, communicator: Communicator, handed: PreviousState | None) -> Blueprint:
+    def decided(
+        self,
+        request: Request,
+        communicator: Communicator,
+        handed: PreviousState | None,
+        checked: CheckedParameters | None = None,
+    ) -> Blueprint:
         """Makes all layout decisions. Collective."""
         in_memory, on_disk = (0, 0) if handed is None else (handed.bytes_in_memory(), handed.bytes_on_disk())
-        return decide_here(request, communicator, self.place.ranks_here, in_memory=in_memory, on_disk=on_disk)
+        ranks_here = self.place.ranks_here
+        return decide_here(request, communicator, ranks_here, checked=checked, in_memory=in_memory, on_disk=on_disk)
 
-    def check(self, communicator: Communicator, cut: CutModule | None) -> None:
+    def check(self, communicator: Communicator, cut: CutModule | None) -> CheckedParameters:
         """Checks before a re-layout that pages can hold the parameters. Collective.
 
         Raises:
@@ -175,7 +185,7 @@ class Builder:
         if self.between.page_bytes is not None:
             settings = dataclasses.replace(settings, page_size=self.between.page_bytes)
         request = dataclasses.replace(self.request(settings, cut), rearranges=True)
-        check_parameters(request, communicator, self.place.ranks_here)
+        return check_parameters(request, communicator, self.place.ranks_here)
 
     def _chosen(self, settings: Settings, communicator: Communicator) -> Settings:
         """Resolves settings of "auto", once for all runs of this strategy."""
@@ -283,7 +293,8 @@ def chosen_page_bytes(settings: Settings, communicator: Communicator, backend: B
         raise failure
     if not isinstance(told, int):
         raise RankError(
-            f"page_size='auto', and rank 0 could not measure pages: {told}; fix that, or give a size, such as '4MiB'"
+            f"page_size='auto' failed: rank 0 could not measure transfer rates ({told}); give a size, such as "
+            "page_size='4MiB'"
         )
     rank_zero_info(f"page_size='auto': pages of {format_bytes(told)}")
     return told

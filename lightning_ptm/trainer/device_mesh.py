@@ -70,7 +70,7 @@ class MeshOfOne:
     def __getitem__(self, names: str | tuple[str, ...]) -> MeshOfOne:
         chosen = (names,) if isinstance(names, str) else names
         if not set(chosen) <= set(self.mesh_dim_names):
-            raise KeyError(f"a device mesh with the axes {self.mesh_dim_names} was asked for {names!r}")
+            raise KeyError(f"device_mesh[{names!r}]: the mesh has only the axes {self.mesh_dim_names}")
         return MeshOfOne(chosen)
 
     def size(self, mesh_dim: int | None = None) -> int:

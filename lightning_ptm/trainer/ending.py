@@ -157,8 +157,8 @@ class _Ending:
                 )
                 return path
         raise CheckpointError(
-            f"the trained weights are lost: RAM has no room for them, and they could not be written to disk "
-            f"({'; '.join(failures)}); make room in one of these folders, or save in the run (ModelCheckpoint)"
+            "the trained weights are lost: RAM has no room for them, and they could not be written to disk "
+            f"({'; '.join(failures)}); make room in one of these folders, or save during the run (ModelCheckpoint)"
         )
 
     def _give_back(self, back: restore.GivenBack, path: str) -> None:

@@ -133,10 +133,10 @@ class LightningHooks:
             names = self._engine.lent_parameters.names_of_copies(updated)
             if names:
                 raise UsageError(
-                    f"{type(optimizer).__name__}.step was called on an optimizer that configure_optimizers did not return, "
-                    f"and would update {some(names, 3)}: the module has only copies of these, of master weights or of pages "
-                    f"in other tiers, so the update would be lost; return the optimizer from configure_optimizers, "
-                    f"which may return several, or keep everything in RAM, on one rank and in a true precision"
+                    f"{type(optimizer).__name__}.step was called, but configure_optimizers did not return this optimizer. "
+                    f"It would update 16-bit or other copies of {some(names, 3)}, and not the values in pages, so the "
+                    "update would be lost; return the optimizer from configure_optimizers, which may return several, or "
+                    "keep everything in RAM, on one rank and in a true precision"
                 )
 
         self._hooks.append(register_optimizer_step_pre_hook(before))
@@ -361,9 +361,9 @@ def warn_of_wide_matmuls_uncompiled(module: LightningModule) -> None:
     compiled = [name or type(each).__name__ for name, each in module.named_modules() if is_compiled(each)]
     if compiled:
         rank_zero_warn(
-            f"{compiled[0]}{', ...' if len(compiled) > 1 else ''} will be computed without torch.compile, since products of "
-            f"16-bit tensors are computed in fp32 on this CPU; for compiled code, set precision='32-true', or "
-            f"matmul_precision='native' (slower here)"
+            f"{compiled[0]}{', ...' if len(compiled) > 1 else ''} will be computed without torch.compile, since "
+            "products of 16-bit tensors are computed in fp32 on this CPU; for compiled code, set "
+            "precision='32-true', or tuning=Tuning(matmul_precision='native') (slower here)"
         )
 
 

@@ -249,22 +249,22 @@ def chosen_wide_matmuls(settings: Settings, dtype: torch.dtype, communicator: Co
     if backend.apart:
         if settings.tuning.matmul_precision == "fp32":
             raise ConfigError(
-                f"matmul_precision='fp32' is for CPUs without 16-bit arithmetic, and this run computes on {backend.device}; "
-                f"leave it at 'auto', or set precision='32-true'"
+                "Tuning(matmul_precision='fp32') is for CPUs without 16-bit arithmetic, and this run computes on "
+                f"{backend.device}; leave it at 'auto', or set precision='32-true'"
             )
         return False
     if dtype not in HALVES or settings.tuning.matmul_precision == "native":
         return False
     name = str(dtype).removeprefix("torch.")
     if settings.tuning.matmul_precision == "fp32":
-        rank_zero_info(f"matmul_precision='fp32': products of {name} are computed in fp32 and rounded once")
+        rank_zero_info(f"Tuning(matmul_precision='fp32'): products of {name} are computed in fp32 and rounded once")
         return True
     times = communicator.broadcast_object(_slowdown_here(dtype) if communicator.rank == 0 else None)
     if times < SLOW:
         return False
     rank_zero_info(
-        f"this CPU has no arithmetic for {name} (a product takes {times:.0f} times as long as in fp32): matrix products, "
-        f"attention and convolutions of {name} are computed in fp32 and rounded once; matmul_precision='native' leaves "
-        f"them to the CPU"
+        f"this CPU has no arithmetic for {name} (a product takes {times:.0f} times as long as in fp32): "
+        f"matrix products, attention and convolutions of {name} are computed in fp32 and rounded once; "
+        "tuning=Tuning(matmul_precision='native') leaves them to the CPU"
     )
     return True

@@ -41,8 +41,8 @@ class _Call:
     def __call__(self) -> Any:
         if self.updated:
             raise UsageError(
-                "the optimizer evaluates its closure several times a step, and pages are updated once; use an optimizer that "
-                "evaluates it once"
+                "the optimizer evaluates its closure several times a step, and pages are updated once; use an "
+                "optimizer that evaluates it once, or keep everything in RAM, on one rank and in a true precision"
             )
         result = self._closure() if self._closure is not None else None
         self.update()
@@ -133,9 +133,10 @@ class OptimizerStep:
         if next(reversed(hooks_before_step(self._optimizer))) != self._hooks[0].id:
             name = type(self._optimizer).__name__
             raise UsageError(
-                f"{name}.step {'never calls' if self._ignores_closure else 'looks up its parameters before it calls'} its "
-                f"closure, so angel_ptm updates pages before hooks of register_step_pre_hook that were registered during "
-                f"the run; register them in configure_optimizers, or let step call its closure first"
+                "a hook was registered with register_step_pre_hook during the run, and it would run after pages are "
+                f"updated, because {name}.step "
+                f"{'never calls' if self._ignores_closure else 'looks up its parameters before it calls'} its "
+                "closure; register the hook in configure_optimizers, or let step call its closure first"
             )
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

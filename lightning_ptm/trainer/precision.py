@@ -174,10 +174,8 @@ class AngelPTMPrecision(Precision):
         return self.tensor_init_context()
 
     @override
-    @contextmanager
-    def train_step_context(self) -> Iterator[None]:
-        with self.forward_context():
-            yield
+    def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self.forward_context()
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
@@ -269,7 +267,7 @@ class AngelPTMPrecision(Precision):
             return False
         if trainer.gradient_clip_val:
             return False
-        if any(_overrides(model, name) for name in ("configure_gradient_clipping", "backward")):
+        if _overrides(model, "configure_gradient_clipping", "backward"):
             return False
         return _has_its_class_s_step(plain_optimizer(trainer.optimizers[0])) and not self.gradient_readers(model)
 
@@ -295,14 +293,13 @@ class AngelPTMPrecision(Precision):
             of_grad: leave out classes with `asks_strategy_for_gradients = True`: they need complete gradients, as the others,
                 but do not read `.grad`.
         """
-        hooks = ("on_before_optimizer_step", "on_after_backward")
-        candidates = (model, *model.trainer.callbacks)  # type: ignore[attr-defined]
-        found = [each for each in candidates if any(_overrides(each, name) for name in hooks)]
-        return [
-            type(each).__name__
-            for each in found
-            if not (of_grad and getattr(each, "asks_strategy_for_gradients", False) is True)
-        ]
+        found = []
+        for each in (model, *model.trainer.callbacks):  # type: ignore[attr-defined]
+            if _overrides(each, "on_before_optimizer_step", "on_after_backward") and not (
+                of_grad and getattr(each, "asks_strategy_for_gradients", False) is True
+            ):
+                found.append(type(each).__name__)
+        return found
 
     def _running(self) -> Engine:
         if self._engine is None:
@@ -335,8 +332,13 @@ def _has_its_class_s_step(optimizer: Optimizer) -> bool:
     return getattr(step, "__func__", step) is type(optimizer).step
 
 
-def _overrides(thing: Any, name: str) -> bool:
-    method = getattr(thing, name, None)  # of the object, since LambdaCallback stores its hooks there
-    return method is not None and not getattr(method, "__module__", "").startswith(
-        ("lightning.pytorch.core", "lightning.pytorch.callbacks.callback")
-    )
+def _overrides(thing: Any, *names: str) -> bool:
+    """Whether a module or callback has one of these hooks of its own."""
+    for name in names:
+        method = getattr(thing, name, None)  # of the object, since LambdaCallback stores its hooks there
+        if method is not None and not getattr(method, "__module__", "").startswith(_LIGHTNINGS_OWN):
+            return True
+    return False
+
+
+_LIGHTNINGS_OWN = ("lightning.pytorch.core", "lightning.pytorch.callbacks.callback")

@@ -48,9 +48,8 @@ def refuse_pruning(callbacks: Iterable[Callback], *, sharded: bool, divided: boo
         if isinstance(callback, ModelPruning) and sharded and prunes_for_good(callback):
             raise ConfigError(
                 f"{type(callback).__name__} puts masked weights under other names into checkpoints, and "
-                f"state_dict_type='sharded' writes weights as pages have them; use "
-                f"checkpoints=Checkpoints(state_dict_type='full'), or "
-                f"make_pruning_permanent=False"
+                "Checkpoints(state_dict_type='sharded') writes weights as pages have them; use "
+                "checkpoints=Checkpoints(state_dict_type='full'), or make_pruning_permanent=False"
             )
 
 

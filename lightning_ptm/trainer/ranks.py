@@ -123,8 +123,9 @@ class SetUp:
         except RuntimeError as error:
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RankError(
-                f"rank {place.rank} begins a run, and another rank is gone, or does not come ({first_line}); at Ctrl-C "
-                f"Lightning ends all processes that it has started: start the script again"
+                f"rank {place.rank} waited for the other ranks at the start of a run, and one did not arrive "
+                f"({first_line}); look for the first error in the other ranks' output; after Ctrl-C, when Lightning "
+                "ends the processes that it has started, start the script again"
             ) from error
         self._setup_barrier = SetupBarrier(told[0][2], place.rank, place.world_size)
         refuse_other_settings([words for words, _, _ in told])

@@ -22,6 +22,7 @@ from lightning_ptm.checkpoints.carried import Carried, CarriedInFiles, CarriedIn
 from lightning_ptm.checkpoints.optimizer_states import opened, plain_optimizer
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.errors import UsageError, some
+from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.trainer.ending import end, having_states
 from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.stale_optimizers import mark_stale
@@ -35,13 +36,11 @@ _CUT_OFF = (
 
 
 def follow_rearranging(run: Run, checkpoints: RunCheckpoints) -> None:
-    """Adapts the run to changed parameters, between two batches. Collective if they have changed.
+    """Adapts a run with pages to changed parameters (`Run.outgrown`), between two batches. Collective.
 
     Raises:
         UsageError: gradients are pending.
     """
-    if not run.has_pages or not run.engine.changes.outgrown():
-        return
     engine = run.engine
     for optimizer in run.paged_optimizers() if engine.lent_parameters.resized else ():
         warn_of_resized(engine, optimizer)
@@ -74,8 +73,8 @@ def follow_other_parameters(run: Run, checkpoints: RunCheckpoints) -> None:
     if not run.unsaved:
         with interruption.recorded():
             raise UsageError(
-                "parameters were added, replaced or resized just before the run was cut short, and are in no pages; "
-                "resume from an earlier checkpoint"
+                "parameters were added, replaced or resized just before the run was cut short, and are in no pages, "
+                "so no checkpoint of this state can be written; resume from an earlier checkpoint"
             )
 
 
@@ -89,13 +88,13 @@ def lay_out_anew(run: Run) -> None:
     """Replaces the engine and its pages by new ones, with all states. Collective."""
     run.saves.finish()
     optimizers = run.paged_optimizers()
-    _check_parameters(run, optimizers)
+    checked = _check_parameters(run, optimizers)
     learnt = having_states(run.engine)
     with closing(carried_by(run, optimizers)) as carried:
         try:
             _leave_pages(run, carried)
             carried.old_engine_closed()
-            run.lay_out(given=carried.given(), handed=carried.handed)
+            run.lay_out(given=carried.given(), handed=carried.handed, checked=checked)
             run.watch(anew=True)
             carried.restore_removed(run.engine, run.module, optimizers)
             carried.fill(run.engine, optimizers)
@@ -126,13 +125,13 @@ def carried_by(run: Run, optimizers: Sequence[Optimizer]) -> Carried:
     return CarriedInFiles(run.engine, run.module, optimizers, run.room, ranks_here=ranks_here, ops=ops)
 
 
-def _check_parameters(run: Run, optimizers: Sequence[Optimizer]) -> None:
+def _check_parameters(run: Run, optimizers: Sequence[Optimizer]) -> CheckedParameters:
     """Checks that pages can hold the parameters while the old pages exist, so that the module can get its weights back."""
     assert run.communicator is not None
     with ExitStack() as states:
         for optimizer in optimizers:
             states.enter_context(opened(plain_optimizer(optimizer)))  # trials read their classes' states
-        run.builder.check(run.communicator, run.cut)
+        return run.builder.check(run.communicator, run.cut)
 
 
 def _refuse(run: Run) -> None:

@@ -30,7 +30,10 @@ NAMES: Mapping[str, Named] = {
     "angel_ptm": Named("pages over device, host and disk; the plan decides where each state is stored", {}),
     "angel_ptm_host": Named("angel_ptm with master states on the host", {"offload_optimizer": "host"}),
     "angel_ptm_disk": Named("angel_ptm with master states on disk", {"offload_optimizer": "disk"}),
-    "angel_ptm_lock_free": Named("angel_ptm_disk whose compute never waits for the disk", {"lock_free": True}),
+    "angel_ptm_lock_free": Named(
+        "angel_ptm_disk with lock-free updates: a step may use parameters that lack the newest update",
+        {"lock_free": True},
+    ),
 }
 
 

@@ -29,6 +29,7 @@ from lightning_ptm.errors import UsageError, one_line, some
 from lightning_ptm.events import Events, Listener
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.planning.tensor_slices import TensorSlice
+from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.engine.inspection import Statistics, collect, states_in_words, together
 from lightning_ptm.runtime.full_params.first_values import Given
@@ -67,15 +68,19 @@ def refuse_in_another_run(module: nn.Module) -> None:
         names = [] if engine.closed else engine.lent_parameters.names_of_copies(module.parameters())
         if names:
             raise UsageError(
-                f"{some(names, 3)}: in the pages of a run that is in progress, so another run cannot have them; run "
-                f"copy.deepcopy(module) in its place, which has the current values and is in no run, and load the trained "
-                f"values afterwards (module.load_state_dict), or wait for the end of the first run"
+                f"this module's weights ({some(names, 3)}) are used by a run that is in progress, so another run "
+                "cannot have them; run copy.deepcopy(module) instead, which has the current values and is in no run, "
+                "and load the trained values afterwards (module.load_state_dict), or wait for the end of the first "
+                "run"
             )
 
 
 def no_pages() -> UsageError:
     """The error for requests that need pages, outside of runs."""
-    return UsageError("no run is in progress: pages exist between the start and the end of fit/validate/test/predict")
+    return UsageError(
+        "this call needs a run in progress: pages exist between the start and the end of fit, validate, test "
+        "or predict; make it in a hook or a callback"
+    )
 
 
 class Run:
@@ -115,6 +120,11 @@ class Run:
     def has_pages(self) -> bool:
         """Whether the run has pages: not before `lay_out`, after `leave`, or after a failed re-layout."""
         return self._engine is not None
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether the run has pages, and they have to be laid out again, since parameters or groups have changed."""
+        return self._engine is not None and self._engine.changes.outgrown()
 
     @property
     def engine(self) -> Engine:
@@ -204,7 +214,12 @@ class Run:
             self.cut = self.builder.cut(groups.tensor)
 
     def lay_out(
-        self, set_up: SetUp | None = None, *, given: Given | None = None, handed: PreviousState | None = None
+        self,
+        set_up: SetUp | None = None,
+        *,
+        given: Given | None = None,
+        handed: PreviousState | None = None,
+        checked: CheckedParameters | None = None,
     ) -> None:
         """Builds the engine and its pages. Collective.
 
@@ -212,6 +227,7 @@ class Run:
             set_up: the set-up that this ends; None for a re-layout in mid-run.
             given: the parameters' first values, where the module has none.
             handed: the parameters' first values, where they are in pages of the previous engine.
+            checked: result of `Builder.check`.
         """
         builder, place = self.builder, self.builder.place
         folders.remove_stale(self.room)  # remains of killed runs
@@ -227,6 +243,7 @@ class Run:
             restored=None if set_up is None else set_up.restored,
             given=given,
             handed=handed,
+            checked=checked,
             # A checkpoint in progress has the weights before the edit.
             before_edits=self.saves.finish,
         )
@@ -348,7 +365,10 @@ class Run:
         """Logs where model states are stored; called at the start, and after a re-layout."""
         name, engine = self.builder.name, self.engine
         if engine.blueprint.outside:
-            rank_zero_info(f"{name} leaves model states in RAM as they are: parameters are rearranged")
+            rank_zero_info(
+                f"{name} uses no pages: everything is in RAM, and parameters of the module are rearranged during the "
+                "run"
+            )
             return
         rank_zero_info(f"{name} keeps {states_in_words(engine)}")
         if self.fits and self.builder.settings.tuning.restore_weights:
@@ -360,7 +380,9 @@ class Run:
         plain = map(plain_optimizer, self.builder.optimizers)
         themselves = sorted({type(optimizer).__name__ for optimizer in plain if optimizer not in paged})
         if themselves:
-            rank_zero_info(f"{', '.join(themselves)}: steps by itself, with states of its own outside of pages")
+            rank_zero_info(
+                f"{', '.join(themselves)}: unpaged, it updates the module's own tensors, and its states are in RAM"
+            )
 
     # -- other ranks --------------------------------------------------------------------------------------------------
 

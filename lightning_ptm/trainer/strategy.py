@@ -102,6 +102,24 @@ _LONGEST = datetime.timedelta(days=3650)
 _UNUSED = "no Trainer has this strategy yet, so it has neither devices nor a module; pass it to a Trainer, and call fit"
 
 
+class _UncompiledModule:
+    """Descriptor of the module that Lightning assigns to a strategy: refuses one that was compiled as a whole.
+
+    Lightning assigns it before it refuses compiled modules for all but three strategies, without a remedy. There is no
+    `__get__`, so Python reads the object's own attribute, which Lightning does 30 times a step.
+    """
+
+    def __set__(self, strategy: AngelPTMStrategy, module: LightningModule | None) -> None:
+        if module is not None and compiled_as(module) is not None:
+            raise ConfigError(
+                f"the {type(module).__name__} was compiled as a whole with torch.compile, so its training_step would be "
+                f"compiled, too, but weights are fetched in the middle of it; give the Trainer the uncompiled module, and "
+                f"compile its parts in configure_model: `for block in self.blocks: block.compile()`, or "
+                f"`self.model = torch.compile(self.model)`"
+            )
+        vars(strategy)["_lightning_module"] = module
+
+
 @asked_elsewhere
 @listing_settings
 class AngelPTMStrategy(ParallelStrategy):
@@ -133,7 +151,6 @@ class AngelPTMStrategy(ParallelStrategy):
                 f"timeout={timeout!r} is not a duration that ranks could wait; write datetime.timedelta(minutes=30), or "
                 f"another duration above zero and of at most {_LONGEST.days} days"
             )
-        self._connected: LightningModule | None = None
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -228,7 +245,10 @@ class AngelPTMStrategy(ParallelStrategy):
             UsageError: there is no mesh, with a single rank or before any run was set up.
         """
         if self._groups.mesh is None:
-            raise UsageError("only runs of several ranks have a device mesh, from their set-up on")
+            raise UsageError(
+                "trainer.strategy.device_mesh exists on several ranks only, from set-up on; use self.device_mesh in "
+                "the module from configure_model on, or trainer.world_size"
+            )
         return self._groups.mesh
 
     @property
@@ -272,21 +292,7 @@ class AngelPTMStrategy(ParallelStrategy):
     def _precision(self) -> Any:
         refuse_fabric(self.strategy_name)  # only Fabric reads this attribute
 
-    @property
-    def _lightning_module(self) -> LightningModule | None:
-        return self._connected
-
-    @_lightning_module.setter
-    def _lightning_module(self, module: LightningModule | None) -> None:
-        # Lightning assigns the module before it refuses compiled modules for all but three strategies, without a remedy.
-        if module is not None and compiled_as(module) is not None:
-            raise ConfigError(
-                f"the {type(module).__name__} was compiled as a whole with torch.compile, so its training_step would be "
-                f"compiled, too, but weights are fetched in the middle of it; give the Trainer the uncompiled module, and "
-                f"compile its parts in configure_model: `for block in self.blocks: block.compile()`, or "
-                f"`self.model = torch.compile(self.model)`"
-            )
-        self._connected = module
+    _lightning_module = _UncompiledModule()  # type: ignore[assignment]
 
     @property
     def _module(self) -> LightningModule:
@@ -555,7 +561,7 @@ class AngelPTMStrategy(ParallelStrategy):
         self._compare(batch, batch_idx)
 
     def _follow_rearranging(self) -> None:
-        if self._run is not None:
+        if self._run is not None and self._run.outgrown:
             rearranging.follow_rearranging(self._run, self._checkpoints)
 
     def _follow_other_parameters(self) -> None:

@@ -49,8 +49,8 @@ def refuse_sharded(callbacks: Iterable[Callback]) -> None:
     for callback in callbacks:
         if isinstance(callback, WeightAveraging):
             raise ConfigError(
-                f"{type(callback).__name__} saves two sets of weights, and state_dict_type='sharded' can hold only one; "
-                f"use checkpoints=Checkpoints(state_dict_type='full')"
+                f"{type(callback).__name__} saves two sets of weights, and Checkpoints(state_dict_type='sharded') can "
+                "hold only one; use checkpoints=Checkpoints(state_dict_type='full')"
             )
 
 

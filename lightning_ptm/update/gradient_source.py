@@ -48,8 +48,11 @@ class Transform:
     def is_identity(self) -> bool:
         if self is NO_TRANSFORM:  # asked for every run of elements, mostly of this one
             return True
-        alone = self.clamp is None and self.share == 1.0 and _is_one(self.unscale) and _is_one(self.clip)
-        return alone and all(each.is_identity for each in self.then)
+        for factor in (self.unscale, self.clip):
+            if factor is not None and not _is_one(factor):
+                return False
+        alone = self.clamp is None and self.share == 1.0
+        return alone and (not self.then or all(each.is_identity for each in self.then))
 
     @property
     def factor(self) -> float:
@@ -82,9 +85,9 @@ class Transform:
 NO_TRANSFORM = Transform()
 
 
-def _is_one(factor: torch.Tensor | None) -> bool:
+def _is_one(factor: torch.Tensor) -> bool:
     # Reading a device tensor's value would stop the host: such a factor is multiplied even if it is one.
-    return factor is None or (in_ram(factor) and bool(factor == 1))
+    return in_ram(factor) and bool(factor == 1)
 
 
 def _value(factor: torch.Tensor | None) -> float:
@@ -214,7 +217,7 @@ class ParameterGradients:
         """The gradient of a stretch of one parameter, (segment.numel,)."""
         gradient = self._flat[segment.parameter]
         if gradient is None:
-            raise UsageError(f"parameter {segment.parameter} of the flat has no gradient")
+            raise InternalError(f"parameter {segment.parameter} of the flat has no gradient")
         if self._versions is not None and version_of(gradient) != self._versions[segment.parameter]:
             raise UsageError(
                 f"the gradient of parameter {segment.parameter} of a flat was changed in place after the optimizer's step, "

@@ -31,6 +31,7 @@ from lightning_ptm.update.update_job import (
     PARAMETER,
     SCRATCH,
     TARGET,
+    ColumnPart,
     JobChunk,
     JobColumn,
     JobHandle,
@@ -156,7 +157,7 @@ elements, the stored elements before the change). The callback returns when it h
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blocker:
-    """Something unfinished (a transfer or gradient) that the pipeline has to wait for, and the cause for statistics."""
+    """Something unfinished (transfers or a gradient) that the pipeline has to wait for, and the cause for statistics."""
 
     pending: Pending
     cause: Wait
@@ -234,7 +235,7 @@ class Pipeline:
         """Does what needs no waiting, at most one chunk's arithmetic; returns whether anything changed."""
         landed = False
         for progress in [*self._landing]:
-            if progress.landing.ended():
+            if progress.landing.done():
                 progress.landing.wait()
                 self._landing.remove(progress)
                 progress.handle.mark_done()
@@ -257,22 +258,18 @@ class Pipeline:
         return True
 
     def _blocker(self, handle: JobHandle | None) -> Blocker | None:
-        """The unfinished transfer or gradient that blocks a job (None: the first job); None if there is none."""
+        """The unfinished transfers or gradient that block a job (None: the first job); None if there is none."""
         lead = self._find(handle) if handle is not None else None
-        for progress in (landing for landing in self._landing if landing.handle is handle):
-            for transfer in progress.landing.all:
-                if not transfer.done():
-                    return Blocker(transfer, Wait.WRITE)
+        for progress in self._landing:
+            if progress.handle is handle and not progress.landing.done():
+                return Blocker(progress.landing, Wait.WRITE)
         found = self.policy.awaited(lead)
         if found is None:
             return None
+        # If all have ended since the policy looked, waiting for them returns at once, and there is something to do.
         if isinstance(found, JobUnderWay):
-            every = [Blocker(pending, Wait.GRADIENT) for pending in found.job.after]
-        else:
-            every = [Blocker(transfer, Wait.READ) for transfer in found.reads.all]
-            every += [Blocker(transfer, Wait.WRITE) for transfer in found.writes.all]
-        # If all have ended since the policy looked, waiting for the last returns at once, and there is something to do.
-        return next((blocker for blocker in every if not blocker.pending.done()), every[-1])
+            return Blocker(found.before.next(), Wait.GRADIENT)
+        return Blocker(found.writes, Wait.WRITE) if found.reads.done() else Blocker(found.reads, Wait.READ)
 
     def wait(self, blocker: Blocker) -> None:
         """Waits, counts the time, and raises the transfer's error."""
@@ -300,21 +297,21 @@ class Pipeline:
     def read(self, progress: JobUnderWay | None, chunk: JobChunk) -> bool:
         """Starts reads of the columns that the chunk lacks and that are readable; returns whether there are any."""
         if progress is None:
-            tier, columns = self._tier(chunk.flat), self._of(chunk, self._staged(chunk.flat))
+            tier, parts = self._tier(chunk.flat), self._parts(chunk, self._staged(chunk.flat))
         else:
-            tier, columns = progress.tier, self._of(chunk, progress.staged)
+            tier, parts = progress.tier, self._parts(chunk, progress.staged)
         gradient = progress is not None and progress.has_gradient()
         started = chunk.flat.started(chunk.start, chunk.numel)
         submitted = None if progress is None else progress.submitted
         begun, all_begun, read_bytes = False, progress is not None, 0
-        for column in columns:
+        for part in parts:
+            column, numel = part.column, part.numel
             if column.role in chunk.buffers:
                 continue
             if column.role == GRADIENT and not gradient:
                 all_begun = False
                 continue
             begun = True
-            start, numel = column.stretch(chunk.start, chunk.numel)
             size = max(numel, self.chunk_numel)
             buffer = chunk.buffers[column.role] = self.pool.take(tier, column.home.dtype, size)
             if column.reads and (started or column.role not in chunk.flat.slots):
@@ -322,7 +319,7 @@ class Pipeline:
                     submitted.order()  # copies from a device start after the work queued at submission
                     submitted = None
                 chunk.reads.add(
-                    self._allocator.copy(column.home, buffer, source_start=start, numel=numel, whole_blocks=True)
+                    self._allocator.copy(column.home, buffer, source_start=part.start, numel=numel, whole_blocks=True)
                 )
                 read_bytes += numel * column.home.dtype.itemsize
         # A chunk read ahead may have more than the job needs: a job without any gradient only copies the master parameter.
@@ -358,7 +355,8 @@ class Pipeline:
         started = perf_counter()
         windows = self._windows(progress, chunk)
         if self.before_write is not None:
-            for column in self._of(chunk, progress.columns):
+            for part in self._parts(chunk, progress.columns):
+                column = part.column
                 if column.writes:
                     self.before_write(column.home, column.first(chunk.start), windows[column.role])
             waited, started = started, perf_counter()
@@ -374,34 +372,38 @@ class Pipeline:
             self._events.emit(Event(EventKind.UPDATE, progress.tier.name.lower(), name, started, ended))
         truth = TARGET if progress.job.states.master is not None else PARAMETER
         written_bytes = 0
-        for column in self._of(chunk, progress.staged):
+        for part in self._parts(chunk, progress.staged):
+            column = part.column
             if column.writes:
-                start, numel = column.stretch(chunk.start, chunk.numel)
                 transfer = self._allocator.copy(
-                    chunk.buffers[column.role], column.home, target_start=start, numel=numel
+                    chunk.buffers[column.role], column.home, target_start=part.start, numel=part.numel
                 )
                 chunk.writes.add(transfer)
-                written_bytes += numel * column.home.dtype.itemsize
+                written_bytes += part.numel * column.home.dtype.itemsize
                 if column.role == truth:
                     progress.landing.add(transfer)
         self.stats.add_written(written_bytes)
         return bool(chunk.writes.all)
 
     @staticmethod
-    def _of(chunk: JobChunk, columns: list[JobColumn]) -> list[JobColumn]:
-        """The columns of which a chunk has elements: it may have none of a state with shapes of its own."""
-        if not chunk.flat.traits.whole:
-            return columns
-        return [column for column in columns if column.stretch(chunk.start, chunk.numel)[1]]
+    def _parts(chunk: JobChunk, columns: list[JobColumn]) -> list[ColumnPart]:
+        """A chunk's elements of each column. It may have none of a state with shapes of its own."""
+        parts = []
+        for column in columns:
+            start, numel = chunk.start, chunk.numel
+            if column.layout is not None:
+                start, numel = column.layout.stretch(start, numel)
+            if numel:
+                parts.append(ColumnPart(column, start, numel))
+        return parts
 
     def _windows(self, progress: JobUnderWay, chunk: JobChunk) -> dict[str, torch.Tensor]:
         """The chunk's elements of each column, by role, 1-D, in the pages or staging buffers that the arithmetic uses."""
         windows = {}
-        for column in self._of(chunk, progress.columns):
-            start, numel = column.stretch(chunk.start, chunk.numel)
-            buffer = chunk.buffers.get(column.role)
-            whole, start = (column.home, start) if buffer is None else (buffer, 0)
-            windows[column.role] = whole.tensor().narrow(0, start, numel)
+        for part in self._parts(chunk, progress.columns):
+            buffer = chunk.buffers.get(part.column.role)
+            whole, start = (part.column.home, part.start) if buffer is None else (buffer, 0)
+            windows[part.column.role] = whole.tensor().narrow(0, start, part.numel)
         return windows
 
     @contextlib.contextmanager

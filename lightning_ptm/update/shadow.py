@@ -99,9 +99,9 @@ def snapshot(optimizer: Optimizer, traits: OptimizerTraits, number: int = 0) -> 
     """
     if len(optimizer.param_groups) != len(traits.groups):
         raise ConfigError(
-            f"{traits.name} has {len(optimizer.param_groups)} parameter groups, {len(traits.groups)} when its pages were "
-            "laid out, and none of them were between two batches; add and remove parameter groups there "
-            "(on_train_epoch_start, on_train_batch_start)"
+            f"{traits.name} has {len(optimizer.param_groups)} parameter groups and had {len(traits.groups)} when "
+            "its pages were laid out; the change was made within a step, when pages cannot be laid out again; "
+            "add and remove groups between batches (on_train_epoch_start, on_train_batch_start)"
         )
     groups = []
     for group, known in zip(optimizer.param_groups, traits.groups, strict=True):
@@ -351,9 +351,9 @@ class ShadowOptimizer:
         missing = [name for name in run.slots if state.get(name) is None]
         if missing and (state or run.scalars is not None):
             raise UsageError(
-                f"{self.traits.name} has no {', '.join(map(repr, missing))} behind a step for a parameter of shape "
-                f"{tuple(run.parameter.shape)}: it makes or drops its state in some steps only, and pages hold it from the "
-                f"first step on. Use an optimizer that makes its states in its first step"
+                f"{self.traits.name} has no {', '.join(map(repr, missing))} after a step for a parameter of shape "
+                f"{tuple(run.parameter.shape)}: it creates states in some steps only, and pages for them are "
+                "allocated before the first. Use an optimizer that creates its states in its first step"
             )
         for name, value in state.items():
             slot = run.slots.get(name)

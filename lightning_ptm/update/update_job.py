@@ -146,14 +146,19 @@ class JobColumn:
     writes: bool
     layout: StateLayout | None = None
 
-    def stretch(self, start: int, numel: int) -> tuple[int, int]:
-        """(first element, number) of its stored elements for elements [start, start + numel) of the shard."""
-        return (start, numel) if self.layout is None else self.layout.stretch(start, numel)
-
     def first(self, start: int) -> int:
         """Index of its first element, counted decoded, for elements of the shard from `start` on."""
         own = None if self.layout is None else self.layout.own
         return start if own is None else own.stretch(start, 0)[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ColumnPart:
+    """The stored elements of a column that belong to a chunk: `numel` of them from `start` on."""
+
+    column: JobColumn
+    start: int
+    numel: int
 
 
 class Awaited:
@@ -170,11 +175,15 @@ class Awaited:
         self.all.append(pending)
         self._left.append(pending)
 
-    def ended(self) -> bool:
+    def done(self) -> bool:
         """Whether all have ended, successfully or not."""
         while self._left and self._left[-1].done():
             self._left.pop()
         return not self._left
+
+    def next(self) -> Pending:
+        """One that has not ended if there is any, else any."""
+        return self._left[-1] if self._left else self.all[-1]
 
     def wait(self) -> None:
         """Waits for each, and raises the first error."""
@@ -191,10 +200,10 @@ class JobChunk(chunks.Chunk[FlatStates]):
     writes: Awaited = dataclasses.field(default_factory=Awaited)
 
     def readable(self) -> bool:
-        return self.reads.ended()
+        return self.reads.done()
 
     def written(self) -> bool:
-        return self.writes.ended()
+        return self.writes.done()
 
 
 def arithmetic_tier(states: FlatStates, target: PagedTensor | None, staging_tier: Tier) -> Tier:
@@ -248,9 +257,9 @@ def check_every_gradient(states: FlatStates, present: Sequence[bool]) -> None:
     for slot, group, here in zip(states.flat.slots, states.groups, present, strict=True):
         if reason and group is not None and not here:
             raise UsageError(
-                f"parameter {slot.spec.name} has no gradient in this step, and {states.traits.name} needs one of every "
-                f"parameter: {reason}, which cannot be run page by page. Freeze the parameter (requires_grad=False), use it "
-                f"in every step, or use torch.optim.AdamW"
+                f"parameter {slot.spec.name} has no gradient in this step, and {states.traits.name} needs a gradient "
+                f"for every parameter in every step: {reason}, which cannot be run page by page. Freeze the parameter "
+                "(requires_grad=False), use it in every step, or use torch.optim.AdamW"
             )
 
 
@@ -302,7 +311,7 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
         self.submitted = queued
 
     def has_gradient(self) -> bool:
-        return self.before.ended()
+        return self.before.done()
 
     def scalars_after(self, like: torch.Tensor) -> list[dict[tuple[int, int], ScalarState | None]]:
         """Returns for each step of the job the scalars after it, by the clocks of parameters with a gradient before the job.

@@ -306,8 +306,8 @@ class Updater:
                 # E.g. a second Ctrl-C. A chunk may be half updated; later calls raise a UsageError, as cleanup code that
                 # catches errors must not get a second KeyboardInterrupt.
                 self._failure = UsageError(
-                    f"the update was interrupted by {type(error).__name__} and master states may be half updated; go on "
-                    "from the last checkpoint"
+                    f"the update was interrupted by {type(error).__name__}: some master states are updated and others are "
+                    "not, so the run cannot continue; resume from the last checkpoint"
                 )
                 self._failure.__cause__ = error
                 raise

@@ -210,7 +210,7 @@ def test_batch_sizes_of_an_evaluation_are_looked_for_by_a_trainer_that_has_not_t
         if kind == "full":
             assert searched(chosen) == found
         else:
-            with pytest.raises(UsageError, match=r"Lightning's tuner needs a Trainer that has not trained"):
+            with pytest.raises(UsageError, match=r"from scale_batch_size or lr_find, use a new Trainer"):
                 searched(chosen)
         assert (
             searched(trainer(strategy_at(home, checkpoints={"state_dict_type": kind}), default_root_dir=tmp_path))

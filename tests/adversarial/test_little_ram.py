@@ -268,7 +268,7 @@ def test_what_has_no_room_at_all_is_on_disk(
     assert any(f"written to {path}" in each for each in told)
     with pytest.raises(UsageError, match=rf"were written to {path}.*load them from there"):
         next(module.parameters()).sum()
-    with pytest.raises(UsageError, match=f"{path}.*that folder is a checkpoint"):
+    with pytest.raises(UsageError, match=f"{path}.*load them from that checkpoint"):
         chosen.save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
     saved = sharded.load(path)["state_dict"]
     assert_same({name: saved[name] for name in saved}, dict(expected.state_dict()))

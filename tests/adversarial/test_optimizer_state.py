@@ -100,7 +100,9 @@ def test_state_is_not_written_to_in_vain(name: str, tier: str, strategy_at: Make
 
 @pytest.mark.parametrize("name", READS)
 def test_state_is_not_missing_in_silence(name: str, strategy_at: MakeStrategy) -> None:
-    with pytest.raises(UsageError, match=r"state of SGD was read during a run, .* take optimizer\.state_dict\(\)"):
+    with pytest.raises(
+        UsageError, match=r"optimizer.state of SGD was read during a run, .* call optimizer\.state_dict\(\)"
+    ):
         run(doing(READS[name]), strategy_at("ram"))
 
 

@@ -97,7 +97,7 @@ REFUSED: list[tuple[Callable[[], Optimizer], str]] = [
     ),
     (lambda: own.LogsOnClass(parameters()), r"changes LogsOnClass\.log, outside"),
     (lambda: own.logs_in_a_closure(parameters()), r"changes count \(around logs_in_a_closure.*\.step\), outside"),
-    (lambda: own.WithFunction(parameters()), r"function in its attribute 'rule' .* Make it a method"),
+    (lambda: own.WithFunction(parameters()), r"in its attribute 'rule' a function .* Make it a method"),
     (lambda: own.Noisy(parameters()), "draws random numbers"),
     (lambda: own.NoisyInPython(parameters()), "draws random numbers"),
     (lambda: own.WithLoss(parameters()), "depends on the loss"),
@@ -110,7 +110,7 @@ REFUSED: list[tuple[Callable[[], Optimizer], str]] = [
     ),
     (lambda: own.OfTheModel(nn.Linear(2, 2)), r"attribute 'model' \(Linear\)"),
     (lambda: own.OwnRate(parameters()), "its own learning rate"),
-    (lambda: own.KeepsForNobody(parameters()), "'steps' in its state, for no parameter"),
+    (lambda: own.KeepsForNobody(parameters()), "'steps' in its state, which belongs to no parameter"),
     (lambda: own.LateState(parameters()), "its state slow in step 3"),
 ]
 
@@ -236,7 +236,9 @@ def test_a_parameter_without_a_gradient_where_the_class_does_care(strategy_at: A
         schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    with pytest.raises(UsageError, match=r"has no gradient in this step, and .*Remembers needs one of every parameter"):
+    with pytest.raises(
+        UsageError, match=r"has no gradient in this step, and .*Remembers needs a gradient for every parameter"
+    ):
         trained(net(make, skip=1), strategy=strategy_at("ram"))
     assert_same(trained(net(make), strategy=strategy_at("ram")), trained(net(make)))
 

@@ -579,7 +579,9 @@ def test_of_states_that_were_taken_away_nobody_has_read_what_they_were(strategy_
             if index == 1:
                 self.trainer.optimizers[0].state.pop(self.head.weight)["exp_avg"]
 
-    with pytest.raises(UsageError, match=r"state of AdamW was read during a run, .* take optimizer\.state_dict\(\)"):
+    with pytest.raises(
+        UsageError, match=r"optimizer.state of AdamW was read during a run, .* call optimizer\.state_dict\(\)"
+    ):
         run(Looking, strategy_at("masters_on_disk"))
 
 

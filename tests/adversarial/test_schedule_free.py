@@ -68,7 +68,7 @@ def test_their_modes_follow_the_hooks_where_everything_is_in_ram(strategy_at: Ma
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_where_states_are_in_pages_they_are_refused(strategy_at: MakeStrategy, name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name} moves parameters in its train\(\) and eval\(\), between steps"):
+    with pytest.raises(ConfigError, match=rf"{name} changes parameters in its train\(\) and eval\(\), between steps"):
         run(built(name), strategy_at("masters_on_disk"))
 
 

@@ -150,7 +150,7 @@ def test_the_same_optimizer_in_a_second_fit(strategy_at: MakeStrategy) -> None:
 def test_elsewhere_they_are_refused(strategy_at: MakeStrategy, tier: str, build: Callable[[], Judged]) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"LBFGS.*closure|Lookahead updates neither each element|is in two optimizers, and with lock_free",
+        match=r"LBFGS.*closure|Lookahead is refused|is in two optimizers, and with lock_free",
     ):
         run(build, strategy_at(tier))
 

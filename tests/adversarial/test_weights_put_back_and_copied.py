@@ -498,6 +498,15 @@ def test_parameters_get_other_data_in_mid_step(strategy_at: MakeStrategy, build:
     same(strategy_at, "ram", build, max_epochs=2, **REPLACING[build])
 
 
+def test_parameters_exchange_their_data_in_mid_step(strategy_at: MakeStrategy) -> None:
+    class Exchanges(Twin):
+        def on_after_backward(self) -> None:
+            first, second = self.blocks[0].weight, self.blocks[1].weight
+            first.data, second.data = second.data, first.data
+
+    same(strategy_at, "ram", Exchanges, max_epochs=2)
+
+
 def test_two_parameters_that_get_the_same_data_are_refused(strategy_at: MakeStrategy) -> None:
     class Tied(Twin):
         def on_after_backward(self) -> None:

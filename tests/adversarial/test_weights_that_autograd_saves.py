@@ -535,7 +535,7 @@ def test_an_exception_that_is_kept_is_named_as_what_holds_a_view(strategy_at, pl
         assert_same(ErrorThatIsKept, strategy_at(place))
     else:
         assert_refused(
-            ErrorThatIsKept, strategy_at(place), "a view of ", "an exception that is kept", "with_traceback(None)"
+            ErrorThatIsKept, strategy_at(place), "a view of ", "a stored exception may", "with_traceback(None)"
         )
 
 

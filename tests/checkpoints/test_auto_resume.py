@@ -80,7 +80,7 @@ def test_a_fit_begins_anew_says_so_and_goes_on_the_next_time(
     with caplog.at_level("INFO"):
         assert fit(trainer_of(tmp_path, 3, kind)).began_at == 0
     said = [line for line in caplog.messages if "resume=" in line]
-    assert said == [f"resume='auto' starts from scratch: there is no checkpoint in {tmp_path}"]
+    assert said == [f"Checkpoints(resume='auto') starts from scratch: there is no checkpoint in {tmp_path}"]
     caplog.clear()
     with caplog.at_level("INFO"):
         ours = fit(trainer_of(tmp_path, 5, kind))
@@ -108,7 +108,7 @@ def test_a_path_that_is_given_counts_and_never_is_never(tmp_path: Path) -> None:
 def test_a_damaged_one_is_passed_over_with_a_warning(kind: str, tmp_path: Path) -> None:
     fit(trainer_of(tmp_path, 3, kind))
     damage(tmp_path / "step=3.ckpt")
-    with pytest.warns(UserWarning, match=r"resume='auto' passes over .*step=3.ckpt: .*step=3.ckpt"):
+    with pytest.warns(UserWarning, match=r"resume='auto'\) passes over .*step=3.ckpt: .*step=3.ckpt"):
         assert fit(trainer_of(tmp_path, 4, kind)).began_at == 2
 
 
@@ -121,7 +121,7 @@ def test_a_bit_of_a_weight_that_is_another_one_is_found_in_either_kind(tmp_path:
         content[content.index(weights)] ^= 1
         file.write_bytes(content)
         with pytest.warns(
-            UserWarning, match=r"resume='auto' passes over .*step=3.ckpt: .*are not those that were written"
+            UserWarning, match=r"resume='auto'\) passes over .*step=3.ckpt: .*are not those that were written"
         ):
             assert fit(trainer_of(tmp_path / kind, 4, kind)).began_at == 2
 
@@ -129,9 +129,11 @@ def test_a_bit_of_a_weight_that_is_another_one_is_found_in_either_kind(tmp_path:
 def test_a_file_of_tensors_beside_the_checkpoints_is_passed_over(tmp_path: Path) -> None:
     module = fit(trainer_of(tmp_path, 2))
     torch.save({"state_dict": module.state_dict()}, tmp_path / "weights.ckpt")
-    with pytest.warns(UserWarning, match=r"passes over .*weights.ckpt: .* holds a dictionary with state_dict, and"):
+    with pytest.warns(
+        UserWarning, match=r"passes over .*weights.ckpt: .* is not a Lightning checkpoint: it has the keys state_dict"
+    ):
         assert fit(trainer_of(tmp_path, 3)).began_at == 2
-    with pytest.raises(CheckpointError, match="give one that a Trainer has saved"):
+    with pytest.raises(CheckpointError, match="give a file that a Trainer has saved"):
         fit(trainer_of(tmp_path, 3), ckpt_path=tmp_path / "weights.ckpt")
 
 
@@ -149,7 +151,7 @@ def test_nothing_begins_anew_beside_checkpoints_that_cannot_be_read(tmp_path: Pa
     there = sorted(tmp_path.rglob("*"))
     with (
         pytest.warns(UserWarning, match="passes over"),
-        pytest.raises(CheckpointError, match=r"finds 2 checkpoints in .* and can go on from none: .*step=2"),
+        pytest.raises(CheckpointError, match=r"found 2 checkpoints in .* and could read none of them, .*step=2"),
     ):
         fit(trainer_of(tmp_path, 3))
     assert sorted(tmp_path.rglob("*")) == there
@@ -158,14 +160,14 @@ def test_nothing_begins_anew_beside_checkpoints_that_cannot_be_read(tmp_path: Pa
 def test_the_folder_of_another_model_is_refused_and_stays_as_it_was(tmp_path: Path) -> None:
     fit(trainer_of(tmp_path, 2))
     there = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match=rf"goes on from {tmp_path}/step=2.ckpt, .* size mismatch .* settings"):
+    with pytest.raises(CheckpointError, match=rf"chose {tmp_path}/step=2.ckpt, .* size mismatch .* settings"):
         fit(trainer_of(tmp_path, 3), Module(width=12))
     assert sorted(tmp_path.rglob("*")) == there
 
 
 def test_a_full_one_of_another_model_is_named(tmp_path: Path) -> None:
     fit(trainer_of(tmp_path, 2, "full"))
-    with pytest.raises(CheckpointError, match=rf"resume='auto' goes on from {tmp_path}/step=2.ckpt, .* size mismatch"):
+    with pytest.raises(CheckpointError, match=rf"resume='auto'\) chose {tmp_path}/step=2.ckpt, .* size mismatch"):
         fit(trainer_of(tmp_path, 3, "full"), Module(width=12))
 
 
@@ -187,7 +189,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused_before_training(tmp_path: 
         (PermissionError(errno.EACCES, "Permission denied", "/my/vocabulary.txt"), r"/my/vocabulary\.txt"),
     ],
 )
-@pytest.mark.filterwarnings("error:resume='auto' passes over")
+@pytest.mark.filterwarnings("error:.*resume='auto'. passes over")
 def test_what_is_not_the_checkpoints_fault_is_not_said_of_it(
     error: OSError, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,8 +233,8 @@ def test_weights_alone_are_nothing_to_go_on_from(tmp_path: Path, caplog: pytest.
     with caplog.at_level("INFO"):
         assert fit(trainer_of(tmp_path, 3)).began_at == 0
     said = [line.partition(" passes over ")[0] for line in caplog.messages if "weights only" in line]
-    assert said == ["resume='auto'"] * 2
-    assert f"resume='auto' starts from scratch: there is no checkpoint in {tmp_path}" in caplog.messages
+    assert said == ["Checkpoints(resume='auto')"] * 2
+    assert f"Checkpoints(resume='auto') starts from scratch: there is no checkpoint in {tmp_path}" in caplog.messages
 
 
 def test_the_next_fit_of_a_trainer_goes_on_with_what_it_has(tmp_path: Path) -> None:
@@ -291,14 +293,12 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         enable_checkpointing=False,
         max_steps=1,
     )
-    with pytest.raises(ConfigError, match="resume='auto' goes on from what checkpoint callbacks have written"):
+    with pytest.raises(ConfigError, match="resume='auto'\\) resumes from what checkpoint callbacks have written"):
         fit(trainer)
     for finder in (LearningRateFinder(), BatchSizeFinder()):
-        with pytest.raises(ConfigError, match=f"resume='auto' with {type(finder).__name__}"):
+        with pytest.raises(ConfigError, match=f"{type(finder).__name__} cannot be used with Checkpoints"):
             fit(trainer_of(tmp_path, 1, "full", finder))
     trainer = trainer_of(tmp_path, 1)
     trainer.checkpoint_callback.dirpath = "memory://kept"  # type: ignore[union-attr]
-    with pytest.raises(
-        ConfigError, match="looks for checkpoints in folders of this machine, and memory://kept is none"
-    ):
+    with pytest.raises(ConfigError, match="looks for checkpoints in local folders, and memory://kept is not one"):
         fit(trainer)

@@ -336,7 +336,9 @@ def test_the_largest_batch_is_named_and_how_to_find_the_largest_model(
     largest = json.loads(capsys.readouterr().out)["batch_size_per_rank"]
     assert f"largest batch that fits: {largest:,} samples a rank (--batch-size auto plans it)\n" in text
     assert "largest model of this width that fits: --largest layers finds it\n" in text
-    assert "1 rank, " in text and re.search(r"model operations: \S+ [GT]FLOP/s a rank, \d+% of the matrix rate", text)
+    assert "1 rank, " in text and re.search(
+        r"model operations: \S+ [GT]FLOP/s a rank, \d+% of the peak matrix rate", text
+    )
     with pytest.raises(SystemExit, match="lower the batch size"):
         main([*arguments, "--batch-size", str(largest + 1), "--json"])
     assert json.loads(capsys.readouterr().out)["largest_batch_size_per_rank"] == largest
@@ -391,7 +393,7 @@ def test_the_search_finds_the_largest_that_fits(first: int) -> None:
 
 
 def test_what_changes_no_memory_has_no_largest_value() -> None:
-    with pytest.raises(ConfigError, match="it changes no memory; name another argument"):
+    with pytest.raises(ConfigError, match="does not change the memory that is needed; name another argument"):
         largest_value(3, lambda value: True)
 
 

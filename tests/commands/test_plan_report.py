@@ -31,14 +31,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Prediction:
 @pytest.mark.parametrize(
     ("link", "busy_s", "waits_s", "words"),
     [
-        (Link.DISK_READ, 11.0, 9.7, "disk read 11 for 1 MiB, at least 9.7 of it while nothing computes"),
-        (Link.DISK_WRITE, 1.4, 0.0, "disk write 1.4 for 1 MiB, at least 0.1 of it while nothing computes"),
-        (Link.DISK_READ, 1.3, 0.0, "disk read 1.3 for 1 MiB, while it computes"),
-        (Link.DISK_READ, 0.5, 0.0, "disk read 0.5 for 1 MiB, while it computes"),
-        (Link.DISK_READ, 0.5, 0.2, "disk read 0.5 for 1 MiB, while it computes, or waits as is said below"),
-        (Link.HOST_TO_DEVICE, 2.0, 0.7, "at least 0.7 of it while nothing computes"),
-        (Link.DEVICE_TO_HOST, 1.0, 0.0, "while it computes"),
-        (Link.UPDATE_HOST, 5.0, 0.0, "at least 3.7 of it while nothing computes"),
+        (Link.DISK_READ, 11.0, 9.7, "disk read 11 s for 1 MiB, at least 9.7 s of it while nothing computes"),
+        (Link.DISK_WRITE, 1.4, 0.0, "disk write 1.4 s for 1 MiB, at least 0.1 s of it while nothing computes"),
+        (Link.DISK_READ, 1.3, 0.0, "disk read 1.3 s for 1 MiB"),
+        (Link.DISK_READ, 0.5, 0.0, "disk read 0.5 s for 1 MiB"),
+        (Link.DISK_READ, 0.5, 0.2, "disk read 0.5 s for 1 MiB"),
+        (Link.HOST_TO_DEVICE, 2.0, 0.7, "at least 0.7 s of it while nothing computes"),
+        (Link.DEVICE_TO_HOST, 1.0, 0.0, "device to host 1 s for 1 MiB"),
+        (Link.UPDATE_HOST, 5.0, 0.0, "at least 3.7 s of it while nothing computes"),
         (Link.EXCHANGE, 0.5, 0.0, "while nothing computes"),
         (Link.TENSOR_EXCHANGE, 5.0, 0.0, "while nothing computes"),
     ],
@@ -53,10 +53,19 @@ def test_a_link_is_not_busy_beside_compute_for_longer_than_that_takes(
     assert line.endswith(words)
 
 
+def test_waiting_for_the_staleness_limit_is_counted_and_passes_are_said_to_be_passes(found: Prediction) -> None:
+    """Seconds of a pass over the states stood beside those of a step, and the wait was in none of the lines."""
+    timing = Timing(1.5, 1.3, (LinkUse(Link.DISK_READ, MIB, 44.0), LinkUse(Link.HOST_TO_DEVICE, MIB, 0.1)), ())
+    text = render(dataclasses.replace(found, timing=timing, seconds=2.75, steps_per_pass=16))
+    assert "\n  disk read 44 s for 1 MiB in each pass over the states\n" in text
+    assert "\n  compute waits 1.25 s for lock-free updates: a pass over the states serves up to 16 steps (" in text
+    assert "waits" not in render(dataclasses.replace(found, timing=timing, seconds=2.75, steps_per_pass=None))
+
+
 def test_pages_of_the_table_add_up_to_all_pages(found: Prediction) -> None:
     """`pages` and `pages for` were of other pages."""
     text = render(found)
-    assert "pages in use   all pages" in text and "all pages, for" in text
+    assert "pages in use   all pages" in text and "pages by use" in text and "available" in text
     for name, tier in found.tiers.items():
         assert sum(found.pages[name].values()) == tier.reserved_bytes >= tier.page_bytes
 

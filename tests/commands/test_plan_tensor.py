@@ -98,7 +98,7 @@ def test_a_machine_whose_ranks_are_slow_to_answer_takes_that_time(tmp_path: Path
     # What goes on meanwhile (updates, gathers) may hide a little of it.
     assert rounds.seconds - free.seconds == pytest.approx(0.01 * free.timing.rounds, rel=0.1)
     assert late.seconds - free.seconds == pytest.approx(0.01 * exchanges, rel=0.1)
-    assert f"{free.timing.rounds} rounds of agreement {0.01 * free.timing.rounds:.4g}" in render(rounds)
+    assert f"{free.timing.rounds} control messages among ranks {0.01 * free.timing.rounds:.4g} s" in render(rounds)
     assert f"in {exchanges} collectives, while nothing computes" in render(free)
 
 

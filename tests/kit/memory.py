@@ -11,6 +11,7 @@ from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.comm import Communicator
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
+from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.trainer.building import Builder
 
@@ -37,7 +38,13 @@ class LeastMemoryStrategy(AngelPTMStrategy):
 class _LeastMemory(Builder):
     least: LeastMemoryStrategy
 
-    def decided(self, request: Request, communicator: Communicator, handed: PreviousState | None) -> Blueprint:
+    def decided(
+        self,
+        request: Request,
+        communicator: Communicator,
+        handed: PreviousState | None,
+        checked: CheckedParameters | None = None,
+    ) -> Blueprint:
         refused, accepted = 0, 4
         while (made := self._accepted(accepted, request, communicator, handed)) is None:
             refused, accepted = accepted, 2 * accepted

@@ -89,6 +89,14 @@ def test_copies_start_behind_the_kernels_that_make_their_source(allocator: Alloc
     assert host.tensor().eq(5).all()
 
 
+@pytest.mark.parametrize("link", [(Tier.DISK, Tier.DEVICE), (Tier.DEVICE, Tier.DISK)], ids=str)
+def test_copies_between_disk_and_device_are_counted(allocator: Allocator, link: tuple[Tier, Tier]) -> None:
+    source, target = (allocator.allocate("x", PAGE, torch.uint8, tier) for tier in link)
+    allocator.copy(source, target).wait()
+    found = allocator.stats()[link]
+    assert (found.bytes, found.transfers, found.busy_s > 0) == (PAGE, 1, True)
+
+
 def test_busy_seconds_of_a_link_are_positive(allocator: Allocator) -> None:
     allocator.move(filled(allocator, torch.ones(4 * PAGE), Tier.DEVICE), Tier.HOST).wait()
     assert allocator.stats()[Tier.HOST, Tier.DEVICE].busy_s > 0

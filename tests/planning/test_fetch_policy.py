@@ -77,9 +77,17 @@ class Shelf:
 class Driven:
     """A policy over a shelf, and what it has told."""
 
-    def __init__(self, pages: int = 9, count: int = 5, *, by_need: tuple[int, ...] = (), shared: bool = False) -> None:
+    def __init__(
+        self,
+        pages: int = 9,
+        count: int = 5,
+        *,
+        by_need: tuple[int, ...] = (),
+        shared: bool = False,
+        one_way: bool = False,
+    ) -> None:
         self.shelf = Shelf(pages, shared=shared)
-        self.fetching = FetchPolicy(self.shelf, count, by_need)
+        self.fetching = FetchPolicy(self.shelf, count, by_need, one_way=one_way)
         self._log: list[str] = []
         self.computed: list[tuple[int, int]] = []
         self.fetching.on_decision = self._told
@@ -118,6 +126,18 @@ class Driven:
         else:
             self.fetching.refcounts.give_back_backward(unit)
         return self.told()
+
+
+def test_a_fetch_that_waits_is_dropped_where_its_unit_is_fetched_on_use() -> None:
+    it = Driven(one_way=True)
+    it.begin("fetch 1, fetch 2 | | release 2", 0, 2, 0)
+    it.shelf.updating.add(1)
+    assert it.call(0) == ["fetch 1 at 0", "fetch 2 at 0", "fetch 0 at 0"] and it.shelf.there == [0]
+    assert it.call(2) == ["fetch 2 at 1"]
+    assert it.call(0) == ["release 2 at 2"]
+    it.shelf.updating.clear()
+    it.fetching.pump()
+    assert it.shelf.there == [0, 1]
 
 
 def test_what_a_plan_has_is_told_with_its_tick() -> None:

@@ -247,7 +247,7 @@ def leave(how: str) -> str:
         communicator.fail("ValueError: no such luck")
         communicator.fail("RankError: a second failure, which is not the cause")
         dist.barrier()  # alive until the others have seen it: their message is no race
-        with pytest.raises(UsageError, match="rank 1 has left the collectives of this run"):
+        with pytest.raises(UsageError, match="rank 1: this run has ended"):
             communicator.exchange((0, 0, 0))
         return ""
     try:

@@ -74,7 +74,7 @@ def test_one_rank_has_axes_of_one_without_groups(monkeypatch: pytest.MonkeyPatch
     assert module.device_mesh is None
     with pytest.raises(UsageError, match=r"one rank, which has no process groups, .* without get_group; ask"):
         trainer_of(1, 1).fit(Needs(), loader(2))
-    with pytest.raises(UsageError, match=r"only runs of several ranks have a device mesh, from their set-up on"):
+    with pytest.raises(UsageError, match=r"device_mesh exists on several ranks only, from set-up on"):
         AngelPTMStrategy(tensor_parallel_size=2).device_mesh["data_parallel"]
 
 

@@ -191,7 +191,7 @@ def refused(training: Training, folder: Path) -> str:
 
 def test_a_step_where_gradients_wait_to_be_reduced_is_an_error_of_all(disk: Path) -> None:
     for text in run_ranks(refused, 2, Training(StepsInside, batches=1), disk):
-        assert text.startswith("a step, clipping or gradient_norm inside `block_backward_sync`")
+        assert text.startswith("optimizer.step(), clipping or gradient_norm() was called inside no_sync()")
 
 
 class ReadEveryBatch(L.Callback):

@@ -240,7 +240,7 @@ def test_a_rank_that_is_gone_before_the_next_run_is_told_of() -> None:
     outcomes = watch_ranks(fits_again_alone, 2)
     assert outcomes[0].end is End.RETURNED, outcomes
     assert outcomes[0].value.startswith(
-        "1: RankError: rank 0 begins a run, and another rank is gone, or does not come ("
+        "1: RankError: rank 0 waited for the other ranks at the start of a run, and one did not arrive ("
     )
     assert outcomes[0].value.endswith("start the script again")
 

@@ -131,9 +131,9 @@ def _answer(act: Callable[[], Any]) -> str:
 
 def test_what_one_rank_cannot_know_is_refused(disk: Path) -> None:
     for name, reason in (
-        ("reads", "was read, and each of several ranks has a part of that gradient alone"),
-        ("assigns", ".grad of head.weight was assigned, and each of several ranks"),
-        ("forgets_half_a_flat", "was set to None, in a flat that several ranks share"),
+        ("reads", "was read, and on several ranks each rank has only its shard of the gradient"),
+        ("assigns", ".grad of head.weight was assigned, and on several ranks"),
+        ("forgets_half_a_flat", "was set to None on several ranks"),
     ):
         for answers in run_ranks(refused, 2, (name,), disk):
             assert reason in answers[0], answers

@@ -571,7 +571,7 @@ def test_a_run_that_fails_finishes_its_checkpoint(strategy_at, tmp_path: Path) -
 
 
 def test_settings_that_cannot_work() -> None:
-    with pytest.raises(ConfigError, match="set state_dict_type='sharded'"):
+    with pytest.raises(ConfigError, match=r"use Checkpoints\(state_dict_type='sharded', async_save=True\)"):
         AngelPTMStrategy(checkpoints={"async_save": True})
     with pytest.raises(ConfigError, match="use 'stop' or 'warn'"):
         AngelPTMStrategy(checkpoints={"on_failure": "ignore"})

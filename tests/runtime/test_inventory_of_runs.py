@@ -189,7 +189,7 @@ def test_too_few_pages_in_a_run_are_told_with_what_they_are_for(strategy_at: Any
         told,
     )
     text = str(caught.value)
-    assert text.startswith("a tensor of mine needs 65536 pages of 65536 bytes")
+    assert text.startswith("a tensor of mine needs 65536 pages (4 GiB)")
     assert text.endswith(f"raise disk_memory, or give a disk_path with more room ({told})")
 
 

@@ -96,7 +96,7 @@ def test_nested_units(strategy_at, tier, build, units, recompute) -> None:
 
 
 def test_a_unit_class_that_the_model_lacks_is_refused(strategy_at) -> None:
-    with pytest.raises(ConfigError, match=r"no module of class Blok"):
+    with pytest.raises(ConfigError, match=r"no module of the model has the class Blok"):
         fit(Stack, BATCHES, strategy_at("ram", units=["Blok"]))
 
 

@@ -194,6 +194,23 @@ def test_options_and_callbacks(strategy_at, tier, name) -> None:
     assert_same(with_options(strategy_at(tier), name), with_options_plainly(name))
 
 
+class Noting(cb.Callback):
+    """Notes whether gradients are kept behind the backward pass."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        self.kept = strategy.engine.blueprint.outlive_backward
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_gradients_are_kept_for_the_step_with_which_stochastic_averaging_ends(averages: bool, tmp_path: Path) -> None:
+    strategy = AngelPTMStrategy(offload_optimizer="disk", disk_path=str(tmp_path), page_size="64KiB")
+    noting = Noting()
+    averaging = [cb.StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)] if averages else []
+    fitted(strategy, callbacks=[noting, *averaging])
+    assert noting.kept is averages
+
+
 @cache
 def not_averaged() -> dict[str, Tensor]:
     """What training without such a callback leaves under mixed precision."""

@@ -283,7 +283,7 @@ def test_settings_choose(dtype, caplog) -> None:
         assert not chosen(dtype, tuning={"matmul_precision": "native"})
         assert not chosen(torch.float32, tuning={"matmul_precision": "fp32"})
     assert [record.getMessage() for record in caplog.records] == [
-        f"matmul_precision='fp32': products of {str(dtype)[6:]} are computed in fp32 and rounded once"
+        f"Tuning(matmul_precision='fp32'): products of {str(dtype)[6:]} are computed in fp32 and rounded once"
     ]
 
 

@@ -14,7 +14,7 @@ def test_a_strategy_of_no_trainer_says_what_to_do():
         strategy.root_device  # noqa: B018
     with pytest.raises(UsageError, match="pass it to a Trainer, and call fit"):
         strategy.load_model_state_dict({"state_dict": {}})
-    with pytest.raises(UsageError, match="no run is in progress"):
+    with pytest.raises(UsageError, match="this call needs a run in progress"):
         strategy.plan_text()
 
 

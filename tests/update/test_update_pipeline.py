@@ -395,7 +395,7 @@ def test_a_write_that_failed_before_anybody_waited_for_it_is_no_update(
     twin.updater.pump()
     (under_way,) = twin.updater._pipeline._landing
     ops.may_write.set()
-    while not under_way.landing.ended():
+    while not under_way.landing.done():
         time.sleep(0.001)
     with pytest.raises(PageIOError):
         twin.updater.pump()

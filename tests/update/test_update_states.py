@@ -19,6 +19,7 @@ from lightning_ptm.update.gradient_source import TensorGradient
 from lightning_ptm.update.loss_scale import LossScale
 from lightning_ptm.update.norms import greatest, norm_of_power, shard_power
 from lightning_ptm.update.trial.probe import probe
+from lightning_ptm.update.update_job import Awaited
 
 shapes = st.lists(st.tuples(st.integers(0, 40_000)), min_size=1, max_size=12)
 
@@ -190,3 +191,31 @@ def test_scales_that_cannot_work() -> None:
             LossScale(**settings_)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="without loss scaling"):
         LossScale().load_state_dict({})
+
+
+class Ends:
+    """Ends after being asked so many times."""
+
+    def __init__(self, after: int, error: Exception | None = None) -> None:
+        self.left, self.asked, self.error = after, 0, error
+
+    def done(self) -> bool:
+        self.asked += 1
+        return self.asked > self.left
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def test_what_is_awaited_is_asked_until_it_has_ended_and_no_more() -> None:
+    all_of_it = [Ends(0), Ends(2), Ends(1, InternalError("lost"))]
+    awaited = Awaited(all_of_it[:1])
+    for each in all_of_it[1:]:
+        awaited.add(each)
+    assert [awaited.done() for _ in range(5)] == [False, False, False, True, True]
+    assert [each.asked for each in all_of_it] == [1, 3, 2]
+    assert awaited.next() in all_of_it
+    with pytest.raises(InternalError, match="lost"):
+        awaited.wait()
+    assert Awaited().done()

@@ -189,9 +189,9 @@ class BackwardPass:
                     self._listener.unit_backward_ended(index)
                 case Action.REFUSE:
                     raise UsageError(
-                        f"a gradient arrived for unit {self._names[index] or 'root'} after its backward had ended, as a "
-                        f"backward pass inside of this one might bring it, and its update may have begun; run that pass "
-                        f"after this one"
+                        f"unit {self._names[index] or 'root'} got a gradient after its backward had ended and its update may "
+                        "have begun, as a backward pass inside another one causes it, so gradients would be wrong; start the "
+                        "second backward after the first has ended"
                     )
 
     @not_compiled

@@ -234,9 +234,9 @@ class SavedTensors:
         what = "bytes in pages" if found is None else found[0].layout.slots[found[1]].spec.name
         raise UsageError(
             f"autograd saves a tensor of shape {tuple(tensor.shape)} ({type(tensor).__name__}, "
-            f"{tensor.layout}){where} that is a view of {what}, so it would hold other bytes when the backward reads "
-            "it: the view was taken in an earlier call, or is a part of another tensor; take the view where it is "
-            "used, or compute with a copy (`weight.clone()`)"
+            f"{tensor.layout}){where} that is a view of {what}, made in an earlier call or of a part of another "
+            "tensor, and the weight's pages are released before the backward reads it; make the view in the "
+            "forward that uses it, or compute with a copy (`weight.clone()`)"
         )
 
     def _pack(

@@ -76,12 +76,19 @@ _MOST_CHOICES = 8
 
 
 def decide_here(
-    request: Request, communicator: Communicator, ranks_on_host: int, *, in_memory: int = 0, on_disk: int = 0
+    request: Request,
+    communicator: Communicator,
+    ranks_on_host: int,
+    *,
+    checked: CheckedParameters | None = None,
+    in_memory: int = 0,
+    on_disk: int = 0,
 ) -> Blueprint:
     """Decides the blueprint of a run on this machine. Collective.
 
     Args:
         ranks_on_host: number of ranks that share this machine's RAM and disks.
+        checked: result of `check_parameters` for the same request.
         in_memory, on_disk: bytes of this rank's present pages, which are freed before the new ones are allocated.
 
     Raises:
@@ -94,22 +101,26 @@ def decide_here(
     machine = machine.with_more(in_memory, on_disk)
     world_size, rank = communicator.world_size, communicator.rank
     try:
-        return decide(request, machine, world_size, agree, rank=rank)
+        return decide(request, machine, world_size, agree, rank=rank, checked=checked)
     except CapacityError as error:
         alone = partial(decide, world_size=world_size, rank=rank)
         raise with_remedies(error, request, machine, alone) from error
 
 
-def check_parameters(request: Request, communicator: Communicator, ranks_on_host: int) -> None:
+def check_parameters(request: Request, communicator: Communicator, ranks_on_host: int) -> CheckedParameters:
     """Checks, before the re-layout of a run in progress, that pages can hold its parameters as they are now and that its
     optimizers can update them there. Does not check memory, which the present pages still use. Not collective.
+
+    Returns:
+        What `decide_here` need not find again: units, optimizers that were tried, and the layout.
 
     Raises:
         ConfigError: as `decide_here`.
     """
     machine = this_machine(request.backend, request.settings.disk_paths, ranks_on_host)
     world_size, rank = communicator.world_size, communicator.rank
-    _lay_out(request, _ask(request, machine, world_size, rank, outside=False), world_size, rank)
+    asked = _ask(request, machine, world_size, rank, outside=False)
+    return CheckedParameters(asked, _lay_out(request, asked, world_size, rank))
 
 
 def decide(
@@ -119,18 +130,20 @@ def decide(
     agree: Callable[[Budget], Budget] = lambda budget: budget,
     *,
     rank: int = 0,
+    checked: CheckedParameters | None = None,
 ) -> Blueprint:
     """Decides the blueprint for `world_size` ranks on machines like `machine`. Reads nothing but its arguments.
 
     Args:
         agree: makes the budgets of all ranks equal.
         rank: rank of the blueprint; blueprints differ only where ranks hold different experts or slices.
+        checked: as for `decide_here`.
 
     Raises:
         ConfigError: a dtype, an optimizer or a setting cannot work.
         CapacityError: no placement fits the budgets.
     """
-    blueprint = _decide(request, machine, world_size, agree, rank)
+    blueprint = _decide(request, machine, world_size, agree, rank, checked=checked)
     may_be = may_be_outside(request, blueprint)
     optimized = [
         each for optimizer in request.optimizers for group in optimizer.param_groups for each in group["params"]
@@ -186,6 +199,14 @@ class _Model:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CheckedParameters:
+    """The first two stages for parameters that pages can hold."""
+
+    asked: _Asked
+    model: _Model
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Room:
     """Third stage: budgets of the homes, after other needs are subtracted.
 
@@ -210,11 +231,13 @@ def _decide(
     rank: int,
     *,
     outside: bool = False,
+    checked: CheckedParameters | None = None,
 ) -> Blueprint:
-    asked = _ask(request, machine, world_size, rank, outside=outside)
+    asked = _ask(request, machine, world_size, rank, outside=outside) if checked is None else checked.asked
 
     def decided(asked: _Asked) -> Blueprint:
-        model = _lay_out(request, asked, world_size, rank)
+        known = None if checked is None or asked is not checked.asked else checked.model
+        model = _lay_out(request, asked, world_size, rank) if known is None else known
         budget = _whole_budget(request, machine, asked, agree)
         budgets = budgets_to_try(request.settings, budget, ram_tier(unified=asked.unified))
         for number, each in enumerate(budgets, start=1):

@@ -140,9 +140,10 @@ def _check_strides(specs: Sequence[UnitSpec], request: Request) -> None:
         )
     if strided and request.settings.checkpoints.from_pages and request.optimizers:
         raise ConfigError(
-            f"parameter {strided[0].name} has strides {strided[0].stride} (channels_last, or transposed; {len(strided)} "
-            f"such), and state_dict_type='sharded' writes parameters in the order of their memory, where checkpoints need "
-            f"them row by row; use checkpoints=Checkpoints(state_dict_type='full'), or make them contiguous before the fit"
+            f"parameter {strided[0].name} has strides {strided[0].stride} (channels_last, or transposed; "
+            f"{len(strided)} such), and Checkpoints(state_dict_type='sharded') writes parameters in the order of "
+            "their memory, where checkpoints need them row by row; use "
+            "checkpoints=Checkpoints(state_dict_type='full'), or make them contiguous before the fit"
         )
 
 

@@ -52,7 +52,10 @@ class VirtualPool:
     def check_room(self, pages: int) -> None:
         """Raises CapacityError if fewer pages are free."""
         if not self.has(pages):
-            raise CapacityError(f"{pages} pages do not fit: {self._used} of {self.room} are in use")
+            raise CapacityError(
+                f"the simulated step needs {pages} more pages of the device tier, and {self._used} of {self.room} are "
+                "in use; raise device_memory (host_memory without a GPU)"
+            )
 
 
 class DoneByNeed:

@@ -191,13 +191,18 @@ class ModuleChanges:
                 f"the other, and pages give each its own memory; assign the data between two batches, or assign copies "
                 f"(tensor.clone())"
             )
-        for binding in replaced:
-            binding.copy_from_users_data()
+        # All values are copied before any is written: parameters may have been given each other's memory in pages.
+        given = [(binding, binding.replaced()) for binding in replaced]
+        copies = [{slot: data.clone() for slot, data in by_slot.items()} for _, by_slot in given]
+        for (binding, _), values in zip(given, copies, strict=True):
+            binding.put_values(values)
         yield
         if replaced:
             self._updates.finish_all()
-            for binding in replaced:
-                binding.copy_to_users_data()
+            updated = [binding.values_of(by_slot) for binding, by_slot in given]
+            for (_, by_slot), values in zip(given, updated, strict=True):
+                for slot, data in by_slot.items():
+                    data.copy_(values[slot])
 
     def strangers(self, optimizer: Optimizer) -> list[Tensor]:
         """Returns the parameters in an optimizer's groups that are not the module's, and therefore not in pages."""

@@ -363,6 +363,6 @@ def check_taken(blueprint: Blueprint, allocator: Allocator, beside: Mapping[Tier
         rows = blueprint.inventory.held_bytes(tier, Lifetime.RUN)
         if taken != rows:
             raise InternalError(
-                f"set-up has allocated {taken} bytes of the {tier.name.lower()} tier, and the rows of its inventory sum to "
-                f"{rows}; nothing was trained; please report this with the settings of the strategy"
+                f"set-up has allocated {taken} bytes of the {tier.name.lower()} tier, and the rows of its inventory "
+                f"sum to {rows}; nothing was trained"
             )

@@ -30,7 +30,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from lightning_ptm.comm import Agreement, NeededCollective
-from lightning_ptm.errors import CapacityError
+from lightning_ptm.errors import CapacityError, format_bytes
 from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.planning.fetch_policy import FetchPolicy
 from lightning_ptm.planning.plan import Plan
@@ -142,7 +142,7 @@ class GuardPolicy:
             self._in_step = True
         self.computing = True
         for store in self._closing:
-            if not store.late or store.unit.index in self.waited_for:
+            if not store.opened and (not store.late or store.unit.index in self.waited_for):
                 store.open()
 
     def computation_ends(self, phase: Phase) -> None:
@@ -170,7 +170,7 @@ class GuardPolicy:
     def waited(self, store: UnitStore) -> None:
         """Records that a unit's update has been waited for."""
         self.waited_for.add(store.unit.index)
-        if self.computing:
+        if self.computing and not store.opened:
             store.open()
 
     def abandon(self) -> None:
@@ -417,7 +417,7 @@ class Executor:
         self.occasions += 1
         index = self.fetching.enter(unit, phase)
         store = self._stores[unit]
-        if store.closing:
+        if not store.opened:
             store.open()
         if phase is Phase.FORWARD:
             self._called.add(unit)
@@ -457,7 +457,7 @@ class Executor:
 
     def _close_unused(self, unit: int) -> None:
         store = self._stores[unit]
-        if store.closing and not self.guard_policy.computing and not self.used(unit):
+        if store.closing and not self.guard_policy.computing and not self._refcounts.used(unit):
             store.close()
         if self._tracing:
             self._tracer.observe()
@@ -543,8 +543,9 @@ class Executor:
         except CapacityError as error:
             name = store.unit.name or "the root unit"
             raise CapacityError(
-                f"{name} needs {store.full_bytes} bytes gathered on the device, and no other unit there can be evicted "
-                f"({error}); raise device_memory (host_memory on a CPU-only machine) or use smaller units"
+                f"{name} needs {format_bytes(store.full_bytes)} gathered on the device while it computes, and no "
+                "other unit there can be evicted, so the step cannot go on; raise device_memory (host_memory without "
+                f"a GPU), or choose smaller modules in units=[...] ({error})"
             ) from error
 
     def release_all(self) -> None:

@@ -276,9 +276,9 @@ class FirstValues:
         reset = _resets(module)
         if reset is None:
             raise ConfigError(
-                f"a {type(module).__name__} was built on the meta device and nothing says how to initialise it; give "
-                "it a reset_parameters() method, or give the LightningModule an init_weights(module) method, or build "
-                "it on the CPU"
+                f"a {type(module).__name__} was built on the meta device and has no way to initialise its parameters, "
+                "so its weights would be random memory; give it a reset_parameters() method, or give the "
+                "LightningModule an init_weights(module) method, or build it on the CPU"
             )
         return reset
 
@@ -354,8 +354,8 @@ def _real_storage(item: UnitParameter, box: TensorSlice | None, *, given: bool) 
         torch.utils.swap_tensors(old, nn.Parameter(values, requires_grad=old.requires_grad))
     except RuntimeError as error:
         raise ConfigError(
-            f"parameter {item.name} is on the meta device and a weak reference to it exists, so it cannot be given "
-            f"storage in place ({error}); build it on the CPU"
+            f"parameter {item.name} is on the meta device and a weak reference to it exists (weakref, such as one "
+            f"of a hook or an optimizer), so it cannot be given storage in place ({error}); build it on the CPU"
         ) from error
 
 

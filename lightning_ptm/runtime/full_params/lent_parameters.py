@@ -372,10 +372,9 @@ class SummonFullParams:
             names = ", ".join(type(module).__name__ for module in modules)
             refusal = (
                 f"the full weights of {names} take {format_bytes(needed)} of RAM (state_dict(), gathered), and "
-                f"{format_bytes(free_host_bytes())} are free here, or too little on another rank; take part after "
-                "part, such as block.state_dict(), or save a checkpoint with "
-                "checkpoints=Checkpoints(state_dict_type='sharded'), which gathers "
-                "nothing"
+                f"{format_bytes(free_host_bytes())} are free here, or too little on another rank, so they were not "
+                "gathered; gather one block at a time, such as block.state_dict(), or save a checkpoint with "
+                "checkpoints=Checkpoints(state_dict_type='sharded'), which gathers nothing"
             )
             left_out = [] if untrained else self._lent_parameters.untrained()
             if not left_out or not self._barriers.all_agree(self._needed(wanted, left_out) <= free_host_bytes()):

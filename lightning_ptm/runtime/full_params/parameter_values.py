@@ -51,7 +51,7 @@ def _open(binding: FlatBinding) -> bool:
 
 def _in_old_pages() -> Tensor:
     raise InternalError(
-        "values in pages of the previous engine are copied from page to page, and one was to be read whole; report it"
+        "values in pages of the previous engine are copied from page to page, and one was to be read whole"
     )
 
 
@@ -295,8 +295,8 @@ class ParameterValues:
         if self._unknown:
             raise UsageError(
                 f"the values of {', '.join(self.unknown[:3])}{'...' if len(self._unknown) > 3 else ''} ended with an "
-                "earlier run, which could not restore them (restore_weights=False, or too little RAM), so this run "
-                "has nothing to start from; give it a ckpt_path, or load the weights before it"
+                "earlier run, which could not restore them (tuning=Tuning(restore_weights=False), or too little "
+                "RAM), so this run has nothing to start from; give it a ckpt_path, or load the weights before it"
             )
 
     # -- writing ------------------------------------------------------------------------------------------------------

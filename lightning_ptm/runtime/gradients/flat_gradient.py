@@ -134,9 +134,10 @@ class FlatGradient:
         self.view.check_forgotten()
         if not self.in_place:
             self.view.apply_edits(stay=True)
-            if self.view.assigned():
+            given = self.view.assigned()
+            if given:
                 self._check_not_handed()
-                self.view.apply_assigned()
+                self.view.apply_assigned(given)
 
     def collect(self, present: Sequence[bool] | None = None) -> None:
         """Moves the gradients from the parameters to the pages at the end of the unit's backward.
@@ -298,7 +299,6 @@ class FlatGradient:
 
     def clear(self) -> None:
         """Forgets all gradients (zero_grad, or the update has used them)."""
-        self.shard.settle()
         self.view.forget()
 
 

@@ -126,7 +126,7 @@ class GradientRecord:
         if following is None:
             raise InternalError(
                 f"the gradient of {self._name} is in state {self.state.name} ({self.state.value}), in which the event "
-                f"{event.name} ({event.value}) is illegal; nothing was changed; please report this"
+                f"{event.name} ({event.value}) is illegal; nothing was changed"
             )
         self.state = following
         if following is GradientState.EMPTY:
@@ -146,5 +146,5 @@ class GradientRecord:
         else:
             raise InternalError(
                 f"one gradient of {self._name} is forgotten in state {self.state.name} ({self.state.value}), in which others "
-                "of it are needed; nothing was changed; please report this"
+                "of it are needed; nothing was changed"
             )

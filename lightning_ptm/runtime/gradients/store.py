@@ -101,8 +101,9 @@ class GradientPages:
             self._while_waiting()
             if monotonic() > deadline:
                 raise CapacityError(
-                    f"no pages for a gradient of {numel} elements were freed for {_TIMEOUT_S:.0f} s, so updates are "
-                    f"slower than backward passes; use a faster disk_path, a smaller max_staleness, or lock_free=False"
+                    f"updates have freed no pages for {_TIMEOUT_S} s, for which a gradient of {numel} elements waits, so "
+                    "training stops: updates are slower than backward passes, or the disk hangs; use a faster disk_path, "
+                    "a smaller lock_free=LockFree(max_staleness=...), or lock_free=False"
                 )
 
     def supply(self, numel: int, dtype: torch.dtype) -> PageSupply:
@@ -262,20 +263,16 @@ class GradientShard:
         self.before_change = before_change
         self.release_idle_units = release_idle_units
         # state
-        self._pages: PagedTensor | None = None
+        self.pages: PagedTensor | None = None
+        """The gradient pages, if this flat has any. Read by others."""
         self._arriving: _Arriving | None = None
         self._transfers: list[tuple[Transfer | Addition, PagedTensor]] = []
 
-    @property
-    def pages(self) -> PagedTensor | None:
-        """The gradient pages, if this flat has any."""
-        return self._pages
-
     def reserve(self) -> PagedTensor:
         """Takes the pages, if there are none yet."""
-        if self._pages is None:
-            self._pages = self._supply.take()
-        return self._pages
+        if self.pages is None:
+            self.pages = self._supply.take()
+        return self.pages
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 
@@ -284,20 +281,20 @@ class GradientShard:
 
         They are device pages, so no transfer into them is in flight.
         """
-        if self._pages is not None and self._record.state not in COLLECTED:
+        if self.pages is not None and self._record.state not in COLLECTED:
             self._supply.give_back(self.give_away())
 
     def give_away(self) -> PagedTensor:
         """Hands the pages to the caller, who returns them with `PageSupply.give_back`."""
-        pages, self._pages = self._pages, None
+        pages, self.pages = self.pages, None
         assert pages is not None
         return pages
 
     def copy(self) -> tuple[PagedTensor, Transfer]:
         """Copies the gradient to further pages, which the caller returns as those of `give_away`."""
-        assert self._pages is not None
+        assert self.pages is not None
         copy = self._supply.take()
-        return copy, self._allocator.copy(self._pages, copy)
+        return copy, self._allocator.copy(self.pages, copy)
 
     def return_pages(self, pages: PagedTensor) -> None:
         """Returns pages of `give_away` or `copy`."""
@@ -337,6 +334,8 @@ class GradientShard:
 
     def settle(self) -> None:
         """Waits until the gradient pages may be read, and frees the buffers of finished transfers and of `on_device`."""
+        if not self.in_flight:
+            return
         self.finish_reduction()
         transfers, self._transfers = self._transfers, []
         for transfer, buffer in transfers:
@@ -385,12 +384,12 @@ class GradientShard:
     def on_device(self) -> Tensor:
         """The shard's gradient, (shard_numel,), for a short read; `settle` must follow."""
         self.settle()
-        if self._pages is None:
+        if self.pages is None:
             raise InternalError(f"flat {self._layout.index} has no gradient pages")
-        if self._pages.tier.addressable:
-            return self._pages.tensor()
+        if self.pages.tier.addressable:
+            return self.pages.tensor()
         buffer = self._take_copy()
-        transfer = self._allocator.copy(self._pages, buffer)
+        transfer = self._allocator.copy(self.pages, buffer)
         transfer.wait(host=True)
         self._transfers.append((transfer, buffer))
         return buffer.tensor()
@@ -409,9 +408,9 @@ class GradientShard:
         self.before_change()
         values = self.on_device()
         yield values
-        if self._pages is not None and not self._pages.tier.addressable:
+        if self.pages is not None and not self.pages.tier.addressable:
             buffer = self._transfers[-1][1]
-            self._transfers.append((self._allocator.copy(buffer, self._pages), buffer))
+            self._transfers.append((self._allocator.copy(buffer, self.pages), buffer))
             del self._transfers[-2]
         self.settle()
 
@@ -484,7 +483,7 @@ class GradientShard:
             CapacityError: there are too few; nothing is taken.
         """
         taken: list[PagedTensor] = []
-        if (self._record.state in SUMS or self.widens) and self._pages is not None and not self._pages.tier.addressable:
+        if (self._record.state in SUMS or self.widens) and self.pages is not None and not self.pages.tier.addressable:
             most, left = self._allocator.page_size // self._dtype.itemsize, self._layout.shard_numel
             name = f"flat {self._layout.index} gradient so far"
             try:
@@ -513,7 +512,7 @@ class GradientShard:
             part: (shard_numel,), on the device.
             so_far: buffers of `take_sum_buffers`, if any; the pages must be ready to be read (I2).
         """
-        pages = self._pages
+        pages = self.pages
         assert pages is not None
         adds = self._record.state in SUMS
         if pages.tier.addressable and (pages.tier.computes or adds or self.widens):

@@ -46,9 +46,7 @@ _EARLIER = "when it was of an earlier step"
 _CLIPPED = "when it was clipped already, and the update does the clipping"
 _BEFORE_CLIPPING = ", before clip_gradients is called (in configure_gradient_clipping: before super())"
 _USED = "after the step that has used it"
-_CONVERTED = (
-    ", or forget it first (module.zero_grad()): code that converts a module (module.double()) reads its gradients, too"
-)
+_CONVERTED = "; if you convert the module (module.double()), which reads its gradients, call module.zero_grad() first"
 
 
 class GradPlaceholder(Tensor):
@@ -313,8 +311,13 @@ class GradView:
 
     def drop(self) -> None:
         """Removes gradients that are not collected, and the placeholders."""
-        for slot in range(len(self._names)):
-            self.take(slot)
+        with torch.DisableTorchFunctionSubclass():
+            for parameter in self._parameters:
+                gradient = parameter.grad
+                if gradient is not None:
+                    parameter.grad = None
+                    if self._backend.apart and not isinstance(gradient, GradPlaceholder):
+                        self._backend.record_use(gradient)
         for slot, shown in self._shown.items():
             shown.retire(partial(refuse_gradient, self._names[slot], _EARLIER))
         self._shown = {}
@@ -330,11 +333,11 @@ class GradView:
         if not self._in_place:
             self._shard.finish_reduction()  # a reduction in flight is not in the pages yet
             if self._record.state in SUMS:
-                for slot, grad in enumerate(self._binding.gradients()):
-                    if grad is None and self._record.present[slot]:
-                        shown = GradPlaceholder(self._parameters[slot], partial(self._read, slot), self._backend)
-                        self._shown[slot] = shown
-                        self._put(slot, shown)
+                with torch.DisableTorchFunctionSubclass():  # closed parameters must not intercept this
+                    for slot, parameter in enumerate(self._parameters):
+                        if parameter.grad is None and self._record.present[slot]:
+                            shown = GradPlaceholder(parameter, partial(self._read, slot), self._backend)
+                            parameter.grad = self._shown[slot] = shown
         if self._mixed:
             self._show_mixed()
 
@@ -387,25 +390,22 @@ class GradView:
 
     # -- changes by the user -------------------------------------------------------------------------------------------
 
-    def assigned(self) -> bool:
-        """Whether the user has assigned a gradient to some `.grad`, or has added one.
+    def assigned(self) -> list[tuple[int, Tensor]]:
+        """Gradients, by slot, that the user has assigned to `.grad`, or has added.
 
         Raises:
             UsageError: several ranks share the gradient.
         """
-        given = [slot for slot, _ in self._assigned()]
-        if given:
-            self._check_alone(given[0], "was assigned")
-        return bool(given)
-
-    def _assigned(self) -> list[tuple[int, Tensor]]:
         gradients = enumerate(self._binding.gradients())
-        return [(slot, grad) for slot, grad in gradients if grad is not None and grad is not self._shown.get(slot)]
+        given = [(slot, grad) for slot, grad in gradients if grad is not None and grad is not self._shown.get(slot)]
+        if given:
+            self._check_alone(given[0][0], "was assigned")
+        return given
 
-    def apply_assigned(self) -> None:
-        """Writes gradients that the user has assigned to the pages, in place of those that are there."""
+    def apply_assigned(self, given: Sequence[tuple[int, Tensor]]) -> None:
+        """Writes assigned gradients to the pages, in place of those that are there."""
         self.check_dense()
-        for slot, grad in self._assigned():
+        for slot, grad in given:
             self._shard.add_to_slot(slot, grad, replaces=True)
             self.take(slot)
         self.show()
@@ -423,7 +423,7 @@ class GradView:
             parameter = self._parameters[slot]
             grad = parameter.grad
             if grad is shown:
-                values = shown.fetched_values
+                values = shown._fetched_values
                 # Values are compared, since a write through a view leaves no other trace.
                 if values is not None and not torch.equal(values, self._shard.value(slot, parameter)):
                     if self.clipped_later:
@@ -444,9 +444,9 @@ class GradView:
         others = [each for each in self._shown if each != slot and self._record.present[each]]
         if self._shared and any(self._parameters[each].grad is not None for each in others):
             raise UsageError(
-                f"the gradient of {self._names[slot]} was set to None, in a flat that several ranks share and "
-                "that holds gradients of other parameters, so they cannot be forgotten separately; use zero_grad "
-                "of the optimizer, or make the module that holds it a unit of its own with units=[...]"
+                f"the gradient of {self._names[slot]} was set to None on several ranks, where the gradients of a unit "
+                "are stored together, so one of them cannot be dropped alone; use zero_grad of the optimizer, or "
+                "make the module that holds it a unit of its own with units=[...]"
             )
         self._shard.settle()
         self._record.forget_one(slot)
@@ -479,22 +479,17 @@ class GradView:
             self._record.send(GradEvent.KEEP)
             return
         for slot, used in enumerate(self._record.present):
-            if slot in self._shown or used:
-                self._leave(slot)
+            refuse = partial(refuse_gradient, self._names[slot], _USED, then=_CONVERTED)
+            shown, left = self._shown.get(slot), self._left.get(slot)
+            if shown is not None:
+                shown.retire(refuse)
+                self._left[slot] = shown
+            elif used:
+                if left is None or left.fetched_values is not None:  # its fetched values are of an earlier step
+                    left = self._left[slot] = GradPlaceholder(self._parameters[slot], refuse)
+                self._put(slot, left)
         self._shown = {}
         self._record.send(GradEvent.USE)
-
-    def _leave(self, slot: int) -> None:
-        """Leaves a placeholder in `.grad` that cannot be read: the one that is shown, or that of an earlier step."""
-        refuse = partial(refuse_gradient, self._names[slot], _USED, then=_CONVERTED)
-        shown, left = self._shown.get(slot), self._left.get(slot)
-        if shown is not None:
-            shown.retire(refuse)
-            self._left[slot] = shown
-            return
-        if left is None or left.fetched_values is not None:  # its fetched values are of an earlier step
-            left = self._left[slot] = GradPlaceholder(self._parameters[slot], refuse)
-        self._put(slot, left)
 
     @property
     def used(self) -> bool:
@@ -539,8 +534,10 @@ class GradView:
 
     def forget(self) -> None:
         """Forgets all gradients, wherever they are."""
+        self._shard.settle()
         self.drop()
-        self._forget_used()
+        self._record.send(GradEvent.FORGET)
+        self._mixed, self._mixed_shown = [], {}
         self.clipped_later = False
 
     def make_plain(self) -> None:
@@ -562,16 +559,17 @@ class GradView:
     def _check_alone(self, slot: int, what: str) -> None:
         if not self._sharing.needs_no_reduction:
             raise UsageError(
-                f".grad of {self._names[slot]} {what}, and each of several ranks has a part of that gradient alone, "
-                "so no rank has its values; clip with gradient_clip_val or self.clip_gradients, and take the norm "
-                "from trainer.strategy.gradient_norm(optimizer)"
+                f".grad of {self._names[slot]} {what}, and on several ranks each rank has only its shard of the "
+                "gradient; clip with gradient_clip_val or self.clip_gradients, and take the norm from "
+                "trainer.strategy.gradient_norm(optimizer)"
             )
 
     def _refuse_mixed(self, slot: int) -> NoReturn:
         raise UsageError(
-            f"the gradient of {self._names[slot]} was read after a backward pass which a plain loop would have added "
-            "to the gradient that the step before has used, and that gradient is no longer stored; forget gradients "
-            "before that pass (optimizer.zero_grad()), or override optimizer_zero_grad, with which they are kept"
+            f"the gradient of {self._names[slot]} was read after a second backward pass without zero_grad(): a "
+            "plain Trainer would have the sum of both, but the first gradient is no longer stored, since a step "
+            "has used it; call optimizer.zero_grad() before the second backward pass, or override "
+            "optimizer_zero_grad, with which gradients are kept"
         )
 
 
@@ -582,8 +580,8 @@ def refuse_gradient(name: str, when: str, what: str = "read", then: str = "") ->
         then: a further remedy, appended to the message.
     """
     raise UsageError(
-        f"the gradient of {name} was {what} {when}, so its values are not available; do that between backward and "
-        f"step, in on_after_backward or on_before_optimizer_step{then}"
+        f"the gradient of {name} was {what} {when}, and its values are no longer available; read and change "
+        f"gradients between backward and step, in on_after_backward or on_before_optimizer_step{then}"
     )
 
 

@@ -101,14 +101,7 @@ class Barriers:
 
     def __init__(self, communicator: Communicator, participate: Callable[[Decision], None], teams: RankTeams) -> None:
         self._communicator = communicator
-        self.agreement = Agreement(
-            communicator.exchange,
-            participate,
-            communicator.rank,
-            teams,
-            self._explained,
-            alone=communicator.alone,
-        )
+        self.agreement = Agreement(communicator.exchange, participate, communicator.rank, teams, self._explained)
         self.failed = False
         """Whether the run has failed: this rank starts no collective any more. Set by `fail`."""
         self._differences = ""
@@ -217,6 +210,9 @@ class Barriers:
         Raises:
             RankError: other ranks have come for something else.
         """
+        if self._communicator.alone:
+            self._iterations_since = 0
+            return what | flags
         number = int.from_bytes(blake2b(deed.encode(), digest_size=5).digest(), "big")
         seen = self.agreement.reach(Boundary(TOGETHER + number, what | flags))
         self._iterations_since = 0
@@ -319,6 +315,8 @@ class Barriers:
         Raises:
             RankError: ranks of a tensor group have exchanged different things.
         """
+        if self._communicator.alone:
+            return flags
         seen = self.agreement.reach(Boundary(self._iterations_since * 2 * STEP_ENDS + position, flags))
         if seen & _NOT_ALIKE:
             self._check_alike(seen)

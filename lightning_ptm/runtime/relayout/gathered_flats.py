@@ -112,7 +112,7 @@ class ShardMap:
         if self.elements is None:
             raise InternalError(
                 f"flat {self.flat.unit}/{self.flat.index} has no elements on this rank, and some are to be moved from "
-                "it; report it"
+                "it"
             )
         return self.elements
 

@@ -91,8 +91,8 @@ class Resharder:
         for held in kinds.values():
             if len(held.ranks) != communicator.world_size:
                 raise InternalError(
-                    f"flat {held.flat.unit}/{held.flat.index} was shared by {len(held.ranks)} ranks, and the new flat "
-                    f"is shared by {communicator.world_size}; please report this with the settings of the strategy"
+                    f"flat {held.flat.unit}/{held.flat.index} was shared by {len(held.ranks)} ranks, and the new flat is "
+                    f"shared by {communicator.world_size}"
                 )
         yield from self._exchanged(planned, sources, communicator, last_read=last_read)
 
@@ -412,7 +412,7 @@ class PreviousState:
         moved = self.resharder.reshard(list(target.stretches()), sources, communicator, last_read=last_read)
         if target.elements is None:
             for _ in moved:
-                raise AssertionError("elements were sent to a rank that owns none of them")
+                raise InternalError("elements were sent to a rank that owns none of them")
             return
         arrangement = flat.binding.arrangement
         given = [

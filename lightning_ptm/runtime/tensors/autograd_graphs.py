@@ -72,8 +72,8 @@ def double_backward() -> UsageError:
     passes (a recomputed forward turns it on for itself)."""
     return UsageError(
         "backward with create_graph=True (double backward) was started; a unit's parameters may be released "
-        "before the second pass reads them, so this is refused; compute that loss in a module outside this "
-        "strategy, or use a strategy that keeps all parameters in place"
+        "before the second pass reads them, so this is refused; use torch.autograd.grad without "
+        "create_graph, or another strategy, such as 'ddp'"
     )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -363,14 +363,15 @@ class FlatBinding:
         if self.absent:
             return UsageError(f"{name} was read or written, and its values {self.absent}")
         kept = (
-            "of which the module has a copy that may be rounded or out of date"
+            "the module has only a copy that may be rounded or out of date"
             if self.bound
-            else "which are in pages and not gathered"
+            else "its values are in pages and not gathered"
         )
         return UsageError(
-            f"{name} was read or written while nothing computes with its values, {kept}; read and edit weights inside "
-            f"`with trainer.strategy.gathered(module):` (write=False if you only read), or use module.state_dict(); "
-            f"compute with them by calling the module that they belong to, or choose other units=[...]"
+            f"{name} was read or written while its module does not compute, and {kept}; read and edit weights "
+            "inside `with trainer.strategy.gathered(module):` (write=False if you only read), or use "
+            "module.state_dict(); to compute with it, call the module that it belongs to, or make a larger "
+            "module a unit (units=[...])"
         )
 
     def check(self, *, computes_only: bool = False) -> None:
@@ -425,8 +426,9 @@ class FlatBinding:
     def _note_writes(self) -> None:
         if self._is_copy and self._base is not None and not self.lent:
             with torch.DisableTorchFunctionSubclass():
-                for slot, (parameter, version) in enumerate(zip(self.parameters, self._versions, strict=True)):
-                    if version_of(parameter) != version or self._is_replaced(slot):
+                for slot, parameter in enumerate(self.parameters):
+                    is_replaced = self._numels[slot] and parameter.data_ptr() != self._addresses[slot]
+                    if is_replaced or version_of(parameter) != self._versions[slot]:
                         self._written = self._written or self.layout.slots[slot].spec.name
             if self._written is None and self._fingerprint is not None and self._bound_as is not None:
                 changed = self._fingerprint.differs(self._base, self._bound_as)
@@ -438,9 +440,9 @@ class FlatBinding:
             if self._base is None:
                 raise UsageError(
                     f"parameter {self.layout.slots[slot].spec.name} was given other memory (Tensor.set_, "
-                    f"torch.utils.swap_tensors) while its values were in pages and not gathered, so that the new values "
-                    f"would be lost; in a new run, copy values into it (copy_) inside `with strategy.gathered(module):`, and "
-                    f"do not replace its memory"
+                    "torch.utils.swap_tensors) while its values were in pages and not gathered, so the new values would "
+                    "be lost, and the run ends; start it again, with values copied into the parameter (copy_) inside "
+                    "`with strategy.gathered(module):`"
                 )
             raise UsageError(
                 f"the data of parameter {self.layout.slots[slot].spec.name} was replaced, and its values are in pages, so "
@@ -500,16 +502,16 @@ class FlatBinding:
                     found[self.layout.slots[at].spec.name] = parameter
         return found
 
-    def copy_from_users_data(self) -> None:
-        """Copies the data that the user has assigned (`replaced`) into the flat."""
+    def put_values(self, values: Mapping[int, Tensor]) -> None:
+        """Copies values, by slot, into the flat."""
         assert self._base is not None
-        for slot, data in self.replaced().items():
-            self.arrangement.view(self._base, slot).copy_(data)
+        for slot, value in values.items():
+            self.arrangement.view(self._base, slot).copy_(value)
 
-    def copy_to_users_data(self) -> None:
-        """Copies the flat's values into the data that the user has assigned (`replaced`)."""
+    def values_of(self, slots: Iterable[int]) -> dict[int, Tensor]:
+        """Returns copies of the flat's values, by slot."""
         assert self._base is not None
-        self.edited(self._base)
+        return {slot: self.arrangement.view(self._base, slot).clone() for slot in slots}
 
     def edited(self, whole: Tensor) -> None:
         """Copies values of `whole` (padded_numel,) into the data that the user has assigned (`replaced`)."""
@@ -566,11 +568,11 @@ class FlatBinding:
         held = self._views.held_beside(self._base)
         if held:
             raise UsageError(
-                f"a view of {self.layout.slots[held[0]].spec.name} (of its data, detached, transposed or reshaped) is kept "
-                f"beyond the call that has computed with it, and its bytes will change when the weight's pages are "
-                f"released; keep a copy (`weight.detach().clone()`), save it with `ctx.save_for_backward` in an autograd "
-                f"function, or create the view where it is used; an exception that is kept holds the variables of all frames "
-                f"that it came through, until it is dropped or given `with_traceback(None)`"
+                f"a view of {self.layout.slots[held[0]].spec.name} (detached, transposed, reshaped, .data) still "
+                "exists after the call that made it, and its bytes will change when the weight's pages are released; "
+                "keep a copy (`weight.detach().clone()`), save it with `ctx.save_for_backward` in an autograd "
+                "function, or create the view where it is used; if no code of yours keeps it, a stored exception "
+                "may, whose traceback keeps local variables alive (`error.with_traceback(None)`)"
             )
 
     def is_at(self, slot: int, storage: torch.UntypedStorage) -> bool:
@@ -647,7 +649,8 @@ class FlatBinding:
 def refuse_older(name: str, times: int) -> NoReturn:
     """Raises UsageError, beginning as torch's own error: a parameter has changed `times` times since a forward used it."""
     raise UsageError(
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: {name} has "
-        f"changed {times} times since the forward that used it (an optimizer's step, or an edit of weights), so that "
-        f"gradients would not match the loss; run the backward before the step, or compute the forward again after it"
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: {name} has changed {times} time{'' if times == 1 else 's'} since the forward "
+        "that used it (an optimizer's step, or an edit of weights), so that gradients would not "
+        "match the loss; run the backward before the step, or compute the forward again after it"
     )

@@ -198,6 +198,8 @@ class ParameterGuard:
         self._used = not closes
         self._bound = False
         self._lent = False
+        self._open: bool | None = None
+        """Whether the parameters have their open classes; None before the first change."""
 
     def open(self) -> None:
         """Marks the parameters as used: they can be read while they are bound."""
@@ -226,5 +228,8 @@ class ParameterGuard:
 
     def _put_class(self) -> None:
         is_open = self._lent or (self._used and self._bound)
+        if is_open is self._open:
+            return
+        self._open = is_open
         for parameter, kind in zip(self._parameters, self._open_kinds if is_open else self._closed_kinds, strict=True):
             parameter.__class__ = kind

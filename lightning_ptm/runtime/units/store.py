@@ -170,11 +170,13 @@ class FlatStore:
     def _values_here(self) -> Tensor:
         # In inference mode a view in another dtype would be an inference tensor, which autograd refuses afterwards.
         with torch.inference_mode(False):
-            return self._taken().tensor().view(self.binding.dtype)
+            assert self._full is not None
+            return self._full.tensor().view(self.binding.dtype)
 
     def _coming(self) -> Tensor:
         """Returns the target of the fetch: all of the full flat's pages, or their end for codes (I5)."""
-        return self._taken().tensor()[self._start :][: self._stored.padded_numel]
+        assert self._full is not None
+        return self._full.tensor()[self._start :][: self._stored.padded_numel]
 
     def fetch_shard(self) -> None:
         """Starts copying the shard to the device ahead of its all-gather (Algorithm 1's move_to_gpu)."""
@@ -204,12 +206,14 @@ class FlatStore:
         if self.shared:
             self._pending = self.communicator.all_gather(self._shard_tensor(), self._coming(), self._stored).wait
         elif not self._decodes_home:
-            self._pending = partial(self._copy_home(self._taken(), self._start).wait, host=False)
+            assert self._full is not None
+            self._pending = partial(self._copy_home(self._full, self._start).wait, host=False)
 
     def finish_fetch(self) -> None:
         """Makes the current stream wait for the bytes (and this thread, if they come from disk), and binds the parameters."""
         self._expect(FullState.LIVE)
-        self._order()
+        if self._pending is not None:
+            self._order()
         full = self._values_here()
         if self.layout.code is not None:
             codes = self.home.tensor() if self._decodes_home else self._coming()
@@ -230,7 +234,8 @@ class FlatStore:
         if not self.binding.lent:  # lent parameters have storage outside pages
             self.binding.check_views()
             self.binding.unbind()
-        self._allocator.release(self._taken())
+        assert self._full is not None
+        self._allocator.release(self._full)
         self._full = None
         self.state = FullState.RELEASED
         if self._evict_when_live:
@@ -289,11 +294,6 @@ class FlatStore:
         if pending is not None:
             pending()
 
-    def _taken(self) -> PagedTensor:
-        if self._full is None:
-            raise InternalError(f"flat {self.layout.index} is {self.state.value} and has no full pages")
-        return self._full
-
     def _expect(self, following: FullState) -> None:
         if (self.state, following) not in _NEXT:
             raise InternalError(f"flat {self.layout.index} cannot go from {self.state.value} to {following.value}")
@@ -311,6 +311,7 @@ class UnitStore:
         sharded: flats that are sharded over ranks, so that the unit needs an all-gather.
         resident: whether all flats are always live, in their homes (I2).
         closing: guards of the flats whose parameters may be read only while the unit computes.
+        opened: whether these parameters are marked as used; True if there are none.
         readable: whether its parameters may be read at any time and then have their precise values.
     """
 
@@ -323,6 +324,7 @@ class UnitStore:
     sharded: tuple[FlatStore, ...] = dataclasses.field(init=False)
     resident: bool = dataclasses.field(init=False)
     closing: tuple[ParameterGuard, ...] = dataclasses.field(init=False)
+    opened: bool = dataclasses.field(init=False)
     readable: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -332,6 +334,7 @@ class UnitStore:
         self.resident = not self.moving
         guards = (flat.binding.parameter_guard for flat in self.flats)
         self.closing = tuple(guard for guard in guards if guard.closes)
+        self.opened = not self.closing
         self.readable = self.resident and not self.elsewhere and not self.closing
 
     @property
@@ -344,11 +347,13 @@ class UnitStore:
 
     def open(self) -> None:
         """Marks its parameters as used, so that they can be read; see `ParameterGuard.open`."""
+        self.opened = True
         for guard in self.closing:
             guard.open()
 
     def close(self) -> None:
         """Marks its parameters as not used; see `ParameterGuard.close`."""
+        self.opened = not self.closing
         for guard in self.closing:
             guard.close()
 
@@ -385,6 +390,7 @@ class UnitStore:
     def start_fetch(self, agree: Callable[[], None] | None) -> None:
         """Allocates pages for all flats, and starts to fill them once the ranks agree. CapacityError changes nothing."""
         taken: list[FlatStore] = []
+        spare = [flat for flat in self.sharded if flat.has_spare_shard]
         try:
             for flat in self.flats:
                 if flat.state is FullState.RELEASED:
@@ -393,6 +399,8 @@ class UnitStore:
         except CapacityError:
             for flat in taken:
                 flat.release()
+                if flat not in spare:
+                    flat.evict_shard()
             raise
         if agree is not None and taken:
             agree()

@@ -76,8 +76,12 @@ class Clipping:
 
     def _pending(self, optimizer: int) -> Transform:
         """The clips that an optimizer's gradients still need."""
-        waiting = any(flat.gradient.view.clipped_later for _, flat in self._updates.groups.flats_of(optimizer))
-        return self._clips.get(optimizer, NO_TRANSFORM) if waiting else NO_TRANSFORM
+        clips = self._clips.get(optimizer)
+        if clips is None or not any(
+            flat.gradient.view.clipped_later for _, flat in self._updates.groups.flats_of(optimizer)
+        ):
+            return NO_TRANSFORM
+        return clips
 
     def unscale(self, optimizer: int, scale: LossScale) -> None:
         """Removes the loss scale at the next step."""

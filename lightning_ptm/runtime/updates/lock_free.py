@@ -187,10 +187,10 @@ class LockFreeUpdates(UpdateScheduler):
         newer = self.versions.newer_than_read()
         if self._graph_open and newer:
             raise UsageError(
-                f"{newer[0].flat.store.layout.slots[0].spec.name} has pending updates and an unfinished graph uses "
-                "the old version (weights were gathered, a state dict was made, or a parameter changed groups, "
-                "between a forward and its backward), so reading it now would mix two versions; with lock_free=True "
-                "do this before the forward or after the backward"
+                "weights were read (gathered, a state dict, or a parameter that changed groups) between a forward "
+                f"and its backward: {newer[0].flat.store.layout.slots[0].spec.name} has updates that are not applied "
+                "yet, and the graph needs the version from before them; with lock_free=True, read weights before the "
+                "forward or after the backward"
             )
         self.versions.release_all_reads()
         self._buffering.drain(self.versions.adopt_all)
@@ -233,8 +233,7 @@ class LockFreeUpdates(UpdateScheduler):
         for audit in audits:
             if not audit.balanced or audit.pending:
                 raise InternalError(
-                    f"gradients were lost or applied twice: {audit}; weights are not those of the training, please "
-                    "report this"
+                    f"gradients were lost or applied twice: {audit}; weights are not those of the training"
                 )
         log.debug(
             "lock-free updates: %d gradients produced, %d applied, %d skipped",

@@ -122,8 +122,8 @@ class Reduction:
         """
         if self._postponing:
             raise UsageError(
-                "a step, clipping or gradient_norm inside `block_backward_sync`, where gradients are not reduced "
-                "yet, so they are not those of all ranks; end the block before it"
+                "optimizer.step(), clipping or gradient_norm() was called inside no_sync() (`block_backward_sync`), "
+                "where gradients are not reduced over ranks yet; end the block before it"
             )
         self._in_step = True
         try:

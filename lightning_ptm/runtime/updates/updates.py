@@ -124,27 +124,29 @@ class UpdateScheduler(abc.ABC):
             self.groups.check_unchanged(optimizer, hyper)
         else:
             self.groups.follow(optimizer, self.finish_all)
-        self._check_missing(optimizer)
-        for _, flat in self.groups.flats_of(optimizer):
+        flats = self.groups.flats_of(optimizer)
+        waiting = [(unit, flat) for unit, flat in flats if not flat.gradient.handed]
+        ready = [(unit, flat) for unit, flat in reversed(waiting) if flat.gradient.any]
+        self._check_missing(optimizer, waiting, any_updated=bool(ready) or len(waiting) < len(flats))
+        shares_masters = False
+        for _, flat in flats:
             flat.gradient.view.check_not_edited()
-        if hyper is None:
-            first = next((flat for _, flat in reversed(self.groups.flats_of(optimizer)) if flat.gradient.any), None)
-            hyper = None if first is None else self._checked(optimizer, first)
-        if any(len(flat.store.layout.optimizers) > 1 for _, flat in self.groups.flats_of(optimizer)):
-            self.finish_all()  # another optimizer's update may still be writing the shared masters
+            shares_masters |= len(flat.store.layout.optimizers) > 1
+        if hyper is None and ready:
+            hyper = self._checked(optimizer, ready[0][1])
+        if shares_masters:
+            self.finish_all()  # another optimizer's update may still be writing them
         self._armed = None
         self._in_step = True
-        # First unit first: the next forward reads it first.
-        for unit, flat in reversed(self.groups.flats_of(optimizer)):
-            if not flat.gradient.handed and flat.gradient.any:
-                assert hyper is not None
-                # A gradient clipped in place needs no more clipping, but its loss scale may still have to be removed.
-                clips = flat.gradient.view.clipped_later
-                self._begin(unit, flat, hyper, transform if clips else Transform(unscale=transform.unscale))
+        for unit, flat in ready:  # first unit first: the next forward reads it first
+            assert hyper is not None
+            # A gradient clipped in place needs no more clipping, but its loss scale may still have to be removed.
+            clips = flat.gradient.view.clipped_later
+            self._begin(unit, flat, hyper, transform if clips else Transform(unscale=transform.unscale))
         self._stepped(optimizer)
-        for _, flat in self.groups.flats_of(optimizer):
-            scratch = flat.states.traits.writes_gradient
-            flat.gradient.step_ends(clipped=not transform.is_identity, scratch=scratch)
+        clipped = not transform.is_identity
+        for _, flat in flats:
+            flat.gradient.step_ends(clipped=clipped, scratch=flat.states.traits.writes_gradient)
         self.steps_taken += 1
         self._in_step = self._torn = False
 
@@ -198,16 +200,20 @@ class UpdateScheduler(abc.ABC):
             self.finish_all()
         self._first_under_way = False
 
-    def _check_missing(self, optimizer: int) -> None:
-        """Checks flats without any gradient: they are not updated, which some optimizers do not support."""
-        flats = [flat for _, flat in self.groups.flats_of(optimizer)]
-        missing = [flat for flat in flats if not (flat.gradient.handed or flat.gradient.any)]
-        if len(missing) < len(flats):
-            for flat in (each for each in flats if not each.gradient.handed and each.states.traits.every_gradient):
-                check_every_gradient(flat.states, flat.gradient.view.present())
-        elif flats and flats[0].states.traits.group_slots:
+    def _check_missing(self, optimizer: int, waiting: Sequence[tuple[int, FlatUpdate]], *, any_updated: bool) -> None:
+        """Checks flats without any gradient: they are not updated, which some optimizers do not support.
+
+        Args:
+            waiting: flats of the optimizer that were not updated in the backward pass.
+            any_updated: whether the step updates any flat.
+        """
+        if any_updated:
+            for _, flat in waiting:
+                if flat.states.traits.every_gradient:
+                    check_every_gradient(flat.states, flat.gradient.view.present())
+        elif waiting and waiting[0][1].states.traits.group_slots:
             # The optimizer's class also counts steps that update nothing.
-            snapshot(self.groups.optimizers[optimizer], flats[0].states.traits)
+            snapshot(self.groups.optimizers[optimizer], waiting[0][1].states.traits)
 
     @property
     def in_mid_step(self) -> bool:

@@ -118,10 +118,10 @@ def _nothing_changed(optimizer: Optimizer, device: torch.device) -> Iterator[Non
 
 
 _WORKS = (
-    "what works: optimizers that treat each element on its own, as Adam, AdamW, SGD, RAdam, NAdam, RMSprop, Adagrad, "
-    "Adadelta, Adamax, ASGD, Rprop and third-party ones such as Lion do; unless ranks cut parameters, also those that treat "
-    "each parameter on its own, as Muon, Adafactor and LAMB do; or any, with everything in RAM, on one rank and in a true "
-    "precision"
+    "what works: element-wise optimizers (Adam, AdamW, SGD, RAdam, NAdam, RMSprop, Adagrad, Adadelta, "
+    "Adamax, ASGD, Rprop, and others such as Lion); without tensor and expert parallelism also those "
+    "that update whole parameters one by one (Muon, Adafactor, LAMB); any optimizer with everything in "
+    "RAM, on one rank and in a true precision ('32-true', 'bf16-true')"
 )
 
 
@@ -171,14 +171,14 @@ class OptimizerUnderTest:
                 groups = with_state_shapes(self._optimizer, traits, groups, self._dtype)
         except RaisesInTrial as missing:
             raise ConfigError(
-                f"{self._name} cannot be tried, and so not be run page by page: {missing}. Use {self._replacement()} in its "
-                f"place; {_WORKS}"
+                f"{self._name} cannot be tested on small parameters before the run, so it is not known whether pages "
+                f"can be updated one by one: {missing}. Use {self._replacement()} in its place; {_WORKS}"
             ) from missing.__cause__
         except MissingProperty as missing:
             raise ConfigError(
-                f"{self._name} updates neither each element nor each parameter on its own: {missing}; so its update cannot "
-                f"be run page by page; training with it would change its meaning. Use {self._replacement()} in its place; "
-                f"{_WORKS}"
+                f"{self._name} is refused: {missing}. Its update needs more than one parameter at a time, and pages "
+                f"are updated one by one, so training would give other numbers. Use {self._replacement()} in its "
+                f"place; {_WORKS}"
             ) from missing.__cause__
         return dataclasses.replace(traits, groups=tuple(groups))
 
@@ -187,8 +187,8 @@ class OptimizerUnderTest:
     def _check_structure(self) -> None:
         if all(callable(getattr(type(self._optimizer), name, None)) for name in ("train", "eval")):
             raise ConfigError(
-                f"{self._name} moves parameters in its train() and eval(), between steps, when they lie in pages. Use "
-                f"{self._replacement()} with a learning rate scheduler in its place; {_WORKS}"
+                f"{self._name} changes parameters in its train() and eval(), between steps, when they are stored in "
+                f"pages. Use {self._replacement()} with a learning rate scheduler in its place; {_WORKS}"
             )
         reached = reached_parameters(self._optimizer)
         if reached is None:
@@ -202,14 +202,14 @@ class OptimizerUnderTest:
             )
         if isinstance(value, Optimizer):
             raise ConfigError(
-                f"{self._name} wraps another optimizer, {what} (its {place}), and moves that one's parameters itself, which "
-                f"lie in pages; return the {what} from configure_optimizers without it; {_WORKS}"
+                f"{self._name} wraps another optimizer, {what} (its {place}), and changes the parameters of that one "
+                f"itself, which are stored in pages; return the {what} from configure_optimizers without it; {_WORKS}"
             )
         if isinstance(value, types.FunctionType):
             raise ConfigError(
-                f"{self._name} keeps a function in its {place} that closes over the optimizer, a module or a parameter; "
-                f"pages are updated by other objects of its class, and the function would act on this one. Make it a method; "
-                f"{_WORKS}"
+                f"{self._name} keeps in its {place} a function that refers to the optimizer, a module or a parameter. "
+                "Pages are updated by copies of the optimizer, for which the function would still use the original. "
+                f"Make it a method; {_WORKS}"
             )
         raise ConfigError(
             f"{self._name} reaches parameters by its {place} ({what}) and not only by its param_groups; they lie in pages, "
@@ -232,7 +232,7 @@ class OptimizerUnderTest:
         """Whether the class fills state in its constructor; then it has to do so for each page, too."""
         others = non_parameter_keys(self._optimizer)
         if others:
-            raise MissingProperty(f"it keeps {', '.join(others)} in its state, for no parameter")
+            raise MissingProperty(f"it keeps {', '.join(others)} in its state, which belongs to no parameter")
         made = [state for state in self._optimizer.state.values() if state]
         if not made:
             return Initial.LAZY
@@ -288,7 +288,7 @@ class OptimizerUnderTest:
         reference = self._run(chosen)
         if any(fused) and not agree_within_rounding(reference, self._run(with_fused(False))):
             # torch 2.13's fused SGD on the CPU stores wrong 16-bit momentum.
-            raise MissingProperty("its fused kernel does not do what its other code does")
+            raise MissingProperty("its fused and unfused kernels give different results")
         traits = self._traits_shown_by(reference, fused)
         self._check_pieces(traits, reference)
         every_gradient = self._check_rare_steps(traits, chosen)
@@ -350,11 +350,13 @@ class OptimizerUnderTest:
             )
         if min(reference.closure_calls) < max(reference.closure_calls):
             raise ConfigError(
-                f"{self._name}.step calls its closure in some steps only, and pages are updated in it; call it once in "
-                f"every step; {_WORKS}"
+                f"{self._name}.step calls its closure in some steps only, and pages are updated when it is called; "
+                f"call it once in every step; {_WORKS}"
             )
         if reference.non_parameter_keys:
-            raise MissingProperty(f"it keeps {', '.join(reference.non_parameter_keys)} in its state, for no parameter")
+            raise MissingProperty(
+                f"it keeps {', '.join(reference.non_parameter_keys)} in its state, which belongs to no parameter"
+            )
         if reference.draws_random_numbers:
             raise MissingProperty("it draws random numbers, and pages would draw others")
         if reference.changed_attributes:
@@ -441,7 +443,9 @@ class OptimizerUnderTest:
     def _reason_for(self, reference: ReferenceRun, found: Difference | Exception) -> MissingProperty:
         """Find the property that is missing, by trials in which only that one matters."""
         if isinstance(found, Difference) and found.parameter is None:
-            return MissingProperty(f"its step sets {found.what} by what is in its parameters, at step {found.step + 1}")
+            return MissingProperty(
+                f"its step sets {found.what} by the values of its parameters, at step {found.step + 1}"
+            )
         with contextlib.suppress(MissingProperty):
             if not same_values(reference, self._run(reference.trial, replay=reference, loss=1.9)):
                 return MissingProperty("its update depends on the loss that the closure returns")
@@ -459,7 +463,7 @@ class OptimizerUnderTest:
             return MissingProperty(f"updating a parameter of shape {specs[first].shape} alone changes its {found.what}")
         return MissingProperty(
             f"updating a parameter of shape {specs[first].shape} in pieces changes its {found.what} at step "
-            f"{found.step + 1}: its elements have more in common than the number of steps"
+            f"{found.step + 1}: elements influence each other beyond the number of steps"
         )
 
     def _reason_at(self, reference: ReferenceRun, place: int) -> MissingProperty | None:

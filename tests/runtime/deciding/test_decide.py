@@ -16,7 +16,7 @@ from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.planning.inventory import What
 from lightning_ptm.planning.placement_data import Budget, Homes
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
-from lightning_ptm.runtime.deciding.decide import decide_here
+from lightning_ptm.runtime.deciding.decide import check_parameters, decide, decide_here
 from lightning_ptm.runtime.machine.heap import Freed
 from lightning_ptm.runtime.machine.machine import Machine
 from lightning_ptm.terms import Tier
@@ -121,6 +121,16 @@ def test_equal_questions_have_equal_answers() -> None:
 
     for machine, ranks in itertools.product((WORKSTATION, CLUSTER), (1, 2)):
         assert plain(decided(machine=machine, ranks=ranks)) == plain(decided(machine=machine, ranks=ranks))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_checked_layout_is_not_made_again(mixed: bool) -> None:
+    request = asked(mixed=mixed)
+    checked = check_parameters(request, SoloCommunicator(), 1)
+    found = decide(request, WORKSTATION, 1, checked=checked)
+    assert found.layout is checked.model.layout and found.traits == checked.model.traits
+    expected = decide(request, WORKSTATION, 1)
+    assert found == dataclasses.replace(expected, traits=found.traits)
 
 
 def test_here_it_is_this_machine(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_the_order_of_memory_is_kept(name: str) -> None:
     found = decided(module, sgd)
     assert found.layout.flats[0].slots[0].spec.stride == stride
     if stride is not None:
-        with pytest.raises(ConfigError, match=r"parameter weight has strides .* state_dict_type='sharded'"):
+        with pytest.raises(ConfigError, match=r"parameter weight has strides .*state_dict_type='sharded'"):
             decided(module, sgd, checkpoints={"state_dict_type": "sharded"})
 
 

@@ -26,7 +26,7 @@ def test_what_does_not_fit_is_refused_where_it_was_asked_for() -> None:
     pool.take(5)
     assert pool.has(3) and not pool.has(4)
     pool.check_room(3)
-    with pytest.raises(CapacityError, match="4 pages do not fit: 5 of 8 are in use"):
+    with pytest.raises(CapacityError, match="needs 4 more pages of the device tier, and 5 of 8 are in use"):
         pool.check_room(4)
     pool.take(4)  # nobody asked, and there are no more than there are
     assert pool.worst == 8

@@ -276,7 +276,7 @@ def test_a_leased_unit_is_not_given_up(lease: str) -> None:
     with run(2, device_pages=1) as it:
         it.executor.begin(TRAIN, trace=False)
         take(it.executor)
-        with pytest.raises(CapacityError, match=r"parts\.1 needs 65536 bytes gathered .* raise device_memory"):
+        with pytest.raises(CapacityError, match=r"parts\.1 needs 64 KiB gathered .* raise device_memory"):
             it.executor.enter(2, F)
         assert it.parts.live == [1]
         it.executor.leave(2)

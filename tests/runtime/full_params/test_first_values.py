@@ -238,7 +238,7 @@ def test_infinities_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_module_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Layer, "reset_parameters")
-    with pytest.raises(ConfigError, match="a Layer was built on the meta device and nothing says how"):
+    with pytest.raises(ConfigError, match="a Layer was built on the meta device and has no way to initialise"):
         root_alone(on_meta(Outer))
 
 

@@ -141,7 +141,7 @@ def test_what_one_of_several_ranks_holds_whole_is_the_mean_over_their_losses(dis
         it.backward(3.0, None)
         assert it.values() == [1.0, 2.0]
         it.gradient.view.show()
-        with pytest.raises(UsageError, match="each of several ranks has a part of that gradient alone"):
+        with pytest.raises(UsageError, match="on several ranks each rank has only its shard of the gradient"):
             grad(it.weight).sum()
 
 
@@ -415,7 +415,7 @@ def test_a_part_of_a_gradient_is_not_shown(disk: Path, look: str) -> None:
         it.backward(1.0, 1.0)
         it.gradient.shard.settle()
         it.gradient.view.show()
-        with pytest.raises(UsageError, match=rf"\.grad of weight was {look}, and each of several ranks has a part"):
+        with pytest.raises(UsageError, match=rf"\.grad of weight was {look}, and on several ranks each rank"):
             if look == "read":
                 it.weight.grad + 1
             else:

@@ -69,5 +69,5 @@ def test_an_error_of_the_updates_ends_the_wait() -> None:
 
 def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_store, "_TIMEOUT_S", 0.05)
-    with pytest.raises(CapacityError, match="updates are slower than backward passes; use a faster disk_path"):
+    with pytest.raises(CapacityError, match="or the disk hangs; use a faster disk_path"):
         GradientPages([]).take(8, torch.bfloat16)

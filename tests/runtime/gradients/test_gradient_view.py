@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from small_parts import OnePage, parts
 from test_flat_gradient import One, grad, of_two, one
 from torch import Tensor
 
+import lightning_ptm
 from lightning_ptm.errors import UsageError
 from lightning_ptm.runtime.gradients.view import GradPlaceholder
 
@@ -149,7 +151,7 @@ def test_of_a_shared_flat_all_gradients_are_forgotten_or_none(disk: Path) -> Non
         it.backward(1.0, 1.0)
         it.gradient.view.show()
         it.weight.grad = None
-        with pytest.raises(UsageError, match="set to None, in a flat that several ranks share"):
+        with pytest.raises(UsageError, match="set to None on several ranks"):
             it.gradient.apply_user_changes()
         assert list(it.gradient.view.present()) == [True, True]
         it.bias.grad = None
@@ -163,3 +165,16 @@ def test_a_gradient_that_was_put_there_before_any_was_shown_takes_its_place(disk
         it.weight.grad = torch.full(it.weight.shape, 9.0)
         it.gradient.apply_user_changes()
         assert it.values() == [9.0, 2.0]
+
+
+def test_no_other_file_of_the_runtime_assigns_grad() -> None:
+    """But for moves of a parameter to another device, which take its gradient along."""
+    runtime = Path(lightning_ptm.__file__).parent / "runtime"
+    assigning = set[str]()
+    for path in runtime.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            inside = [each for target in targets if target is not None for each in ast.walk(target)]
+            if any(isinstance(each, ast.Attribute) and each.attr == "grad" for each in inside):
+                assigning.add(str(path.relative_to(runtime)))
+    assert assigning == {"gradients/view.py", "units/binding.py"}

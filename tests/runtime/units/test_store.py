@@ -252,11 +252,11 @@ def test_what_was_lent_is_bound_again_with_its_new_values() -> None:
 
 
 class Mixed(OnePage):
-    """A unit of two flats, of a page each: one trained, one frozen."""
+    """A unit of two flats, of a page each (two pages where it is `double`): one trained, one frozen."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = torch.nn.Parameter(torch.randn(16384), requires_grad=False)
+    def __init__(self, double: bool = False) -> None:
+        super().__init__(double)
+        self.frozen = torch.nn.Parameter(torch.randn(16384 * (1 + double)), requires_grad=False)
 
 
 def test_a_unit_is_fetched_and_released_as_a_whole() -> None:
@@ -284,6 +284,18 @@ def test_a_unit_of_which_one_flat_does_not_fit_takes_none() -> None:
         assert not store.movable and made.device_pages_free == 1 and asked == []
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_unit_of_which_one_flat_does_not_fit_keeps_no_shard_of_another(is_ahead: bool) -> None:
+    with parts(Mixed(double=True), (), home=Tier.HOST, world_size=2, device_pages=4) as made:
+        (store,) = made.stores
+        if is_ahead:  # for a later all-gather: it stays
+            store.flats[0].fetch_shard()
+        before = made.device_pages_free
+        with pytest.raises(CapacityError):
+            store.start_fetch(None)
+        assert made.device_pages_free == before and store.has_spare_shards == is_ahead
+
+
 def test_ranks_agree_once_the_pages_are_there_and_before_the_all_gather() -> None:
     with parts(Model(1, double=True), world_size=2) as made:
         store = made.stores[1]
@@ -298,7 +310,7 @@ def test_parameters_that_close_are_open_while_somebody_uses_them() -> None:
     with parts(OnePage(), (), home=Tier.DEVICE, closes=True) as made:
         (store,) = made.stores
         assert store.closing and store.resident and not store.readable
-        with pytest.raises(UsageError, match="weight was read or written while nothing computes"):
+        with pytest.raises(UsageError, match="weight was read or written while its module does not compute"):
             made.module.weight + 1
         store.open()
         assert not (made.module.weight + 1).isnan().any()

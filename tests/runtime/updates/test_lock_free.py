@@ -630,7 +630,10 @@ def test_a_unit_that_takes_part_in_some_steps_only(strategy_at, where) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lock_free": True, "offload_parameters": "disk"}, "lock_free computes with parameters that lie in RAM"),
+        (
+            {"lock_free": True, "offload_parameters": "disk"},
+            "lock_free=True keeps the parameters that compute uses in RAM",
+        ),
         ({"lock_free": {"max_staleness": -1}}, "max_staleness=-1: give a number of steps, 0 or more"),
         ({"lock_free": {"warmup_steps": -1}}, "warmup_steps=-1: give a number of steps, 0 or more"),
         ({"lock_free": {"warmup_steps": True}}, "warmup_steps=True: give a number of steps"),
@@ -643,7 +646,7 @@ def test_settings_that_cannot_work(settings, message) -> None:
 
 
 def test_statistics_need_a_run(disk) -> None:
-    with pytest.raises(UsageError, match="no run is in progress"):
+    with pytest.raises(UsageError, match="this call needs a run in progress"):
         AngelPTMStrategy(disk_path=str(disk)).statistics()
 
 

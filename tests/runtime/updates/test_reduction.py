@@ -179,7 +179,7 @@ def test_postponed_gradients_are_reduced_once_last_unit_first() -> None:
             for unit in (2, 1):
                 it.backward(unit, 1.0)
                 it.reduction.collect(unit)
-            with pytest.raises(UsageError, match="inside `block_backward_sync`"):
+            with pytest.raises(UsageError, match=r"inside no_sync\(\) \(`block_backward_sync`"):
                 it.reduction.collect_postponed()
         assert it.requests == [] and it.in_grad(1) and it.in_grad(2)
         it.backward(1, 3.0)
