@@ -288,10 +288,10 @@ def _of_another_model(error: RuntimeError) -> str:
     if not str(error).startswith(_OTHER_MODEL) or set(_modules_of(error)) - sys.stdlib_module_names - LIBRARIES:
         return ""
     name, *differences = str(error).removeprefix(_OTHER_MODEL).split("\n\t")
-    told = some([each.strip().rstrip(".") for each in differences], 2)
+    advice = some([each.strip().rstrip(".") for each in differences], 2)
     return (
-        f"the checkpoint is of another model than this {name.strip().rstrip(':')} ({told}); give the model the settings that "
-        f"it was saved with (config.yaml in the folder of its run has them), or another --ckpt_path"
+        f"the checkpoint is of another model than this {name.strip().rstrip(':')} ({advice}); give the model the settings "
+        f"that it was saved with (config.yaml in the folder of its run has them), or another --ckpt_path"
     )
 
 
@@ -312,11 +312,11 @@ def run_trainer(args: list[str] | None, parser_settings: dict[str, Any]) -> None
             raise
         _stop(args, " ".join(str(error).split()))
     except RuntimeError as error:
-        if not (told := _of_another_model(error)):
+        if not (advice := _of_another_model(error)):
             raise
-        _stop(args, told)
+        _stop(args, advice)
 
 
-def _stop(args: list[str] | None, told: str) -> NoReturn:
+def _stop(args: list[str] | None, advice: str) -> NoReturn:
     given = sys.argv[1:] if args is None else args
-    sys.exit(f"lightning-ptm {' '.join(given[:1])}: {told}")
+    sys.exit(f"lightning-ptm {' '.join(given[:1])}: {advice}")

@@ -190,18 +190,18 @@ def take_first_rank_s_values(module: nn.Module, group: ProcessGroup, backend: Ba
     """
     parameters = list(module.parameters())
     ours = [0 if each.is_meta or isinstance(each, GuardedParameter) else digest(each) for each in parameters]
-    told: list[list[int]] = [[] for _ in range(group.size())]
+    of_ranks: list[list[int]] = [[] for _ in range(group.size())]
     try:
-        dist.all_gather_object(told, ours, group=group)
+        dist.all_gather_object(of_ranks, ours, group=group)
     except RuntimeError as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RankError(
             f"another rank of the tensor group of rank {dist.get_rank()} has failed, or hangs, while the run was set up "
             f"({first_line}); look for the first error among the ranks' logs"
         ) from error
-    if any(len(each) != len(ours) for each in told):
+    if any(len(each) != len(ours) for each in of_ranks):
         return  # different modules, which is reported when ranks compare their parameters
-    for parameter, *digests in zip(parameters, *told, strict=True):
+    for parameter, *digests in zip(parameters, *of_ranks, strict=True):
         if len(set(digests)) > 1 and all(digests):
             with torch.no_grad():
                 value = parameter.detach().to(backend.device).contiguous()

@@ -788,8 +788,8 @@ class AngelPTMStrategy(ParallelStrategy):
         super().on_exception(exception)
         self._groups = dataclasses.replace(self._groups, mesh=None)
         forget_mesh()
-        told = self._run is not None and self._run.fail(exception)
-        if not told and self._set_up is not None:
+        reported = self._run is not None and self._run.fail(exception)
+        if not reported and self._set_up is not None:
             self._set_up.fail(one_line(exception))
 
     def _end_run(self) -> None:
