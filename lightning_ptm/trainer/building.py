@@ -107,7 +107,7 @@ class Builder:
         events: Events,
         cut: CutModule | None,
         *,
-        anew: bool = False,
+        relayout: bool = False,
         restored: DeferredState | None = None,
         given: Given | None = None,
         handed: PreviousState | None = None,
@@ -117,7 +117,7 @@ class Builder:
         """Builds the engine and its pages. Collective.
 
         Args:
-            anew: whether this is a re-layout in mid-run, after parameters were rearranged.
+            relayout: whether this is a re-layout in mid-run, after parameters were rearranged.
             restored: state of a checkpoint that was loaded before the engine existed.
             given: the parameters' first values, where the module has none.
             handed: the parameters' first values, where they are in pages of the previous engine.
@@ -135,10 +135,10 @@ class Builder:
         make_folders(settings.disk_paths)
         settings = self._chosen(settings, communicator)
         request = self.request(settings, cut)
-        if anew:
+        if relayout:
             request = dataclasses.replace(request, rearranges=True)
         blueprint = self.decided(request, communicator, handed, checked)
-        if fitting and not anew and settings.frozen_dtype != "compute":
+        if fitting and not relayout and settings.frozen_dtype != "compute":
             _warn_without_codes(blueprint, settings.frozen_dtype)
         return Engine(
             self.module,

@@ -49,7 +49,7 @@ def follow_rearranging(run: Run, checkpoints: RunCheckpoints) -> None:
     if engine.blueprint.may_be_outside and engine.changes.gradients_in_place:
         end(run, checkpoints)
         run.lay_out()
-        run.watch(anew=True)
+        run.watch(relayout=True)
     else:
         _refuse(run)
         with engine.changes.frozen_as_trained():
@@ -95,7 +95,7 @@ def lay_out_anew(run: Run) -> None:
             _leave_pages(run, carried)
             carried.old_engine_closed()
             run.lay_out(given=carried.given(), handed=carried.handed, checked=checked)
-            run.watch(anew=True)
+            run.watch(relayout=True)
             carried.restore_removed(run.engine, run.module, optimizers)
             carried.fill(run.engine, optimizers)
             run.trainer.strategy.barrier()  # all ranks have read the carried states

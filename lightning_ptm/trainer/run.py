@@ -239,7 +239,7 @@ class Run:
             communicator,
             self._events,
             self.cut,
-            anew=set_up is None,
+            relayout=set_up is None,
             restored=None if set_up is None else set_up.restored,
             given=given,
             handed=handed,
@@ -278,7 +278,7 @@ class Run:
         size = 1 if tensor is None else tensor.size
         return [range(at, at + size) for at in range(0, self.builder.place.world_size, size)]
 
-    def watch(self, *, anew: bool = False) -> None:
+    def watch(self, *, relayout: bool = False) -> None:
         """Installs the hooks of the run, and shows warnings about its configuration. Call it after Lightning has made its
         wrappers of the optimizers."""
         builder, engine, trainer = self.builder, self.engine, self.trainer
