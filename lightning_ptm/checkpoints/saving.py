@@ -94,9 +94,9 @@ def optimizer_remainder(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
     """Returns the optimizer's state dict without element-wise states: groups, and scalars such as `step`."""
     engine.drain("optimizer state")
     optimizer = plain_optimizer(optimizer)
-    if strangers := engine.changes.strangers(optimizer):
+    if outside_module := engine.changes.outside_module(optimizer):
         raise UsageError(
-            f"a parameter of shape {tuple(strangers[0].shape)} is in a group of {type(optimizer).__name__} and in no "
+            f"a parameter of shape {tuple(outside_module[0].shape)} is in a group of {type(optimizer).__name__} and in no "
             "module, so a sharded checkpoint has no name for it; take it out of the group, or use "
             "checkpoints=Checkpoints(state_dict_type='full')"
         )

@@ -204,10 +204,10 @@ class ModuleChanges:
                 for slot, data in by_slot.items():
                     data.copy_(values[slot])
 
-    def strangers(self, optimizer: Optimizer) -> list[Tensor]:
+    def outside_module(self, optimizer: Optimizer) -> list[Tensor]:
         """Returns the parameters in an optimizer's groups that are not the module's, and therefore not in pages."""
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [parameter for parameter in self._known.strangers if id(parameter) in known]
+        return [parameter for parameter in self._known.outside_module if id(parameter) in known]
 
     def check_strangers(self, optimizer: Optimizer) -> None:
         """Checks that parameters of an optimizer that are not the module's have no gradient.
@@ -215,7 +215,7 @@ class ModuleChanges:
         Raises:
             UsageError: one has; it is not in pages, so that this step could not update it.
         """
-        for parameter in self.strangers(optimizer) if self._known.strangers else ():
+        for parameter in self.outside_module(optimizer) if self._known.outside_module else ():
             if parameter.grad is not None:
                 raise UsageError(
                     f"a parameter of shape {tuple(parameter.shape)} is in a group of {type(optimizer).__name__} and has a "
