@@ -223,7 +223,7 @@ class SharedCores:
         self._feed()
 
     def _catch_up(self, flat: _Flat) -> None:
-        self._hurry(flat, flat.have.received - self._max_staleness)
+        self._prioritize(flat, flat.have.received - self._max_staleness)
 
     def _hand_over(self, unit: int, step: int) -> None:
         for flat in self._of_unit.get(unit, ()):
@@ -244,8 +244,8 @@ class SharedCores:
             self._at.longer_s += self._rates.loss * size / self._rates.sum_bytes_per_s
         self._feed()
 
-    def _hurry(self, flat: _Flat, needed: int) -> None:
-        self.waiting.hurry(flat, needed)
+    def _prioritize(self, flat: _Flat, needed: int) -> None:
+        self.waiting.prioritize(flat, needed)
         self._feed()
         if flat.job is not None and not flat.job.computed and flat.urgent:
             self.chunks.to_front(flat.job)

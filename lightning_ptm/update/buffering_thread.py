@@ -110,9 +110,9 @@ class BufferingThread:
         """Lets updates with gradients of this step and later steps learn weight predictions."""
         self._messages.put(partial(self._buffers.learn, step))
 
-    def hurry(self, flat: int, needed: int) -> None:
+    def prioritize(self, flat: int, needed: int) -> None:
         """Serves this flat first: compute waits for a version of it that includes `needed` contributions."""
-        self._messages.put(partial(self._hurry, self._flats[flat].buffer, needed))
+        self._messages.put(partial(self._prioritize, self._flats[flat].buffer, needed))
 
     def give_back(self, pages: PagedTensor) -> None:
         """Returns pages that a newer version has replaced and that compute reads no more."""
@@ -241,8 +241,8 @@ class BufferingThread:
         if buffer.urgent:
             self._updater.promote(handle)
 
-    def _hurry(self, buffer: FlatBuffer, needed: int) -> None:
-        if self._buffers.hurry(buffer, needed) and buffer.urgent:
+    def _prioritize(self, buffer: FlatBuffer, needed: int) -> None:
+        if self._buffers.prioritize(buffer, needed) and buffer.urgent:
             self._updater.promote(self._handles[id(buffer)])
 
     def _offer(self, buffer: FlatBuffer, contribution: Contribution) -> None:

@@ -122,7 +122,7 @@ class World:
     def _wait_for(self, place: int, needed: int) -> bool:
         self._adopt_all()
         if self.adopted[place] < needed:
-            self.waiting.hurry(self.flats[place], needed)
+            self.waiting.prioritize(self.flats[place], needed)
             self._feed()
         return self.adopted[place] >= needed
 

@@ -28,8 +28,8 @@ class Buffered:
         self.newer: dict[int, Version] = {}
         self.while_waiting: Callable[[], None] = lambda: None
 
-    def hurry(self, flat: int, needed: int) -> None:
-        self.heard.append(f"hurry {flat} {needed}")
+    def prioritize(self, flat: int, needed: int) -> None:
+        self.heard.append(f"prioritize {flat} {needed}")
 
     def offers(self, flat: int) -> int:
         return self.come_to[flat]
