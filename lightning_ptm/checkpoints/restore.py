@@ -118,7 +118,7 @@ class Returned:
 
 
 def weights(
-    engine: Engine, back: GivenBack, lost_writes: list[Exception], *, again: str = "", path: str = ""
+    engine: Engine, back: GivenBack, lost_writes: list[Exception], *, reload_hint: str = "", path: str = ""
 ) -> Returned:
     """Restores precise, whole weights to the module's parameters. Parameters that are not restored cannot be read then.
 
@@ -126,7 +126,7 @@ def weights(
         back: the result of `decide`.
         lost_writes: list to which an error is added if the user has written to copies of parameters since the last step
             began, so that the writes are lost.
-        again: how frozen parameters get their values in the next run; empty: the user has to load them.
+        reload_hint: how frozen parameters get their values in the next run; empty: the user has to load them.
         path: folder to which weights were written instead.
 
     Raises:
@@ -152,7 +152,7 @@ def weights(
         failure = _drained(engine)
         engine.executor.release_all()
         _check_lost_writes(engine, lost_writes)
-        engine.lent_parameters.restore(left_out, _left_out(again))
+        engine.lent_parameters.restore(left_out, _left_out(reload_hint))
     except Exception as error:
         engine.lent_parameters.detach()
         if not engine.barriers.failed:
@@ -180,8 +180,8 @@ def _drained(engine: Engine) -> Exception | None:
     return None
 
 
-def _left_out(again: str) -> str:
-    then = again or "load them from where they came from (the base model's files)"
+def _left_out(reload_hint: str) -> str:
+    then = reload_hint or "load them from where they came from (the base model's files)"
     return f"ended with a run that did not train it, since RAM had no room for them; {then}, or make more RAM available"
 
 

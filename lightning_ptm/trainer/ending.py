@@ -171,7 +171,7 @@ class _Ending:
         cut_here, place = run.cut is not None, run.builder.place
         if path:
             between.note(path=path)
-        returned = restore.weights(engine, back, self._deferred_errors, again=self._again(), path=path)
+        returned = restore.weights(engine, back, self._deferred_errors, reload_hint=self._reload_hint(), path=path)
         if returned.given:
             run.uncut(partial(put_together, communicator=engine.communicator))
             between.note(weights=True, parts=between.ended.parts and not cut_here)
@@ -194,7 +194,7 @@ class _Ending:
         if returned.failure is not None:
             raise returned.failure
 
-    def _again(self) -> str:
+    def _reload_hint(self) -> str:
         """Returns how a next run of this strategy gets the values of frozen parameters, in words; empty if the user
         must provide them."""
         of_files = frozenset(self._engine.values.of_files)
