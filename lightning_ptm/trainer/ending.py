@@ -22,7 +22,7 @@ from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.engine.inspection import last_audit
-from lightning_ptm.runtime.ranks.barriers import Together
+from lightning_ptm.runtime.ranks.barriers import BarrierReason
 from lightning_ptm.runtime.tensors.parts import put_together
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.runtime.updates.audits import UpdateAudit
@@ -107,7 +107,7 @@ class _Ending:
         if engine.barriers.failed:
             saves.end_after_failure()
         else:
-            engine.barriers.meet(Together.END_OF_RUN)
+            engine.barriers.meet(BarrierReason.END_OF_RUN)
             try:
                 saves.finish()
             except CheckpointError as error:  # weights are given back all the same

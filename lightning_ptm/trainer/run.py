@@ -34,7 +34,7 @@ from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.engine.inspection import Statistics, collect, states_in_words, together
 from lightning_ptm.runtime.full_params.first_values import Given
 from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
-from lightning_ptm.runtime.ranks.barriers import Together
+from lightning_ptm.runtime.ranks.barriers import BarrierReason
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.terms import Mode
@@ -412,7 +412,7 @@ class Run:
         failed = self._engine is not None and self._engine.barriers.failed
         return failed or bool(self.unsaved)
 
-    def _meet(self, what: Together) -> None:
+    def _meet(self, what: BarrierReason) -> None:
         if not self.cannot_wait():
             self.engine.barriers.meet(what)
 

@@ -60,7 +60,7 @@ from lightning_ptm.runtime.full_params.sharded_states import AllShardedStates
 from lightning_ptm.runtime.full_params.snapshot import Snapshots
 from lightning_ptm.runtime.full_params.state_dicts import StateDicts
 from lightning_ptm.runtime.machine.heap import SETTING_UP, Heap
-from lightning_ptm.runtime.ranks.barriers import ANY_TOGETHER, STEP_ENDS, Barriers, Together
+from lightning_ptm.runtime.ranks.barriers import ANY_REASON, STEP_ENDS, BarrierReason, Barriers
 from lightning_ptm.runtime.ranks.experts import ExpertGroups
 from lightning_ptm.runtime.ranks.module_buffers import ModuleBuffers
 from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
@@ -460,10 +460,10 @@ class Engine:
             flags |= _CHANGED_BUFFERS
         if mode is Mode.TRAIN:
             deed = "" if self.communicator.alone else self.barriers.record_hyper_parameters(self._hyper_parameters())
-            seen, together = self.barriers.come_together(Together.TRAINING_STEP, deed, flags), True
+            seen, together = self.barriers.come_together(BarrierReason.TRAINING_STEP, deed, flags), True
         else:
             seen = self.barriers.reach(0, flags)
-            together = not seen & ANY_TOGETHER  # else some ranks have no further batch
+            together = not seen & ANY_REASON  # else some ranks have no further batch
         if self._module_buffers is not None:
             if together and seen & _CHANGED_BUFFERS:
                 self._module_buffers.follow_rank_0()
@@ -491,7 +491,7 @@ class Engine:
         if mode is Mode.FORWARD:
             seen = self.barriers.reach(STEP_ENDS)
             # A rank that waits at another barrier would not take part in a new plan.
-            self.executor.end(all_ranks=not seen & ANY_TOGETHER)
+            self.executor.end(all_ranks=not seen & ANY_REASON)
 
     def _hyper_parameters(self) -> dict[str, str]:
         """Returns the optimizers' hyper-parameters by name, without tensors on a device, which the host would wait for."""
@@ -587,7 +587,7 @@ class Engine:
         for store in self.stores:
             for flat in store.flats:
                 flat.await_reads()
-        self.barriers.come_together(Together.BY_HAND, deed)
+        self.barriers.come_together(BarrierReason.BY_HAND, deed)
 
     @property
     def update_failed(self) -> bool:

@@ -31,7 +31,7 @@ from lightning_ptm.memory.quantization import rounded
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
 from lightning_ptm.runtime.machine.machine import free_host_bytes
-from lightning_ptm.runtime.ranks.barriers import Barriers, Together
+from lightning_ptm.runtime.ranks.barriers import BarrierReason, Barriers
 from lightning_ptm.runtime.relayout.gathered_flats import flats_of
 from lightning_ptm.runtime.tensors.parts import cut
 from lightning_ptm.runtime.units.binding import ENDED, FlatBinding
@@ -434,9 +434,9 @@ class SummonFullParams:
             yield
         except BaseException:
             with suppress(RankError):  # the error of the block is the cause
-                self._barriers.meet(Together.BY_HAND, deed)
+                self._barriers.meet(BarrierReason.BY_HAND, deed)
             raise
-        self._barriers.meet(Together.BY_HAND, deed)
+        self._barriers.meet(BarrierReason.BY_HAND, deed)
 
     def _units_in(self, modules: Sequence[nn.Module]) -> set[int]:
         inside = {id(parameter) for module in modules for parameter in module.parameters()}
