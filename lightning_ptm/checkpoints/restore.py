@@ -26,7 +26,7 @@ from lightning_ptm.runtime.units.binding import ENDED, FlatBinding
 log = logging.getLogger(__name__)
 
 
-class GivenBack(enum.Enum):
+class RestoredWeights(enum.Enum):
     """Parameters whose weights are restored at the end of a run."""
 
     NONE = "none: they are not wanted, or have no values"
@@ -44,7 +44,7 @@ def _needed(engine: Engine, ranks_here: int, *, whole: bool) -> tuple[int, int]:
     return total * ranks_here, engine.precise_bytes_of(trained, with_other_parts=whole) * ranks_here
 
 
-def decide(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False) -> GivenBack:
+def decide(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False) -> RestoredWeights:
     """Decides which weights are restored, by the RAM that is free now.
 
     Args:
@@ -53,13 +53,17 @@ def decide(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False
         whole: whether slices of parameters will be assembled to whole ones.
     """
     if (engine.barriers.failed and not engine.communicator.alone) or engine.values.unknown or not wanted:
-        return GivenBack.NONE
+        return RestoredWeights.NONE
     every, trained = _needed(engine, ranks_here, whole=whole)
     every += _read_at_once(engine, ()) * ranks_here
     trained += _read_at_once(engine, engine.lent_parameters.untrained()) * ranks_here
     if engine.barriers.all_agree(every <= _free_bytes(engine)):
-        return GivenBack.ALL
-    return GivenBack.TRAINED if engine.barriers.all_agree(trained <= _free_bytes(engine)) else GivenBack.WRITTEN
+        return RestoredWeights.ALL
+    return (
+        RestoredWeights.TRAINED
+        if engine.barriers.all_agree(trained <= _free_bytes(engine))
+        else RestoredWeights.WRITTEN
+    )
 
 
 def _read_at_once(engine: Engine, left_out: Collection[FlatBinding]) -> int:
@@ -118,7 +122,7 @@ class Returned:
 
 
 def weights(
-    engine: Engine, back: GivenBack, lost_writes: list[Exception], *, reload_hint: str = "", path: str = ""
+    engine: Engine, back: RestoredWeights, lost_writes: list[Exception], *, reload_hint: str = "", path: str = ""
 ) -> Returned:
     """Restores precise, whole weights to the module's parameters. Parameters that are not restored cannot be read then.
 
@@ -136,7 +140,7 @@ def weights(
         log.warning("this run has failed, so the module's parameters have no values; load them from a checkpoint")
         engine.lent_parameters.detach()
         return Returned(False)
-    if back in (GivenBack.NONE, GivenBack.WRITTEN):
+    if back in (RestoredWeights.NONE, RestoredWeights.WRITTEN):
         absent = (
             f"were written to {path} at the end of their run, for want of RAM; load them from there" if path else ENDED
         )
@@ -147,7 +151,7 @@ def weights(
         finally:
             engine.lent_parameters.detach(absent)
         return Returned(False)
-    left_out = engine.lent_parameters.untrained() if back is GivenBack.TRAINED else []
+    left_out = engine.lent_parameters.untrained() if back is RestoredWeights.TRAINED else []
     try:
         failure = _drained(engine)
         engine.executor.release_all()

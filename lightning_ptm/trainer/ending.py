@@ -68,7 +68,7 @@ class _Ending:
             ended = dataclasses.replace(ended, optimizer_states=before.optimizer_states, torn=torn or before.torn)
         between.end(ended)
         failure: Exception | None = None
-        back, path = restore.GivenBack.NONE, ""
+        back, path = restore.RestoredWeights.NONE, ""
         with ExitStack() as steps:  # each step runs even if an earlier one fails; last in, first out
             steps.callback(self._checkpoints.saves.forget)
             steps.callback(engine.close)
@@ -97,7 +97,7 @@ class _Ending:
         for each in self._deferred_errors:
             raise each
 
-    def _meet(self) -> tuple[restore.GivenBack, str]:
+    def _meet(self) -> tuple[restore.RestoredWeights, str]:
         """Waits for all checkpoints, and decides which weights are given back. Collective.
 
         Returns:
@@ -116,7 +116,7 @@ class _Ending:
             engine.heap.steps_end()  # the following steps allocate RAM
         wanted, ranks_here = self._run.builder.settings.tuning.restore_weights, self._run.builder.place.ranks_here
         back = restore.decide(engine, wanted=wanted, ranks_here=ranks_here, whole=self._run.cut is not None)
-        if back is not restore.GivenBack.WRITTEN:
+        if back is not restore.RestoredWeights.WRITTEN:
             return back, ""
         if engine.heap is not None:
             engine.heap.weights_are_written()
@@ -161,7 +161,7 @@ class _Ending:
             f"({'; '.join(failures)}); make room in one of these folders, or save during the run (ModelCheckpoint)"
         )
 
-    def _give_back(self, back: restore.GivenBack, path: str) -> None:
+    def _give_back(self, back: restore.RestoredWeights, path: str) -> None:
         """Gives weights and optimizer states back to the user's objects, as far as requested and possible. Collective.
 
         Args:
