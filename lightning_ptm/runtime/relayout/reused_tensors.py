@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.reused_extents import ReusedExtents, frames_of
 from lightning_ptm.planning.inventory import Lifetime, Row, What, pages_of
-from lightning_ptm.runtime.deciding.state_tensors import Column, columns
+from lightning_ptm.runtime.deciding.state_tensors import StateTensor, columns
 from lightning_ptm.runtime.relayout.gathered_flats import geometry
 from lightning_ptm.terms import Tier
 
@@ -86,7 +86,7 @@ def reused_tensors(
     return ReusedTensors(allocator.reusable_extents(kept_tensors, read), found, {tier: more}, {tier: at_once})
 
 
-def _old(old: PreviousFlat, column: Column, numbers: Sequence[int | None]) -> PagedTensor | None:
+def _old(old: PreviousFlat, column: StateTensor, numbers: Sequence[int | None]) -> PagedTensor | None:
     if column.what is What.STATES:
         number = None if column.optimizer is None else numbers[column.optimizer]
         tensor, layout = (None, None) if number is None else old.states.get((number, column.name), (None, None))
