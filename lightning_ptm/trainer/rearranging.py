@@ -2,7 +2,7 @@
 replaced, removed, or given another shape.
 
 Pages were laid out for the parameters at the start of the run. If the run does not need pages, it continues without;
-otherwise it is laid out again for the current parameters, and its states are carried over (checkpoints/carried.py).
+otherwise it is laid out again for the current parameters, and its states are carried over (checkpoints/carried_states.py).
 I1: the run continues with the numbers of a plain Trainer: every parameter, master weight and optimizer state keeps its bits.
 I2: evaluations and checkpoints see the parameters that the module has at that time.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_ptm.checkpoints.carried import Carried, CarriedInFiles, CarriedInPages, warn_of_resized
+from lightning_ptm.checkpoints.carried_states import CarriedStates, StatesInFiles, StatesInPages, warn_of_resized
 from lightning_ptm.checkpoints.optimizer_states import opened, plain_optimizer
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.errors import UsageError, some
@@ -107,7 +107,7 @@ def lay_out_anew(run: Run) -> None:
             raise
 
 
-def _rescue(run: Run, carried: Carried) -> None:
+def _rescue(run: Run, carried: CarriedStates) -> None:
     """Gives the weights back to the module after a failed re-layout, which leaves the run without an engine."""
     try:
         if run.builder.settings.tuning.restore_weights and carried.rescue(run.module):
@@ -116,13 +116,13 @@ def _rescue(run: Run, carried: Carried) -> None:
         log.warning("the weights could not be given back to the module: %s", error)
 
 
-def carried_by(run: Run, optimizers: Sequence[Optimizer]) -> Carried:
+def carried_by(run: Run, optimizers: Sequence[Optimizer]) -> CarriedStates:
     """Carries the states from page to page in RAM, or through files, since a device has no room for old and new pages."""
     builder = run.builder
     if not builder.place.backend.apart:
-        return CarriedInPages(run.engine, run.module, optimizers)
+        return StatesInPages(run.engine, run.module, optimizers)
     ranks_here, ops = builder.place.ranks_here, builder.save_ops()
-    return CarriedInFiles(run.engine, run.module, optimizers, run.room, ranks_here=ranks_here, ops=ops)
+    return StatesInFiles(run.engine, run.module, optimizers, run.room, ranks_here=ranks_here, ops=ops)
 
 
 def _check_parameters(run: Run, optimizers: Sequence[Optimizer]) -> CheckedParameters:
@@ -164,7 +164,7 @@ def _refuse(run: Run) -> None:
         )
 
 
-def _leave_pages(run: Run, carried: Carried) -> None:
+def _leave_pages(run: Run, carried: CarriedStates) -> None:
     """Closes the engine without giving anything back, since the run continues with a new one."""
     engine, communicator = run.engine, run.communicator
     run.disconnect_tensor_group()

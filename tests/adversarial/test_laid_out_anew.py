@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheck
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.checkpoints.carried import Carried, CarriedInFiles
+from lightning_ptm.checkpoints.carried_states import CarriedStates, StatesInFiles
 from lightning_ptm.errors import CapacityError, PageIOError, UsageError
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.sharded import ShardedCheckpointIO
@@ -585,9 +585,9 @@ class Counting(FileOps):
         return super().pwritev(fd, buffers, offset)
 
 
-def carried_in_files(run: Run, optimizers: Any) -> Carried:
+def carried_in_files(run: Run, optimizers: Any) -> CarriedStates:
     """As on devices, where old pages cannot stay while there are new ones."""
-    return CarriedInFiles(run.engine, run.module, optimizers, run.room)
+    return StatesInFiles(run.engine, run.module, optimizers, run.room)
 
 
 def moved(build: type[Judged], strategy: AngelPTMStrategy, **options: Any) -> tuple[int, int, int]:
@@ -597,7 +597,7 @@ def moved(build: type[Judged], strategy: AngelPTMStrategy, **options: Any) -> tu
 
     carried: list[Any] = []
 
-    def carried_by(run: Run, optimizers: Any) -> Carried:
+    def carried_by(run: Run, optimizers: Any) -> CarriedStates:
         carried.append(carry(run, optimizers))  # when all updates have ended
         found.extend((-files.read_bytes, -files.written_bytes))
         return carried[0]  # type: ignore[no-any-return]

@@ -23,7 +23,7 @@ from kit.ranks.training import Training, fit_in_all_tiers, loader, make_strategy
 from test_expert_parallel import MomentumMoE
 from torch import Tensor, nn
 
-from lightning_ptm.checkpoints.carried import Carried, CarriedInFiles
+from lightning_ptm.checkpoints.carried_states import CarriedStates, StatesInFiles
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.trainer import rearranging
@@ -86,7 +86,7 @@ def weights(
     *,
     ops: SaveOps | None = None,
     files: FileOps | None = None,
-    carrying: Callable[[Run, Any], Carried] = rearranging.carried_by,
+    carrying: Callable[[Run, Any], CarriedStates] = rearranging.carried_by,
     module: Net | None = None,
     epochs: int = 3,
     precision: Any = "64-true",
@@ -173,9 +173,9 @@ class KilledInFiles(SaveOps):
         return 0
 
 
-def in_files(run: Run, optimizers: Any) -> Carried:
+def in_files(run: Run, optimizers: Any) -> CarriedStates:
     """As on devices."""
-    return CarriedInFiles(run.engine, run.module, optimizers, run.room, ranks_here=2, ops=run.builder.save_ops())
+    return StatesInFiles(run.engine, run.module, optimizers, run.room, ranks_here=2, ops=run.builder.save_ops())
 
 
 def is_killed_in_files(folder: Path) -> None:
@@ -203,7 +203,7 @@ def weights_and_bytes(home: str, folder: Path, ranks: int = 2, **options: Any) -
     """Also how much has gone from rank to rank."""
     made: list[Any] = []
 
-    def carrying(run: Run, optimizers: Any) -> Carried:
+    def carrying(run: Run, optimizers: Any) -> CarriedStates:
         made.append(carry(run, optimizers))
         return made[-1]  # type: ignore[no-any-return]
 

@@ -1,6 +1,6 @@
 """Model states during a re-layout: taken from the old engine, given to the new one.
 
-There are two ways: from page to page (CarriedInPages), and through the files of a sharded checkpoint (CarriedInFiles)
+There are two ways: from page to page (StatesInPages), and through the files of a sharded checkpoint (StatesInFiles)
 where old and new pages do not fit at the same time: on a device with its own memory. RAM holds no copy of the states, and
 each rank reads what it owns in the new layout. The strategy (trainer/rearranging.py) decides when a re-layout happens.
 
@@ -46,7 +46,7 @@ from lightning_ptm.storage.verified import CheckedFolder
 from lightning_ptm.storage.writer import SaveOps
 
 
-class Carried(abc.ABC):
+class CarriedStates(abc.ABC):
     """The model states of a run, from the drain of the old engine on. Collective.
 
     Args:
@@ -193,7 +193,7 @@ def warn_of_resized(engine: Engine, optimizer: Optimizer) -> None:
         )
 
 
-class CarriedInPages(Carried):
+class StatesInPages(CarriedStates):
     """Model states in the old pages, which this object owns until `close`. Collective."""
 
     def __init__(self, engine: Engine, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
@@ -253,7 +253,7 @@ class CarriedInPages(Carried):
         self._handed.close()
 
 
-class CarriedInFiles(Carried):
+class StatesInFiles(CarriedStates):
     """Model states of a run in a temporary sharded checkpoint, while a re-layout replaces the pages.
 
     The constructor writes the files, which this object owns until `close`. Collective.
