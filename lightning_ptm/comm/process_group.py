@@ -75,7 +75,7 @@ class ProcessGroupCommunicator:
         self._rows_out = torch.zeros(3 * self.world_size, dtype=torch.int64)
         self._rows_options = AllgatherOptions()
         self._background_groups: list[BackgroundGroup] = []
-        exchanges = exchanging and not backend.apart
+        exchanges = exchanging and not backend.has_own_memory
         self._intra_node = IntraNode(self._groups, timeout, rounds=within is None, exchanges=exchanges)
 
     @property

@@ -165,7 +165,7 @@ class Ranks:
                 f"was measured; check that all nodes can reach MASTER_ADDR and MASTER_PORT"
             ) from error
         count = self._backend.count()
-        if self._backend.apart and count < self.launch.ranks_per_node:
+        if self._backend.has_own_memory and count < self.launch.ranks_per_node:
             raise ConfigError(
                 f"torch sees {count} device(s) on the node of rank {self.launch.rank}, and "
                 f"{self.launch.ranks_per_node} ranks were launched there, which cannot share one; launch one rank per device"
@@ -249,7 +249,7 @@ class Ranks:
             return _Done(None)
 
         round_s = self._typical_s(meet, seconds)
-        if sums is not None and launch.nodes == 1 and not self._backend.apart:
+        if sums is not None and launch.nodes == 1 and not self._backend.has_own_memory:
             sums = dataclasses.replace(sums, least_s=max(sums.least_s, self._in_a_step_s(steps, round_s)))
         return Rates(in_node, of_all, sums, round_s)
 

@@ -92,7 +92,7 @@ def forecast(
             settings["device_memory"] = parse_bytes(device_memory, name="device_memory")
         except ConfigError as error:
             raise ConfigError(f"{error}; or say 'best' or 'least'") from error
-    if goal is not None and not node.apart:
+    if goal is not None and not node.has_own_memory:
         raise ConfigError(
             f"device_memory is {goal!r}, and {node.name} is a CPU, whose device tier is RAM; leave it out, or give a size"
         )

@@ -93,7 +93,7 @@ def rank_rates(backend: Backend, paths: Sequence[Path], effort: Effort, cores: i
     with as_if_alone():
         fixed = fixed_costs(backend, effort.steps)
     copies = None
-    if backend.apart:
+    if backend.has_own_memory:
         pairs = ((backend, backend), (host, backend), (backend, host))
         copies = DeviceCopies(*(copy_rate(source, target, effort) for source, target in pairs))
     matrix = {dtype: matrix_rate(backend, dtype, effort) for dtype in DTYPES}

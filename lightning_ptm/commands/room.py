@@ -85,7 +85,7 @@ class Sizes:
 
 def activation_room(blueprint: Blueprint, takes: PredictedMemory, node: Node) -> int:
     """Bytes of the device tier left to activations; on a CPU that is RAM, where unused pages take none."""
-    if not node.apart:
+    if not node.has_own_memory:
         pages = takes.peak(Tier.DEVICE) + takes.peak(Tier.HOST)
         return node.host_memory // node.ranks_per_node - pages - takes.gradients_beside
     return node.device_memory - blueprint.pool_bytes[Tier.DEVICE] - takes.gradients_beside

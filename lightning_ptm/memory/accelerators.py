@@ -84,7 +84,7 @@ class AcceleratorBackend:
 
     device: torch.device
 
-    apart: ClassVar[bool] = True
+    has_own_memory: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

@@ -128,7 +128,7 @@ class Allocator:
                 if poison:
                     poison_page = HostRegion(page_size)
                     poison_page.tensor.fill_(POISON)
-            self._machine = CopyMachine(page_size, made, disk, copy_streams(backend), backend.apart)
+            self._machine = CopyMachine(page_size, made, disk, copy_streams(backend), backend.has_own_memory)
             self._copier = Copier(self._machine, io, self._lock, events)
             self._poison_page = poison_page
             storages = [region.tensor.untyped_storage() for region in made.values()]
@@ -396,7 +396,7 @@ class Allocator:
         """Takes a tensor's pages away from it."""
         if self._poison and tensor.pages.extents:
             self._poison_pages(tensor)
-        if tensor.tier.computes and self.backend.apart:
+        if tensor.tier.computes and self.backend.has_own_memory:
             frames = tensor.pages.frames
             self._tables[tensor.tier].vacate(tensor.id, tensor.pages)
             # This stream has queued the last use of the pages already.

@@ -35,7 +35,7 @@ _CUDA = "cuda"
 class Backend(Protocol):
     """A device and its operations. Safe for threads."""
 
-    apart: ClassVar[bool]
+    has_own_memory: ClassVar[bool]
     """Whether the device has memory of its own and computes concurrently with the host; otherwise its memory is RAM."""
 
     @property
@@ -164,7 +164,7 @@ class CpuBackend:
     """The host itself as compute device: the device tier is RAM."""
 
     name: ClassVar[str] = "cpu"
-    apart: ClassVar[bool] = False
+    has_own_memory: ClassVar[bool] = False
     collectives: ClassVar[str] = "gloo"
 
     @property
@@ -277,7 +277,7 @@ def _makes_streams(kind: str) -> bool:
         return False
 
 
-def apart(name: str) -> bool:
+def device_has_own_memory(name: str) -> bool:
     """Whether devices of a kind have memory of their own. This machine need not have such a device.
 
     Raises:

@@ -357,8 +357,8 @@ class CopyMachine:
     regions: Mapping[Tier, Region]
     disk: DiskRegion | None
     streams: CopyStreams
-    apart: bool
-    """`Backend.apart`: the device copies concurrently with the host."""
+    has_own_memory: bool
+    """`Backend.has_own_memory`: the device copies concurrently with the host."""
 
     def stream(self, source: Tier, target: Tier) -> CopyStream:
         """Returns the stream of a copy between two RAM or device tiers."""
@@ -512,7 +512,7 @@ class Copier:
 
     def _on_stream(self, copy: Copy) -> bool:
         """Whether a copy between two addressable tiers still runs when its launch has returned."""
-        return self._machine.apart and (copy.source.tier.computes or copy.target.tier.computes)
+        return self._machine.has_own_memory and (copy.source.tier.computes or copy.target.tier.computes)
 
     def _hold(self, copy: Copy) -> None:
         if not copy.length_bytes:

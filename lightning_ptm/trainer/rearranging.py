@@ -119,7 +119,7 @@ def _rescue(run: Run, carried: CarriedStates) -> None:
 def carried_by(run: Run, optimizers: Sequence[Optimizer]) -> CarriedStates:
     """Carries the states from page to page in RAM, or through files, since a device has no room for old and new pages."""
     builder = run.builder
-    if not builder.place.backend.apart:
+    if not builder.place.backend.has_own_memory:
         return StatesInPages(run.engine, run.module, optimizers)
     ranks_here, ops = builder.place.ranks_here, builder.save_ops()
     return StatesInFiles(run.engine, run.module, optimizers, run.room, ranks_here=ranks_here, ops=ops)

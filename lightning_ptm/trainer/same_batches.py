@@ -59,7 +59,9 @@ class SameBatches:
 
     def move(self, batch: Any, to_device: Callable[[], Any]) -> Any:
         """Moves a batch by `to_device`, after its digest was computed in RAM."""
-        known = digest(batch, here_alone=True) if self._backend.apart else None  # on a CPU, `check` computes it
+        known = (
+            digest(batch, here_alone=True) if self._backend.has_own_memory else None
+        )  # on a CPU, `check` computes it
         moved = to_device()
         self._moved = None if known is None else (moved, known)
         return moved

@@ -485,7 +485,7 @@ class AngelPTMStrategy(ParallelStrategy):
         norms = [each for each in module.modules() if isinstance(each, nn.SyncBatchNorm)]
         for norm in norms:
             norm.process_group = self._groups.counted(norm.process_group)
-        if norms and not self._backend.apart:
+        if norms and not self._backend.has_own_memory:
             raise ConfigError(
                 "sync_batchnorm=True: torch's SyncBatchNorm works on GPUs only, and this run computes on the CPU; leave it "
                 "out, or use norms that do not depend on the batch, such as GroupNorm or LayerNorm"

@@ -69,7 +69,7 @@ class Bench:
         self.tables = {tier: PageTable(tier, 4, PAGE) for tier in TIERS}
         regions = {tier: HostRegion(4 * PAGE) for tier in (Tier.DEVICE, Tier.HOST)}
         streams = CopyStreams(self.to_device, self.to_host, self.within, self.within)
-        self.machine = CopyMachine(PAGE, regions, None, streams, apart=True)
+        self.machine = CopyMachine(PAGE, regions, None, streams, has_own_memory=True)
         self.lock = threading.RLock()
         self.copier = Copier(self.machine, None, self.lock)
         self.ids = 0

@@ -33,11 +33,21 @@ from lightning_ptm.terms import Tier
 PAGE = 64 * 1024
 GIB = 1 << 30
 WORKSTATION = Machine(
-    device_apart=False, free_device_bytes=0, free_host_bytes=24 * GIB, free_disk_bytes=1 << 40, cores=4, ranks=1
+    device_has_own_memory=False,
+    free_device_bytes=0,
+    free_host_bytes=24 * GIB,
+    free_disk_bytes=1 << 40,
+    cores=4,
+    ranks=1,
 )
 """Whose device memory is RAM."""
 CLUSTER = Machine(
-    device_apart=True, free_device_bytes=4 * GIB, free_host_bytes=24 * GIB, free_disk_bytes=1 << 40, cores=8, ranks=4
+    device_has_own_memory=True,
+    free_device_bytes=4 * GIB,
+    free_host_bytes=24 * GIB,
+    free_disk_bytes=1 << 40,
+    cores=8,
+    ranks=4,
 )
 
 

@@ -62,7 +62,7 @@ def test_copies_have_ended_when_their_time_is_taken(monkeypatch: pytest.MonkeyPa
     class Apart(CpuBackend):
         """A device whose copies end where somebody waits for them."""
 
-        apart = True
+        has_own_memory = True
 
         def synchronize(self) -> None:
             told.append("waits")

@@ -99,7 +99,7 @@ def test_what_is_not_in_ram_counts_by_its_shape() -> None:
 class Apart(CpuBackend):
     """A device with memory of its own."""
 
-    apart = True
+    has_own_memory = True
 
 
 def told_of(batches: list[Any], *, moves: bool = True) -> list[str]:

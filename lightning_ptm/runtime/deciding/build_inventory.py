@@ -68,7 +68,7 @@ def with_inventory(blueprint: Blueprint, settings: Settings, machine: Machine) -
     Decided are the spare staging buffers, the C allocator's policy for freed memory, and the limit of gradients that
     wait for updates.
     """
-    if machine.device_apart and not blueprint.placement.streams:
+    if machine.device_has_own_memory and not blueprint.placement.streams:
         blueprint = _with_spare_staging(blueprint, settings)
     inventory = build_inventory(blueprint)
     per_unit = [
@@ -76,7 +76,7 @@ def with_inventory(blueprint: Blueprint, settings: Settings, machine: Machine) -
         for unit in range(len(blueprint.units))
     ]
     left = blueprint.budget[Tier.DEVICE] - inventory.pool_bytes(Tier.DEVICE) if blueprint.unified else 0
-    if machine.device_apart:  # gradients that were offloaded to pages of their own
+    if machine.device_has_own_memory:  # gradients that were offloaded to pages of their own
         left = sum(
             flat.gradient_bytes
             for flat in blueprint.trained_flats()

@@ -169,7 +169,7 @@ class Engine:
         self._undo = ExitStack()
         """Callbacks that close the parts created so far, last one first; each runs even if others raise."""
         self.heap = None
-        if not self.backend.apart:
+        if not self.backend.has_own_memory:
             self.heap = Heap(
                 blueprint.freed_memory,
                 ranks_here=inputs.ranks_here,
@@ -389,7 +389,7 @@ class Engine:
             self.events,
             self._used_bytes,
             blueprint.by_need,
-            one_way=self.backend.apart,
+            one_way=self.backend.has_own_memory,
             at_tick=self.heap.within_step if self.heap is not None else None,
         )
         self._undo.callback(self.executor.abandon)
@@ -552,7 +552,7 @@ class Engine:
         barrier. On a separate device they compare the previous loss, for which the host need not wait."""
         if self.barriers.agreement.compared and loss.numel() == 1:
             before, self._loss = self._loss, loss.detach()
-            compared = before if self.backend.apart else self._loss
+            compared = before if self.backend.has_own_memory else self._loss
             if compared is not None:
                 self.barriers.record_loss(float(compared))
 

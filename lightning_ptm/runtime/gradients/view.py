@@ -316,7 +316,7 @@ class GradView:
                 gradient = parameter.grad
                 if gradient is not None:
                     parameter.grad = None
-                    if self._backend.apart and not isinstance(gradient, GradPlaceholder):
+                    if self._backend.has_own_memory and not isinstance(gradient, GradPlaceholder):
                         self._backend.record_use(gradient)
         for slot, shown in self._shown.items():
             shown.retire(partial(refuse_gradient, self._names[slot], _EARLIER))

@@ -217,7 +217,7 @@ class FlatStore:
         full = self._values_here()
         if self.layout.code is not None:
             codes = self.home.tensor() if self._decodes_home else self._coming()
-            decode(codes, self.layout.code, full, apart=self._allocator.backend.apart)
+            decode(codes, self.layout.code, full, has_own_memory=self._allocator.backend.has_own_memory)
         self.binding.bind(full)
         self.state = FullState.LIVE
         if self._evict_when_live:

@@ -115,7 +115,7 @@ def test_stripes_fill_the_fullest_disk_first(tmp_path: Path, monkeypatch: pytest
 class Apart(CpuBackend):
     """A device with memory of its own."""
 
-    apart = True
+    has_own_memory = True
 
     def free_bytes(self) -> int:
         return 11 * MIB
