@@ -28,14 +28,14 @@ _LOOK_S = 0.05
 """Seconds between two looks of an interrupted rank at the store."""
 
 
-class StoreConnection(Protocol):
+class Closeable(Protocol):
     """A connection of another kind that is closed with the groups."""
 
     def close(self) -> None:
         """Closes the connection, which ends the waiting of other ranks. Idempotent."""
 
 
-T = TypeVar("T", bound=StoreConnection)
+T = TypeVar("T", bound=Closeable)
 
 
 class ProcessGroups:
@@ -69,7 +69,7 @@ class ProcessGroups:
         """Collectives that this rank has begun to issue, and that it has issued."""
         self._data_group: dist.ProcessGroup | None = None
         self._control_group: dist.ProcessGroup | None = None
-        self._connections: list[StoreConnection] = []
+        self._connections: list[Closeable] = []
         for ranks in partition:  # every rank makes all groups, in the same order
             members = None if within is None else list(ranks)
             data = self.guard(lambda: dist.new_group(members, backend=collectives, timeout=timeout))  # noqa: B023
