@@ -29,7 +29,7 @@ import torch
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.memory.device_work import Mark
+from lightning_ptm.memory.device_work import DeviceEvent
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.disk_probe import threads_per_path
 from lightning_ptm.memory.io import IoQueue
@@ -101,7 +101,7 @@ class Allocator:
         """Tensors in reused extents, by the previous allocator's tensor, until `reused_tensor` returns them."""
         self._reused_ids: set[int] = set()
         self._io_threads = 0
-        self._marks: dict[int, Mark] = {}
+        self._marks: dict[int, DeviceEvent] = {}
         """By frame of a device with its own memory: the stream's position when the frame was last given back."""
         self._uses = uses or {}
         self._tables = {
@@ -414,7 +414,7 @@ class Allocator:
             else:
                 self._machine.regions[tensor.tier].tensor[piece.start_bytes : piece.stop_bytes].fill_(POISON)
 
-    def _last_uses(self, tensor: PagedTensor) -> list[Mark]:
+    def _last_uses(self, tensor: PagedTensor) -> list[DeviceEvent]:
         """Returns the marks of the last uses of a device tensor's pages by the tensors before it."""
         if not self._marks:
             return [self._made]

@@ -24,7 +24,7 @@ import torch
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.accelerators import AcceleratorBackend, CudaBackend
-from lightning_ptm.memory.device_work import Mark, Stream
+from lightning_ptm.memory.device_work import DeviceEvent, Stream
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.memory.region import HostRegion, Region
 
@@ -67,7 +67,7 @@ class Backend(Protocol):
     def current_stream(self) -> Stream:
         """Returns this thread's current stream; equal to other objects that stand for the same queue."""
 
-    def mark(self, *, timed: bool = False) -> Mark:
+    def mark(self, *, timed: bool = False) -> DeviceEvent:
         """Returns the present position in this thread's current stream."""
 
     def record_use(self, tensor: torch.Tensor) -> None:
@@ -130,7 +130,7 @@ class Backend(Protocol):
 class CurrentStream:
     """Stand-in for a stream: work keeps the order of the thread's current stream."""
 
-    def follow(self, mark: Mark | None = None) -> None:
+    def follow(self, mark: DeviceEvent | None = None) -> None:
         if mark is not None:
             mark.order()
 
@@ -154,7 +154,7 @@ class _Reached:
 
     def order(self) -> None: ...
 
-    def seconds_since(self, earlier: Mark) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         assert isinstance(earlier, _Reached)
         return self.at_s - earlier.at_s
 
@@ -184,7 +184,7 @@ class CpuBackend:
     def current_stream(self) -> Stream:
         return _CURRENT_STREAM
 
-    def mark(self, *, timed: bool = False) -> Mark:
+    def mark(self, *, timed: bool = False) -> DeviceEvent:
         return _Reached(perf_counter())
 
     def record_use(self, tensor: torch.Tensor) -> None: ...

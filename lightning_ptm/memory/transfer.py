@@ -29,7 +29,7 @@ import torch
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.events import Event, EventKind, Events
-from lightning_ptm.memory.device_work import Completion, Mark, Timer
+from lightning_ptm.memory.device_work import Completion, DeviceEvent, Timer
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.io import DiskToDisk, IoJob, IoQueue, ReadBounced, Straight, WriteBounced
 from lightning_ptm.memory.paged_tensor import Extent, Hold, PagedTensor, PageEvent, Pages, page_pieces, round_up
@@ -295,7 +295,7 @@ class Copy:
     """Callback at the end of the copy."""
     whole_blocks: bool = False
     """Whether the target's bytes after the range may be overwritten, up to the end of their block."""
-    after: Sequence[Mark] | None = None
+    after: Sequence[DeviceEvent] | None = None
     """Marks that the stream part of the copy waits for; None: it waits for the launching thread's current stream."""
 
     # Written by the Copier.
@@ -320,7 +320,7 @@ def checked_copy(
     numel: int | None,
     *,
     whole_blocks: bool = False,
-    after: Sequence[Mark] | None = None,
+    after: Sequence[DeviceEvent] | None = None,
 ) -> Copy:
     """Returns a copy of elements, checked.
 

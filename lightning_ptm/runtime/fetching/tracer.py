@@ -13,7 +13,7 @@ from collections.abc import Callable
 from time import perf_counter
 
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.memory.device_work import Mark
+from lightning_ptm.memory.device_work import DeviceEvent
 from lightning_ptm.planning.trace import TensorUse, Tick, Trace
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.terms import Phase
@@ -28,7 +28,7 @@ class _OpenTick:
     started_s: float
     passes: int
     cpu_s: float = 0.0
-    mark: Mark | None = None
+    mark: DeviceEvent | None = None
 
 
 class Tracer:
@@ -45,7 +45,7 @@ class Tracer:
         self._non_model_bytes = non_model_bytes
         self._backend = backend
         self._ticks: list[_OpenTick] = []
-        self._end: Mark | None = None
+        self._end: DeviceEvent | None = None
 
     def start(self) -> None:
         """Clears the record."""

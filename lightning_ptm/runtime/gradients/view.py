@@ -38,7 +38,7 @@ from lightning_ptm.torch_internals import (
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.backend import Backend
-    from lightning_ptm.memory.device_work import Mark
+    from lightning_ptm.memory.device_work import DeviceEvent
     from lightning_ptm.memory.streams import ComputeStream
     from lightning_ptm.planning.sharding import ShardGroup
 
@@ -73,7 +73,7 @@ class GradPlaceholder(Tensor):
         self._read = read
         self._backend = backend
         self._fetched_values: Tensor | None = None
-        self._fetch: Mark | None = None
+        self._fetch: DeviceEvent | None = None
 
     __torch_function__ = no_torch_function
 
