@@ -33,7 +33,7 @@ from lightning_ptm import (
 from lightning_ptm.command_line import command_line
 from lightning_ptm.config import Settings
 from lightning_ptm.memory.disk import FileOps
-from lightning_ptm.trainer import building
+from lightning_ptm.trainer import builder
 
 
 class Stack(L.LightningModule):
@@ -363,8 +363,8 @@ def test_the_last_folder_of_a_disk_path_is_made(
     (tmp_path / "there").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "there"))
     (tmp_path / "link").symlink_to(tmp_path / "there")
-    monkeypatch.setattr(building, "measured_rates", lambda *_: {})
-    monkeypatch.setattr(building, "smallest_saturating", lambda _: 64 << 10)
+    monkeypatch.setattr(builder, "measured_rates", lambda *_: {})
+    monkeypatch.setattr(builder, "smallest_saturating", lambda _: 64 << 10)
     trainer_with(AngelPTMStrategy(disk_path=given, **settings)).fit(Stack(), batches())
     (made,) = tmp_path.rglob("spill")
     assert made.stat().st_mode & 0o777 == 0o700

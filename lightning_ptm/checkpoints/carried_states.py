@@ -2,7 +2,7 @@
 
 There are two ways: from page to page (StatesInPages), and through the files of a sharded checkpoint (StatesInFiles)
 where old and new pages do not fit at the same time: on a device with its own memory. RAM holds no copy of the states, and
-each rank reads what it owns in the new layout. The strategy (trainer/rearranging.py) decides when a re-layout happens.
+each rank reads what it owns in the new layout. The strategy (trainer/relayout.py) decides when a re-layout happens.
 
 I1: elements keep their bits; an optimizer's step counts are carried with them.
 I2: page to page, a process that was killed leaves nothing on disk; its files are a partial checkpoint, which the next run

@@ -1,7 +1,7 @@
 """The run in progress: its engine, its communicator, and everything that it has installed in Lightning's and users' objects.
 
 It lives from the strategy's `setup` to its `teardown`, and has pages from `lay_out` to `leave`. When parameters change in
-mid-run (rearranging.py), it leaves its pages and is laid out again. ending.py ends it.
+mid-run (relayout.py), it leaves its pages and is laid out again. teardown.py ends it.
 I1: `leave` removes everything that the run has installed in other objects, whatever fails on the way.
 """
 
@@ -39,7 +39,7 @@ from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.terms import Mode
 from lightning_ptm.trainer import randomness
-from lightning_ptm.trainer.building import Builder
+from lightning_ptm.trainer.builder import Builder
 from lightning_ptm.trainer.internals import wrapped_optimizers
 from lightning_ptm.trainer.lightning_hooks import (
     LightningHooks,

@@ -1,7 +1,7 @@
 """AngelPTMStrategy (`Trainer(strategy="angel_ptm")`): the methods that Lightning calls on a strategy.
 
 Has Lightning's overrides, and the requests of users that no other strategy has. The work is in other modules: ranks.py
-(process groups), building.py (construction of a run), run.py (the run in progress), ending.py, rearranging.py,
+(process groups), builder.py (construction of a run), run.py (the run in progress), teardown.py, relayout.py,
 between_runs.py (state kept between runs), and the package checkpoints. All of them know Lightning; pages belong to the
 engine.
 
@@ -72,11 +72,10 @@ from lightning_ptm.runtime.tensors.parts import declared
 from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.terms import Mode, Tier
-from lightning_ptm.trainer import rearranging
+from lightning_ptm.trainer import relayout
 from lightning_ptm.trainer.between_runs import BetweenRuns
-from lightning_ptm.trainer.building import Builder
+from lightning_ptm.trainer.builder import Builder
 from lightning_ptm.trainer.device_mesh import MeshOfOne, forget_mesh
-from lightning_ptm.trainer.ending import end, having_states
 from lightning_ptm.trainer.internals import (
     ScriptLauncher,
     WrappingCheckpointIO,
@@ -95,6 +94,7 @@ from lightning_ptm.trainer.pruning import refuse_pruning
 from lightning_ptm.trainer.ranks import RankGroups, RankPlace, SetUp
 from lightning_ptm.trainer.run import Run, no_pages, refuse_in_another_run
 from lightning_ptm.trainer.stale_optimizers import StaleInCopies, refuse_stale
+from lightning_ptm.trainer.teardown import end, having_states
 from lightning_ptm.trainer.weight_averaging import refuse_parts, refuse_sharded
 
 _LONGEST = datetime.timedelta(days=3650)
@@ -457,7 +457,7 @@ class AngelPTMStrategy(ParallelStrategy):
             set_up.restored.fill(run.engine)
             run.restore_random_states(set_up.random_states)
         run.take_states()
-        run.follow_loads(partial(rearranging.follow_loaded_state, run, self._checkpoints))
+        run.follow_loads(partial(relayout.follow_loaded_state, run, self._checkpoints))
         run.log_where_states_are()
         self.barrier()
 
@@ -562,11 +562,11 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def _follow_rearranging(self) -> None:
         if self._run is not None and self._run.outgrown:
-            rearranging.follow_rearranging(self._run, self._checkpoints)
+            relayout.follow_rearranging(self._run, self._checkpoints)
 
     def _follow_other_parameters(self) -> None:
         if self._run is not None:
-            rearranging.follow_other_parameters(self._run, self._checkpoints)
+            relayout.follow_other_parameters(self._run, self._checkpoints)
 
     def _compare(self, batch: Any, index: int = 0, loader: int = 0) -> None:
         """Compares a batch with those of the other ranks of the tensor group, which must be the same."""

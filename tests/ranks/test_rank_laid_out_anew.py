@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lightning_ptm.checkpoints.carried_states import CarriedStates, StatesInFiles
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.storage.writer import SaveOps
-from lightning_ptm.trainer import rearranging
+from lightning_ptm.trainer import relayout
 from lightning_ptm.trainer.run import Run
 
 WIDTH = 64
@@ -86,7 +86,7 @@ def weights(
     *,
     ops: SaveOps | None = None,
     files: FileOps | None = None,
-    carrying: Callable[[Run, Any], CarriedStates] = rearranging.carried_by,
+    carrying: Callable[[Run, Any], CarriedStates] = relayout.carried_by,
     module: Net | None = None,
     epochs: int = 3,
     precision: Any = "64-true",
@@ -105,7 +105,7 @@ def weights(
     )
     if home is not None:
         trainer.strategy.save_ops, trainer.strategy.file_ops = ops, files
-    with patch.object(rearranging, "carried_by", carrying):
+    with patch.object(relayout, "carried_by", carrying):
         trainer.fit(module, loader(rows, ranks, 8 // ranks))
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
@@ -207,7 +207,7 @@ def weights_and_bytes(home: str, folder: Path, ranks: int = 2, **options: Any) -
         made.append(carry(run, optimizers))
         return made[-1]  # type: ignore[no-any-return]
 
-    carry = rearranging.carried_by
+    carry = relayout.carried_by
     found = weights(home, folder, ranks, carrying=carrying, cut=True, **options)
     return found, sum(each.handed.resharder.sent_bytes for each in made)
 

@@ -2,7 +2,7 @@
 and at a step.
 
 Owns a record of the module at set-up: its parameters, and which of them were frozen. The trainer does the re-layout
-(trainer/rearranging.py).
+(trainer/relayout.py).
 
 I1: changes that `outgrown` finds between two batches are refused at a step, which could not apply them.
 """

@@ -23,9 +23,9 @@ from lightning_ptm.checkpoints.optimizer_states import opened, plain_optimizer
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
-from lightning_ptm.trainer.ending import end, having_states
 from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.stale_optimizers import mark_stale
+from lightning_ptm.trainer.teardown import end, having_states
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def follow_rearranging(run: Run, checkpoints: RunCheckpoints) -> None:
     else:
         _refuse(run)
         with engine.changes.frozen_as_trained():
-            lay_out_anew(run)
+            lay_out_again(run)
     run.follow_loads(partial(follow_loaded_state, run, checkpoints))
     run.continue_statistics(counted)
     run.log_where_states_are()
@@ -84,7 +84,7 @@ def follow_loaded_state(run: Run, checkpoints: RunCheckpoints, optimizer: Optimi
     run.follow_loaded_state(optimizer, state)
 
 
-def lay_out_anew(run: Run) -> None:
+def lay_out_again(run: Run) -> None:
     """Replaces the engine and its pages by new ones, with all states. Collective."""
     run.saves.finish()
     optimizers = run.paged_optimizers()

@@ -26,7 +26,7 @@ from lightning_ptm.runtime.ranks.barriers import BarrierReason
 from lightning_ptm.runtime.tensors.parts import put_together
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.runtime.updates.audits import UpdateAudit
-from lightning_ptm.trainer.building import root_folder
+from lightning_ptm.trainer.builder import root_folder
 from lightning_ptm.trainer.internals import checkpoints_of
 from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.stale_optimizers import mark_stale
@@ -35,12 +35,12 @@ from lightning_ptm.trainer.stale_optimizers import mark_stale
 def end(run: Run, checkpoints: RunCheckpoints) -> None:
     """Ends a run, with or without pages. Collective, unless the run has failed."""
     if run.has_pages:
-        _Ending(run, checkpoints).end()
+        _Teardown(run, checkpoints).end()
     else:
         run.close_without_pages()
 
 
-class _Ending:
+class _Teardown:
     """The end of a run that has pages.
 
     Args:
