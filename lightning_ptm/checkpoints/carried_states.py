@@ -182,7 +182,7 @@ def warn_of_resized(engine: Engine, optimizer: Optimizer) -> None:
         name
         for _, flat in engine.updates.groups.flats_of(engine.updates.groups.index_of(optimizer))
         for place, name in enumerate(slot.spec.name for slot in flat.store.binding.layout.slots)
-        if name in engine.lent_parameters.resized and flat.states.remembers(place)
+        if name in engine.gathered_parameters.resized and flat.states.remembers(place)
     ]
     if ending:
         rank_zero_warn(

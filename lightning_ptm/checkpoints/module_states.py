@@ -75,7 +75,7 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
     """
     engine.drain("load a state dict")
     engine.executor.release_all()
-    with engine.lent_parameters.substituted(None):
+    with engine.gathered_parameters.substituted(None):
         named = named_items(module)
     parameters = engine.gathered_flats.shapes()
     by_id = {id(item): state[name] for name, item in named.items() if name in state and id(item) in parameters}

@@ -37,7 +37,7 @@ class RestoredWeights(enum.Enum):
 
 def _needed(engine: Engine, ranks_here: int, *, whole: bool) -> tuple[int, int]:
     """Returns the RAM of this machine that all weights take, and that trained ones take."""
-    every, left_out = list(engine.gathered_flats.bindings()), engine.lent_parameters.untrained()
+    every, left_out = list(engine.gathered_flats.bindings()), engine.gathered_parameters.untrained()
     trained = [each for each in every if each not in left_out]
     # The user's original tensors, which pages have rounded, are in RAM already.
     total = engine.precise_bytes(with_other_parts=whole) - engine.values.bytes_of_originals()
@@ -56,7 +56,7 @@ def decide(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False
         return RestoredWeights.NONE
     every, trained = _needed(engine, ranks_here, whole=whole)
     every += _read_at_once(engine, ()) * ranks_here
-    trained += _read_at_once(engine, engine.lent_parameters.untrained()) * ranks_here
+    trained += _read_at_once(engine, engine.gathered_parameters.untrained()) * ranks_here
     if engine.barriers.all_agree(every <= _free_bytes(engine)):
         return RestoredWeights.ALL
     return (
@@ -138,7 +138,7 @@ def weights(
     """
     if engine.barriers.failed and not engine.communicator.alone:
         log.warning("this run has failed, so the module's parameters have no values; load them from a checkpoint")
-        engine.lent_parameters.detach()
+        engine.gathered_parameters.detach()
         return Returned(False)
     if back in (RestoredWeights.NONE, RestoredWeights.WRITTEN):
         absent = (
@@ -149,16 +149,16 @@ def weights(
                 engine.drain("weights at the end", at_end=True)
                 _check_lost_writes(engine, lost_writes)
         finally:
-            engine.lent_parameters.detach(absent)
+            engine.gathered_parameters.detach(absent)
         return Returned(False)
-    left_out = engine.lent_parameters.untrained() if back is RestoredWeights.TRAINED else []
+    left_out = engine.gathered_parameters.untrained() if back is RestoredWeights.TRAINED else []
     try:
         failure = _drained(engine)
         engine.executor.release_all()
         _check_lost_writes(engine, lost_writes)
-        engine.lent_parameters.restore(left_out, _left_out(reload_hint))
+        engine.gathered_parameters.restore(left_out, _left_out(reload_hint))
     except Exception as error:
-        engine.lent_parameters.detach()
+        engine.gathered_parameters.detach()
         if not engine.barriers.failed:
             raise  # the error of the last step's update, which nothing else reports
         log.warning("the weights could not be restored to the module: %s", error)
@@ -191,7 +191,7 @@ def _left_out(reload_hint: str) -> str:
 
 def _check_lost_writes(engine: Engine, lost_writes: list[Exception]) -> None:
     try:
-        engine.lent_parameters.check_written()
+        engine.gathered_parameters.check_written()
         engine.updates.check_stepped()
     except UsageError as error:
         if not engine.barriers.failed:  # else the run's error was reported, which may be this one

@@ -130,7 +130,7 @@ class LightningHooks:
                     for parameter in group["params"]
                     if parameter.grad is not None or (parameter.requires_grad and not only_gradients)
                 ]
-            names = self._engine.lent_parameters.names_of_copies(updated)
+            names = self._engine.gathered_parameters.names_of_copies(updated)
             if names:
                 raise UsageError(
                     f"{type(optimizer).__name__}.step was called, but configure_optimizers did not return this optimizer. "

@@ -42,7 +42,7 @@ def follow_rearranging(run: Run, checkpoints: RunCheckpoints) -> None:
         UsageError: gradients are pending.
     """
     engine = run.engine
-    for optimizer in run.paged_optimizers() if engine.lent_parameters.resized else ():
+    for optimizer in run.paged_optimizers() if engine.gathered_parameters.resized else ():
         warn_of_resized(engine, optimizer)
     counted = run.statistics()
     engine.barriers.check_relayout(engine.changes.differences())

@@ -65,7 +65,7 @@ def refuse_in_another_run(module: nn.Module) -> None:
         UsageError: weights of the module are in pages of another run, in whose hook this one begins.
     """
     for engine in tuple(_in_progress):
-        names = [] if engine.closed else engine.lent_parameters.names_of_copies(module.parameters())
+        names = [] if engine.closed else engine.gathered_parameters.names_of_copies(module.parameters())
         if names:
             raise UsageError(
                 f"this module's weights ({some(names, 3)}) are used by a run that is in progress, so another run "

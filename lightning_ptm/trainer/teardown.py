@@ -92,7 +92,7 @@ class _Teardown:
             except Exception as error:
                 engine.fail(error)  # the other ranks wait for this one, and Lightning can no longer notify them
                 if not between.ended.weights:
-                    engine.lent_parameters.detach()
+                    engine.gathered_parameters.detach()
                 raise
         for each in self._deferred_errors:
             raise each

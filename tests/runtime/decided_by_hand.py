@@ -19,7 +19,7 @@ from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.engine.set_up import RunPages
-from lightning_ptm.runtime.full_params.lent_parameters import LentParameters
+from lightning_ptm.runtime.full_params.gathered_parameters import GatheredParameters
 from lightning_ptm.runtime.full_params.optimizer_values import OptimizerValues
 from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
 from lightning_ptm.runtime.full_params.sharded_states import AllShardedStates
@@ -124,7 +124,7 @@ class LaidOut:
     values: ParameterValues
     optimizer_values: OptimizerValues
     sharded_kinds: AllShardedStates
-    lent_parameters: LentParameters
+    gathered_parameters: GatheredParameters
 
     def take_over(self, **options: Any) -> None:
         for store in self.stores:
@@ -168,7 +168,7 @@ def laid_out(
             values,
             optimizer_values,
             sharded_kinds,
-            LentParameters(gathered_flats, values),
+            GatheredParameters(gathered_flats, values),
         )
 
 

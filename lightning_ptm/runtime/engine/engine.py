@@ -53,7 +53,7 @@ from lightning_ptm.runtime.engine.step_gradients import StepGradients
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.fetching.tracer import Tracer
 from lightning_ptm.runtime.full_params.first_values import Given
-from lightning_ptm.runtime.full_params.lent_parameters import LentParameters, SummonFullParams, note, trained_in
+from lightning_ptm.runtime.full_params.gathered_parameters import GatheredParameters, SummonFullParams, note, trained_in
 from lightning_ptm.runtime.full_params.optimizer_values import OptimizerValues
 from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
 from lightning_ptm.runtime.full_params.sharded_states import AllShardedStates
@@ -184,7 +184,7 @@ class Engine:
             with self._undo:
                 # A failed set-up must not leave the module with parameters without values.
                 if self._taken_over and self.communicator.alone:
-                    self.lent_parameters.restore()
+                    self.gathered_parameters.restore()
             raise
 
     def add_save_stall(self, seconds: float) -> None:
@@ -202,7 +202,7 @@ class Engine:
         self._lay_values(inputs)
         self._prepare_updates(pages, inputs)
         self._prepare_steps(inputs.recompute)
-        blueprint, updates, lent_parameters = self.blueprint, self.updates, self.lent_parameters
+        blueprint, updates, gathered_parameters = self.blueprint, self.updates, self.gathered_parameters
         self.changes: ModuleChanges = ModuleChanges(
             blueprint,
             self._known,
@@ -210,7 +210,7 @@ class Engine:
             self._optimizers,
             self.stores,
             self.flats,
-            lent_parameters,
+            gathered_parameters,
             updates,
             self.module,
         )
@@ -224,7 +224,7 @@ class Engine:
             self.barriers,
             self.backwards,
             self.changes,
-            lent_parameters,
+            gathered_parameters,
             self._check_open,
             self.stream,
         )
@@ -233,7 +233,7 @@ class Engine:
             blueprint,
             self.stores,
             self.values,
-            lent_parameters,
+            gathered_parameters,
             self.barriers,
             self._known,
             self._settle,
@@ -315,7 +315,9 @@ class Engine:
         self.sharded_kinds = AllShardedStates(self.gathered_flats, self.optimizer_values, self.values.original_of)
         trained = (binding for binding in self.gathered_flats.bindings() if binding.layout.trainable)
         note(self.module, {id(parameter) for binding in trained for parameter in binding.parameters})
-        self.lent_parameters: LentParameters = LentParameters(self.gathered_flats, self.values, trained_in(self.module))
+        self.gathered_parameters: GatheredParameters = GatheredParameters(
+            self.gathered_flats, self.values, trained_in(self.module)
+        )
         trains = bool(self._optimizers)
         write_initial_values(
             self.module,
@@ -582,7 +584,7 @@ class Engine:
         """
         self.stream.begin()  # what follows reads and writes pages on the caller's stream
         if not at_end:
-            self.lent_parameters.check_written()
+            self.gathered_parameters.check_written()
         self.updates.finish_all()
         for store in self.stores:
             for flat in store.flats:
@@ -654,7 +656,7 @@ class Engine:
         return self._closed
 
     def close(self) -> None:
-        """Removes hooks, stops threads, frees pages. Parameters stay as they are; see `LentParameters.restore`."""
+        """Removes hooks, stops threads, frees pages. Parameters stay as they are; see `GatheredParameters.restore`."""
         if self._closed:
             return
         self._closed = True

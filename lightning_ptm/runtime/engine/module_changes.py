@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
-from lightning_ptm.runtime.full_params.lent_parameters import LentParameters
+from lightning_ptm.runtime.full_params.gathered_parameters import GatheredParameters
 from lightning_ptm.runtime.units.discovery import UnitParameter
 from lightning_ptm.runtime.units.module_parameters import KnownParameters, overlap
 from lightning_ptm.runtime.units.store import UnitStore
@@ -46,7 +46,7 @@ class ModuleChanges:
         optimizers: Sequence[Optimizer],
         stores: Sequence[UnitStore],
         flats: Sequence[Sequence[FlatUpdate]],
-        lent_parameters: LentParameters,
+        gathered_parameters: GatheredParameters,
         updates: UpdateScheduler,
         module: nn.Module,
     ) -> None:
@@ -56,7 +56,7 @@ class ModuleChanges:
         self._optimizers = optimizers
         self._stores = stores
         self._flats = flats
-        self._lent_parameters = lent_parameters
+        self._gathered_parameters = gathered_parameters
         self._updates = updates
         self._frozen = frozen
         self._bindings = tuple(binding for store in stores for binding in store.bindings)
@@ -89,7 +89,7 @@ class ModuleChanges:
             "has unfrozen": unfrozen,
             "has new parameters:": new,
             "has no longer the parameters": gone,
-            "has resized": list(self._lent_parameters.resized),
+            "has resized": list(self._gathered_parameters.resized),
             "has changed groups of": regrouped,
         }
         said = [f"{what} {some(names, 3)}" for what, names in found.items() if names]
@@ -101,7 +101,7 @@ class ModuleChanges:
         Raises:
             UsageError: a parameter was resized whose layout in pages does not allow it.
         """
-        lent = self._lent_parameters
+        lent = self._gathered_parameters
         if lent.resized or any(binding.resized for binding in self._bindings):
             lent.find_resized()
         return bool(lent.resized) or self._known.changed()
@@ -158,7 +158,7 @@ class ModuleChanges:
         for flat in (each for flats in self._flats for each in flats):
             if not flat.gradient.in_place:
                 flat.gradient.clear()
-        self._lent_parameters.detach_for_relayout(dtypes)
+        self._gathered_parameters.detach_for_relayout(dtypes)
 
     # -- at a step ----------------------------------------------------------------------------------------------------
 

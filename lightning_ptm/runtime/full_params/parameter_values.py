@@ -1,7 +1,7 @@
 """Full parameters: written to pages from modules, files and state dicts, and read from pages.
 
 Owns references to tensors that the user built, for runs that keep no master copy of them. Optimizer states are handled
-by optimizer_values.py, parameters that users gather by lent_parameters.py. All three read flats through
+by optimizer_values.py, parameters that users gather by gathered_parameters.py. All three read flats through
 gathered_flats.py.
 
 I1: with several ranks the values of rank 0 count. Values of files are the exception: each rank reads what it owns.
