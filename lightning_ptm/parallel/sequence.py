@@ -140,11 +140,8 @@ class Product(torch.autograd.Function):
         ctx: Any, whole: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, second_gather: SecondGather
     ) -> Tensor:
         out = F.linear(whole, weight, bias)  # under autocast in another dtype
-        ctx.second_gather, ctx.layer, ctx.dtypes = (
-            second_gather,
-            second_gather.group.layer,
-            (whole.dtype, None if bias is None else bias.dtype),
-        )
+        ctx.second_gather, ctx.layer = second_gather, second_gather.group.layer
+        ctx.dtypes = (whole.dtype, None if bias is None else bias.dtype)
         ctx.keeps_whole = inside_checkpoint()
         ctx.save_for_backward((whole if ctx.keeps_whole else part).to(out.dtype), weight)
         return out

@@ -1,7 +1,7 @@
 """State tensors of each flat (master weights, optimizer states, parameters, gradient), and the sizes of their buffers.
 
-Counts only, before homes are decided. build_inventory.py makes the rows of the inventory from it. A `StateTensor` is one state
-tensor of a flat; its elements correspond to those of the flat's shard.
+Counts only, before homes are decided. build_inventory.py makes the rows of the inventory from it. A `StateTensor` is one
+state tensor of a flat; its elements correspond to those of the flat's shard.
 """
 
 from __future__ import annotations
