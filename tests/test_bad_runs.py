@@ -307,7 +307,7 @@ def test_a_parameter_that_changes_shape_where_edits_are_not_kept(strategy_at: An
 
 
 def test_a_parameter_whose_data_is_replaced(strategy_at: Any) -> None:
-    """It would go on as if nothing had been written."""
+    """Without the error, the run would continue as if nothing had been written."""
     with pytest.raises(UsageError) as caught:
         sharded = strategy_at("ram", checkpoints={"state_dict_type": "sharded"})  # which writes pages
         trainer_with(sharded, precision="32-true").fit(built(at(2, _replace)), batches())

@@ -173,14 +173,14 @@ def _classes_in(path: str) -> dict[str, ast.ClassDef]:
 
 
 def _code_of(kind: type) -> ast.AST:
-    """Of a class; nothing where it is written in C, or made by a function."""
+    """Returns the code of a class; empty if the class is written in C, or made by a function."""
     path = getattr(sys.modules[kind.__module__], "__file__", None) or ""
     return _classes_in(path).get(kind.__qualname__, ast.Pass()) if path.endswith(".py") else ast.Pass()
 
 
 @cache
 def _private_names_of(kind: type) -> frozenset[str]:
-    """Those that a class of others has, or gives its objects."""
+    """Returns the private names that another library's class has, or gives its objects."""
     return frozenset(name for name in {*vars(kind), *_defined(_code_of(kind))} if _is_private(name))
 
 

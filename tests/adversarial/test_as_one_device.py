@@ -380,7 +380,7 @@ def optimizer_states_loaded_by_hand(desk: Desk) -> None:
 
 @program
 def the_same_optimizer_and_a_checkpoint(desk: Desk) -> None:
-    """Its own states do not count where a checkpoint gives others."""
+    """The optimizer's own states do not count where a checkpoint gives others."""
     desk.goes_on = True
     module = Certain()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)

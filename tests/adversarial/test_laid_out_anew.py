@@ -295,7 +295,7 @@ def test_whatever_is_kept_of_parameters_goes_with_them(
 
 
 class UnfrozenAgain(Unfreezing):
-    """Its last block is frozen again in a run that goes on from a later epoch, until that one begins."""
+    """Module whose last block is frozen again in a run that resumes from a later epoch, until that epoch begins."""
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch:
@@ -721,7 +721,7 @@ def test_memory_holds_no_state_twice(strategy_at: MakeStrategy) -> None:
         more_bytes.append(peak.most_bytes - began_bytes)
 
     lay_out = relayout.lay_out_again
-    with patch.object(relayout, "lay_out_anew", lay_out_again):
+    with patch.object(relayout, "lay_out_again", lay_out_again):
         module = run(Large, strategy, max_epochs=2, precision="bf16-mixed")
     assert 14 * sum(each.numel() for each in module.large.parameters()) > 200 << 20
     assert max(more_bytes) < 64 << 20

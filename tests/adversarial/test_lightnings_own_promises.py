@@ -307,7 +307,7 @@ def test_callbacks_are_copied_when_a_run_begins_and_a_resumed_one_has_them(
 
 
 class Stops(BoringModel):
-    """Its loaders have workers; an error of its own ends a run in the middle of an epoch."""
+    """Module whose loaders have workers; an error of its own ends a run in the middle of an epoch."""
 
     when = ""
 

@@ -137,7 +137,7 @@ def test_a_resumed_fit_has_the_dtypes_of_the_checkpoint(strategy_at: MakeStrateg
 
 
 class Buffers(Converting):
-    """Of every kind that conversion has a rule for; noted in every step."""
+    """Module with a buffer of every kind that dtype conversion has a rule for; each step records them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -229,7 +229,7 @@ def test_a_parameter_without_a_gradient_where_the_class_does_not_care(strategy_a
 
 
 def test_a_parameter_without_a_gradient_where_the_class_does_care(strategy_at: Any) -> None:
-    """Its list holds what it computed for another parameter, at another learning rate."""
+    """The optimizer's list holds what it computed for another parameter, at another learning rate."""
 
     def make(ps: Any) -> Any:
         optimizer = own.Remembers(ps)

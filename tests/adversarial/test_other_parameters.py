@@ -553,7 +553,7 @@ def test_not_while_gradients_wait_in_pages_for_their_step(strategy_at: MakeStrat
 
 
 class Forgetful(Judged):
-    """Its optimizer forgets, in each of the ways that a dictionary has."""
+    """Module whose optimizer drops states, in each of the ways that a dictionary has."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)

@@ -237,7 +237,7 @@ class ClassChanges(Odd):
 
 
 class ClassChangesInAStep(Odd):
-    """It changes between two calls."""
+    """Module whose class changes between two calls."""
 
     def through(self, x: Tensor) -> Tensor:
         x = self.stem(x)

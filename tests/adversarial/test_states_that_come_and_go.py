@@ -45,7 +45,7 @@ def groups_of(module: nn.Module, algorithms: list[str]) -> list[dict[str, Any]]:
 
 
 class ThirdGroupByNorm(Judged):
-    """Its parameters have the shapes of the first group's."""
+    """Optimizer whose third group has parameters with the shapes of the first group's."""
 
     def configure_optimizers(self) -> Any:
         groups = [groups_of(each, ["plain"])[0] for each in (self.blocks[0], self.first, self.blocks[1])]

@@ -207,7 +207,7 @@ def test_a_state_dict_keeps_its_values_when_training_goes_on(strategy_at: Any, t
 
 
 class Halved(Net):
-    """Its state dict is changed by hooks of its own, and by a method of a part of it."""
+    """Module whose state dict is changed by its own hooks, and by a method of one of its parts."""
 
     def __init__(self, **looks: Any) -> None:
         super().__init__(**looks)

@@ -105,7 +105,7 @@ class InTheEvaluation(PutsBack):
 
 
 class WithoutSome(PutsBack):
-    """Of a checkpoint that lacks a weight, and has one too many."""
+    """Loads a checkpoint that lacks a weight, and has one too many."""
 
     def on_train_end(self) -> None:
         del self.best["stem.bias"]
@@ -130,7 +130,7 @@ class WithBuffers(PutsBack):
 
 
 class Hooked(PutsBack):
-    """Its checkpoints have names of their own, as of an older version."""
+    """Module whose checkpoints use other names, like those of an older version."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,14 +34,14 @@ class Penalty(Odd):
 
 
 class Norm(Penalty):
-    """Its norm."""
+    """The weight's norm."""
 
     def of(self, weight: Tensor) -> Tensor:
         return torch.linalg.norm(weight)
 
 
 class Gram(Penalty):
-    """Its product with its own transpose."""
+    """The weight's product with its own transpose."""
 
     def of(self, weight: Tensor) -> Tensor:
         return (weight @ weight.T - torch.eye(len(weight))).square().mean()
@@ -55,7 +55,7 @@ class Complex(Penalty):
 
 
 class Conjugate(Penalty):
-    """Their conjugates."""
+    """The weights' conjugates."""
 
     def of(self, weight: Tensor) -> Tensor:
         number = torch.view_as_complex(weight.view(-1, 2))
@@ -84,7 +84,7 @@ class Expanded(Penalty):
 
 
 class Singular(Penalty):
-    """Its largest singular value."""
+    """The weight's largest singular value."""
 
     def of(self, weight: Tensor) -> Tensor:
         return torch.linalg.matrix_norm(weight, 2)
@@ -346,7 +346,7 @@ class KeptDetached(KeptForLater):
 
 
 class KeptData(KeptForLater):
-    """Its data."""
+    """The weight's data."""
 
     def look(self, weight: Tensor) -> Tensor:
         return weight.data
@@ -367,7 +367,7 @@ class KeptByDlpack(KeptForLater):
 
 
 class KeptAsStorage(KeptForLater):
-    """Its storage, as the object that Python has of it."""
+    """The weight's storage, as the Python object."""
 
     def loss(self, x: Tensor) -> Tensor:
         x, kept = self.stem(x), []

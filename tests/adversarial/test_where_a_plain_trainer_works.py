@@ -292,7 +292,8 @@ class Forgotten(Net):
 
 @pytest.mark.parametrize("home", ["ram", "all_on_disk", "lock_free"])
 def test_weights_that_a_run_did_not_put_back(strategy_at: Any, home: str, tmp_path: Path) -> None:
-    """They raise, a run without a checkpoint is refused, one with it goes on, and they may be loaded."""
+    """Weights that were not restored raise when they are read; a run without a checkpoint is refused, one with it
+    continues, and the weights can be loaded."""
     module = Forgotten()
     module.path = tmp_path / "x.ckpt"
     trainer_with(strategy_at(home, tuning={"restore_weights": False})).fit(module, batches())
@@ -468,7 +469,7 @@ def test_a_loop_by_hand_does_not_begin_anew_in_silence(
 
 
 class LooksAtWeights(Net):
-    """Its optimizer leaves out what is close to zero; it counts loads of its state."""
+    """Module whose optimizer skips values close to zero; it counts loads of the optimizer's state."""
 
     def __init__(self) -> None:
         super().__init__()

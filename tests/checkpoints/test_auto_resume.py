@@ -193,7 +193,8 @@ def test_a_file_in_the_place_of_the_folder_is_refused_before_training(tmp_path: 
 def test_what_is_not_the_checkpoints_fault_is_not_said_of_it(
     error: OSError, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was passed over for an earlier one, and in the end the folder was blamed."""
+    """Errors that are not the checkpoint's fault are raised as they are. Once, the checkpoint was passed over for an
+    earlier one, and in the end the folder was blamed."""
     fit(trainer_of(tmp_path, 2, "full"))
 
     def failing(*given: Any) -> None:

@@ -14,7 +14,7 @@ from lightning_ptm.storage.index import INDEX, PARTIAL
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a sharded checkpoint, by its name and kind."""
+    """Folder of a sharded checkpoint, by its name and kind."""
     path = tmp_path / "step=1.ckpt"
     path.mkdir()
     (path / INDEX).touch()

@@ -13,7 +13,7 @@ from lightning_ptm.runtime.engine.engine import Engine
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
-    """Those of the runs, as they end."""
+    """The engines of the runs, as they end."""
     found: list[Engine] = []
 
     class Watch(fixed_costs._Watch):

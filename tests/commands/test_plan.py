@@ -190,7 +190,8 @@ MANY = DENSE | {"experts": 128, "jitter": 0.0, "capacity_factor": 8.0}
 
 @pytest.mark.parametrize("changes", [{}, {"choices": 2, "jitter": 0.1}, {"experts": 4, "capacity_factor": 0.5}])
 def test_what_a_router_keeps_and_what_finds_no_room_counts(changes: dict[str, Any]) -> None:
-    """Of what layers with experts keep beyond others: attention with a bias keeps more on the CPU than is counted."""
+    """Compares what layers with experts keep in addition to dense ones: attention with a bias keeps more on the CPU
+    than is counted."""
     torch.manual_seed(0)
     tokens = torch.randint(1, 300, (8, 64))
     sizes = MANY | changes
@@ -611,7 +612,8 @@ class Orthogonal(L.LightningModule):
     "settings", [{"offload_optimizer": "device"}, {"offload_optimizer": "disk"}, {"lock_free": True}]
 )
 def test_products_of_updates_take_their_seconds(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Of the dtype in which the optimizer multiplies, at the rate of updates or, where none is known, of training."""
+    """Products of updates are counted in the dtype in which the optimizer multiplies, at the rate of updates or, if
+    that is unknown, of training."""
     path = config(tmp_path, settings | {"page_size": "64KiB", "disk_path": str(tmp_path)})
     document = yaml.safe_load(path.read_text())
     document["model"] = {"class_path": f"{__name__}.Orthogonal"}

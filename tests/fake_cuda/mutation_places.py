@@ -17,7 +17,7 @@ WHOLE_ROOM = "comm"
 counted, and every `return` that leaves a function early."""
 CONTEXTS = {"entered", "_on_stream"}
 EARLY = (10, 5, 1)
-"""Of fit_cases.CASES: sums and activations in RAM, saves behind training, everything on the device and on disk."""
+"""Indexes in fit_cases.CASES: sums and activations in RAM, asynchronous saves, everything on the device and on disk."""
 ALL = 19
 USERS = (
     "AllAside:host",
@@ -26,7 +26,7 @@ USERS = (
     "GoesOnAside:all on disk",
     "UnitsAside:host",
 )
-"""Of users_program.py."""
+"""Cases of users_program.py."""
 LEAVING = ("LeavesAside:host", "LeavesAside:device", "LeavesAside:all on disk")
 USERS_OF: dict[str, tuple[str, ...]] = {
     "hooks": (
@@ -44,9 +44,9 @@ USERS_OF: dict[str, tuple[str, ...]] = {
     "streams": ("UnitsAside:host", "LeavesAside:device", "StepsAside:all on disk:host"),
     "updater": LEAVING,
 }
-"""Those that look at a file from near, and therefore first."""
+"""Cases that test a file most closely, and therefore run first."""
 RANKED = (2, 10, 9)
-"""Of fit_cases.CASES_OF_RANKS."""
+"""Indexes in fit_cases.CASES_OF_RANKS."""
 CLOSEST: dict[str, tuple[str, ...]] = {
     "activation_buffers": ("memory/test_activation_buffers.py",),
     "allocator": ("memory/test_allocator.py", "memory/test_streamed_copies.py"),

@@ -106,7 +106,8 @@ class Program:
 
     @property
     def by_plain_trainer(self) -> bool:
-        """It has the same bits. In mixed precisions it rounds otherwise, and of a checkpoint of 64-true it rounds weights."""
+        """Whether a plain Trainer has the same bits. In mixed precisions it rounds differently, and it rounds weights
+        of a checkpoint of 64-true."""
         resumed = any(fit.begins == "resumed" for fit in self.fits)
         return self.precision in TRUE_PRECISIONS and not (resumed and self.precision == "64-true")
 

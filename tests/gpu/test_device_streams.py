@@ -140,7 +140,7 @@ class Breaks(Model):
 
 
 def test_a_run_that_breaks_off_leaves_no_copy_of_gradients_under_way() -> None:
-    """Their device pages would be given back beneath it."""
+    """The device pages of a pending copy would be freed while it reads them."""
     try:
         train("32-true", model=Breaks, accumulate=2, **HOST)
     except ZeroDivisionError:

@@ -52,7 +52,7 @@ def test_no_test_has_a_race(name: str, part: str, order: str) -> None:
 
 
 def found_in(programs: dict[str, str], **variables: str) -> tuple[dict[str, int], str]:
-    """Of programs in one process, how many races each has; and what is told of them."""
+    """Runs programs in one process; returns the number of races of each, and the reports."""
     lines = ["import fake_device, torch", "before = 0"]
     for name, program in programs.items():
         lines += [textwrap.dedent(program), "now = fake_device.lib.fc_races()"]

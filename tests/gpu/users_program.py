@@ -148,7 +148,7 @@ class AssignsAside(Plain):
 
 
 class HooksAside(Plain):
-    """Of parameters and of activations."""
+    """Registers hooks on parameters and on activations."""
 
     def twice(self, gradient: Tensor) -> Tensor:
         with self.aside(gradient):

@@ -190,7 +190,7 @@ def test_a_cpus_memory_is_ram() -> None:
 
 @dataclass
 class Ledger:
-    """Of page-locks."""
+    """Ledger of page-locks."""
 
     locked: dict[int, int] = field(default_factory=dict)
     refuses: bool = False
@@ -261,7 +261,8 @@ def test_io_threads_take_the_ranks_device_before_they_page_lock() -> None:
 
 
 def test_the_stand_in_of_a_stream_waits_for_marks() -> None:
-    """It carries copies within a device: they keep the order of the current stream, and of what they are told to follow."""
+    """The stand-in carries copies within a device: they keep the order of the current stream, and of the marks that
+    they follow."""
     orders: list[str] = []
 
     class Told:

@@ -173,7 +173,8 @@ def test_busy_seconds_come_from_the_events(bench: Bench) -> None:
 
 
 def test_a_copy_is_counted_when_it_has_ended(bench: Bench) -> None:
-    """Its time is known then; until then neither its bytes nor the time since its launch are the link's."""
+    """The time of a copy is known at its end; until then neither its bytes nor the time since its launch are
+    counted."""
     for _ in range(2):
         bench.copy(bench.tensor(Tier.HOST, 1.0), bench.tensor(Tier.DEVICE, 0.0))
     counted = []

@@ -22,7 +22,7 @@ SQUARES = (
     TensorSlice((128, 64), 0, 2, 0, sections=2),
     TensorSlice((64, 128), 1, 2, 0),
 )
-"""Of which a parameter of (64, 64) may be a part."""
+"""Slices of which a parameter of (64, 64) may be the part; None: not sliced."""
 RANKS = st.one_of(st.integers(1, 9), st.sampled_from((64, 768)))
 
 

@@ -136,7 +136,7 @@ class World:
     # What the threads do.
 
     def end(self, flat: Flat) -> None:
-        """Its job ends."""
+        """Ends the flat's job."""
         self.waiting.finish(flat, learned=False)
         if self.published[flat.place] is not None:
             self.waiting.give_back(flat.kind)

@@ -33,7 +33,7 @@ OWNED = {
     "owned": [(300, 301), (7, 13), (1,), (64, 64), ()],
     "owned_by_one": [(5, 5)],
 }
-"""Of parameters that are updated whole."""
+"""Shapes of parameters that are updated whole."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
@@ -113,7 +113,7 @@ def test_gather_and_reduce(world_size: int) -> None:
 
 
 class Another(CpuBackend):
-    """Its collectives are taken for those of another library than gloo."""
+    """Backend whose collectives are treated as those of another library than gloo."""
 
     collectives = "another"
 
@@ -322,7 +322,7 @@ def errors_of_ours() -> None:
 
 
 def late_words() -> None:
-    """Of a rank that has left: nobody meets it, and it has not failed."""
+    """Calls of a rank that has left: no other rank meets it, and it has not failed."""
     communicator = connect()
     lines = communicator._groups
     assert communicator.meet("in time", 30.0)

@@ -92,7 +92,7 @@ def trained(between: str, strategy: Any, precision: Any = "32-true") -> list[Ten
 
 
 def alike(betweens: Sequence[str], tiers: Sequence[str], folder: Path) -> list[str]:
-    """Those that train otherwise than DDP."""
+    """Returns the cases that train differently from DDP."""
     differing = []
     for between in betweens:
         judge = trained(between, DDPStrategy())

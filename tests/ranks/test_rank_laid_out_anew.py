@@ -264,7 +264,7 @@ def test_a_disk_that_fails_on_one_rank_ends_the_run_on_both(disk: Path) -> None:
 
 
 class Taken(Net):
-    """Its head is replaced, and the old one is somebody else's then."""
+    """Module whose head is replaced; other code owns the old head then."""
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
@@ -306,8 +306,11 @@ class Later(Blocks):
 
 
 class LaterInTwo(Blocks):
-    """Its blocks are in two optimizers. More of them is unfrozen in the second epoch and in the third, in which what trained
-    first rests, until the fourth."""
+    """Module whose blocks are in two optimizers.
+
+    More of them is unfrozen in the second epoch and in the third, in which what trained first rests, until the
+    fourth.
+    """
 
     def __init__(self) -> None:
         super().__init__()

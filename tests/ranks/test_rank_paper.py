@@ -76,7 +76,7 @@ def decide(names: list[str], folder: Path) -> list[tuple[list[Task], list[Task]]
 
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_decision_by_decision(first: int, disk: Path) -> None:
-    """Of every second case."""
+    """Compares every second case."""
     names = list(CASES)[first::2]
     for found in run_ranks(decide, 2, names, disk, limit_s=300):
         for name, (ours, theirs) in zip(names, found, strict=True):

@@ -36,7 +36,7 @@ WHOLE = {
     "middle": ((4, 16, 64), TensorSlice((4, 16, 64), 1, 4, 0)),
     "scale": ((64,), None),
 }
-"""Of a block's parameters, by name, the whole shape and how it is cut. Parts end at multiples of 64 elements."""
+"""The whole shape of a block's parameters and how it is cut, by name. Parts end at multiples of 64 elements."""
 BATCHES, BATCH, SAVED_AFTER = 4, 4, 2
 
 

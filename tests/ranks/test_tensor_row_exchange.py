@@ -38,7 +38,7 @@ from lightning_ptm.update.flat_states import Segment
 
 
 class Wide(nn.Module):
-    """Its second weight is cut into rows of 384 elements, so that pages of 8192 begin and end within some."""
+    """Module whose second weight is cut into rows of 384 elements, so that pages of 8192 begin and end within some."""
 
     def __init__(self) -> None:
         super().__init__()

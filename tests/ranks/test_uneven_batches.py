@@ -173,7 +173,7 @@ def test_evaluation_within_a_group_that_divides_experts_needs_as_many_batches(di
 
 
 def test_a_rank_without_what_others_reduce_ends_the_run(disk: Path) -> None:
-    """It has no batch to log anything of."""
+    """The rank without a batch has nothing to log."""
     first, second = run_ranks(refused, 2, Logs, disk, (0, 2), {}, limit_s=30.0)
     assert first.startswith("rank 0 has ended its evaluation and another rank is in a collective")
     assert second.startswith("rank 1 is in a collective (a barrier, a reduction) and another rank has ended its")

@@ -97,6 +97,6 @@ def counters(*flats: Any) -> list[FlatCounters]:
 
 
 def contribution(step: int, which: tuple[bool, ...] = (True, True)) -> Contribution:
-    """Of a step: its number, in two elements of each parameter that has a gradient."""
+    """Returns the contribution of a step: its number, in two elements of each parameter that has a gradient."""
     gradients = [torch.full((2,), float(step)) if has else None for has in which]
     return Contribution(ParameterGradients(gradients), (Origin(step, GroupValues(())),), NO_TRANSFORM)

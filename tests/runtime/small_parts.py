@@ -195,7 +195,7 @@ class Parts:
         return tensor
 
     def supply(self, flat: FlatStore, way: GradientRoute) -> PageSupply:
-        """Of a gradient with pages of its own."""
+        """Returns the supply of pages for a gradient with pages of its own."""
         numel, allocate = flat.layout.shard_numel, self.allocator.allocate
         return PageSupply(
             lambda: allocate("gradient", numel, way.dtype, way.tier, shared_tail=True), self.allocator.release

@@ -604,7 +604,7 @@ def _filled(allocator: Any, numel: int, values: torch.Tensor) -> Any:
 
 
 def _buffers(allocator: Any) -> PageIOBuffers:
-    """Of a cell each, as a save behind training has them; for what is on disk."""
+    """Returns buffers of a cell each, as an asynchronous save has them for what is on disk."""
     count = BUFFERS if allocator.tier is Tier.DISK else 0
     return PageIOBuffers(
         allocator, [allocator.allocate("a cell", CELL, torch.float32, Tier.DEVICE) for _ in range(count)]

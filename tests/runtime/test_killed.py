@@ -80,7 +80,7 @@ class Runs:
 
 
 def kill(processes: Iterable[int]) -> None:
-    """Those of them that are still there."""
+    """Kills those processes that still run."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
@@ -110,7 +110,7 @@ def check_newest(folder: Path) -> int:
 
 
 def check_weights(folder: Path, other: Path) -> None:
-    """Those of two runs are the same, to the bit."""
+    """Checks that the weights of two runs are equal, to the bit."""
     ours, theirs = torch.load(folder / "weights.pt"), torch.load(other / "weights.pt")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
@@ -360,7 +360,7 @@ class Agents:
             time.sleep(0.05)
 
     def reap(self) -> None:
-        """Of machines that have been powered off."""
+        """Waits for the agents of machines that have been powered off."""
         for agent in self._started:
             agent.wait(60)
 

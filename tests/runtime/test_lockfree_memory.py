@@ -137,7 +137,8 @@ def drawn(depth: int, width: int) -> Blueprint:
 
 @pytest.mark.parametrize(("depth", "width", "versions"), [(12, 768, 2 * 4 + 19), (24, 1024, 2 * 7 + 25)])
 def test_at_real_sizes_at_most_64_pages_are_in_flight(depth: int, width: int, versions: int) -> None:
-    """Of 4 MiB, for GPT 124M and 355M. Larger units have larger versions: two of a unit's size are always there."""
+    """Pages have 4 MiB; models are GPT 124M and 355M. Larger units have larger versions: two of a unit's size always
+    exist."""
     found = drawn(depth, width)
     assert found.lock_free is not None and found.lock_free.gradients == ()
     pages = sum(row.count * -(-row.numel * row.item_bytes // (4 << 20)) for row in found.lock_free.spares)

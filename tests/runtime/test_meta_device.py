@@ -263,7 +263,7 @@ def test_a_layer_that_nobody_initialises_is_refused(strategy_at) -> None:
 
 
 class ForgetsBiases(Late):
-    """Its initialisation sets matrices alone."""
+    """Module whose initialisation sets matrices alone."""
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):

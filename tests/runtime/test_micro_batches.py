@@ -59,7 +59,7 @@ class Staged(TrainModule):
 
 
 class Reentrant(Staged):
-    """Its blocks are computed again by torch's older checkpoint."""
+    """Model whose blocks are recomputed by torch's older checkpoint."""
 
     def call(self, block: nn.Module, value: Tensor) -> Tensor:
         return checkpoint(block, value, use_reentrant=True)  # type: ignore[no-any-return]

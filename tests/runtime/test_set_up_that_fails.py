@@ -82,7 +82,7 @@ def test_nothing_stays_on_a_module_whose_set_up_fails_last(
 
 
 def test_what_is_taken_without_a_row_is_found(strategy_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here it is a row that nobody takes."""
+    """The test adds a row that no code allocates."""
     decide_here = lightning_ptm.trainer.builder.decide_here
 
     def with_a_row(*args: Any, **kwargs: Any) -> Any:

@@ -117,7 +117,7 @@ class ThingsNow:
     }
 
     MOST_SAMPLES = 1 << 17
-    """Their memory is taken at the beginning: lists that grow for an hour are found, too."""
+    """Number of samples, allocated at the beginning: lists that grow for an hour are found, too."""
 
     LEAST_SAMPLES = 4
     """For any line; more for one that says much."""

@@ -90,7 +90,7 @@ class TunedEagerly(Tuned):
 
 
 def values(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Of `Body`, as writers of safetensors files save it: tied weights once, no computed buffers."""
+    """Returns the values of `Body`, as writers of safetensors files save it: tied weights once, no computed buffers."""
     generator = torch.Generator().manual_seed(7)
     state = Body().state_dict()
     del state["lm_head.weight"]

@@ -34,7 +34,7 @@ OF_TORCH = {
     "opens_to": "of the class of one parameter, which is made for it",
 }
 OF_AUTOGRAD = "ctx"
-"""Of an autograd function: it keeps there what its backward needs."""
+"""Name of the context of an autograd function, which keeps there what its backward needs."""
 OF_LIGHTNING = {
     "rank": "rank_zero_only.rank: strategies set it",
     "checkpoint_io": "a wrapping plugin's: strategies set it",

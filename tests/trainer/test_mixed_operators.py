@@ -100,7 +100,7 @@ def test_what_16_bits_give_no_numbers_for(dtype: torch.dtype) -> None:
 
 
 class Residual(L.LightningModule):
-    """Its features are fp32 and stay so: what is added to them is what layers make of their norms."""
+    """Module whose features are fp32 and stay so: it adds to them what layers compute from their norms."""
 
     def __init__(self) -> None:
         super().__init__()

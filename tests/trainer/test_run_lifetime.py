@@ -1,4 +1,4 @@
-"""There is a run from the strategy's `setup` to its `teardown`, and none before and behind."""
+"""Lifetime of a run: from the strategy's `setup` to its `teardown`, and not before or after."""
 
 from __future__ import annotations
 

@@ -212,7 +212,8 @@ def train_manually(folder: Path, behind: bool, saves_up: bool) -> list[Any]:
     ("behind", "saves_up"), [pytest.param(False, False, marks=pytest.mark.slow), (False, True), (True, False)]
 )
 def test_under_manual_optimization_too_they_are_those_of_ddp(behind: bool, saves_up: bool, tmp_path: Path) -> None:
-    """There each rank's are its own once training has begun, but behind a backward pass outside of steps."""
+    """Buffers under manual optimization are those of DDP: each rank keeps its own during training, except after a
+    backward pass outside of steps."""
     results = run_ranks(train_manually, 2, tmp_path, behind, saves_up, limit_s=120.0)
     for theirs, ours in results:
         for expected, values in zip(theirs, ours, strict=True):

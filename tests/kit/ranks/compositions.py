@@ -251,7 +251,7 @@ def gathered(place: Place) -> Seen:
 
 
 def exported(place: Place) -> Seen:
-    """Of checkpoints of both kinds, saved inside and behind a run; each rank exports for itself."""
+    """Exports checkpoints of both kinds, saved inside and after a run; each rank exports for itself."""
     seen: Seen = {}
     for kind in ("full", "sharded"):
         module, path = seeded(PreciseGPT), place.files / kind

@@ -242,7 +242,11 @@ def _listen(ranks: Sequence[_Rank], deadline_s: float) -> None:
 
 
 def _end(ranks: Sequence[_Rank], file: str) -> None:
-    """Of those that wait nothing, unless one of them failed: what the others have seen of it nobody knows."""
+    """Ends the ranks of a test.
+
+    If all ranks wait for more work, keeps their processes for the next test; if one failed, ends all, as the others'
+    state is unknown.
+    """
     keep = all(rank.waits for rank in ranks)
     for rank in ranks:
         if keep:

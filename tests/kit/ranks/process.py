@@ -187,7 +187,8 @@ def _is_of_tests(module: types.ModuleType) -> bool:
 
 
 def _held(module: types.ModuleType) -> Iterator[tuple[Any, Any]]:
-    """Of a module of tests all that it holds, what its lists hold, and its classes, by name."""
+    """Yields (name, value) of a test module's variables, of the elements of its containers, and of its classes'
+    attributes."""
     for name, value in list(vars(module).items()):
         if name.startswith("__"):
             continue
@@ -200,7 +201,7 @@ def _held(module: types.ModuleType) -> Iterator[tuple[Any, Any]]:
 
 
 def _code_of(module: types.ModuleType) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
-    """Its functions and classes, and theirs."""
+    """Yields the functions and classes of a module, and those of its classes."""
     for name, value in list(vars(module).items()):
         if issubclass(type(value), _KINDS) and not name.startswith("__"):
             yield vars(module), name, value

@@ -36,7 +36,7 @@ VOCABULARY = 64
 
 
 class Losses:
-    """Of training steps, as they come."""
+    """Losses of training steps, as they come."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.loss(batch)  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ class PreciseGPT(Losses, GPT):
 
 
 class CompiledGPT(PreciseGPT):
-    """Its blocks are compiled, operators as they are."""
+    """Model whose blocks are compiled, with operators as they are."""
 
     def build(self) -> None:
         super().build()
@@ -265,7 +265,7 @@ class Evictions(L.Callback):
 
 
 def batches(how: Run) -> DataLoader[Any]:
-    """Of this rank; all runs of as many steps go through the same rows."""
+    """Returns the batches of this rank; all runs of as many steps use the same rows."""
     rows = torch.randint(3, VOCABULARY, (how.steps * BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
     data = how.ranks // how.tensor
     if how.micro_batches > 1:

@@ -235,7 +235,7 @@ class PlainRanks:
         self.publish()
 
     def _sum(self, pair: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
-        """Of fp32, as masters' gradients are."""
+        """Adds two gradients in fp32, as masters' gradients are."""
         before, new = (part.float() if self.mixed and part is not None else part for part in pair)
         return new if before is None else before if new is None else before + new
 

@@ -105,7 +105,7 @@ def test_whole_gradients_are_taken_off_the_budget() -> None:
     ],
 )
 def test_chunks_in_flight(staging: object, host: int, chunks: int) -> None:
-    """Of four pages each: parameter, gradient and two moments."""
+    """Chunks have four pages each: parameter, gradient and two moments."""
     found = decided(disk_path="/d", offload_optimizer="disk", tuning={"staging_memory": staging}, host_memory=host)
     assert found.staging_chunks == chunks
 
@@ -139,7 +139,8 @@ def test_cores_of_updates(cores: int, ranks: int, ours: int, updates: int) -> No
 )
 @pytest.mark.parametrize("keep", [False, True])
 def test_gradients_that_travel_have_pages(options: dict[str, Any], count: int, waits: Waits, keep: bool) -> None:
-    """Of each size: those of flats that wait (twice where they outlive the pass), of versions in the making, one more."""
+    """Pages of each size are for flats that wait (twice where they outlive the pass), for versions in the making, and
+    one more."""
     module = nn.Module()
     module.blocks = nn.ModuleList(Block(1) for _ in range(2))
     found = decided(module, lock_free=True, disk_path="/d", keep_gradients=keep, **options)

@@ -78,7 +78,7 @@ def engine_of(module: nn.Module, disk: Path, **options: Any) -> Iterator[Any]:
 
 
 def test_states_at_home(disk: Path) -> None:
-    """Of 65536-byte pages: fp32 masters and moments are twice a bf16 parameter."""
+    """Pages have 65536 bytes: fp32 masters and moments are twice a bf16 parameter."""
     with engine_of(Net(2), disk, **MIXED, **MASTERS_ON_DISK) as engine:
         assert states_at_home(engine) == (
             StateBytes("parameters", "device", 2 * PAGE, 3),

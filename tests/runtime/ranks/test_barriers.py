@@ -23,7 +23,7 @@ class Other:
 
     def __init__(self) -> None:
         self.rounds_before: list[int] = []
-        """Of each other collective."""
+        """Rounds done before each other collective."""
         self.brings: list[Row] = []
         """To the next rounds."""
         self.rounds: list[Row] = []
@@ -53,7 +53,7 @@ class Other:
 
 
 class Rank:
-    """Its meeting points, and the collectives of others that it took part in."""
+    """A rank's barriers, and the collectives of others that it took part in."""
 
     def __init__(self) -> None:
         self.other = Other()

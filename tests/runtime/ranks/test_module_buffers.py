@@ -27,7 +27,7 @@ class Wire:
         self.barrier = threading.Barrier(RANKS, timeout=WAIT_S)
         self.brought: list[Any] = [None] * RANKS
         self.sent_bytes: list[int] = []
-        """Of each broadcast of a tensor."""
+        """Bytes of each broadcast of a tensor."""
 
     def told(self, rank: int, value: Any) -> list[Any]:
         self.brought[rank] = value

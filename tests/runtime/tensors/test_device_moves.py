@@ -63,7 +63,7 @@ def test_what_has_no_memory_yet_stays() -> None:
 
 
 class Looks(nn.Linear):
-    """Its own `_apply` reads parameters, and puts others in their place."""
+    """Layer whose own `_apply` reads parameters, and replaces them."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)

@@ -185,7 +185,7 @@ def test_a_shard_that_an_all_gather_reads_stays_until_it_is_done() -> None:
 
 
 def test_a_shard_that_nobody_gathers_is_given_up_when_it_is_there(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pages are another's then, under no copy."""
+    """The pages of the shard go to another tensor then, with no copy in flight."""
     with parts(OnePage(double=True), (), home=Tier.DISK, disk=disk, world_size=2) as made:
         (flat,) = made.flats
         asked, may_read, read = threading.Event(), threading.Event(), FileOps.preadv

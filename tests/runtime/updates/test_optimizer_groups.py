@@ -20,7 +20,7 @@ from lightning_ptm.update.shadow import snapshot
 def groups_of(
     make: Callable[[list[nn.Parameter]], list[Optimizer]],
 ) -> Iterator[tuple[OptimizerGroups, list[Optimizer], list[nn.Parameter]]]:
-    """Of a module of three units."""
+    """Yields the optimizer groups of a module of three units."""
     module = Net(2)
     optimizers = make(list(module.parameters()))
     with laid_out(decided(module, optimizers)) as pages:
