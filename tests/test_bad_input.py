@@ -1,4 +1,4 @@
-"""What cannot work is refused before the first step, with an error that has names, numbers and a remedy."""
+"""Settings that cannot work are refused before the first step, with an error that has names, numbers and a remedy."""
 
 from __future__ import annotations
 
@@ -406,7 +406,7 @@ def test_a_disk_that_is_too_small(disk: Path) -> None:
 
 
 def test_a_disk_that_is_full_after_all(disk: Path) -> None:
-    """What another process took between the question and the reservation; a quota looks like this too."""
+    """Another process took the space between the question and the reservation; a quota looks like this too."""
     strategy = on(disk, Files(fallocate_errno=errno.EDQUOT))
     message = refused(strategy, Stack(), PageIOError)
     assert "needs" in message

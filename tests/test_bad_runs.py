@@ -1,4 +1,4 @@
-"""What goes wrong in mid-run ends the run with a clear error, loses nothing that was saved and leaves nothing behind.
+"""Failures in mid-run end the run with a clear error, lose nothing that was saved and leave nothing behind.
 
 (`nothing_left_behind` and `disk` in conftest.py look for threads, open files and files on the disk after each test.)
 """

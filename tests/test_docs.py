@@ -167,7 +167,7 @@ def test_every_setting_hint_has_a_row() -> None:
 
 
 class MyModule(LightningModule):
-    """What a page takes for the reader's own."""
+    """Module that a page takes for the reader's own."""
 
     def __init__(self) -> None:
         super().__init__()

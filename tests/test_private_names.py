@@ -113,7 +113,7 @@ def _private_texts(node: ast.AST) -> list[str]:
 
 
 def _is_of_ours(node: ast.Attribute) -> bool:
-    """What one class of ours asks of another, in another file."""
+    """Whether the node is an attribute that one class of this package reads of another, in another file."""
     return node.attr in _own() and node.attr not in _fetched()
 
 
@@ -225,7 +225,7 @@ def _is_fetcher(node: ast.stmt) -> bool:
 
 @pytest.fixture(scope="module")
 def variables() -> dict[str, Any]:
-    """What functions of the two files ask for names of."""
+    """Objects on which the private names in the two files are looked up."""
     optimizer = torch.optim.SGD([torch.zeros(1)])
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
     optimizer.step()

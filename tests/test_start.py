@@ -1,4 +1,4 @@
-"""What is imported when: the command line's help and `import lightning_ptm` without torch, names as if all were there."""
+"""Imports: the command line's help and `import lightning_ptm` without torch, names as if all were imported."""
 
 from __future__ import annotations
 

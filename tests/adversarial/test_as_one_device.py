@@ -318,7 +318,7 @@ def the_same_optimizer_in_two_fits(desk: Desk) -> None:
 
 @program
 def the_same_optimizer_with_another_trainer_and_others_frozen(desk: Desk) -> None:
-    """What is frozen for a while keeps its moments."""
+    """A parameter that is frozen for a while keeps its moments."""
     module = Certain()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01, fused=True)
     module.configure_optimizers = lambda: optimizer

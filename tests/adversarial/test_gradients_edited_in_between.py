@@ -94,7 +94,7 @@ class BehindLightnings(Judged):
 
 
 class TwoPasses(Judged):
-    """What the first has left is laid aside and taken out of the sum again."""
+    """Sets the gradients of the first pass aside and subtracts them from the sum again."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward(retain_graph=True)

@@ -198,7 +198,7 @@ class RestingWhole(ByTurns):
 
 
 class Untrained(Unfreezing):
-    """What is unfrozen gets gradients, and has no optimizer."""
+    """A parameter that is unfrozen gets gradients, and has no optimizer."""
 
     def chosen(self) -> list[nn.Parameter]:
         return [*self.first.parameters(), *self.head.parameters()]

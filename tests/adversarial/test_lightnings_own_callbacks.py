@@ -1,4 +1,4 @@
-"""What Lightning's own callbacks, connectors and plugins expect of a strategy beyond its documentation."""
+"""Expectations of Lightning's own callbacks, connectors and plugins of a strategy beyond its documentation."""
 
 from __future__ import annotations
 

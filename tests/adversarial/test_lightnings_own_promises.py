@@ -1,4 +1,4 @@
-"""What Lightning promises of any Trainer, in places where a strategy could get in the way."""
+"""Promises of Lightning for any Trainer, in places where a strategy could get in the way."""
 
 from __future__ import annotations
 

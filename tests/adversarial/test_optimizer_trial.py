@@ -317,7 +317,7 @@ def test_a_trial_writes_nothing(make: Callable[..., Optimizer]) -> None:
 
 
 def test_pages_do_not_count_as_steps(strategy_at: Any) -> None:
-    """What a class records of its steps on the object is no record of pages."""
+    """A class that records its steps on the object records no pages."""
     module = net(lambda ps: Logs(ps, lr=0.01))
     made: list[Logs] = []
     module.make = lambda ps: made.append(Logs(ps, lr=0.01)) or made[0]  # type: ignore[func-returns-value]

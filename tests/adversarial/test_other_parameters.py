@@ -81,7 +81,7 @@ class OfWhichNoOptimizerKnows(Changing):
 
 
 class BesideTheOldOne(Changing):
-    """What is in no module any more stays in its group, where it has no gradient."""
+    """A parameter that is in no module any more stays in its group, where it has no gradient."""
 
     def change(self) -> None:
         self.head = nn.Linear(WIDTH, 4)
@@ -180,7 +180,7 @@ class Parametrized(WeightNorm):
 
 
 class PutBack(Changing):
-    """What was taken away has its values when it comes back."""
+    """A parameter that was removed has its values when it is added again."""
 
     def change(self) -> None:
         self.kept = [self.blocks[1]]
@@ -290,7 +290,7 @@ class BeforeEachBatch(Changing):
 
 
 class InAPart(Changing):
-    """What alone is changed is whole."""
+    """The part that is changed alone is whole."""
 
     def whole(self) -> AbstractContextManager[None]:
         strategy: Any = self.trainer.strategy

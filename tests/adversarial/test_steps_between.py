@@ -175,7 +175,7 @@ class ReadWhileGathered(EditedWhileGathered):
 
 
 class StepOfOthers(Fused):
-    """What is stepped with in between has no weight in the graph of the other loss."""
+    """The parameters that are stepped in between are not in the graph of the other loss."""
 
     def step(self, run: Any, x: Tensor) -> None:
         one, two = run.optimizers()

@@ -136,7 +136,7 @@ HOOKS = [
 
 
 def _noted(strategy: Any) -> list[tuple[str, State]]:
-    """What `state_dict()` tells at every hook of a training with an evaluation and a checkpoint in it."""
+    """Returns `state_dict()` at every hook of a training with an evaluation and a checkpoint in it."""
     notes: list[tuple[str, State]] = []
 
     def note(hook: str, module: Net) -> None:
@@ -492,7 +492,7 @@ def test_weights_in_an_evaluation(strategy_at: Any, tier: str, precision: str) -
 
 
 def _spoken(strategy: Any, *, inside: bool) -> tuple[list[Tensor], State]:
-    """What the model says between steps, in a block of `gathered` or outside of any."""
+    """Returns the model's outputs between steps, in a block of `gathered` or outside of any."""
     said: list[Tensor] = []
     batch = torch.randn(4, 48, generator=torch.Generator().manual_seed(2))
 

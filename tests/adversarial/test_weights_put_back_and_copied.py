@@ -1,4 +1,5 @@
-"""What libraries do to a module during a run: they load other weights, copy it, pickle it, give parameters other data."""
+"""Operations of libraries on a module during a run: they load other weights, copy it, pickle it, give parameters other
+data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What autograd saves of a weight in pages, whoever saves it and in whatever form: read as it was saved, or refused.
+"""Tensors that autograd saves of a weight in pages, in whatever form: read as they were saved, or refused.
 
 Pages are used again between forward and backward here (`tight`), with and without poison, recomputed or not.
 """

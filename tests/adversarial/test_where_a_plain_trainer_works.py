@@ -1,4 +1,4 @@
-"""What works with a plain Trainer between and around steps, and does not come by itself with pages: each with the plain
+"""Code that works with a plain Trainer between and around steps, and does not by itself with pages: each with the plain
 numbers, or refused with the reason."""
 
 from __future__ import annotations

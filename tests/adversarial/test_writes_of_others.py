@@ -435,7 +435,7 @@ def test_where_there_are_gradients_or_may_be_it_is_refused(
 
 
 def test_optimizers_of_other_things_step_as_ever(strategy_at: MakeStrategy) -> None:
-    """What they update is in no module."""
+    """Optimizers whose parameters are in no module step as with a plain Trainer."""
 
     class Perturbed(Judged):
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:

@@ -258,7 +258,7 @@ def test_several_batches_a_step_and_late_updates(strategy_at, board_trainer, mod
 
 
 def test_a_failed_run_and_one_after_it(strategy_at, board_trainer, model, data, tmp_path) -> None:
-    """What led to the error is kept, and the same callbacks serve the next run."""
+    """The records up to the error are kept, and the same callbacks serve the next run."""
     callbacks = everything()
     fails = dict.fromkeys([2], True)
     step = model.training_step

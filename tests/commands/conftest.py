@@ -44,7 +44,7 @@ class Inner(nn.Module):
 
 
 class Outer(L.LightningModule):
-    """What users write around a model: `model`, and something of their own."""
+    """Module that users write around a model: `model`, and a layer of their own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is trained to find what steps take beside arithmetic has the units, and the exchanges, that it is to tell of."""
+"""Runs that measure fixed costs of steps have the units, and the exchanges, that they measure."""
 
 from __future__ import annotations
 

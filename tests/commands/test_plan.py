@@ -158,7 +158,7 @@ def test_operations_are_those_of_the_formula() -> None:
 
 
 def kept_bytes(model: LanguageModel, *tokens: torch.Tensor) -> int:
-    """What autograd keeps of a forward on the CPU."""
+    """Returns the bytes that autograd keeps of a forward on the CPU."""
     model.configure_model()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}

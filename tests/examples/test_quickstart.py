@@ -36,7 +36,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def text(cell: Any) -> str:
-    """What a cell has printed and shown, but for warnings."""
+    """Returns what a cell has printed and shown, but for warnings."""
     shown = [each.get("text", "") for each in cell.outputs if each.get("name") != "stderr"]
     return "".join(shown + [each.data["text/plain"] for each in cell.outputs if "data" in each])
 

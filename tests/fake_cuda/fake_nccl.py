@@ -30,7 +30,7 @@ NAME = "fake_nccl"
 
 
 def _read(tensor: Tensor) -> Tensor:
-    """What the current stream will find in a tensor of the device, in RAM that is not page-locked (I1)."""
+    """Copies what the current stream will find in a tensor of the device to RAM that is not page-locked (I1)."""
     locked = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     locked.copy_(tensor, non_blocking=True)
     lib.fc_run_current_stream()

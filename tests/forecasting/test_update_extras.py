@@ -1,4 +1,4 @@
-"""What updates take beside a pass over bytes."""
+"""Seconds of updates in addition to the pass over bytes."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Rows(IterableDataset[Tensor]):
 
 
 def check(program: Program, folder: Path) -> str:
-    """What differs from the judge's on this rank; empty where nothing does."""
+    """Returns the differences from the judge on this rank; empty if there are none."""
     disk = folder / "disk"
     disk.mkdir(parents=True, exist_ok=True)
     common = {"debug": {"poison": True}, "disk_path": disk, "timeout": timedelta(seconds=TIMEOUT_S)}

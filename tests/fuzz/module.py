@@ -37,7 +37,7 @@ _OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], list[torch.optim.Optim
 
 
 class Broken(Exception):
-    """What a program raises."""
+    """Error that a program raises."""
 
 
 class Fuzzed(L.LightningModule):

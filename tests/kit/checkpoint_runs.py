@@ -79,7 +79,7 @@ def sharded(strategy_at: Any, tier: str, **settings: Any) -> AngelPTMStrategy:
 
 
 def names_in(folder: Path) -> list[str]:
-    """What is in a test's folder, but for the working directory that each test has."""
+    """Lists a test's folder, without the working directory that each test has."""
     return sorted(entry.name for entry in folder.iterdir() if entry.name != "here")
 
 

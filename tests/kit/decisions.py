@@ -1,4 +1,5 @@
-"""What a run fetches and gives up, decision by decision, and the same iterations on paper: both ask the same policy."""
+"""Fetches and evictions of a run, decision by decision, and those of the same iterations in a virtual run: both use the
+same policy."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class Listens(L.Callback):
         engine.updates.finish_all()
 
     def traces(self) -> list[Trace]:
-        """What happened in each iteration: as the newest trace has it, or, in another order, forwards up to the root's
+        """Returns the trace of each iteration: the newest trace, or, in another order, forwards up to the root's
         backward."""
         found = []
         parts = self.blueprint.by_need
@@ -62,7 +63,7 @@ class Listens(L.Callback):
 
 
 def on_paper(seen: Listens, accumulate: int = 1, *, recomputed: bool = False) -> list[Task]:
-    """What is decided in the same iterations without a run."""
+    """Returns the decisions of a virtual run in the same iterations."""
     blueprint: Blueprint = seen.blueprint
     found: list[Task] = []
     fixed = (

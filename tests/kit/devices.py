@@ -12,7 +12,7 @@ on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA
 
 
 def keep_busy() -> None:
-    """What is queued next starts late, where the device has a kernel for that."""
+    """Makes work that is queued next start late, where the device has a kernel for that."""
     sleep = getattr(torch.get_device_module(HERE), "_sleep", None)
     if sleep is not None:
         sleep(20_000_000)

@@ -22,7 +22,7 @@ from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.checkpoints import restore
 
 MakeStrategy = Callable[..., AngelPTMStrategy]
-"""What the fixture `strategy_at` is."""
+"""Type of the fixture `strategy_at`."""
 
 WIDTH = 64
 

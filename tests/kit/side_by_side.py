@@ -55,7 +55,7 @@ class Bits:
 
 
 def frozen(value: Any, folder: str = "\0") -> Any:
-    """What of a value is compared; later changes to the value do not reach it."""
+    """Returns the comparable part of a value; later changes to the value do not reach it."""
     if isinstance(value, nn.Parameter):
         return f"<Parameter {tuple(value.shape)}>"
     if isinstance(value, Tensor):
@@ -102,7 +102,7 @@ class _Log(Logger):
 
 
 class Desk:
-    """What a program works with; see the file's contract.
+    """Tools of a program; see the file's contract.
 
     Args:
         strategy: makes what each Trainer gets.

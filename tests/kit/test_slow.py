@@ -13,7 +13,7 @@ from kit.slow import mark_slow
 
 
 class Case:
-    """What pytest collects of a test, so far as it is asked for."""
+    """What pytest collects of a test, as far as it is needed."""
 
     nodeid = "tests/test_x.py::test_x"
 

@@ -22,7 +22,7 @@ KINDS = {
     "gradient": GRADIENT,
     "target and gradient": TARGET | GRADIENT,
 }
-"""What passes through staging: all but what is where the arithmetic is."""
+"""Kinds of data that pass through staging: all but those that are where the arithmetic is."""
 
 
 def two_flats(columns: int, staging: int, chunks: tuple[int, int] = (1, 2)) -> Scenario:

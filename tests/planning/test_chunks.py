@@ -93,7 +93,7 @@ class Bench:
         del self.writing[:count]
 
     def run(self) -> list[tuple[str, str, int]]:
-        """What is done until nothing can be."""
+        """Does all work that can be done; returns it."""
         self.log.clear()
         moved = True
         while moved:

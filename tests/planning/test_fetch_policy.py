@@ -1,4 +1,4 @@
-"""What is fetched and given up, decided over numbers of pages: a unit takes one, and its shard, where ranks share it, one."""
+"""Fetches and evictions, decided over numbers of pages: a unit takes one, and its shard, where ranks share it, one."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def test_the_others_are_told_that_a_rank_is_gone(world_size: int) -> None:
 
 
 def tell_of_a_gather() -> list[tuple[str, str, int]]:
-    """What listeners hear of collectives of this rank, when they have been waited for."""
+    """Returns the events of collectives of this rank that listeners get, when the collectives have been waited for."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     events, heard = Events(), []
     communicator = ProcessGroupCommunicator(CpuBackend(), datetime.timedelta(seconds=60), events)
@@ -311,7 +311,7 @@ def refuse(error: RuntimeError) -> None:
 
 
 def errors_of_ours() -> None:
-    """What we raise ourselves inside of a collective is told as it is; what others do, as a collective that failed."""
+    """Errors of this package inside of a collective are raised as they are; others as a collective that failed."""
     communicator = connect()
     for error in (RankError("rank 1 will not come"), UsageError("not now")):
         with pytest.raises(type(error), match=f"^{error}$"):

@@ -150,7 +150,7 @@ def gathered(group: RankGroup, given: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_both_ways(group: RankGroup, ask: Callable[[Tensor], Any], given: Tensor) -> list[tuple[Any, Tensor | None]]:
-    """What is answered, and the part's gradient: of whole logits and of divided ones."""
+    """Returns the result, and the part's gradient: of whole logits and of divided ones."""
     found = []
     for make in (gathered, parted):
         part, logits = make(group, given)

@@ -26,7 +26,7 @@ BOTH: dict[str, Any] = {"expert_parallel_size": 2, "units": ["Block", "Expert"]}
 
 
 class MoEBySGD(PreciseT5MoE):
-    """What it moves by is its gradients. Every token goes to all experts: of more, rounding would choose."""
+    """Model that moves by its gradients. Every token goes to all experts: if there were more, rounding would choose."""
 
     def __init__(self, rate: float = 0.1, **sizes: Any) -> None:
         super().__init__(**{"experts": 2, "choices": 2, "capacity_factor": 4.0, **sizes})

@@ -224,7 +224,7 @@ def test_weights_are_read_while_one_rank_has_skipped_its_backward(tier: str, dis
 
 
 class Seen(L.Callback):
-    """What the parts of the engine made of it.
+    """Record of how the parts of the engine treated the run.
 
     Attributes:
         at_steps: by step, the units that are updated when the optimizer's step begins.

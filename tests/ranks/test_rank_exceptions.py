@@ -79,7 +79,7 @@ KINDS = ("full", "sharded", "behind")
 
 
 class SavesAtTwo(L.Callback):
-    """What is to be in the checkpoint."""
+    """Saves the checkpoint with the expected values."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

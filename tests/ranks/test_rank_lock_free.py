@@ -94,7 +94,7 @@ CASES = {
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What a training leaves on one rank.
+    """Result of a training on one rank.
 
     Attributes:
         weights: least and greatest element of each.
@@ -209,7 +209,7 @@ def dies(*_: Any, **__: Any) -> None:
 
 
 def fail(fault: Fault, folder: Path) -> tuple[str, int]:
-    """What the run ended with on this rank, and how many batches had ended."""
+    """Returns the error with which the run ended on this rank, and how many batches had ended."""
     disk, monkeypatch = Disk(), pytest.MonkeyPatch()
     strategy = make_strategy(folder, "lock_free", debug={"poison": False}, **fault.settings)
     strategy.file_ops = disk

@@ -1,4 +1,4 @@
-"""What two ranks decide of chunks is what their forecast does, entry by entry."""
+"""Decisions about chunks of two ranks are those of their forecast, entry by entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each of two ranks fetches and gives up is what the forecast on paper does: as tests/runtime/test_run_and_paper.py."""
+"""Fetches and evictions of each of two ranks are those of the virtual run: as tests/runtime/test_run_and_paper.py."""
 
 from __future__ import annotations
 

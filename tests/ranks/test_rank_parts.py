@@ -220,7 +220,7 @@ def test_what_is_saved_is_one_ranks(
 def test_any_number_of_ranks_goes_on_from_it(
     whole: dict[str, Any], ranks: int, parts: int, tier: str, kind: str, disk: Path, tmp_path: Path
 ) -> None:
-    """What is loaded is saved again, and trained with."""
+    """The loaded state is saved again, and trained with."""
     theirs, _ = whole["bf16-mixed"]
     ours = paths(tmp_path)
     run_ranks(run, ranks, Run(ranks, parts, ours, tier, "bf16-mixed", loaded=theirs[kind]), disk)
@@ -255,7 +255,7 @@ def test_the_clipped_norm_is_one_ranks(disk: Path, tmp_path: Path) -> None:
 
 
 def gathered_and_ended(disk: Path, path: Path) -> tuple[bool, list[bool], str]:
-    """What `gathered` shows, what becomes of edits in it, and how a save after the run ends."""
+    """Returns what `gathered` shows, whether edits in it stay, and how a save after the run ends."""
     rank = int(os.environ["RANK"])
     model = Model(2, rank)
     cuts = model.cuts

@@ -83,7 +83,7 @@ def unreadable(path: Path) -> Iterator[None]:
 
 
 def try_everything(root: Path) -> dict[str, str]:
-    """What each attempt has raised on this rank."""
+    """Returns the errors of all attempts on this rank."""
     own, closed, hidden = root / "own", root / "closed", root / "hidden"
     sharded = {"checkpoints": {"state_dict_type": "sharded"}}
     full_path, sharded_path, weights = own / "full.ckpt", own / "sharded.ckpt", own / "weights.safetensors"

@@ -1,4 +1,4 @@
-"""What sequence parallelism would get wrong is refused in a sentence that says what to do."""
+"""Models that sequence parallelism would compute wrongly are refused in a sentence that says what to do."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from kit.ranks.tensor_models import STEPS, WAYS, Outcome, Run, assert_same_learn
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """What one rank with whole parameters learns."""
+    """Returns the outcome of one rank with whole parameters."""
     return run_ranks(train, 1, Run("gpt", norms=True), tmp_path_factory.mktemp("disk"))[0]
 
 

@@ -1,4 +1,4 @@
-"""What the proof of a block counts for: blocks alike in more than shapes, and whatever a block leaves or draws."""
+"""Scope of the proof of a block: blocks equal in more than shapes, and whatever a block leaves or draws."""
 
 from __future__ import annotations
 

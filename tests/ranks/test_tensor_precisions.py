@@ -19,7 +19,7 @@ RATE = 0.1
 
 
 class GPTBySGD(PreciseGPT):
-    """What it moves by is its gradients."""
+    """Model that moves by its gradients."""
 
     def __init__(self, rate: float = RATE, **sizes: Any) -> None:
         super().__init__(**sizes)

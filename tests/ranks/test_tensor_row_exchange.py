@@ -303,7 +303,7 @@ class Found:
 
 
 def exchange_all() -> list[str]:
-    """What was wrong, of pages that begin in the middle of rows, and of several dtypes."""
+    """Returns the errors of exchanging pages that begin in the middle of rows, with several dtypes."""
     group, wrong = connect(), []
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.uint8):
         whole = torch.arange(ROWS * PARTS * RUN).remainder(251).to(dtype).view(ROWS, PARTS, RUN)

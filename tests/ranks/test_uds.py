@@ -41,7 +41,7 @@ class Table:
 
 
 def all_ranks(size: int, act: Callable[[int], Any]) -> list[Any]:
-    """What `act` returns or raises for each rank, each in a thread of its own."""
+    """Returns the results or errors of `act` for each rank, each in its own thread."""
     found: list[Any] = [None] * size
 
     def run(rank: int) -> None:

@@ -119,7 +119,7 @@ def test_evaluation_goes_on_where_there_are_batches(
 
 
 def metrics_read(build: Any, *arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """What each evaluation came to, and this rank's losses."""
+    """Returns the results of each evaluation, and this rank's losses."""
     modules: list[Measures] = []
 
     def built() -> Measures:
@@ -194,7 +194,7 @@ def test_a_rank_without_a_metric_that_others_compute_ends_the_run(disk: Path) ->
 
 
 def train(folder: Path, batches: tuple[int, ...], options: dict[str, Any], validation: tuple[int, ...]) -> str:
-    """What training on so many batches a rank ends with."""
+    """Returns the error of training on so many batches a rank."""
     torch.manual_seed(0)
     training = Training(Tower)
     trainer = make_trainer(training, make_strategy(folder, "all_on_disk"), len(batches), **options)

@@ -218,7 +218,7 @@ class Parts:
         return [store.unit.index for store in self.stores if store.flats and store.live]
 
     def logged(self) -> list[str]:
-        """What has moved since the last call."""
+        """Returns the moves since the last call."""
         moved = list(self.log)
         self.log.clear()
         return moved

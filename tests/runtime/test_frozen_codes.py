@@ -109,7 +109,7 @@ def test_the_numbers_are_those_of_weights_that_were_rounded_before(strategy_at, 
 
 
 class Kept(L.Callback):
-    """What a run keeps of each parameter's home, in bytes, and what its inventory has."""
+    """Records the bytes of each parameter's home, and what the inventory has."""
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy = trainer.strategy

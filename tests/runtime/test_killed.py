@@ -117,7 +117,7 @@ def check_weights(folder: Path, other: Path) -> None:
 
 
 def in_shared_memory() -> set[str]:
-    """What is there, but for semaphores of Python's multiprocessing: runs make none, tests beside this one do."""
+    """Lists shared memory, except semaphores of Python's multiprocessing: runs make none, parallel tests do."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
@@ -348,7 +348,8 @@ class Agents:
         return agent
 
     def said(self) -> list[str]:
-        """What rank 0, wherever it was, has said of beginnings: in the order of steps, of which one never goes back."""
+        """Returns rank 0's lines about beginnings, on whatever machine it ran, in the order of steps, which never
+        decreases."""
         lines = [line for path in self._folder.glob("*.said") for line in path.read_text().splitlines()]
         return sorted((line for line in lines if line.startswith("began")), key=lambda line: int(line.split()[1]))
 

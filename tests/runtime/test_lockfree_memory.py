@@ -1,4 +1,4 @@
-"""What lock-free updates take of RAM, counted in pages; their gradients in pages of a real pool; several disks."""
+"""RAM of lock-free updates, counted in pages; their gradients in pages of a real pool; several disks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run decides of chunks is what its forecast does, entry by entry; a policy that changes changes both.
+"""Decisions about chunks of a run are those of its forecast, entry by entry; a policy that changes changes both.
 
 With two ranks: ranks/test_rank_one_policy.py. Lock-free: update/test_two_drivers_of_waiting.py.
 """

@@ -1,4 +1,4 @@
-"""What a run fetches and gives up is what the forecast of it on paper does, from the first iteration to the last."""
+"""Fetches and evictions of a run are those of its virtual run, from the first iteration to the last."""
 
 from __future__ import annotations
 

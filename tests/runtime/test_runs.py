@@ -349,7 +349,7 @@ def test_no_run_no_engine(strategy_at, tier) -> None:
 
 
 class _Kept(L.Callback):
-    """What becomes of freed memory."""
+    """Records the run's policy for freed memory."""
 
     freed: Freed | None = None
 

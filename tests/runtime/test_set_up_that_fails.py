@@ -41,7 +41,7 @@ def fit(module: L.LightningModule, strategy: Any, **options: Any) -> None:
 
 
 def belongings(module: nn.Module) -> dict[str, list[tuple[str, int]]]:
-    """What each module has of its own, with how much is in it: hooks, and methods in place of its class's."""
+    """Lists the hooks of each module with their number, and the methods that replace its class's."""
     return {
         name: sorted((key, len(value) if isinstance(value, dict) else 0) for key, value in vars(each).items())
         for name, each in module.named_modules()

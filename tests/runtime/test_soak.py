@@ -102,7 +102,8 @@ class Soaked(TrainModule):
 
 
 class ThingsNow:
-    """What this process has of the machine, and how much of that may come in the time that is soaked, noise included."""
+    """Resources of the machine that this process uses, and how much may be added in the time that is soaked, noise
+    included."""
 
     MOST: ClassVar[dict[str, float]] = {
         "resident bytes": 1 << 20,
@@ -149,7 +150,8 @@ class ThingsNow:
         self.count += 1
 
     def grown(self) -> dict[str, float]:
-        """What the fitted line rises by, from behind the first third, in which all that is made once is made."""
+        """Returns the rise of the fitted line, without the first third, in which everything that is made once is
+        made."""
         found = {}
         for name, values in zip(self.MOST, self.samples, strict=True):
             later = values[self.count // 3 : self.count]

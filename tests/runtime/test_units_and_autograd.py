@@ -239,7 +239,7 @@ class _Remembering(Block):
 
 
 class RemembersWithinAStep(Stack):
-    """What blocks remember is forgotten between steps."""
+    """Model whose blocks drop what they remember between steps."""
 
     def __init__(self) -> None:
         super().__init__(make_block=_Remembering)

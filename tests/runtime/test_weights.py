@@ -69,7 +69,7 @@ class Body(nn.Module):
 
 
 class Tuned(TrainModule):
-    """What users write: the network as `self.model`."""
+    """Module as users write it: the network as `self.model`."""
 
     where = "meta"
 

@@ -461,7 +461,7 @@ def scaled(step: int, value: float, scale: float, clip: float = 1.0, clamp: floa
 
 
 def applied_value(contribution: Contribution) -> float:
-    """What an update adds up to, before it takes the mean of its steps."""
+    """Returns the sum of an update, before it takes the mean of its steps."""
     values = torch.tensor([value_of(contribution)])
     dataclasses.replace(combined(contribution)[1], share=1.0).apply_(values)
     return float(values)

@@ -80,7 +80,7 @@ class Normed(L.LightningModule):
 
 
 def trained(strategy: Any, module: Normed, accumulate: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What the run logged, and its weights and buffers."""
+    """Trains; returns what the run logged, and its weights and buffers."""
     data = torch.randn(40, 8, generator=torch.Generator().manual_seed(2)) + torch.arange(40)[:, None] % 2
     options = {"max_epochs": 2, "val_check_interval": 2, "accumulate_grad_batches": accumulate}
     trainer = quiet_trainer(strategy, devices=2, **options)

@@ -97,7 +97,7 @@ def test_a_forward_of_one_rank_alone(build: type[Alone], tiers: tuple[str, ...],
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """What a run comes to.
+    """Expected end of a run.
 
     Attributes:
         texts: parts of the error, by rank.

@@ -1,4 +1,4 @@
-"""What users do around a training whose layers ranks cut, each as a program that any number of ranks runs.
+"""Programs of users around a training with tensor parallelism, which any number of ranks runs.
 
 A program trains a model on the same batches however many ranks there are, and returns what a user sees of it: each rank of
 a tensor group has to see what one rank does that has the whole model.

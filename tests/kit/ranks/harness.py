@@ -38,7 +38,7 @@ _GRACE_S = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class RankOutcome:
-    """What became of one rank.
+    """Outcome of one rank.
 
     Attributes:
         value: what the function returned.
@@ -147,7 +147,7 @@ def end_waiting() -> None:
 def run_ranks(
     body: Callable[..., Any], world_size: int, *args: Any, limit_s: float = 90.0, fresh: bool = False
 ) -> list[Any]:
-    """What `body(*args)` returned on each rank.
+    """Returns the results of `body(*args)` on each rank.
 
     Args:
         body: a function of a module, and args that can be pickled; it may ask the environment for its rank.

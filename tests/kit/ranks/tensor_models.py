@@ -204,7 +204,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a training leaves on one rank.
+    """Result of a training on one rank.
 
     Attributes:
         norms: of gradients, before each step, if they were asked for.

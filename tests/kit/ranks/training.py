@@ -64,7 +64,7 @@ TIERS_TOGETHER = tiers_together("ram+all_on_disk", "masters_on_disk+lock_free", 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What is trained, in both ways.
+    """A training, run in both ways.
 
     Attributes:
         batches: micro-batches of each rank.

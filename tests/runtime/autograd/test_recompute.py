@@ -1,4 +1,4 @@
-"""What is put in place of a unit's forward: what is recomputed, with which buffers, and who is told."""
+"""Replacement of a unit's forward: what is recomputed, with which buffers, and which parts are notified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a blueprint answers."""
+"""Answers of a blueprint."""
 
 from __future__ import annotations
 

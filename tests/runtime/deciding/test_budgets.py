@@ -1,4 +1,4 @@
-"""What pages may take of each tier, beside what is taken anyway."""
+"""Budgets of pages in each tier, beside memory that is taken anyway."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_budgets_are_what_all_ranks_agree_on() -> None:
 @pytest.mark.parametrize("disk", [{}, {"disk_path": "/d"}])
 @pytest.mark.parametrize(("free", "whole"), [(4 * GIB, 3 * GIB), (2 * GIB, 2 * GIB * 7 // 8), (256 << 20, 224 << 20)])
 def test_where_ram_is_short_pages_take_a_quarter_of_it(free: int, whole: int, disk: dict[str, Any]) -> None:
-    """What a step takes beside them is not known yet."""
+    """The memory of a step in addition to pages is not known yet."""
     machine = dataclasses.replace(WORKSTATION, free_host_bytes=free)
     found = budget(machine, **disk)[Tier.DEVICE]
     assert (

@@ -1,4 +1,4 @@
-"""What is kept of a flat, and what of it travels at once."""
+"""State tensors of a flat, and how much of them travels at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a step refuses of a module that is not the one whose pages were laid out. Between two batches: tests/adversarial."""
+"""Refusals of a step of a module that is not the one whose pages were laid out. Between two batches:
+tests/adversarial."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Wide(TrainModule):
 
 
 class MemoryOfTheEnd(L.Callback):
-    """What is resident when the run's end begins; the most that is from then on."""
+    """Records the resident memory when the run's end begins, and the most from then on."""
 
     before = 0
 

@@ -1,4 +1,4 @@
-"""What becomes of freed memory: which settings a run makes, and when. That memory goes: test_lockfree_memory.py."""
+"""Policies of freed memory: which settings a run makes, and when. The effect: test_lockfree_memory.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine has free, read from files as Linux has them; here they are in a folder."""
+"""Free memory of a machine, read from files as Linux has them; here they are in a folder."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ WAIT_S = 60
 
 
 class Wire:
-    """What passes between the ranks, in turn."""
+    """Messages between the ranks, in turn."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(RANKS, timeout=WAIT_S)

@@ -1,4 +1,4 @@
-"""What a module holds beside parameters moves by itself. To the meta device here, since there is no other on a CPU."""
+"""Tensors of a module other than parameters move by themselves. To the meta device here, since a CPU has no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is declared of parts, and how values are cut. On several ranks, in runs: ranks/test_rank_parts.py."""
+"""Declarations of slices, and how values are cut. On several ranks, in runs: ranks/test_rank_parts.py."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ def test_forward_and_recomputed_forward_see_one_version(strategy_at, where) -> N
 
 
 class Validated(ScheduledStack):
-    """What is evaluated is what was trained: nothing is pending, and the weights are the masters', rounded."""
+    """Checks that evaluation sees what was trained: nothing is pending, and the weights are the masters', rounded."""
 
     def __init__(self) -> None:
         super().__init__()
