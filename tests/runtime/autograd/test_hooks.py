@@ -393,7 +393,7 @@ def test_actions_are_done_in_their_order() -> None:
     driven = Driven()
     driven.it.act(1, (Action.HOLD, Action.ENTER, Action.LEAVE, Action.END))
     assert driven.heard.heard() == ["hold 1", "backward 1", "leave backward 1", "end 1", "gradients of 1"]
-    with pytest.raises(UsageError, match="for unit block after its backward had ended"):
+    with pytest.raises(UsageError, match="unit block got a gradient after its backward had ended"):
         driven.it.act(1, (Action.REFUSE,))
 
 
