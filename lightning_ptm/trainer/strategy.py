@@ -109,6 +109,9 @@ class _UncompiledModule:
     `__get__`, so Python reads the object's own attribute, which Lightning does 30 times a step.
     """
 
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
     def __set__(self, strategy: AngelPTMStrategy, module: LightningModule | None) -> None:
         if module is not None and compiled_as(module) is not None:
             raise ConfigError(
@@ -117,7 +120,7 @@ class _UncompiledModule:
                 f"compile its parts in configure_model: `for block in self.blocks: block.compile()`, or "
                 f"`self.model = torch.compile(self.model)`"
             )
-        vars(strategy)["_lightning_module"] = module
+        vars(strategy)[self._name] = module
 
 
 @asked_elsewhere
