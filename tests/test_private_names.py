@@ -185,8 +185,11 @@ def _private_names_of(kind: type) -> frozenset[str]:
 
 
 def test_subclasses_take_no_private_name_of_their_bases() -> None:
-    """But those that the two files ask for. A method that overrides nothing, and an attribute that nobody reads, would
-    otherwise do nothing in a version that calls it something else."""
+    """Private names that subclasses take of their bases are those that the two files ask for.
+
+    A method that overrides nothing, and an attribute that nothing reads, would otherwise do nothing in a version that
+    calls it something else.
+    """
     found = set()
     kinds = {each for module in _modules() for each in vars(module).values() if isinstance(each, type)}
     for kind in kinds:

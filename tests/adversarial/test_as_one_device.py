@@ -57,7 +57,7 @@ def plainly(name: str) -> list[Any]:
 
 
 class Certain(Small):
-    """Without dropout."""
+    """Model without dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -841,7 +841,8 @@ def test_everything_is_as_with_one_device(
 def test_an_optimizer_whose_states_have_ended_is_refused(
     strategy_at: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one device it would go on with its moments; they lived on disk, RAM has no room for them, and they are gone."""
+    """The optimizer is refused: its moments were on disk, RAM had no room for them, and they are lost. With one device
+    it would continue with them."""
     module = Small()
     little_ram(monkeypatch, module)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)

@@ -16,7 +16,7 @@ PLACES = ["ram", "masters_on_disk", "three_tiers", "lock_free", "tight", "tight_
 
 
 def halve(optimizer: torch.optim.Optimizer) -> None:
-    """As most such code is written: without a gradient it does nothing."""
+    """Halves the gradients, as most such code is written: without a gradient it does nothing."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:

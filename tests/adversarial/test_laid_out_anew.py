@@ -586,7 +586,7 @@ class Counting(FileOps):
 
 
 def carried_in_files(run: Run, optimizers: Any) -> CarriedStates:
-    """As on devices, where old pages cannot stay while there are new ones."""
+    """Carries states in files, as on devices, where old pages cannot stay while new ones exist."""
     return StatesInFiles(run.engine, run.module, optimizers, run.room)
 
 

@@ -22,12 +22,13 @@ IMAGES = vectors(3, 9, 9)
 
 
 def _transposed(values: Tensor) -> nn.Parameter:
-    """The same values in columns."""
+    """Returns the same values in column-major memory."""
     return nn.Parameter(values.detach().t().contiguous().t())
 
 
 class Transposed(Twin):
-    """As a checkpoint of another library gives it: `linear.weight = Parameter(values.t())`."""
+    """Model with a transposed weight, as a checkpoint of another library gives it: `linear.weight =
+    Parameter(values.t())`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ class HalfHead(Converting):
 
 
 class AllBfloat16(Converting):
-    """As transformers gives it: `from_pretrained` keeps the file's dtype."""
+    """Model in bf16, as transformers gives it: `from_pretrained` keeps the file's dtype."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -104,7 +104,7 @@ class Tied(Changing):
 
 
 class Resized(Changing):
-    """The same parameters, of another shape."""
+    """Gives the same parameters another shape."""
 
     def change(self) -> None:
         for each in self.head.parameters():
@@ -125,7 +125,7 @@ class ResizedAndThenForgotten(Resized):
 
 
 class Grown(Changing):
-    """The same parameters, of another shape, and moments of that shape."""
+    """Gives the same parameters another shape, and moments of that shape."""
 
     def change(self) -> None:
         optimizer = self.optimizers()

@@ -20,7 +20,7 @@ HOMES = ["ram", "masters_on_disk", "three_tiers"]
 
 
 def by_norm(p: Tensor, move: Tensor, lr: float) -> None:
-    """As LAMB moves a parameter."""
+    """Moves a parameter as LAMB does."""
     p.sub_(move * p.norm() / move.norm().clamp(min=1e-6), alpha=lr)
 
 

@@ -355,7 +355,7 @@ TOUCHES: dict[str, Callable[[nn.Parameter], object]] = {
 
 @pytest.mark.parametrize(("home", "precision"), CLOSED)
 def test_weights_that_are_touched_between_steps_are_an_error(strategy_at: Any, home: str, precision: str) -> None:
-    """And training is none the worse for it, in whatever place somebody has tried."""
+    """Touching weights between steps raises, and the training has the plain numbers nevertheless."""
     tried: list[str] = []
 
     def touch(module: Net) -> None:

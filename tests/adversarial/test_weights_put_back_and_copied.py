@@ -438,7 +438,7 @@ class InManual(Adversarial):
 
 
 class OfHalf(Adversarial):
-    """With a group of its own, and another optimizer's rule."""
+    """Half of the parameters, with a group of its own and another optimizer's rule."""
 
     def configure_optimizers(self) -> Any:
         rest = [each for name, each in self.named_parameters() if name not in self.perturbed]

@@ -173,7 +173,7 @@ class HooksThatKeep(Odd):
 
 
 class HooksInside(Odd):
-    """The same, inside of each block."""
+    """Hooks inside of each block."""
 
     def block(self) -> nn.Module:
         class OfBlock(Block):
@@ -213,7 +213,7 @@ class InCheckpoint(Tied):
 
 
 class InReentrantCheckpoint(InCheckpoint):
-    """The same with a reentrant one."""
+    """Checkpointed forward, with torch's reentrant checkpoint."""
 
     reentrant = True
 
@@ -523,7 +523,7 @@ class ErrorThatIsKept(Odd):
 
 
 class ErrorWithoutFrames(ErrorThatIsKept):
-    """The same, without its frames, as the refusal says."""
+    """Kept error without its frames, as the refusal advises."""
 
     without_frames = True
 

@@ -88,7 +88,7 @@ class Again(Net):
 
 
 class Between(Net):
-    """The same by turns, beside a checkpoint of the other kind."""
+    """Calls each block with and without activation checkpointing by turns, and with both kinds of checkpoint."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -432,7 +432,8 @@ def test_copies_of_a_trainer_after_a_run(strategy_at: Any, tier: str) -> None:
 def test_a_loop_by_hand_does_not_begin_anew_in_silence(
     strategy_at: Any, tier: str, room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one device the optimizer goes on with its moments, where they are still there."""
+    """A loop by hand after the run uses the optimizer's moments if they still exist, as with one device, and raises
+    otherwise."""
 
     def fit_then_backward(strategy: Any) -> tuple[Net, torch.optim.Optimizer]:
         trainer, module = trainer_with(strategy), Net()

@@ -118,7 +118,8 @@ def test_of_what_does_not_fit_some_is_kept_and_the_rest_is_fetched_ahead(
 
 
 def test_a_validation_inside_fit_is_not_counted(strategy_at, board_trainer, model, data, board, tmp_path) -> None:
-    """With twenty validations of four batches between two steps, a step's bytes are those of a run without any."""
+    """A step's bytes are those of a run without any validation, although twenty validations of four batches run between
+    two steps."""
     read: list[float] = []
     for batches in (0, 4):
         options: dict[str, Any] = {"limit_val_batches": batches, "val_check_interval": 1}

@@ -1,4 +1,4 @@
-"""Which format a setting names, and which one a path has."""
+"""Choice of a checkpoint format by a setting, and by a path."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
 
 
 def test_units_are_units(engines: list[Engine]) -> None:
-    """As many as are counted, beside the root, though each is smaller than any that is found by itself."""
+    """The runs have as many units as they count, beside the root, though each is smaller than any that discovery finds
+    by itself."""
     costs = fixed_costs.fixed_costs(CpuBackend(), 2)
     assert [len(each.stores) - 1 for each in engines] == [fixed_costs._FEW, fixed_costs._MANY]
     assert 0 < costs.unit_s < 1 and 0 < costs.step_s < 10

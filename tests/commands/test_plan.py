@@ -454,7 +454,7 @@ def test_device_memory_for_the_most_samples_and_for_the_largest_batch(
 
 
 def test_the_largest_model_over_parts_of_the_device(tmp_path: Path) -> None:
-    """With its RAM full a model still grows as far as the device's memory lets it."""
+    """A model whose RAM is full can still grow as far as the device's memory permits."""
     path, hardware = config(tmp_path, {"page_size": "64KiB"}), cuda_file(tmp_path, host_memory="16MiB")
     plain, _ = forecast(path, hardware, largest="layers")
     found, _ = forecast(path, hardware, largest="layers", device_memory="best")

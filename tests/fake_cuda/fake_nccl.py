@@ -40,7 +40,7 @@ def _read(tensor: Tensor) -> Tensor:
 
 
 def _write(tensor: Tensor, value: Tensor) -> None:
-    """Behind what the current stream has queued."""
+    """Writes a tensor in the order of the current stream."""
     locked = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     locked.copy_(value.view(tensor.shape))
     tensor.copy_(locked, non_blocking=True)

@@ -170,7 +170,7 @@ def _stage(told: dict[str, Any]) -> Stage:
 
 
 def _in_ranks(place: Place | None, stage: Stage) -> str | None:
-    """As `_in_child`, of two ranks."""
+    """Runs a stage in two ranks, as `_in_child` in one process."""
     sys.path.insert(0, str(ROOT / "tests/gpu"))
     from fake_process import ORDERS, ranks_on_fake
 

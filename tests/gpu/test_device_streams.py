@@ -132,7 +132,7 @@ def test_gradients_in_pages_may_be_looked_at_on_a_stream_that_nobody_waits_for(t
 
 
 class Breaks(Model):
-    """Behind the second backward pass of a step, whose gradients are on their way to sums in RAM."""
+    """Raises after the second backward pass of a step, whose gradients are on their way to sums in RAM."""
 
     def on_after_backward(self) -> None:
         if len(self.losses) == 2:

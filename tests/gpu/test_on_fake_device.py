@@ -26,7 +26,7 @@ PARTS = {
 }
 """Folders with tests of the marker, and how many there are at least."""
 PARTS_OF_OTHERS = {"memory": ("tests/memory", 40), "update": ("tests/update", 5)}
-"""The same of tests that need no CUDA."""
+"""Folders of tests that need no CUDA, with their least number of tests."""
 CHOICES = [
     *(("cuda", part, order) for part in PARTS for order in ORDERS),
     *(("other", part, order) for part in PARTS_OF_OTHERS for order in ORDERS),
@@ -226,7 +226,7 @@ BYTES = """
 
 
 def test_the_host_cannot_read_the_device_and_a_missing_wait_is_found_where_it_happens_to_go_well() -> None:
-    """And the device has the bytes that it says. One process: its start takes seconds."""
+    """The device has as many bytes as it reports, too. One process: its start takes seconds."""
     programs = {"bytes": BYTES, "read": READ, "missing": _copy("pass") + "assert right"}
     found, _ = found_in(programs, FAKE_CUDA_BYTES=str(1 << 20), FAKE_CUDA_DEFER="0")
     assert found.pop("missing") and set(found.values()) == {0}

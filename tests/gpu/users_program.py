@@ -316,7 +316,7 @@ class LeavesAside(ByHand):
 
 
 class ReadsWeightsAside(Plain):
-    """And writes them."""
+    """Reads and writes weights on another stream."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         strategy, block = self.trainer.strategy, self.blocks[1]

@@ -28,7 +28,7 @@ HALF = 4
 
 
 class Full(ScheduledStack):
-    """With a buffer, a frozen part and dropout, so that everything that a checkpoint is for is there."""
+    """Model with a buffer, a frozen part and dropout, so that a checkpoint has every kind of state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 HERE = torch.accelerator.current_accelerator(check_available=True)
-"""Without an index; None: there is none."""
+"""Device of this machine, without an index; None: there is none."""
 on_device = pytest.mark.skipif(HERE is None, reason="needs an accelerator")
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -118,7 +118,7 @@ CALLS = {"steps": 0}
 
 
 class CountsInModule(ByParameter):
-    """As above, in a dictionary of its module."""
+    """Optimizer that counts its steps in a dictionary of its module."""
 
     def before(self) -> None:
         CALLS["steps"] += 1

@@ -1,4 +1,5 @@
-"""The same training twice: as a plain PyTorch loop, and by the strategy. Both yield an `Outcome` to be compared bitwise.
+"""Comparison of a training by a plain PyTorch loop with the same training by the strategy. Both yield an `Outcome` to
+be compared bitwise.
 
 The plain side knows nothing of the strategy. Under bf16-mixed it keeps a bf16 copy of the parameters that computes, fp32
 masters that a stock optimizer updates, and gradients in bf16 which become fp32 after each backward pass, and are added up

@@ -1,4 +1,4 @@
-"""The same program twice, with Lightning's own strategy and with ours, and everything that a user could see of it compared.
+"""Comparison of a program with Lightning's own strategy and with this one, in everything that a user can see.
 
 A program is a function of a `Desk`: it makes Trainers with `desk.trainer`, watches modules with `desk.watch`, and notes
 whatever else it wants compared. The desk's journal then holds, in order: every hook of watched modules, callbacks and

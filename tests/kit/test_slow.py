@@ -1,4 +1,4 @@
-"""Which cases are slow because others of their test are quick."""
+"""Choice of the cases that are slow because others of their test are quick."""
 
 from __future__ import annotations
 

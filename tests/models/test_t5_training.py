@@ -43,7 +43,7 @@ class Watch(Callback):
 
 
 def fused(build: Any) -> T5:
-    """With the kernel that the strategy uses where `fused` is left open."""
+    """Builds the model with the kernel that the strategy uses where `fused` is left open."""
     model: T5 = build()
     configure = model.configure_optimizers
 

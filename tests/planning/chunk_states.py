@@ -384,7 +384,7 @@ def explore(scenario: Scenario, most: int = 1_000_000) -> Found:
 
 
 def _check_ends(of_itself: dict[State, list[State]]) -> None:
-    """Without commands there is no way around in a circle: whatever comes when, all jobs end."""
+    """Checks that no cycle of states exists without commands: in whatever order events come, all jobs end."""
     done: set[State] = set()
     for first in of_itself:
         way: list[tuple[State, Iterator[State]]] = [(first, iter(of_itself[first]))]

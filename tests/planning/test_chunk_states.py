@@ -96,7 +96,7 @@ def test_three_flats(staging: int) -> None:
 
 
 def _first_without_room_ends_it(chunks: Any) -> bool:
-    """As it was: a job that is not first is not looked at where the first has no room."""
+    """Former rule: a job that is not first is not considered if the first has no room."""
     moved = False
     for job in chunks.queue:
         if not job.streams or job.predecessor is not None or not (job.reads_ahead or job.has_gradient()):

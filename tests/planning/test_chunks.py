@@ -1,4 +1,5 @@
-"""Which chunk is next, without bytes and without seconds: reads and writes end, and gradients come, when a test says so.
+"""Order of chunks, without bytes and without seconds: reads and writes end, and gradients come, when a test says so.
+With bytes: tests/update/test_update_pipeline.py.
 
 With bytes: tests/update/test_update_pipeline.py.
 """

@@ -122,7 +122,7 @@ def test_each_optimizer_has_a_flat_of_its_own_and_frozen_parameters_share_one() 
 
 
 def test_parts_of_larger_parameters_lie_in_flats_that_fewer_ranks_share() -> None:
-    """Beside that of the whole ones, whatever comes between them."""
+    """Parts have one flat next to that of whole parameters, in whatever order both come."""
 
     def unit_of(index: int) -> UnitSpec:
         cut = replace(spec("cut", 4096), box=TensorSlice((8192,), 0, 2, index))

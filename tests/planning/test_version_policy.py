@@ -1,4 +1,5 @@
-"""Which gradients wait for which job, in numbers alone. With gradients and pages: tests/update/test_lock_free_buffers.py."""
+"""Assignment of gradients to jobs, in numbers alone. With gradients and pages:
+tests/update/test_lock_free_buffers.py."""
 
 from __future__ import annotations
 

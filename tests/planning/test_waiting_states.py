@@ -217,7 +217,7 @@ def test_with_a_single_page_for_several_flats_it_might(apart: bool) -> None:
 
 
 def test_where_the_last_page_is_for_anybody_it_might() -> None:
-    """Without I4 of `VersionPolicy`."""
+    """Without I4 of `VersionPolicy` the search finds the deadlock."""
 
     def for_anybody(world: World) -> None:
         world.waiting._total.update({kind: 1 - count for kind, count in world.waiting._total.items()})

@@ -41,7 +41,7 @@ def mean(logits: Tensor, **options: Any) -> Tensor:
 
 
 def causal(logits: Tensor) -> Tensor:
-    """As Transformers' ForCausalLMLoss."""
+    """Returns the loss of Transformers' ForCausalLMLoss."""
     logits = logits.float()
     labels = F.pad(targets(), (0, 1), value=-100)[..., 1:].contiguous()
     loss = F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1).to(logits.device), reduction="sum")

@@ -44,7 +44,7 @@ BOUND = 1e-9
 
 
 class MomentumMoE(MoETower, MomentumTower):
-    """With an optimizer that does not forgive gradients of another scale, as Adam does."""
+    """Model with an optimizer that, unlike Adam, is sensitive to the scale of gradients."""
 
 
 def assert_near(ours: Outcome, theirs: Outcome, bound: float = BOUND) -> None:

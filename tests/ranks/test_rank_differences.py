@@ -140,7 +140,7 @@ def test_three_ranks(build: Any, disk: Path) -> None:
 
 
 class WiderOnRankOne(Tower):
-    """As `HIDDEN` has it on rank 0."""
+    """Model that is wider on rank 1; `HIDDEN` is the width on rank 0."""
 
     def __init__(self) -> None:
         super().__init__(hidden=(256, 640, 320 + 64 * int(os.environ["RANK"])))

@@ -36,7 +36,7 @@ class Forward(Tower):
 
 
 class Backward(Tower):
-    """The same in the middle of a backward pass, when units have been updated."""
+    """Raises in the middle of a backward pass, when units have been updated."""
 
     def loss(self, batch: Tensor, rank: int, step: int) -> Tensor | None:
         loss = super().loss(batch, rank, step)
@@ -49,7 +49,7 @@ class Backward(Tower):
 
 
 class BetweenSteps(Tower):
-    """The same between two steps."""
+    """Raises between two steps."""
 
     ranks = (1,)
 

@@ -174,7 +174,7 @@ class KilledInFiles(SaveOps):
 
 
 def in_files(run: Run, optimizers: Any) -> CarriedStates:
-    """As on devices."""
+    """Carries states in files, as on devices."""
     return StatesInFiles(run.engine, run.module, optimizers, run.room, ranks_here=2, ops=run.builder.save_ops())
 
 
@@ -399,7 +399,8 @@ class LateExperts(MomentumMoE):
 
 
 class LateExpertsInTwo(LateExperts):
-    """The same in two optimizers, which step by turns; what rests does so while all is laid out anew, and then goes on."""
+    """Model with late experts in two optimizers, which step by turns; those that rest are laid out again, and continue
+    later."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -241,7 +241,7 @@ def test_a_run_begins_with_weights_of_files(
 
 
 def test_the_clipped_norm_is_one_ranks(disk: Path, tmp_path: Path) -> None:
-    """And so are the weights that it leaves."""
+    """The norm and the weights are those of one rank."""
     how = Run(1, 1, {"full": tmp_path / "whole.ckpt"}, precision="64-true", clip=1.0)
     ((norms, end),) = run_ranks(run, 1, how, disk)
     for ranks, parts in ((2, 2), (4, 2)):

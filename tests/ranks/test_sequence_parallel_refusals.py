@@ -295,7 +295,7 @@ class Mixing(Block):
 
 
 class MixingInTraining(Mixing):
-    """Beside dropout, which alone makes it random."""
+    """Mixes tokens only in training, next to dropout, which alone makes it random."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:

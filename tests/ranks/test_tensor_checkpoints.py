@@ -42,7 +42,7 @@ class SaveIn(L.Callback):
 
 
 def batches(ranks: int, tensor: int) -> DataLoader[Tensor]:
-    """The same rows for every layout."""
+    """Returns the same rows for every layout."""
     data, found = ranks // tensor, rows(STEPS * BATCH)
     sampler = DistributedSampler(found, data, int(os.environ.get("RANK", 0)) // tensor, shuffle=False)  # type: ignore[arg-type, var-annotated]
     return DataLoader(found, BATCH // data, sampler=sampler)  # type: ignore[arg-type]

@@ -208,7 +208,7 @@ class LeavesALayerOut(SwapsLayers):
 
 
 class Halves(InParallel):
-    """Behind its first exchange, one rank gives its second part half of the tokens."""
+    """Gives its second part half of the tokens on one rank, after its first exchange."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls = getattr(self, "calls", 0) + self.training

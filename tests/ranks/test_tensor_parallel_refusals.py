@@ -174,7 +174,7 @@ def test_what_two_blocks_have_in_common_is_cut_for_both() -> None:
 
 
 class CutByItself(BoringModel):
-    """As with Lightning's ModelParallelStrategy."""
+    """Cuts its layers itself, as with Lightning's ModelParallelStrategy."""
 
     def configure_model(self) -> None:
         from torch.distributed.fsdp import fully_shard

@@ -73,7 +73,7 @@ def adam(parameters: Any) -> Optimizer:
 
 
 def sgd(parameters: Any) -> Optimizer:
-    """Without states."""
+    """Returns an optimizer without states."""
     return SGD(parameters, lr=0.1)
 
 
@@ -197,7 +197,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 class Odd(Net):
-    """With a frozen block, and a parameter whose end is no page's."""
+    """Model with a frozen block, and a parameter that does not end with a page."""
 
     def __init__(self) -> None:
         super().__init__(2)

@@ -103,7 +103,7 @@ def test_it_holds_the_moment_at_which_it_began(strategy_at, tier: str, expected,
 def test_who_loads_a_checkpoint_that_is_in_progress_waits_for_it(
     strategy_at, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Lightning's search for a learning rate does, a few steps after it has saved."""
+    """Lightning's search for a learning rate loads in this way, a few steps after it has saved."""
     gate, finish = Gate(), SaveQueue.finish
 
     def opens(saves: SaveQueue) -> None:
@@ -629,7 +629,7 @@ def test_every_cell_is_taken_once_before_it_changes(allocator: Any, seed: int) -
     snapshot = Snapshot(allocator, parts, CELL, buffers)
 
     def update() -> None:
-        """As the updater does: cell by cell, in an order of its own, more than once."""
+        """Updates cell by cell, as the updater does, in an order of its own, more than once."""
         cells = [(i, start) for i, numel in enumerate(lengths) for start in range(0, numel, CELL)] * 2
         chance.shuffle(cells)
         window = allocator.allocate("window", CELL, torch.float32, Tier.DEVICE)

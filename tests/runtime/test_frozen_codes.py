@@ -169,7 +169,7 @@ def test_a_checkpoint_holds_the_rounded_values_and_going_on_from_it_changes_no_b
 
 
 class FromMeta(Adapted):
-    """The same without memory; nobody can initialise it but from files."""
+    """Model on the meta device, which only files can initialise."""
 
     def __init__(self) -> None:
         with torch.device("meta"):

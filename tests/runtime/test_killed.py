@@ -206,7 +206,7 @@ def began(said: list[str]) -> list[int]:
 
 
 def began_with(said: Iterable[str]) -> list[tuple[int, int]]:
-    """With how many ranks, and at which steps."""
+    """Returns the number of ranks and the step of each beginning."""
     return [(int(line.split()[3]), int(line.split()[1])) for line in said if line.startswith("began")]
 
 
@@ -223,7 +223,7 @@ def check_resumed_by_hand(runs: Runs, folder: Path, kind: str, starts: list[tupl
 
 
 def check_nothing_left(folder: Path, shared: set[str]) -> None:
-    """But checkpoints under their names."""
+    """Checks that nothing is left but checkpoints under their names."""
     assert os.listdir(folder / "disk") == []
     # One whose writer was killed while it removed or committed it has no lock, and is taken for a dead one's when it is old.
     for partial in (folder / "kept").glob(f"{PARTIAL}*"):

@@ -344,7 +344,7 @@ def test_freed_memory_is_kept_until_ram_is_short_and_from_then_on_goes_back(monk
 
 
 def test_lock_free_gives_freed_memory_back_when_told(strategy_at) -> None:
-    """And with other heap settings the numbers are the same."""
+    """Heap settings do not change the numbers."""
     losses = []
     for freed in ("keep", "return"):
         module: TrainModule = built()

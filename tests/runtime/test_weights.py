@@ -329,7 +329,7 @@ class Adapter(nn.Module):
 
 
 class Copied(nn.Module):
-    """As peft wraps a layer that is trained whole."""
+    """Wrapper of a layer that is trained whole, as peft's."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -499,7 +499,7 @@ def test_a_checkpoint_is_loaded_over_the_weights(strategy_at, file: Path, tmp_pa
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_weights_are_read_for_the_first_run_only(strategy_at, file: Path, precision: str) -> None:
-    """And a run that trains nothing does not round them."""
+    """A run that trains nothing does not round the weights."""
     module = Looking()
     trainer = make_trainer(strategy_at("all_on_disk", weights=file), precision)
     trainer.validate(module, BATCHES.loader(), verbose=False)

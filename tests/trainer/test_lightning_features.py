@@ -45,7 +45,7 @@ def one_thread_in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 class Classifier(L.LightningModule):
-    """With BatchNorm and other buffers, a metric whose state is saved, a schedule, and hyperparameters."""
+    """Model with BatchNorm and other buffers, a metric whose state is saved, a schedule, and hyperparameters."""
 
     def __init__(self, lr: float = 1e-2, batch_size: int = 8, meta: bool = False) -> None:
         super().__init__()

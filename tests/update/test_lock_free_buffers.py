@@ -406,7 +406,7 @@ class Interleaving(Bench):
         self.prefetch(flat)
 
     def drain(self) -> None:
-        """As at a validation: nothing is in use."""
+        """Drains as at a validation: nothing is in use."""
         self.used.clear()
         while not self.buffers.idle:
             for flat in self.flats:

@@ -1,4 +1,4 @@
-"""The same training on the same ranks twice: with Lightning's own DDP, and with the strategy. DDP is right."""
+"""Comparison of a training with Lightning's own DDP and with the strategy, on the same ranks. DDP is right."""
 
 from __future__ import annotations
 

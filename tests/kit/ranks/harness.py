@@ -165,7 +165,7 @@ def run_ranks(
 def watch_ranks(
     body: Callable[..., Any], world_size: int, *args: Any, limit_s: float = 90.0, fresh: bool = False
 ) -> list[RankOutcome]:
-    """As `run_ranks`, but tells how each rank ended."""
+    """Runs `body` on ranks, as `run_ranks`, and returns how each rank ended."""
     call = pickle.dumps((body, args))
     file = "" if fresh else os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[0]
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:

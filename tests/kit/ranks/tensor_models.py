@@ -196,7 +196,8 @@ class Run:
         return dataclasses.replace(self, ranks=1, tensor=1, settings=settings)
 
     def on_one_by_batches(self) -> Run:
-        """With the batches of each of the ranks: what routes tokens of a batch together is no mean over its halves."""
+        """Returns the run on one rank with the batches of each of the ranks: routing tokens of a batch together is no
+        mean over its halves."""
         batches = self.ranks // self.tensor
         trainer = {**self.trainer, "accumulate_grad_batches": batches}
         return dataclasses.replace(self.on_one(), micro_batches=batches, trainer=trainer)

@@ -210,7 +210,7 @@ def test_whatever_stream_calls_all_is_done_on_the_runs(recompute: frozenset[int]
 
 
 def test_what_is_recomputed_before_a_gradient_of_its_output_comes_is_fetched_on_the_runs_stream() -> None:
-    """As where a loss uses what a unit has kept beside its output."""
+    """A loss that uses what a unit has kept beside its output causes such a recomputation."""
     with hooked_elsewhere(frozenset({1})) as (units, heard, hooks):
         loss = units[0](x()).sum()
         with hooks.backward():

@@ -126,7 +126,7 @@ def test_attributes_are_given_back() -> None:
 
 
 class GradientCheckpointingLayer(Counts):
-    """As transformers' own."""
+    """Stand-in of transformers' class."""
 
     gradient_checkpointing = False
 

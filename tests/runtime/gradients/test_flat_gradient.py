@@ -73,7 +73,7 @@ class One:
         self.free = made.device_pages_free
 
     def backward(self, weight: float | None, bias: float | None) -> None:
-        """As autograd leaves it, when the unit's backward has ended."""
+        """Assigns gradients as autograd leaves them, when the unit's backward has ended."""
         self.gradient.view.hide()
         for parameter, value in ((self.weight, weight), (self.bias, bias)):
             if value is not None:

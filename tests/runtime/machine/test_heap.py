@@ -307,5 +307,6 @@ def peak_mib(side: str) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_in_ram_a_process_takes_no_more_than_a_single_devices() -> None:
-    """Which holds 12 bytes a parameter, gradients through the next forward, and activations, as this one has to."""
+    """A single device holds 12 bytes a parameter, gradients through the next forward, and activations, as this process
+    does."""
     assert peak_mib("ours") <= 1.05 * peak_mib("single")

@@ -78,7 +78,7 @@ def test_of_two_groups_the_fuller_one_counts(machine_of_files: MakeMachine, firs
 
 
 def test_a_limit_of_the_group_around_counts(machine_of_files: MakeMachine) -> None:
-    """As Slurm sets them: of the job, and none of the task inside of it."""
+    """Slurm sets limits in this way: for the job, and none for the task inside of it."""
     machine_of_files({"/proc/meminfo": MEMINFO, **v2("/job", 8 * MIB, MIB), **v2("/job/task", "max", MIB)})
     assert free_host_bytes() == 7 * MIB
 

@@ -1,4 +1,4 @@
-"""Which changes of a model count as other parameters, and which tensors of a module share memory."""
+"""Changes of a model that count as other parameters, and tensors of a module that share memory."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Run:
             flat.gradient.shard.settle()
 
     def gradients(self) -> list[Tensor]:
-        """As they are now, 1-D."""
+        """Returns the present gradients, 1-D."""
         found = []
         for flat, parameter in zip(self.flats, self.parameters, strict=True):
             whole = parameter.grad if flat.gradient.in_place else flat.gradient.shard.on_device()[: parameter.numel()]

@@ -1,4 +1,4 @@
-"""Which flats are whose, and who is in which group, without a run."""
+"""Assignment of flats to optimizers and groups, without a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which flat is updated when, with which hyper-parameters: schedulers over real pages, whose updates are in this thread."""
+"""Schedulers of updates over real pages: which flat is updated when, with which hyper-parameters. Updates are in this
+thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which versions compute reads, and what it waits for, with a buffering thread that is set by hand."""
+"""Versions that compute reads, and what it waits for, with a buffering thread that is set by hand."""
 
 from __future__ import annotations
 
