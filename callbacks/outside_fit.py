@@ -23,13 +23,13 @@ class OutsideFit(Callback):
         """Batches of the loop so far."""
 
     def loop_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called before the first batch."""
+        """Hook, called before the first batch."""
 
     def loop_batch(self, trainer: Trainer, batch: Any) -> None:
-        """Called after each batch, which `self.batches` includes."""
+        """Hook, called after each batch, which `self.batches` includes."""
 
     def loop_ends(self, trainer: Trainer) -> None:
-        """Called after the last batch."""
+        """Hook, called after the last batch."""
 
     def log_loop(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """Logs `numbers` as `<name>/<loop>`, which keeps them apart from those of fit, at the number of batches so far.

@@ -53,7 +53,7 @@ class _Monitor(OutsideFit):
             pl_module.log_dict(self.numbers(now, before, steps), batch_size=1)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
-        """Notes the counters when training pauses, after its updates are complete."""
+        """Saves the counters when training pauses, after its updates are complete."""
         super().on_validation_batch_end(trainer, pl_module, *rest)
         if trainer.state.fn == "fit" and self._last is not None and self._paused is None:
             self._paused = self._now(trainer)

@@ -47,7 +47,7 @@ class Recorder(Callback):
         self._began_s = 0.0
 
     def recorded(self, trainer: Trainer, events: list[Event], batches: list[Batch]) -> None:
-        """Called on rank 0 only, with the events ordered by their ends, while the engine still exists."""
+        """Hook, called on rank 0 only, with the events ordered by their ends, while the engine still exists."""
         raise NotImplementedError
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -63,12 +63,12 @@ class Recorder(Callback):
         self._end(trainer)
 
     def on_validation_batch_start(self, trainer: Trainer, *rest: Any) -> None:
-        """As in training, in loops outside of fit."""
+        """Begins a batch, as in training, in loops outside of fit."""
         if loop_of(trainer):
             self._begin(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, *rest: Any) -> None:
-        """As in training, in loops outside of fit."""
+        """Ends a batch, as in training, in loops outside of fit."""
         super().on_validation_batch_end(trainer, *rest)
         if loop_of(trainer):
             self._end(trainer)
@@ -81,7 +81,7 @@ class Recorder(Callback):
         self._finish(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As for training, in loops outside of fit."""
+        """Ends the recording, as after training, in loops outside of fit."""
         super().on_validation_end(trainer, pl_module)
         if loop_of(trainer):
             self._finish(trainer)

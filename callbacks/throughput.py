@@ -84,12 +84,12 @@ class Throughput(OutsideFit):
         self._rate: float | None = None
         self._rate_of: torch.dtype | None = None
         self._parameters = 0
-        self._told_how_long = False
+        self._announced_duration = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts parameters and, if requested, measures the rate."""
         self._start(trainer, pl_module)
-        self._told_how_long = False
+        self._announced_duration = False
 
     def loop_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start(trainer, pl_module)
@@ -121,16 +121,16 @@ class Throughput(OutsideFit):
     ) -> None:
         """Records the batch, and at intervals logs the speed, from the second batch of a window on."""
         numbers = self._numbers(trainer, batch, operations=6)
-        if not self._told_how_long and len(self._ends) > BATCHES_TO_JUDGE_BY:
-            self._told_how_long = True
-            self._tell_how_long(trainer)
+        if not self._announced_duration and len(self._ends) > BATCHES_TO_JUDGE_BY:
+            self._announced_duration = True
+            self._announce_duration(trainer)
         if numbers:
             pl_module.log_dict(numbers, batch_size=1)
             # The bar is narrow: three digits, in thousands, or it would show 2.16e+4.
             speed = float(f"{numbers['speed/tokens_per_s'] / 1000:.3g}")
             pl_module.log("ktokens/s", speed, prog_bar=True, logger=False, batch_size=1)
 
-    def _tell_how_long(self, trainer: Trainer) -> None:
+    def _announce_duration(self, trainer: Trainer) -> None:
         batch_s = (self._ends[-1].at_s - self._ends[0].at_s) / (len(self._ends) - 1)
         steps = trainer.estimated_stepping_batches - trainer.global_step
         seconds = steps * trainer.accumulate_grad_batches * batch_s

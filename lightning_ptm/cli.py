@@ -96,8 +96,8 @@ def _flags_set(arguments: Sequence[str], command: Callable[..., None]) -> list[s
     ]
 
 
-def _refuse(told: str) -> NoReturn:
-    print(f"lightning-ptm: {told} (see lightning-ptm --help)", file=sys.stderr)
+def _refuse(problem: str) -> NoReturn:
+    print(f"lightning-ptm: {problem} (see lightning-ptm --help)", file=sys.stderr)
     sys.exit(2)
 
 

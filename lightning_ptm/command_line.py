@@ -151,19 +151,19 @@ class PTMCommandLine(LightningCLI):
             self.parser.error(" ".join(str(error).split()))  # Lightning's message about the Trainer's arguments
 
     def before_fit(self) -> None:
-        """Called by LightningCLI."""
+        """Checks that there is data to fit; called by LightningCLI."""
         self._check_data("train_dataloader")
 
     def before_validate(self) -> None:
-        """Called by LightningCLI."""
+        """Checks that there is data to validate; called by LightningCLI."""
         self._check_data("val_dataloader")
 
     def before_test(self) -> None:
-        """Called by LightningCLI."""
+        """Checks that there is data to test; called by LightningCLI."""
         self._check_data("test_dataloader")
 
     def before_predict(self) -> None:
-        """Called by LightningCLI."""
+        """Checks that there is data to predict; called by LightningCLI."""
         self._check_data("predict_dataloader")
 
     def _check_data(self, loader: str) -> None:
@@ -224,7 +224,8 @@ class PTMCommandLine(LightningCLI):
 
 
 def _no_accelerator(given: object) -> str:
-    """Why a run cannot use the accelerator given by name; empty if it can, or if Lightning's own error is good enough."""
+    """Returns why a run cannot use the accelerator given by name; empty if it can, or if Lightning's own error is good
+    enough."""
     names = {"gpu": ("cuda", "mps")}.get(str(given), (str(given),))
     if not isinstance(given, str) or any(name not in AcceleratorRegistry for name in names):
         return ""
@@ -261,7 +262,7 @@ def _modules_of(error: BaseException) -> list[str]:
 
 
 def _is_lightnings(error: BaseException) -> bool:
-    """Whether Lightning raised it without user code in the traceback, so that it is about the arguments."""
+    """Whether Lightning raised the error without user code in the traceback, so that it is about the arguments."""
     modules = _modules_of(error)
     return modules[-1] == "lightning" and not set(modules) - sys.stdlib_module_names - LIBRARIES
 
@@ -283,14 +284,14 @@ _OTHER_MODEL = "Error(s) in loading state_dict for "
 
 
 def _of_another_model(error: RuntimeError) -> str:
-    """What to do about a checkpoint of another model; empty for any other error."""
+    """Returns advice for a checkpoint of another model; empty for any other error."""
     if not str(error).startswith(_OTHER_MODEL) or set(_modules_of(error)) - sys.stdlib_module_names - LIBRARIES:
         return ""
     name, *differences = str(error).removeprefix(_OTHER_MODEL).split("\n\t")
-    told = some([each.strip().rstrip(".") for each in differences], 2)
+    advice = some([each.strip().rstrip(".") for each in differences], 2)
     return (
-        f"the checkpoint is of another model than this {name.strip().rstrip(':')} ({told}); give the model the settings that "
-        f"it was saved with (config.yaml in the folder of its run has them), or another --ckpt_path"
+        f"the checkpoint is of another model than this {name.strip().rstrip(':')} ({advice}); give the model the settings "
+        f"that it was saved with (config.yaml in the folder of its run has them), or another --ckpt_path"
     )
 
 
@@ -311,11 +312,11 @@ def run_trainer(args: list[str] | None, parser_settings: dict[str, Any]) -> None
             raise
         _stop(args, " ".join(str(error).split()))
     except RuntimeError as error:
-        if not (told := _of_another_model(error)):
+        if not (advice := _of_another_model(error)):
             raise
-        _stop(args, told)
+        _stop(args, advice)
 
 
-def _stop(args: list[str] | None, told: str) -> NoReturn:
+def _stop(args: list[str] | None, advice: str) -> NoReturn:
     given = sys.argv[1:] if args is None else args
-    sys.exit(f"lightning-ptm {' '.join(given[:1])}: {told}")
+    sys.exit(f"lightning-ptm {' '.join(given[:1])}: {advice}")

@@ -140,7 +140,7 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """How checkpoints are written, and which one a fit goes on from.
+    """Settings of checkpoints: how they are written, and which one a fit resumes from.
 
     Args:
         state_dict_type: `full` checkpoints are one ordinary Lightning file, with all states gathered on rank 0 as it is
@@ -178,7 +178,7 @@ class Checkpoints:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorParallel:
-    """How layers are cut where `tensor_parallel_size` is 2 or more.
+    """Settings of tensor parallelism, for a `tensor_parallel_size` of 2 or more.
 
     Args:
         plan: A dictionary from names of modules (with `*` for numbers) to styles of `lightning_ptm.parallel`
@@ -204,7 +204,7 @@ class TensorParallel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What changes speed and memory, and is decided well for nearly everybody.
+    """Settings for speed and memory use. The defaults suit nearly every run.
 
     Args:
         staging_memory: Bytes of RAM for pages between disk and update; `auto` picks a few dozen pages.
@@ -500,12 +500,12 @@ class Settings:
 
     @property
     def state_dtypes(self) -> Mapping[str, StateDtype]:
-        """By name of a state; empty where it is one for all."""
+        """The dtype of each optimizer state, by name; empty if one setting applies to all."""
         return self.optimizer_state_dtype if isinstance(self.optimizer_state_dtype, Mapping) else {}
 
     @property
     def encodes_states(self) -> bool:
-        """Whether some states are to lie in pages as something else than the optimizer computes."""
+        """Whether pages store any optimizer state in another dtype than the optimizer computes in."""
         return any(word != "auto" for word in (self.state_dtypes.values() or [self.optimizer_state_dtype]))
 
     @property

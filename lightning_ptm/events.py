@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 
 class EventKind(enum.Enum):
-    """What an event's time was spent on."""
+    """Kinds of events: what an event's time was spent on."""
 
     TICK = "tick"
     """One forward or backward of a unit, until the next tick or the end of the pass; on CUDA, the time to launch it."""
@@ -76,7 +76,7 @@ class Events:
         # State: written under the lock and replaced as a whole, so that `emit` needs no lock.
         self._listeners: tuple[Listener, ...] = ()
         self.active = False
-        """Whether there is any listener."""
+        """Whether any listener is subscribed."""
 
     def emit(self, event: Event) -> None:
         """Passes an event that has ended to all listeners."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 Seen = Callable[[int], None]
-"""Called with the number of bytes that were just done; by one thread at a time."""
+"""Callback with the number of bytes that were just done, called by one thread at a time."""
 
 Begun = Callable[[str], None]
-"""Called with the name of a part of some work when the part begins, which ends the part before it."""
+"""Callback with the name of a part of some work when the part begins, which ends the previous part."""
 
 _FORMAT = "{l_bar}{bar}| {n_fmt}B/{total_fmt}B [{elapsed}<{remaining}, {rate_fmt}]"
 _PARTS_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"

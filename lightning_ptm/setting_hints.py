@@ -199,7 +199,7 @@ EARLIER = {
 
 
 def unknown_setting(name: str, known: Sequence[str]) -> str:
-    """What to do in place of a setting that does not exist; empty if there is no similar one.
+    """Returns what to do in place of a setting that does not exist; empty if there is no similar one.
 
     Args:
         known: names of the existing settings.

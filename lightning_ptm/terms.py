@@ -173,7 +173,7 @@ class PageState(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """What a tick computes."""
+    """Kinds of computation of a tick."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -111,7 +111,7 @@ def _requirements() -> list[str]:
 # -- tensors and storages ---------------------------------------------------------------------------------------------
 
 version_of: Callable[[Tensor], int] = reader(Tensor, "_version")
-"""How often a tensor was written to in place."""
+"""Returns how often a tensor was written to in place."""
 base_of: Callable[[Tensor], Tensor | None] = reader(Tensor, "_base")
 """The tensor that a view is a view of, for autograd."""
 hooks_of: Callable[[Tensor], dict[int, Any] | None] = reader(Tensor, "_backward_hooks")
@@ -161,7 +161,7 @@ graph_task: Callable[[], int] = private(torch, "_C._current_graph_task_id")
 is_executed: Callable[[Any], bool] = private(torch, "_C._will_engine_execute_node")
 """Whether the backward pass in progress executes a node."""
 nodes_made: Callable[[], int] = private(torch, "_C._autograd._get_sequence_nr")
-"""How many autograd nodes this thread has made so far."""
+"""Returns how many autograd nodes this thread has made so far."""
 number_of_node: Callable[[Any], int] = methodcaller(checked(torch.autograd.Function, "_sequence_nr")[0])
 saving_hooks: Callable[[bool], tuple[Any, Any] | None] = private(torch, "_C._autograd._top_saved_tensors_default_hooks")
 """The pair (pack, unpack) of saved-tensor hooks in force."""

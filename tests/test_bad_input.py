@@ -1,4 +1,4 @@
-"""What cannot work is refused before the first step, with an error that has names, numbers and a remedy."""
+"""Settings that cannot work are refused before the first step, with an error that has names, numbers and a remedy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lightning_ptm import (
 from lightning_ptm.command_line import command_line
 from lightning_ptm.config import Settings
 from lightning_ptm.memory.disk import FileOps
-from lightning_ptm.trainer import building
+from lightning_ptm.trainer import builder
 
 
 class Stack(L.LightningModule):
@@ -363,8 +363,8 @@ def test_the_last_folder_of_a_disk_path_is_made(
     (tmp_path / "there").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "there"))
     (tmp_path / "link").symlink_to(tmp_path / "there")
-    monkeypatch.setattr(building, "measured_rates", lambda *_: {})
-    monkeypatch.setattr(building, "smallest_saturating", lambda _: 64 << 10)
+    monkeypatch.setattr(builder, "measured_rates", lambda *_: {})
+    monkeypatch.setattr(builder, "smallest_saturating", lambda _: 64 << 10)
     trainer_with(AngelPTMStrategy(disk_path=given, **settings)).fit(Stack(), batches())
     (made,) = tmp_path.rglob("spill")
     assert made.stat().st_mode & 0o777 == 0o700
@@ -406,7 +406,7 @@ def test_a_disk_that_is_too_small(disk: Path) -> None:
 
 
 def test_a_disk_that_is_full_after_all(disk: Path) -> None:
-    """What another process took between the question and the reservation; a quota looks like this too."""
+    """Another process took the space between the question and the reservation; a quota looks like this too."""
     strategy = on(disk, Files(fallocate_errno=errno.EDQUOT))
     message = refused(strategy, Stack(), PageIOError)
     assert "needs" in message

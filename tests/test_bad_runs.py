@@ -1,4 +1,4 @@
-"""What goes wrong in mid-run ends the run with a clear error, loses nothing that was saved and leaves nothing behind.
+"""Failures in mid-run end the run with a clear error, lose nothing that was saved and leave nothing behind.
 
 (`nothing_left_behind` and `disk` in conftest.py look for threads, open files and files on the disk after each test.)
 """
@@ -307,7 +307,7 @@ def test_a_parameter_that_changes_shape_where_edits_are_not_kept(strategy_at: An
 
 
 def test_a_parameter_whose_data_is_replaced(strategy_at: Any) -> None:
-    """It would go on as if nothing had been written."""
+    """Without the error, the run would continue as if nothing had been written."""
     with pytest.raises(UsageError) as caught:
         sharded = strategy_at("ram", checkpoints={"state_dict_type": "sharded"})  # which writes pages
         trainer_with(sharded, precision="32-true").fit(built(at(2, _replace)), batches())

@@ -171,7 +171,7 @@ REFUSED = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("options", REFUSED)
 def test_what_cannot_work_is_said_in_a_sentence(text: Path, options: str) -> None:
-    """And not in the fifty lines of jsonargparse and Lightning around it."""
+    """The message does not have the fifty lines of jsonargparse and Lightning around it."""
     with pytest.raises(SystemExit) as stop:
         main(["fit", *quiet(text), *options.split()])
     assert re.match(f"lightning-ptm fit: .*{REFUSED[options]}", str(stop.value.code))

@@ -77,7 +77,8 @@ SHORT = {
 def test_a_small_config_soon_knows_more_than_how_often_bytes_occur(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With shorter windows, in fewer steps. No two of eight experts do it all: these would have an entropy of 1/3."""
+    """Trains with shorter windows, in fewer steps. No two of eight experts do it all: these would have an entropy of
+    1/3."""
     monkeypatch.setenv("PL_GLOBAL_SEED", "1")
     rate, steps, length, batch, *options = SHORT[name]
     run = fit(

@@ -103,7 +103,7 @@ def test_every_block_is_looked_at_or_says_why_not(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as sites that show Markdown make them."""
+    """Returns the anchors of the page's headings, as sites that show Markdown make them."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -167,7 +167,7 @@ def test_every_setting_hint_has_a_row() -> None:
 
 
 class MyModule(LightningModule):
-    """What a page takes for the reader's own."""
+    """Module that a page takes for the reader's own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ def ctrl_c() -> None:
 
 @pytest.fixture
 def heard() -> Iterator[list[Any]]:
-    """What a handler of the user's is told; it raises nothing. It is there again in the end."""
+    """Calls of a user's handler; it raises nothing. It is installed again at the end."""
     told: list[Any] = []
 
     def handler(number: int, frame: Any) -> None:

@@ -8,7 +8,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def _twice(classes):
-    """Of (name of a class, file), names that several files have, with these; one of each model is allowed."""
+    """Returns names that several files have, with these files, from (name of a class, file); one of each model is
+    allowed."""
     files = defaultdict(set)
     for name, file in classes:
         files[name].add("a model's" if file.startswith("lightning_ptm/models/") else file)

@@ -1,4 +1,4 @@
-"""What pyproject.toml says, against what is in the folders."""
+"""Contents of pyproject.toml, compared with the folders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIONAL = {
 
 
 def test_what_is_imported_is_declared() -> None:
-    """What comes with a dependency today may not come with it tomorrow."""
+    """A package that comes with a dependency today may not come with it tomorrow."""
     files = [path for folder in ("lightning_ptm", "callbacks") for path in (ROOT / folder).rglob("*.py")]
     imported = {name: path for path in files for name in _imports(path)}
     brings = packages_distributions()

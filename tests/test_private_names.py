@@ -113,7 +113,7 @@ def _private_texts(node: ast.AST) -> list[str]:
 
 
 def _is_of_ours(node: ast.Attribute) -> bool:
-    """What one class of ours asks of another, in another file."""
+    """Whether the node is an attribute that one class of this package reads of another, in another file."""
     return node.attr in _own() and node.attr not in _fetched()
 
 
@@ -173,20 +173,23 @@ def _classes_in(path: str) -> dict[str, ast.ClassDef]:
 
 
 def _code_of(kind: type) -> ast.AST:
-    """Of a class; nothing where it is written in C, or made by a function."""
+    """Returns the code of a class; empty if the class is written in C, or made by a function."""
     path = getattr(sys.modules[kind.__module__], "__file__", None) or ""
     return _classes_in(path).get(kind.__qualname__, ast.Pass()) if path.endswith(".py") else ast.Pass()
 
 
 @cache
 def _private_names_of(kind: type) -> frozenset[str]:
-    """Those that a class of others has, or gives its objects."""
+    """Returns the private names that another library's class has, or gives its objects."""
     return frozenset(name for name in {*vars(kind), *_defined(_code_of(kind))} if _is_private(name))
 
 
 def test_subclasses_take_no_private_name_of_their_bases() -> None:
-    """But those that the two files ask for. A method that overrides nothing, and an attribute that nobody reads, would
-    otherwise do nothing in a version that calls it something else."""
+    """Private names that subclasses take of their bases are those that the two files ask for.
+
+    A method that overrides nothing, and an attribute that nothing reads, would otherwise do nothing in a version that
+    calls it something else.
+    """
     found = set()
     kinds = {each for module in _modules() for each in vars(module).values() if isinstance(each, type)}
     for kind in kinds:
@@ -225,7 +228,7 @@ def _is_fetcher(node: ast.stmt) -> bool:
 
 @pytest.fixture(scope="module")
 def variables() -> dict[str, Any]:
-    """What functions of the two files ask for names of."""
+    """Objects on which the private names in the two files are looked up."""
     optimizer = torch.optim.SGD([torch.zeros(1)])
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
     optimizer.step()

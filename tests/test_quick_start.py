@@ -1,5 +1,5 @@
-"""What a process of tests does once, or not at all: logs are caught where a test asks for them, and nowhere else; and what a
-folder has for its tests ends with them."""
+"""Setup of a process of tests: logs are caught only where a test asks for them, and a folder's fixtures end with its
+tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is imported when: the command line's help and `import lightning_ptm` without torch, names as if all were there."""
+"""Imports: the command line's help and `import lightning_ptm` without torch, names as if all were imported."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_each_name_of_the_registry_makes_the_strategy_with_its_settings() -> Non
 
 @pytest.mark.parametrize("first", ["lightning.pytorch.strategies", "lightning_ptm"])
 def test_names_are_offered_whoever_is_imported_first_and_nothing_else_is_imported(tmp_path: Path, first: str) -> None:
-    """With a stand-in for Lightning, which takes seconds to import; the next test has the real one."""
+    """Imports with a stand-in for Lightning, which takes seconds to import; the next test has the real one."""
     package = tmp_path / "lightning" / "pytorch"
     package.mkdir(parents=True)
     for folder in (package, package.parent):

@@ -11,6 +11,6 @@
 | how are states loaded | `module_states.py`, `optimizer_states.py`; from weight files: `weights.py` |
 | which checkpoint does a restarted run resume from | `auto_resume.py` |
 | what goes back to the module at the end of a run, and is saved later | `restore.py`, `after_run.py` |
-| how are states carried through a re-layout | `carried.py` |
+| how are states carried through a re-layout | `carried_states.py` |
 | what do `lightning-ptm inspect` and `export` print and read | `opened.py` |
 """

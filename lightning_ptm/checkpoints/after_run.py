@@ -1,4 +1,4 @@
-"""What is known of a run that has ended: whether its weights and optimizer states can still be saved.
+"""Record of how a run has ended: whether its weights and optimizer states can still be saved.
 
 The pages no longer exist then: checkpoints are saved from the module and the optimizers, as far as these were restored
 (restore.py), and only rank 0 has all optimizer states.

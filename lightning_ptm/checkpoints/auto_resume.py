@@ -243,7 +243,8 @@ def _in(place: Path, suffixes: Collection[str]) -> Iterator[Path]:
 
 
 def _completed_ns(path: Path) -> int | None:
-    """When the checkpoint was completed; None if the path is not one: a dangling link, a pipe, an unrelated folder."""
+    """Returns the time at which the checkpoint was completed; None if the path is not one: a dangling link, a pipe, an
+    unrelated folder."""
     file = formats.of_checkpoint(path).completed_file(path)
     with contextlib.suppress(FileNotFoundError):  # removed by another process meanwhile
         if is_file(file):

@@ -44,7 +44,7 @@ def module_state(engine: Engine, module: LightningModule, *, keep: bool) -> dict
         return {}
     # The module's own state_dict knows all names (tied weights, buffers, extra state, overrides), its hooks may change
     # values, and it adds the modules' versions, which `load_state_dict` reads.
-    with engine.lent_parameters.substituted(values):
+    with engine.gathered_parameters.substituted(values):
         return module.state_dict()
 
 

@@ -75,7 +75,7 @@ def load_module_state(engine: Engine, module: LightningModule, state: Mapping[st
     """
     engine.drain("load a state dict")
     engine.executor.release_all()
-    with engine.lent_parameters.substituted(None):
+    with engine.gathered_parameters.substituted(None):
         named = named_items(module)
     parameters = engine.gathered_flats.shapes()
     by_id = {id(item): state[name] for name, item in named.items() if name in state and id(item) in parameters}
@@ -135,8 +135,12 @@ def load_rest(
             "checkpoint['state_dict'] in the LightningModule's on_load_checkpoint instead"
         )
     # A user's override may return anything, None included.
-    told = result.missing_keys if isinstance(result, IncompatibleKeys) else None
-    missing = {id(named[name]) for name in (named.keys() - state.keys() if told is None else told) if name in named}
+    missing_names = result.missing_keys if isinstance(result, IncompatibleKeys) else None
+    missing = {
+        id(named[name])
+        for name in (named.keys() - state.keys() if missing_names is None else missing_names)
+        if name in named
+    }
     known = {of for _, of in given}
     for name, item in named.items():
         if id(item) in shapes and id(item) not in known and id(item) not in missing:
@@ -144,7 +148,7 @@ def load_rest(
                 f"{name} is not in the checkpoint under this name, and a hook of the module provides it during "
                 "loading, which does not reach pages; rename the checkpoint's keys in on_load_checkpoint"
             )
-    return told
+    return missing_names
 
 
 class Placeholders:

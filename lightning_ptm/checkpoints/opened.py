@@ -62,7 +62,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerFacts:
-    """What a format knows of an optimizer besides its state in Lightning's dictionary.
+    """Properties of an optimizer that a format has besides the state in Lightning's dictionary.
 
     Args:
         name: of its class.
@@ -88,7 +88,7 @@ class Opened(abc.ABC):
     """
 
     row_title: ClassVar[str]
-    """What the rows of the table are: `unit`, or `names` that begin in the same way."""
+    """Title of the table's rows: `unit`, or `names` that begin in the same way."""
     weights: tuple[Weight, ...]
     """The tensors of the model's state dict, in its order; a subclass sets them."""
 
@@ -153,12 +153,12 @@ class Opened(abc.ABC):
     @property
     @abc.abstractmethod
     def writer(self) -> str:
-        """What wrote it."""
+        """The library and the run that wrote the checkpoint."""
 
     @property
     @abc.abstractmethod
     def verified(self) -> str:
-        """What is known when `check` has found nothing."""
+        """Text that says what is verified if `check` has found no error."""
 
     @property
     def lightning(self) -> str:

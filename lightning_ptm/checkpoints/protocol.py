@@ -1,4 +1,5 @@
-"""What a checkpoint format can do: `Format`, one class per format. formats.py has the table of formats, and chooses.
+"""`Format`: interface of the checkpoint formats, one class per format. formats.py has the table of formats, and
+chooses.
 
 A checkpoint has the states of the module, of the optimizers, and of Lightning's loops. Lightning collects them in one
 dictionary: it asks for the module's state and each optimizer's, and then has the dictionary written to a path. A format
@@ -72,7 +73,7 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a checkpoint is read.
+    """Options of reading a checkpoint.
 
     Args:
         files: for formats with single files.

@@ -26,8 +26,8 @@ from lightning_ptm.runtime.units.binding import ENDED, FlatBinding
 log = logging.getLogger(__name__)
 
 
-class GivenBack(enum.Enum):
-    """Which weights are restored at the end of a run."""
+class RestoredWeights(enum.Enum):
+    """Parameters whose weights are restored at the end of a run."""
 
     NONE = "none: they are not wanted, or have no values"
     ALL = "all"
@@ -37,14 +37,14 @@ class GivenBack(enum.Enum):
 
 def _needed(engine: Engine, ranks_here: int, *, whole: bool) -> tuple[int, int]:
     """Returns the RAM of this machine that all weights take, and that trained ones take."""
-    every, left_out = list(engine.gathered_flats.bindings()), engine.lent_parameters.untrained()
+    every, left_out = list(engine.gathered_flats.bindings()), engine.gathered_parameters.untrained()
     trained = [each for each in every if each not in left_out]
     # The user's original tensors, which pages have rounded, are in RAM already.
     total = engine.precise_bytes(with_other_parts=whole) - engine.values.bytes_of_originals()
     return total * ranks_here, engine.precise_bytes_of(trained, with_other_parts=whole) * ranks_here
 
 
-def decide(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False) -> GivenBack:
+def decide(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False) -> RestoredWeights:
     """Decides which weights are restored, by the RAM that is free now.
 
     Args:
@@ -53,13 +53,17 @@ def decide(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False
         whole: whether slices of parameters will be assembled to whole ones.
     """
     if (engine.barriers.failed and not engine.communicator.alone) or engine.values.unknown or not wanted:
-        return GivenBack.NONE
+        return RestoredWeights.NONE
     every, trained = _needed(engine, ranks_here, whole=whole)
     every += _read_at_once(engine, ()) * ranks_here
-    trained += _read_at_once(engine, engine.lent_parameters.untrained()) * ranks_here
+    trained += _read_at_once(engine, engine.gathered_parameters.untrained()) * ranks_here
     if engine.barriers.all_agree(every <= _free_bytes(engine)):
-        return GivenBack.ALL
-    return GivenBack.TRAINED if engine.barriers.all_agree(trained <= _free_bytes(engine)) else GivenBack.WRITTEN
+        return RestoredWeights.ALL
+    return (
+        RestoredWeights.TRAINED
+        if engine.barriers.all_agree(trained <= _free_bytes(engine))
+        else RestoredWeights.WRITTEN
+    )
 
 
 def _read_at_once(engine: Engine, left_out: Collection[FlatBinding]) -> int:
@@ -118,7 +122,7 @@ class Returned:
 
 
 def weights(
-    engine: Engine, back: GivenBack, lost_writes: list[Exception], *, again: str = "", path: str = ""
+    engine: Engine, back: RestoredWeights, lost_writes: list[Exception], *, reload_hint: str = "", path: str = ""
 ) -> Returned:
     """Restores precise, whole weights to the module's parameters. Parameters that are not restored cannot be read then.
 
@@ -126,7 +130,7 @@ def weights(
         back: the result of `decide`.
         lost_writes: list to which an error is added if the user has written to copies of parameters since the last step
             began, so that the writes are lost.
-        again: how frozen parameters get their values in the next run; empty: the user has to load them.
+        reload_hint: how frozen parameters get their values in the next run; empty: the user has to load them.
         path: folder to which weights were written instead.
 
     Raises:
@@ -134,9 +138,9 @@ def weights(
     """
     if engine.barriers.failed and not engine.communicator.alone:
         log.warning("this run has failed, so the module's parameters have no values; load them from a checkpoint")
-        engine.lent_parameters.detach()
+        engine.gathered_parameters.detach()
         return Returned(False)
-    if back in (GivenBack.NONE, GivenBack.WRITTEN):
+    if back in (RestoredWeights.NONE, RestoredWeights.WRITTEN):
         absent = (
             f"were written to {path} at the end of their run, for want of RAM; load them from there" if path else ENDED
         )
@@ -145,16 +149,16 @@ def weights(
                 engine.drain("weights at the end", at_end=True)
                 _check_lost_writes(engine, lost_writes)
         finally:
-            engine.lent_parameters.detach(absent)
+            engine.gathered_parameters.detach(absent)
         return Returned(False)
-    left_out = engine.lent_parameters.untrained() if back is GivenBack.TRAINED else []
+    left_out = engine.gathered_parameters.untrained() if back is RestoredWeights.TRAINED else []
     try:
         failure = _drained(engine)
         engine.executor.release_all()
         _check_lost_writes(engine, lost_writes)
-        engine.lent_parameters.restore(left_out, _left_out(again))
+        engine.gathered_parameters.restore(left_out, _left_out(reload_hint))
     except Exception as error:
-        engine.lent_parameters.detach()
+        engine.gathered_parameters.detach()
         if not engine.barriers.failed:
             raise  # the error of the last step's update, which nothing else reports
         log.warning("the weights could not be restored to the module: %s", error)
@@ -180,14 +184,14 @@ def _drained(engine: Engine) -> Exception | None:
     return None
 
 
-def _left_out(again: str) -> str:
-    then = again or "load them from where they came from (the base model's files)"
+def _left_out(reload_hint: str) -> str:
+    then = reload_hint or "load them from where they came from (the base model's files)"
     return f"ended with a run that did not train it, since RAM had no room for them; {then}, or make more RAM available"
 
 
 def _check_lost_writes(engine: Engine, lost_writes: list[Exception]) -> None:
     try:
-        engine.lent_parameters.check_written()
+        engine.gathered_parameters.check_written()
         engine.updates.check_stepped()
     except UsageError as error:
         if not engine.barriers.failed:  # else the run's error was reported, which may be this one

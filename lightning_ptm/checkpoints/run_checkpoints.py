@@ -1,4 +1,4 @@
-"""What Lightning's calls on a strategy do about checkpoints: saving and loading, in a run and outside of runs.
+"""Lightning's calls on a strategy for checkpoints: saving and loading, in a run and outside of runs.
 
 Chooses the format (formats.py), and decides whether there is anything to save. Checkpoints that Lightning loads before a
 run has pages are in `SetUp`.

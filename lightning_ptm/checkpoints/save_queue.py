@@ -167,7 +167,7 @@ class Interruption:
         self._saves = saves
         self._settled = False
         self.unsaved = ""
-        """Why the run writes no more checkpoints; empty while it does."""
+        """The reason why the run writes no more checkpoints; empty while it does."""
 
     @property
     def on_this_rank(self) -> bool:

@@ -94,9 +94,9 @@ def optimizer_remainder(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
     """Returns the optimizer's state dict without element-wise states: groups, and scalars such as `step`."""
     engine.drain("optimizer state")
     optimizer = plain_optimizer(optimizer)
-    if strangers := engine.changes.strangers(optimizer):
+    if outside_module := engine.changes.outside_module(optimizer):
         raise UsageError(
-            f"a parameter of shape {tuple(strangers[0].shape)} is in a group of {type(optimizer).__name__} and in no "
+            f"a parameter of shape {tuple(outside_module[0].shape)} is in a group of {type(optimizer).__name__} and in no "
             "module, so a sharded checkpoint has no name for it; take it out of the group, or use "
             "checkpoints=Checkpoints(state_dict_type='full')"
         )
@@ -344,7 +344,7 @@ _LOOK_S = 0.05
 """Interval at which rank 0 checks whether the other ranks have written."""
 
 _LAST_WAIT_S = 30.0
-"""How long rank 0 waits for the others' files after the run has failed, when there can be no collectives."""
+"""Time that rank 0 waits for the others' files after the run has failed, when there can be no collectives."""
 
 
 class Saving:

@@ -52,10 +52,10 @@ WRAPPERS = re.compile(
 and torch's checkpoint wrapper."""
 
 _MOST_NAMES = 20
-"""How many names of each kind an error lists."""
+"""Number of names of each kind that an error lists."""
 
 _CANDIDATES = 8
-"""How many of the prefixes with most votes are tried."""
+"""Number of prefixes that are tried, those with most votes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,7 +272,8 @@ class Agreement:
         """This rank's number that must be equal within a group of `compared`, except for rounding."""
 
     def compare(self, groups: Sequence[Sequence[int]], work_word: Callable[[], int]) -> None:
-        """From now on the ranks of each of these groups are compared where they leave a boundary together."""
+        """Makes the ranks of each of these groups compare their positions, from now on, when they leave a boundary
+        together."""
         self.compared, self.work_word = groups, work_word
 
     def compare_number(self, number: float) -> None:

@@ -38,7 +38,7 @@ class Channel(Protocol):
     def start_all_to_all(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> tuple[Tensor, AsyncExchange]:
-        """See `Communicator.start_all_to_all`."""
+        """Starts an all-to-all; see `Communicator.start_all_to_all`."""
 
 
 class BackgroundGroup:
@@ -62,7 +62,7 @@ class BackgroundGroup:
     def start_all_to_all(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> tuple[Tensor, AsyncExchange]:
-        """See `Channel`.
+        """Starts an all-to-all; see `Channel`.
 
         Raises:
             CheckpointError: another rank is gone; `wait` raises it too.

@@ -28,7 +28,7 @@ class Communicator(Protocol):
     def world_size(self) -> int: ...
     @property
     def alone(self) -> bool:
-        """Whether there is no other rank."""
+        """Whether this is the only rank."""
 
     def subgroup(self, partition: Sequence[Sequence[int]]) -> Communicator:
         """Returns a communicator of the ranks of `partition` that include this one. It is closed with its parent.

@@ -34,7 +34,8 @@ NOTHING: Exchanged = (0, ())
 
 
 class DeadlockDetector:
-    """Detects deadlocks of one rank, in one run.
+    """Detects, on one rank, that it and another rank of its tensor-parallel group wait for each other: one in an
+    exchange, the other in a round of all ranks.
 
     Args:
         store: a store of keys and values of all ranks, which works while collectives hang.

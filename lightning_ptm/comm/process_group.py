@@ -75,7 +75,7 @@ class ProcessGroupCommunicator:
         self._rows_out = torch.zeros(3 * self.world_size, dtype=torch.int64)
         self._rows_options = AllgatherOptions()
         self._background_groups: list[BackgroundGroup] = []
-        exchanges = exchanging and not backend.apart
+        exchanges = exchanging and not backend.has_own_memory
         self._intra_node = IntraNode(self._groups, timeout, rounds=within is None, exchanges=exchanges)
 
     @property
@@ -83,7 +83,7 @@ class ProcessGroupCommunicator:
         return self.world_size == 1
 
     def subgroup(self, partition: Sequence[Sequence[int]], *, exchanging: bool = False) -> ProcessGroupCommunicator:
-        """See `Communicator.subgroup`.
+        """Returns the communicator of this rank's part of a partition; see `Communicator.subgroup`.
 
         Args:
             partition: every rank once; the same on all ranks.

@@ -28,14 +28,14 @@ _LOOK_S = 0.05
 """Seconds between two looks of an interrupted rank at the store."""
 
 
-class StoreConnection(Protocol):
+class Closeable(Protocol):
     """A connection of another kind that is closed with the groups."""
 
     def close(self) -> None:
         """Closes the connection, which ends the waiting of other ranks. Idempotent."""
 
 
-T = TypeVar("T", bound=StoreConnection)
+T = TypeVar("T", bound=Closeable)
 
 
 class ProcessGroups:
@@ -69,7 +69,7 @@ class ProcessGroups:
         """Collectives that this rank has begun to issue, and that it has issued."""
         self._data_group: dist.ProcessGroup | None = None
         self._control_group: dist.ProcessGroup | None = None
-        self._connections: list[StoreConnection] = []
+        self._connections: list[Closeable] = []
         for ranks in partition:  # every rank makes all groups, in the same order
             members = None if within is None else list(ranks)
             data = self.guard(lambda: dist.new_group(members, backend=collectives, timeout=timeout))  # noqa: B023
@@ -153,7 +153,7 @@ class ProcessGroups:
     # -- ranks that fail ----------------------------------------------------------------------------------------------
 
     def meet(self, word: str | None, within_s: float) -> bool:
-        """See `Communicator.meet`."""
+        """Returns whether all ranks call this with the same word in time; see `Communicator.meet`."""
         if self._control_group is None:
             return False
         # Ranks that have issued different numbers of collectives would mismatch all later ones.
@@ -181,7 +181,7 @@ class ProcessGroups:
             return False
 
     def fail(self, reason: str) -> None:
-        """See `Communicator.fail`."""
+        """Reports a failure to the other ranks; see `Communicator.fail`."""
         if self._control_group is None:
             return
         # The store may be gone with the rank that hosts it. Only the first reason is kept: it caused the others.

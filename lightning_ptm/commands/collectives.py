@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the processes were launched, from the environment that torchrun sets. All nodes have the same number of ranks."""
+    """Launch of the processes, from the environment that torchrun sets. All nodes have the same number of ranks."""
 
     rank: int
     local_rank: int
@@ -58,7 +58,7 @@ class Launch:
 
 
 def launched() -> Launch | None:
-    """How this process was launched; None if it is the only one.
+    """Returns how this process was launched; None if it is the only one.
 
     Raises:
         ConfigError: the environment says that there are other ranks, but not how to reach them.
@@ -165,7 +165,7 @@ class Ranks:
                 f"was measured; check that all nodes can reach MASTER_ADDR and MASTER_PORT"
             ) from error
         count = self._backend.count()
-        if self._backend.apart and count < self.launch.ranks_per_node:
+        if self._backend.has_own_memory and count < self.launch.ranks_per_node:
             raise ConfigError(
                 f"torch sees {count} device(s) on the node of rank {self.launch.rank}, and "
                 f"{self.launch.ranks_per_node} ranks were launched there, which cannot share one; launch one rank per device"
@@ -249,7 +249,7 @@ class Ranks:
             return _Done(None)
 
         round_s = self._typical_s(meet, seconds)
-        if sums is not None and launch.nodes == 1 and not self._backend.apart:
+        if sums is not None and launch.nodes == 1 and not self._backend.has_own_memory:
             sums = dataclasses.replace(sums, least_s=max(sums.least_s, self._in_a_step_s(steps, round_s)))
         return Rates(in_node, of_all, sums, round_s)
 

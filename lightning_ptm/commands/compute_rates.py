@@ -22,7 +22,7 @@ def _untold(part: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured.
+    """Extent of a measurement: sizes, durations and numbers of steps.
 
     Attributes:
         matrix: rows and columns of matrices on a CPU; on a GPU eight times as many.
@@ -42,7 +42,7 @@ class Effort:
 
     def side(self, backend: Backend) -> int:
         """Rows and columns of the matrices for a backend."""
-        return self.matrix * (8 if backend.apart else 1)
+        return self.matrix * (8 if backend.has_own_memory else 1)
 
 
 def matrix_rate(backend: Backend, dtype: str, effort: Effort) -> float:
@@ -108,14 +108,14 @@ def ram_rate(threads: int, effort: Effort) -> float:
 def copy_rate(source: Backend, target: Backend, effort: Effort) -> float:
     """Bytes per second of a large copy; RAM is page-locked if the other side is a GPU."""
     effort.begins(f"copies from {source.device} to {target.device}")
-    pinned = source.apart != target.apart
+    pinned = source.has_own_memory != target.has_own_memory
 
     def made(side: Backend) -> Tensor:
-        pin = pinned and not side.apart
+        pin = pinned and not side.has_own_memory
         return torch.zeros(effort.copy_bytes, dtype=torch.uint8, device=side.device, pin_memory=pin)
 
     read, written = made(source), made(target)
-    timed = source if source.apart else target
+    timed = source if source.has_own_memory else target
     return effort.copy_bytes / _typical(lambda: written.copy_(read, non_blocking=True), timed, effort.seconds)
 
 

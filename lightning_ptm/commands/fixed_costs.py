@@ -62,7 +62,7 @@ def _step_s(backend: Backend, module: _Tiny, steps: int, ranks: int = 1) -> floa
     watch = _Watch()
     loud = logging.getLogger("lightning.pytorch").level
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    one = [backend.device.index or 0] if backend.apart else 1
+    one = [backend.device.index or 0] if backend.has_own_memory else 1
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -39,8 +39,10 @@ def in_short(message: str, options: Sequence[str] = ()) -> str:
         options: options of the command line, as `--name`.
     """
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
-    told = [line if line.endswith(":") else f"{line};" for line in lines if line and not line.startswith(_LEFT_OUT)]
-    return f"{' '.join(told).rstrip(';')}{_instead(message, options)}"
+    sentences = [
+        line if line.endswith(":") else f"{line};" for line in lines if line and not line.startswith(_LEFT_OUT)
+    ]
+    return f"{' '.join(sentences).rstrip(';')}{_instead(message, options)}"
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -92,7 +92,7 @@ def forecast(
             settings["device_memory"] = parse_bytes(device_memory, name="device_memory")
         except ConfigError as error:
             raise ConfigError(f"{error}; or say 'best' or 'least'") from error
-    if goal is not None and not node.apart:
+    if goal is not None and not node.has_own_memory:
         raise ConfigError(
             f"device_memory is {goal!r}, and {node.name} is a CPU, whose device tier is RAM; leave it out, or give a size"
         )
@@ -140,7 +140,7 @@ class _Question:
         self._wanted = wanted
         # State.
         self._sizes: Sizes | None = None
-        """Made for the first blueprint; units and ticks are the same for all."""
+        """The sizes of units, made for the first blueprint; units and ticks are the same for all."""
         self._rooms = (0, 0)
         """Bytes that pages leave to activations on the device and in RAM, in the last prediction."""
 
@@ -178,7 +178,8 @@ class _Question:
         return dataclasses.replace(found, chosen={"device_memory": chosen[1]}), blueprint
 
     def fits(self, *, search: bool) -> bool:
-        """Whether it fits; with `search`, for any part of the device's memory, the largest first, as it is likeliest to."""
+        """Returns whether the run fits on the machine. With `search`, tries several sizes of device memory, largest
+        first."""
         for settings in [settings for settings, _ in reversed(self._parts())] if search else [None]:
             try:
                 if self.answer(None, settings)[0].fits:

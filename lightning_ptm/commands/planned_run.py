@@ -124,7 +124,7 @@ def _page_bytes(node: Node, settings: Settings) -> int:
     """The page size that a run would measure."""
     if node.page_size is not None:
         return node.page_size
-    if not node.apart and not settings.disk_paths:
+    if not node.has_own_memory and not settings.disk_paths:
         return DEFAULT_PAGE_BYTES
     raise ConfigError(
         f"page_size is 'auto', which depends on how fast links are with pages of each size, and {node.source} has no "

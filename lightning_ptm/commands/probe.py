@@ -79,7 +79,7 @@ def _parts(paths: Sequence[Path], ranks: Ranks | None) -> int:
     backend = backend_here()
     peers = ranks is None and backend.count() > 1
     on_disk = len(paths) * (len(_BLOCKS) + 1)
-    copies = 1 + 3 * backend.apart + peers
+    copies = 1 + 3 * backend.has_own_memory + peers
     return on_disk + copies + PARTS + (ranks is not None)
 
 
@@ -130,7 +130,7 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
         rates = launched_ranks.measure(page or DEFAULT_PAGE_BYTES, effort.copy_bytes // 4, effort.seconds, effort.steps)
         intra, between = _value(rates.in_node), _of(rates.in_node)
     else:
-        peers = backend.apart and ranks > 1
+        peers = backend.has_own_memory and ranks > 1
         intra = copy_rate(backend_here(0), backend_here(1), effort) if peers else None
         between = "a copy between two devices, which collectives do not exceed"
     copies, updates, fixed = own.copies, own.updates, own.fixed
@@ -215,7 +215,7 @@ def measure(paths: Sequence[Path], effort: Effort, launched_ranks: Ranks | None 
         f"unit_s: {fixed.unit_s:.4g}  # a forward or backward of a unit of next to no size",
         f"step_s: {fixed.step_s:.4g}  # a step without units",
         "cpu_threads: null  # not those that compute"
-        if backend.apart
+        if backend.has_own_memory
         else f"cpu_threads: {torch.get_num_threads()}  # that computed; OMP_NUM_THREADS sets it",
         "page_size: null  # no link to choose it for"
         if page is None

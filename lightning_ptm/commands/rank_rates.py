@@ -44,11 +44,13 @@ class DeviceCopies:
 
 @dataclass(frozen=True, slots=True)
 class RankRates:
-    """Rates of one rank, per second.
+    """Measured speeds of one rank, per second, for the hardware file.
 
     Attributes:
-        copies: None on a CPU.
-        matrix_flops, attention_flops, curved_numel, product_flops: by dtype, as in a hardware file.
+        copies: copies between RAM and the device; None on a CPU.
+        matrix_flops, attention_flops: operations of forward and backward, by dtype.
+        curved_numel: elements of exponential functions (as in GELU), by dtype.
+        product_flops: operations of matrix products in updates (Muon), by dtype.
         sample_s: seconds of a forward and a backward of a small GPT.
     """
 
@@ -91,7 +93,7 @@ def rank_rates(backend: Backend, paths: Sequence[Path], effort: Effort, cores: i
     with as_if_alone():
         fixed = fixed_costs(backend, effort.steps)
     copies = None
-    if backend.apart:
+    if backend.has_own_memory:
         pairs = ((backend, backend), (host, backend), (backend, host))
         copies = DeviceCopies(*(copy_rate(source, target, effort) for source, target in pairs))
     matrix = {dtype: matrix_rate(backend, dtype, effort) for dtype in DTYPES}

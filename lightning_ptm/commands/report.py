@@ -127,7 +127,7 @@ def render(found: Prediction) -> str:
 
 
 def _when(use: LinkUse, found: Prediction, timing: Timing) -> str:
-    """What does not overlap with compute: exchanges, and the part that exceeds all of compute."""
+    """Returns what does not overlap with compute: exchanges, and the part that exceeds all of compute."""
     if use.link in (Link.EXCHANGE, Link.TENSOR_EXCHANGE):
         return ", while nothing computes"
     if found.steps_per_pass is not None and use.link in _OF_A_PASS:
@@ -152,7 +152,8 @@ def _largest_batch(found: Prediction) -> str:
 
 
 def _largest_model(found: Prediction) -> list[str]:
-    """How to search the largest model; not done by default, since plans of a dozen models take longer than all else."""
+    """Returns how to search the largest model; not done by default, since plans of a dozen models take longer than all
+    else."""
     if found.deepens in found.chosen:
         return []
     name = found.deepens or "NAME (an argument of the model)"

@@ -54,8 +54,8 @@ class Sizes:
         return self._known[samples]
 
     def ends_with(self, wanted: Literal["auto"] | int | None) -> dict[int, int]:
-        """For units whose backward ends with that of another unit, the other one; independent of the batch size (see
-        UnitWork)."""
+        """Returns, for units whose backward ends with that of another unit, the other one; independent of the batch
+        size (see UnitWork)."""
         works = self.at(wanted if isinstance(wanted, int) else sample_count(self._run.batch))[1]
         return {unit: work.ends_with for unit, work in enumerate(works) if work.ends_with is not None}
 
@@ -85,7 +85,7 @@ class Sizes:
 
 def activation_room(blueprint: Blueprint, takes: PredictedMemory, node: Node) -> int:
     """Bytes of the device tier left to activations; on a CPU that is RAM, where unused pages take none."""
-    if not node.apart:
+    if not node.has_own_memory:
         pages = takes.peak(Tier.DEVICE) + takes.peak(Tier.HOST)
         return node.host_memory // node.ranks_per_node - pages - takes.gradients_beside
     return node.device_memory - blueprint.pool_bytes[Tier.DEVICE] - takes.gradients_beside
@@ -97,7 +97,7 @@ def host_room(blueprint: Blueprint, node: Node) -> int:
 
 
 def shortage(tier: Tier, samples: int, taken_bytes: int, room: int, node: Node, *, unified: bool) -> str:
-    """Why activations do not fit, and what to do, for a CapacityError."""
+    """Returns why activations do not fit, and what to do, for a CapacityError."""
     batch = f"{samples} sample{'' if samples == 1 else 's'}"
     if tier is Tier.HOST:
         return (

@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped,unused-ignore]
 from lightning_ptm.config import Settings, parse_bytes
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.node import Node
-from lightning_ptm.memory.backend import apart
+from lightning_ptm.memory.backend import device_has_own_memory
 from lightning_ptm.update.state_encoding import ENCODINGS
 
 FOLDERS = (Path(__file__).parents[1] / "configs" / "hardware", Path(__file__).parents[2] / "configs" / "hardware")
@@ -145,7 +145,7 @@ class _Reader:
         device = self._document["device"]
         compute = self._by_dtype("compute_flops_per_s")
         try:
-            has_own_memory = apart(str(device))
+            has_own_memory = device_has_own_memory(str(device))
         except ConfigError as error:
             raise self._wrong("device", "cpu, cuda, xpu or another device type of torch") from error
         for name in _SIZES:

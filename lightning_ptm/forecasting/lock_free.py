@@ -1,4 +1,5 @@
-"""Forecast of a step with lock-free updates, on a machine that updates on the cores that compute."""
+"""Step-time forecast for lock-free updates on a CPU that also computes: the inputs of the simulation in
+shared_cores.py."""
 
 from __future__ import annotations
 

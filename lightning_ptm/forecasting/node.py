@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.rates import Hardware
-from lightning_ptm.memory.backend import apart
+from lightning_ptm.memory.backend import device_has_own_memory
 from lightning_ptm.planning.sharding import Axis, ModelSharding
 from lightning_ptm.runtime.machine.machine import Machine
 from lightning_ptm.terms import Link
@@ -115,9 +115,9 @@ class Node:
     page_size: int | None = None
 
     @property
-    def apart(self) -> bool:
+    def has_own_memory(self) -> bool:
         """Whether the devices have their own memory."""
-        return apart(self.device)
+        return device_has_own_memory(self.device)
 
     @property
     def cores_per_rank(self) -> float:
@@ -132,7 +132,7 @@ class Node:
     def machine(self) -> Machine:
         """Returns the machine that a run would find, if nothing else ran there."""
         return Machine(
-            device_apart=self.apart,
+            device_has_own_memory=self.has_own_memory,
             free_device_bytes=self.device_memory,
             free_host_bytes=self.host_memory,
             free_disk_bytes=self.disk_memory,
@@ -171,7 +171,7 @@ class Node:
             update_host_bytes_per_s=ram if self.update_bytes_per_s is None else self.update_bytes_per_s,
             update_device_bytes_per_s=self.device_memory_bytes_per_s or self.update_bytes_per_s or ram,
             disk_both_bytes_per_s=None if self.disk_both_bytes_per_s is None else self.disk_both_bytes_per_s / ranks,
-            shared_cores=not self.apart,
+            shared_cores=not self.has_own_memory,
             exchange_bytes_per_s=self._exchange_bytes_per_s(nodes, _along(holders, Axis.EXPERT)),
             tensor_exchange_bytes_per_s=self._ring_bytes_per_s(nodes, tensor_groups, self.tensor_exchange_bytes_per_s),
             shared_bytes_per_s=self._shared_bytes_per_s(nodes, holders) if holders is not None else {},
@@ -185,7 +185,7 @@ class Node:
             disk_bytes_per_core_s=self.disk_bytes_per_core_s,
             lockstep_ranks=max(map(len, tensor_groups), default=1),
             states_numel_per_s=self.states_numel_per_s,
-            update_flops_per_s=self.update_flops_per_s or (None if self.apart else self.compute_flops_per_s),
+            update_flops_per_s=self.update_flops_per_s or (None if self.has_own_memory else self.compute_flops_per_s),
             device_flops_per_s=self.compute_flops_per_s,
         )
 

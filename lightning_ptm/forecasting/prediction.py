@@ -153,7 +153,7 @@ def tiers_of(
     host = node.host_memory // ranks
     have = {
         **blueprint.budget,
-        Tier.DEVICE: node.device_memory if node.apart else host,
+        Tier.DEVICE: node.device_memory if node.has_own_memory else host,
         Tier.HOST: 0 if blueprint.unified else host,
     }
     return {

@@ -1,4 +1,4 @@
-"""Simulation of lock-free mode on a CPU: seconds of steps while updates run in their own thread on the cores that compute.
+"""Simulation of lock-free updates on a CPU: step times when the update thread and compute share the cores.
 
 Owns the clock of consecutive steps. The classes that a real run uses, too, decide which gradients wait for which job, which
 version compute may read and which chunk is next (planning/version_policy.py, planning/chunks.py). Compute adopts a version
@@ -223,7 +223,7 @@ class SharedCores:
         self._feed()
 
     def _catch_up(self, flat: _Flat) -> None:
-        self._hurry(flat, flat.have.received - self._max_staleness)
+        self._prioritize(flat, flat.have.received - self._max_staleness)
 
     def _hand_over(self, unit: int, step: int) -> None:
         for flat in self._of_unit.get(unit, ()):
@@ -244,8 +244,8 @@ class SharedCores:
             self._at.longer_s += self._rates.loss * size / self._rates.sum_bytes_per_s
         self._feed()
 
-    def _hurry(self, flat: _Flat, needed: int) -> None:
-        self.waiting.hurry(flat, needed)
+    def _prioritize(self, flat: _Flat, needed: int) -> None:
+        self.waiting.prioritize(flat, needed)
         self._feed()
         if flat.job is not None and not flat.job.computed and flat.urgent:
             self.chunks.to_front(flat.job)
@@ -330,7 +330,7 @@ class SharedCores:
         """Does nothing: buffers are only counted."""
 
     def end(self, job: _Job) -> None:
-        """Notes the end of a job; it takes effect once compute's time has come to the thread's."""
+        """Records the end of a job; it takes effect once compute's time has reached the thread's."""
         self._at.ended.append((self._at.thread.s, job))
 
     def _transfer(self, chunk: TimedChunk[_Flat]) -> float:

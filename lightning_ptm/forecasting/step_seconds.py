@@ -81,7 +81,7 @@ def step_time(
         extras=update_extras(blueprint, rates),
     )
     seconds = timing.seconds + (node.step_s or 0.0)
-    if lock_free is not None and not node.apart:
+    if lock_free is not None and not node.has_own_memory:
         seconds = beside_compute(blueprint, lock_free, trace, node, rates, accumulate, _among_ranks_s(timing)).seconds
     elif lock_free is not None:
         seconds = _beside_updates(seconds, timing, lock_free)

@@ -25,7 +25,7 @@ from lightning_ptm.memory.numa import cores_near, kept_to
 from lightning_ptm.memory.region import DeviceRegion, HostRegion, Region, TorchLockedRegion
 
 if TYPE_CHECKING:
-    from lightning_ptm.memory.device_work import Mark, Stream
+    from lightning_ptm.memory.device_work import DeviceEvent, Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class _EventMark:
     def order(self) -> None:
         self.backend._current().wait_event(self.event)
 
-    def seconds_since(self, earlier: Mark) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         assert isinstance(earlier, _EventMark)
         return earlier.event.elapsed_time(self.event) / 1000.0
 
@@ -52,7 +52,7 @@ class _DeviceStream:
     backend: AcceleratorBackend
     stream: torch.Stream
 
-    def follow(self, mark: Mark | None = None) -> None:
+    def follow(self, mark: DeviceEvent | None = None) -> None:
         if mark is None:
             self.stream.wait_stream(self.backend._current())
         else:
@@ -84,7 +84,7 @@ class AcceleratorBackend:
 
     device: torch.device
 
-    apart: ClassVar[bool] = True
+    has_own_memory: ClassVar[bool] = True
     has_bytes: ClassVar[bool] = True
 
     @property
@@ -136,7 +136,7 @@ class AcceleratorBackend:
     def current_stream(self) -> Stream:
         return _DeviceStream(self, self._current())
 
-    def mark(self, *, timed: bool = False) -> Mark:
+    def mark(self, *, timed: bool = False) -> DeviceEvent:
         event = self._new_event(timed)
         event.record(self._current())
         return _EventMark(self, event)

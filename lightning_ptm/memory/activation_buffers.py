@@ -116,23 +116,23 @@ def _size_class(size_bytes: int) -> int:
     return -(-max(size_bytes, 1) // step) * step
 
 
-class Where(enum.Enum):
-    """Where the bytes of an offloaded storage are."""
+class StoragePlace(enum.Enum):
+    """Places of the bytes of an offloaded storage."""
 
     LEAVING = "leaving"
-    """On the device; the copy to RAM is in flight."""
+    """The bytes are on the device; the copy to RAM is in flight."""
     AWAY = "away"
-    """In RAM only."""
+    """The bytes are in RAM only."""
     COMING = "coming"
-    """In RAM; the copy to the device is in flight."""
+    """The bytes are in RAM; the copy to the device is in flight."""
     BACK = "back"
-    """On the device; the host buffer has been given back."""
+    """The bytes are on the device; the host buffer is free."""
 
 
 _NEXT = {
-    (Where.LEAVING, Where.AWAY),
-    (Where.AWAY, Where.COMING),
-    (Where.COMING, Where.BACK),
+    (StoragePlace.LEAVING, StoragePlace.AWAY),
+    (StoragePlace.AWAY, StoragePlace.COMING),
+    (StoragePlace.COMING, StoragePlace.BACK),
 }
 
 
@@ -165,7 +165,7 @@ class OffloadedStorage:
         self.version = version_of(source)
         self.changed = False
         """Whether the source was written to after it had been saved."""
-        self.where = Where.LEAVING
+        self.where = StoragePlace.LEAVING
         self.device: Tensor | None = source
         """A tensor on the device with this storage, of any shape. None while AWAY."""
         self.region: HostRegion | None = region
@@ -175,12 +175,12 @@ class OffloadedStorage:
         """Whether a view of the source's storage still has the elements that are being copied."""
         source = self.device
         return (
-            self.where is Where.LEAVING
+            self.where is StoragePlace.LEAVING
             and source is not None
             and self.version == version_of(source) == version_of(tensor)
         )
 
-    def to(self, where: Where) -> None:
+    def to(self, where: StoragePlace) -> None:
         if (self.where, where) not in _NEXT:
             raise InternalError(
                 f"the offloaded storage {self.name} cannot change from {self.where.value} to {where.value}"
@@ -243,24 +243,24 @@ class ActivationMover:
 
     def settle(self, away: OffloadedStorage) -> None:
         """Makes the compute stream wait for the copy to RAM, then frees the source (I1). No effect unless LEAVING."""
-        if away.where is not Where.LEAVING:
+        if away.where is not StoragePlace.LEAVING:
             return
         assert away.completion is not None and away.device is not None
         away.completion.order()
         # Another stream may own the block, and it does not wait for the copy (I1).
         self._backend.record_use(away.device)
         away.changed = version_of(away.device) != away.version
-        away.to(Where.AWAY)
+        away.to(StoragePlace.AWAY)
         away.completion = away.device = None
 
     def bring(self, away: OffloadedStorage) -> None:
         """Starts the copy back to the device. No effect unless AWAY."""
-        if away.where is not Where.AWAY:
+        if away.where is not StoragePlace.AWAY:
             return
         self._order_orphans()
         assert away.region is not None
         target = torch.empty(away.size_bytes, dtype=torch.uint8, device=self._backend.device)
-        away.to(Where.COMING)
+        away.to(StoragePlace.COMING)
         away.device = target
         began_s = perf_counter()
         away.completion = self._streams.to_device.launch([Pair(target, away.region.tensor[: away.size_bytes])])
@@ -273,14 +273,14 @@ class ActivationMover:
             UsageError: it was changed in place after it had been saved (I3).
         """
         self.bring(away)
-        if away.where is Where.COMING:
+        if away.where is StoragePlace.COMING:
             assert away.completion is not None and away.region is not None
             away.completion.order()
-            away.to(Where.BACK)
+            away.to(StoragePlace.BACK)
             self._buffers.give(away.region)
             away.completion = away.region = None
         assert away.device is not None
-        if away.changed or (away.where is Where.LEAVING and version_of(away.device) != away.version):
+        if away.changed or (away.where is StoragePlace.LEAVING and version_of(away.device) != away.version):
             raise UsageError(
                 "a tensor that the backward pass needs was changed in place after the forward pass had saved it, so its "
                 "gradients would be wrong; take the in-place operation out of the forward"

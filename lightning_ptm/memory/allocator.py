@@ -29,7 +29,7 @@ import torch
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.events import Events
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.memory.device_work import Mark
+from lightning_ptm.memory.device_work import DeviceEvent
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.disk_probe import threads_per_path
 from lightning_ptm.memory.io import IoQueue
@@ -102,7 +102,7 @@ class Allocator:
         """Tensors in reused extents, by the previous allocator's tensor, until `reused_tensor` returns them."""
         self._reused_ids: set[int] = set()
         self._io_threads = 0
-        self._marks: dict[int, Mark] = {}
+        self._marks: dict[int, DeviceEvent] = {}
         """By frame of a device with its own memory: the stream's position when the frame was last given back."""
         self._uses = uses or {}
         self._tables = {
@@ -129,7 +129,7 @@ class Allocator:
                 if poison:
                     poison_page = HostRegion(page_size)
                     poison_page.tensor.fill_(POISON)
-            self._machine = CopyMachine(page_size, made, disk, copy_streams(backend), backend.apart)
+            self._machine = CopyMachine(page_size, made, disk, copy_streams(backend), backend.has_own_memory)
             self._copier = Copier(self._machine, io, self._lock, events)
             self._poison_page = poison_page
             storages = [region.tensor.untyped_storage() for region in made.values()]
@@ -401,7 +401,7 @@ class Allocator:
         """Takes a tensor's pages away from it."""
         if self._poison and tensor.pages.extents:
             self._poison_pages(tensor)
-        if tensor.tier.computes and self.backend.apart:
+        if tensor.tier.computes and self.backend.has_own_memory:
             frames = tensor.pages.frames
             self._tables[tensor.tier].vacate(tensor.id, tensor.pages)
             # This stream has queued the last use of the pages already.
@@ -419,7 +419,7 @@ class Allocator:
             else:
                 self._machine.regions[tensor.tier].tensor[piece.start_bytes : piece.stop_bytes].fill_(POISON)
 
-    def _last_uses(self, tensor: PagedTensor) -> list[Mark]:
+    def _last_uses(self, tensor: PagedTensor) -> list[DeviceEvent]:
         """Returns the marks of the last uses of a device tensor's pages by the tensors before it."""
         if not self._marks:
             return [self._made]

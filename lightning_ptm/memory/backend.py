@@ -24,7 +24,7 @@ import torch
 
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.memory.accelerators import AcceleratorBackend, CudaBackend
-from lightning_ptm.memory.device_work import Mark, Stream
+from lightning_ptm.memory.device_work import DeviceEvent, Stream
 from lightning_ptm.memory.malloc import malloc_in_use_bytes
 from lightning_ptm.memory.region import HostRegion, Region
 
@@ -35,7 +35,7 @@ _CUDA = "cuda"
 class Backend(Protocol):
     """A device and its operations. Safe for threads."""
 
-    apart: ClassVar[bool]
+    has_own_memory: ClassVar[bool]
     """Whether the device has memory of its own and computes concurrently with the host; otherwise its memory is RAM."""
     has_bytes: ClassVar[bool]
     """Whether memory holds values; False in a virtual run (virtual_backend.py), which has no disk either."""
@@ -69,7 +69,7 @@ class Backend(Protocol):
     def current_stream(self) -> Stream:
         """Returns this thread's current stream; equal to other objects that stand for the same queue."""
 
-    def mark(self, *, timed: bool = False) -> Mark:
+    def mark(self, *, timed: bool = False) -> DeviceEvent:
         """Returns the present position in this thread's current stream."""
 
     def record_use(self, tensor: torch.Tensor) -> None:
@@ -132,7 +132,7 @@ class Backend(Protocol):
 class CurrentStream:
     """Stand-in for a stream: work keeps the order of the thread's current stream."""
 
-    def follow(self, mark: Mark | None = None) -> None:
+    def follow(self, mark: DeviceEvent | None = None) -> None:
         if mark is not None:
             mark.order()
 
@@ -156,7 +156,7 @@ class _Reached:
 
     def order(self) -> None: ...
 
-    def seconds_since(self, earlier: Mark) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         assert isinstance(earlier, _Reached)
         return self.at_s - earlier.at_s
 
@@ -166,7 +166,7 @@ class CpuBackend:
     """The host itself as compute device: the device tier is RAM."""
 
     name: ClassVar[str] = "cpu"
-    apart: ClassVar[bool] = False
+    has_own_memory: ClassVar[bool] = False
     has_bytes: ClassVar[bool] = True
     collectives: ClassVar[str] = "gloo"
 
@@ -187,7 +187,7 @@ class CpuBackend:
     def current_stream(self) -> Stream:
         return _CURRENT_STREAM
 
-    def mark(self, *, timed: bool = False) -> Mark:
+    def mark(self, *, timed: bool = False) -> DeviceEvent:
         return _Reached(perf_counter())
 
     def record_use(self, tensor: torch.Tensor) -> None: ...
@@ -280,7 +280,7 @@ def _makes_streams(kind: str) -> bool:
         return False
 
 
-def apart(name: str) -> bool:
+def device_has_own_memory(name: str) -> bool:
     """Whether devices of a kind have memory of their own. This machine need not have such a device.
 
     Raises:

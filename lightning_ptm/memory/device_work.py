@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A position in the queue of a stream, reached when the device has done the work queued before it."""
 
     def done(self) -> bool:
@@ -21,14 +21,14 @@ class Mark(Protocol):
     def order(self) -> None:
         """Makes this thread's current stream, not the thread itself, wait for the position."""
 
-    def seconds_since(self, earlier: Mark) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         """Returns the seconds between `earlier` and this mark, by the device's clock. Both must be timed and done."""
 
 
 class Stream(Protocol):
     """A queue of device work besides the current stream of a thread. The caller keeps the memory of the work alive."""
 
-    def follow(self, mark: Mark | None = None) -> None:
+    def follow(self, mark: DeviceEvent | None = None) -> None:
         """Makes later work on this stream wait for `mark`, or for everything queued on this thread's current stream."""
 
     def entered(self) -> AbstractContextManager[object]:

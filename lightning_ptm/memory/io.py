@@ -23,7 +23,7 @@ import torch
 
 from lightning_ptm.errors import AngelPTMError, InternalError, UsageError
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.memory.device_work import Mark
+from lightning_ptm.memory.device_work import DeviceEvent
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.numa import keep_to
 from lightning_ptm.memory.paged_tensor import Extent, round_up
@@ -87,7 +87,7 @@ class ReadBounced:
     place: Extent
     targets: Sequence[torch.Tensor]
     copies: CopyStream
-    after: Sequence[Mark]
+    after: Sequence[DeviceEvent]
 
     def run(self, staging: Staging) -> None:
         region = staging.region
@@ -108,7 +108,7 @@ class WriteBounced:
     place: Extent
     sources: Sequence[torch.Tensor]
     copies: CopyStream
-    after: Sequence[Mark]
+    after: Sequence[DeviceEvent]
     keep_tail: bool
 
     def run(self, staging: Staging) -> None:
@@ -160,7 +160,7 @@ def _pair_up(parts: Sequence[torch.Tensor], staged: torch.Tensor, *, to_staging:
 
 
 Ended = Callable[[BaseException | None], None]
-"""Called by an I/O thread at the end of a job, with its error or None."""
+"""Callback at the end of a job, called by an I/O thread with the job's error or None."""
 
 
 @dataclass(frozen=True, slots=True)

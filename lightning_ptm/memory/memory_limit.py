@@ -66,7 +66,7 @@ class MemoryLimit:
         _set(min([mapped + max(left_bytes, 0), *limits]), hard)
 
     def left_bytes(self) -> int | None:
-        """How many bytes more this process may map; None: as many as it likes."""
+        """Returns how many more bytes this process may map; None if unlimited."""
         mapped = _mapped_bytes()
         if resource is None or mapped is None or self not in _IN_FORCE:
             return None

@@ -127,7 +127,7 @@ def transfer(
 
 def copy_rates(backend: Backend, size: int) -> dict[str, float]:
     """Measures copies of one size between page-locked memory and a device, in bytes per second; {} on a CPU."""
-    if not backend.apart:
+    if not backend.has_own_memory:
         return {}
     host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
     there = torch.zeros(size, dtype=torch.uint8, device=backend.device)

@@ -106,7 +106,7 @@ class Pages:
         # State, changed by the Allocator and its Copier under their lock.
         self.extents = tuple(extents)
         self.holds: list[Hold] = []
-        """Of the transfers under way."""
+        """Holds of the transfers under way."""
         self._starts = [0]
         """First byte of each extent, then the number of bytes."""
         for extent in extents:
@@ -198,7 +198,7 @@ def page_pieces(extents: Sequence[Extent], page_size: int, *, joined: bool) -> l
 
 
 _NOWHERE = Pages(0, ())
-"""Of a tensor that has no pages. Nothing can change it: no byte is in it."""
+"""Pages of a tensor without any. They are shared, as they never change: they have no byte."""
 
 
 class PagedTensor:

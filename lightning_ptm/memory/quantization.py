@@ -108,17 +108,17 @@ def encode(values: Tensor, code: Code, codes: Tensor) -> None:
         rows[part][:, 4:] = _ENCODERS[code.name](scaled)
 
 
-def decode(codes: Tensor, code: Code, values: Tensor, *, apart: bool = False) -> None:
+def decode(codes: Tensor, code: Code, values: Tensor, *, has_own_memory: bool = False) -> None:
     """Writes the values of `codes`, uint8 (code.bytes_of(numel),), into `values` (numel,).
 
     Args:
         codes: may share the memory of the values, from `room_before_codes` on.
         code: the kind of codes.
         values: written.
-        apart: whether they are on a device with memory of its own (`Backend.apart`).
+        has_own_memory: whether they are on a device with memory of its own (`Backend.has_own_memory`).
     """
     blocks, rows = values.view(-1, ALIGN_NUMEL), codes.view(-1, code.block_bytes)
-    for part in _parts(rows, _AT_ONCE_BLOCKS_APART if apart else _AT_ONCE_BLOCKS):
+    for part in _parts(rows, _AT_ONCE_BLOCKS_APART if has_own_memory else _AT_ONCE_BLOCKS):
         wide = _DECODERS[code.name](rows[part][:, 4:]).mul_(rows[part].view(torch.float32)[:, :1])
         blocks[part].copy_(wide)
 

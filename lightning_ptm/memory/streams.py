@@ -17,7 +17,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 
 from lightning_ptm.memory.backend import Backend, CpuBackend, CurrentStream
-from lightning_ptm.memory.device_work import Completion, Mark, Stream, Timer
+from lightning_ptm.memory.device_work import Completion, DeviceEvent, Stream, Timer
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -102,10 +102,10 @@ class Pair:
 class CopyStream(Protocol):
     """Runs copies in the order of their launches."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         """Returns the current stream's position, to pass to `launch` in a thread with another current stream."""
 
-    def launch(self, pairs: Sequence[Pair], after: Sequence[Mark] | None = None) -> Completion:
+    def launch(self, pairs: Sequence[Pair], after: Sequence[DeviceEvent] | None = None) -> Completion:
         """Starts copies after the marks `after`; None: after everything queued on this thread's current stream."""
 
 
@@ -121,10 +121,10 @@ class Copies:
         self._backend = backend
         self._stream = stream or CurrentStream()
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         return self._backend.mark()
 
-    def launch(self, pairs: Sequence[Pair], after: Sequence[Mark] | None = None) -> Completion:
+    def launch(self, pairs: Sequence[Pair], after: Sequence[DeviceEvent] | None = None) -> Completion:
         if after is None:
             self._stream.follow()
         else:
@@ -140,8 +140,8 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    started: Mark
-    finished: Mark
+    started: DeviceEvent
+    finished: DeviceEvent
 
     def done(self) -> bool:
         return self.finished.done()

@@ -29,7 +29,7 @@ import torch
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.events import Event, EventKind, Events
-from lightning_ptm.memory.device_work import Completion, Mark, Timer
+from lightning_ptm.memory.device_work import Completion, DeviceEvent, Timer
 from lightning_ptm.memory.disk import DiskRegion
 from lightning_ptm.memory.io import DiskToDisk, IoJob, IoQueue, ReadBounced, Straight, WriteBounced
 from lightning_ptm.memory.paged_tensor import Extent, Hold, PagedTensor, PageEvent, Pages, page_pieces, round_up
@@ -40,7 +40,8 @@ from lightning_ptm.terms import BLOCK_BYTES, Tier
 Result = TypeVar("Result")
 
 Settle = Callable[[BaseException | None], None]
-"""Called under the lock when a copy has ended and its bytes are no longer held, with its error or None."""
+"""Callback when a copy has ended and its bytes are no longer held, called under the lock with the copy's error or
+None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,15 +292,15 @@ class Copy:
     target_start_bytes: int
     length_bytes: int
     settle: Settle | None = None
-    """Called at the end."""
+    """Callback at the end of the copy."""
     whole_blocks: bool = False
     """Whether the target's bytes after the range may be overwritten, up to the end of their block."""
-    after: Sequence[Mark] | None = None
+    after: Sequence[DeviceEvent] | None = None
     """Marks that the stream part of the copy waits for; None: it waits for the launching thread's current stream."""
 
     # Written by the Copier.
     meters: Sequence[LinkMeter] = ()
-    """Those that have counted its begin."""
+    """The meters that have counted the begin of the copy."""
     began_s: float = 0.0
     leaving: Hold | None = None
     """The hold on the source, until it ends."""
@@ -319,7 +320,7 @@ def checked_copy(
     numel: int | None,
     *,
     whole_blocks: bool = False,
-    after: Sequence[Mark] | None = None,
+    after: Sequence[DeviceEvent] | None = None,
 ) -> Copy:
     """Returns a copy of elements, checked.
 
@@ -350,14 +351,14 @@ def checked_copy(
 
 @dataclass(frozen=True, slots=True)
 class CopyMachine:
-    """What copies run on: the bytes of each tier and the streams between tiers."""
+    """Machine that copies run on: the bytes of each tier and the streams between tiers."""
 
     page_size: int
     regions: Mapping[Tier, Region]
     disk: DiskRegion | None
     streams: CopyStreams
-    apart: bool
-    """`Backend.apart`: the device copies concurrently with the host."""
+    has_own_memory: bool
+    """`Backend.has_own_memory`: the device copies concurrently with the host."""
 
     def stream(self, source: Tier, target: Tier) -> CopyStream:
         """Returns the stream of a copy between two RAM or device tiers."""
@@ -511,7 +512,7 @@ class Copier:
 
     def _on_stream(self, copy: Copy) -> bool:
         """Whether a copy between two addressable tiers still runs when its launch has returned."""
-        return self._machine.apart and (copy.source.tier.computes or copy.target.tier.computes)
+        return self._machine.has_own_memory and (copy.source.tier.computes or copy.target.tier.computes)
 
     def _hold(self, copy: Copy) -> None:
         if not copy.length_bytes:

@@ -1,4 +1,4 @@
-"""Blocks of a model for the check of a tensor-parallel plan: which modules are checked, and which are equal in kind.
+"""Choice of the blocks that a tensor-parallel plan is checked on: one of each kind, as identical blocks need one check.
 
 A check of one block holds for all blocks of its kind. Knows names, shapes and attributes, computes nothing.
 """

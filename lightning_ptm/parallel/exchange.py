@@ -142,7 +142,7 @@ class TensorGroup:
             self.in_step = False
 
     def count_backward(self, sent_bytes: int) -> None:
-        """Notes the bytes that the backward pass of a forward will send to other ranks, by ring collectives."""
+        """Counts the bytes that the backward pass of a forward will send to other ranks, by ring collectives."""
 
     def _summed(self, value: Tensor) -> int:
         """Bytes that a rank sends for a sum."""
@@ -183,7 +183,7 @@ class RankGroup(TensorGroup):
         self._draws = [torch.device("cpu"), *([] if backend.random_state() is None else [backend.device])]
         """Devices that have a random state."""
         self._outside: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
-        """In a divided region: the random states before it, and those with which it began."""
+        """The random states before a divided region, and those with which it began; None outside of one."""
 
     @override
     def sum(self, value: Tensor) -> Tensor:

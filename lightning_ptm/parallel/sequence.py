@@ -24,7 +24,7 @@ from lightning_ptm.runtime.tensors.autograd_graphs import user_receives_gradient
 
 
 @dataclasses.dataclass(slots=True)
-class Again:
+class SecondGather:
     """Second gather of a part, in the backward pass, once for all layers that have saved the part.
 
     Attributes:
@@ -100,15 +100,15 @@ class Gather(torch.autograd.Function):
     """Parts -> whole value; the gradient is the sum of the ranks' gradients, reduce-scattered."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, again: Again) -> Tensor:
-        ctx.again, ctx.layer = again, again.group.layer
-        return _together(again.group.gather(part), again.length)
+    def forward(ctx: Any, part: Tensor, second_gather: SecondGather) -> Tensor:
+        ctx.second_gather, ctx.layer = second_gather, second_gather.group.layer
+        return _together(second_gather.group.gather(part), second_gather.length)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.again.whole = None
-        group = ctx.again.group
+        ctx.second_gather.whole = None
+        group = ctx.second_gather.group
         with group.of_layer(ctx.layer):
             return group.sum_of_piece(_pieces(gradient, group.size, torch.zeros_like)), None
 
@@ -136,9 +136,12 @@ class Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, again: Again) -> Tensor:
+    def forward(
+        ctx: Any, whole: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, second_gather: SecondGather
+    ) -> Tensor:
         out = F.linear(whole, weight, bias)  # under autocast in another dtype
-        ctx.again, ctx.layer, ctx.dtypes = again, again.group.layer, (whole.dtype, None if bias is None else bias.dtype)
+        ctx.second_gather, ctx.layer = second_gather, second_gather.group.layer
+        ctx.dtypes = (whole.dtype, None if bias is None else bias.dtype)
         ctx.keeps_whole = inside_checkpoint()
         ctx.save_for_backward((whole if ctx.keeps_whole else part).to(out.dtype), weight)
         return out
@@ -149,8 +152,8 @@ class Product(torch.autograd.Function):
         kept, weight = ctx.saved_tensors
         of_input, _, of_weight, of_bias, _ = ctx.needs_input_grad
         rows = gradient.flatten(0, -2)
-        with ctx.again.group.of_layer(ctx.layer):
-            whole = ctx.again.of(kept) if of_weight and not ctx.keeps_whole else kept
+        with ctx.second_gather.group.of_layer(ctx.layer):
+            whole = ctx.second_gather.of(kept) if of_weight and not ctx.keeps_whole else kept
         return (
             (gradient @ weight.to(gradient.dtype)).to(ctx.dtypes[0]) if of_input else None,
             None,

@@ -1,4 +1,5 @@
-"""Forwards of sequence parallelism: between cut layers, each rank of a tensor group has its part of the sequence.
+"""Replacement forwards for sequence parallelism: between tensor-parallel layers, each rank holds its part of the
+sequence.
 
 A block takes and returns whole values; inside, norms, dropout and residuals are computed on this rank's part. A divided
 region gathers its input and reduce-scatters its output. So the all-reduce of a whole value becomes a gather and a
@@ -26,7 +27,7 @@ from typing_extensions import override
 from lightning_ptm.errors import ConfigError
 from lightning_ptm.parallel.between_layers import BetweenLayers
 from lightning_ptm.parallel.exchange import TensorGroup
-from lightning_ptm.parallel.sequence import Again, Gather, Join, Product, Scatter, Split, of_each
+from lightning_ptm.parallel.sequence import Gather, Join, Product, Scatter, SecondGather, Split, of_each
 from lightning_ptm.runtime.autograd.recompute import Forward, ForwardWrapper, RecomputedForwardWrapper
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward, user_receives_gradient
 from lightning_ptm.torch_internals import version_of
@@ -206,9 +207,9 @@ class SequenceParts:
     def _gather(self, part: Tensor) -> _Gathered:
         group = self.group
         group.count_backward(part.nbytes * (group.size - 1))  # the reduce-scatter of its gradient
-        again = Again(group, self._length or 0)
-        whole: Tensor = Gather.apply(part, again)
-        return _Gathered(part, _version(part), whole, _version(whole), again)
+        second_gather = SecondGather(group, self._length or 0)
+        whole: Tensor = Gather.apply(part, second_gather)
+        return _Gathered(part, _version(part), whole, _version(whole), second_gather)
 
     @torch.compiler.disable
     def _entered(self, value: Tensor) -> Tensor:
@@ -220,10 +221,10 @@ class SequenceParts:
 
     def product(self, gathered: _Gathered, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns a linear layer's outputs for a gathered value, of which only the part is saved."""
-        if weight.requires_grad and not gathered.again.counted:
-            gathered.again.count()
+        if weight.requires_grad and not gathered.second_gather.counted:
+            gathered.second_gather.count()
             self.group.count_backward(gathered.part.nbytes * (self.group.size - 1))
-        out: Tensor = Product.apply(gathered.whole, gathered.part.detach(), weight, bias, gathered.again)
+        out: Tensor = Product.apply(gathered.whole, gathered.part.detach(), weight, bias, gathered.second_gather)
         return out
 
     def gathered_from(self, x: Tensor, name: str) -> _Gathered:
@@ -274,7 +275,7 @@ class _Gathered:
     part_version: int
     whole: Tensor
     whole_version: int
-    again: Again
+    second_gather: SecondGather
 
 
 class InRegion(BetweenLayers):

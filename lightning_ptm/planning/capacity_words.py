@@ -1,4 +1,5 @@
-"""Texts of the planner's capacity errors: ticks by name, bytes by size, and the setting to raise.
+"""Texts of the planner's capacity errors: where in the iteration memory runs out, what uses it, and which setting to
+raise.
 
 Owns texts only; decides nothing. Placement, schedule and simulation use the same texts.
 """
@@ -16,7 +17,7 @@ from lightning_ptm.terms import Tier
 
 _NOTHING_KNOWN: Mapping[str, int] = MappingProxyType({})
 _NAMED_USES = 3
-"""How many of a tier's uses a message names; the rest is summed up."""
+"""Number of a tier's uses that a message names; the rest is summed up."""
 
 
 def tier_in_words(tier: Tier, unified: bool) -> str:

@@ -97,7 +97,7 @@ class Chunk(abc.ABC, Generic[F]):
 
     @abc.abstractmethod
     def written(self) -> bool:
-        """Returns whether its writes have landed."""
+        """Returns whether the chunk's writes have landed."""
 
 
 C = TypeVar("C", bound=Chunk)
@@ -204,7 +204,7 @@ class ChunkActions(Protocol[F_contra, J_contra, C]):
         """Takes the buffers of a chunk back, whose reads or writes have ended."""
 
     def end(self, job: J_contra) -> None:
-        """Called when a job has no arithmetic left."""
+        """Hook, called when a job has no arithmetic left."""
 
 
 class Chunks(Generic[F, J, C]):

@@ -204,7 +204,7 @@ class Units(Protocol):
         """Returns whether the unit's full parameters are on the device."""
 
     def fetched(self, unit: int) -> bool:
-        """Returns whether they are on the device or on their way."""
+        """Returns whether the unit's parameters are on the device or on their way."""
 
     def movable(self, unit: int) -> bool:
         """Returns whether the unit holds pages that may be evicted while its refcount is zero."""

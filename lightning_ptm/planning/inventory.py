@@ -33,7 +33,7 @@ class What(enum.Enum):
 
 
 class Lifetime(enum.Enum):
-    """When the bytes of a row are held."""
+    """Times at which the bytes of a row are held."""
 
     RUN = "from set-up to the end"
     FIRST_GRADIENT = "from the first gradient to the end"
@@ -180,7 +180,7 @@ class _Filled:
         """Whether that page is the last page allocated."""
 
     def add(self, row: Row) -> int:
-        """Allocates a row; returns the number of additional pages."""
+        """Adds a row's tensors to the count; returns how many more pages they need than were counted so far."""
         size = row.bytes_each
         if not size:
             return 0

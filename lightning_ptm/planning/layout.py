@@ -99,7 +99,7 @@ class ParameterSpec:
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """Its dimensions by descending stride; None if that is their natural order."""
+        """The dimensions by descending stride; None if the parameter is contiguous."""
         if self.stride is None:
             return None
         stride = self.stride

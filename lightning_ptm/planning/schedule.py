@@ -45,9 +45,9 @@ class _Stay:
     need: int
     end: int
     joins_previous: bool = False
-    """Kept since the stay before it, so it needs no copy of its own."""
+    """Whether the data was kept since the previous stay, so that this stay needs no copy of its own."""
     joins_next: bool = False
-    """Kept until the stay after it, so it does not leave."""
+    """Whether the data is kept until the next stay, so that it does not leave."""
     dropped: bool = False
     """Not needed any more: the gathered flat that it served was kept."""
 
@@ -169,7 +169,10 @@ class _Scheduler:
                 before.joins_next = after.joins_previous = True
 
     def _gather_early(self) -> None:
-        """Advances each gather as far as memory permits; a gather that reaches the release before it is omitted."""
+        """Moves each gather to the earliest tick at which memory has room.
+
+        If the flat can stay gathered since its previous use, its release and this gather are dropped.
+        """
         for stay in self._by_need(self._full):
             if stay.position == 0:
                 self._advance_gather(stay, floor=0)

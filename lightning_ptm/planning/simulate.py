@@ -110,7 +110,7 @@ class _Replay:
         self._gradient_pages: dict[int, int] = {}
         """Pages of full gradients by unit, in flats whose gradients other ranks have a part of."""
         self._own_gradient_pages: dict[int, int] = {}
-        """The same, in the other flats."""
+        """Pages of full gradients by unit, in flats that no other rank shares."""
 
     def run(self, plan: Plan) -> Simulation:
         """Replays all triggers, then checks that nothing is left over."""

@@ -109,7 +109,7 @@ class Flat:
         self.exact = True
         """Whether the newest version is exact: contains no forecast."""
         self.learned = False
-        """Whether there is a forecast."""
+        """Whether a forecast exists."""
         self.late = 0
         """Number of contributions that were pending when the last job ended."""
 
@@ -200,7 +200,7 @@ class VersionPolicy(Generic[F]):
         """Makes jobs of this step's gradients, and of later ones, learn forecasts."""
         self.learns_from = step
 
-    def hurry(self, flat: F, needed: int) -> None:
+    def prioritize(self, flat: F, needed: int) -> None:
         """Marks the flat as urgent: compute waits until a version of it contains `needed` contributions.
 
         A request that the newest version already satisfies has no effect: the last spare pages are not for it (I4).

@@ -16,7 +16,7 @@ from typing import Protocol
 
 
 class Owned(Protocol):
-    """What the assignment reads of a parameter (layout.ParameterSpec)."""
+    """Properties of a parameter that the assignment reads (layout.ParameterSpec)."""
 
     @property
     def name(self) -> str: ...
@@ -31,7 +31,7 @@ class Owned(Protocol):
 
 
 class OwnedUnit(Protocol):
-    """What the assignment reads of a unit (layout.UnitSpec)."""
+    """Properties of a unit that the assignment reads (layout.UnitSpec)."""
 
     @property
     def parameters(self) -> Sequence[Owned]: ...

@@ -60,7 +60,7 @@ class Archive:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether there are checksums: torch.serialization.set_crc32_options(False) leaves zeros."""
+        """Whether the records have checksums: torch.serialization.set_crc32_options(False) leaves zeros."""
         return any(record.CRC for record in self._records)
 
     def load(self, *, weights_only: bool = True) -> Any:

@@ -1,4 +1,4 @@
-"""Ranges of files with checksums of what was written to them, and verified reads of them."""
+"""Byte ranges of checkpoint files with their checksums, and reads that verify them."""
 
 from __future__ import annotations
 

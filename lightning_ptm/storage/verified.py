@@ -60,7 +60,8 @@ class CheckedFolder:
 
     @property
     def sealed(self) -> bool:
-        """Whether everything is under one checksum."""
+        """Whether checksums cover every byte of the checkpoint, the index included. Older format versions cover the
+        tensors only."""
         return self.index.version >= SEALED_SINCE
 
     def check_dictionary(self, dictionary: Mapping[str, Any]) -> None:

@@ -33,7 +33,8 @@ from lightning_ptm.terms import BLOCK_BYTES
 BUFFER_BYTES = 4 << 20
 BUFFERS = 10
 _THREADS = 4
-"""With four threads, checksums are computed while other threads write; two reached half of the disk's speed."""
+"""Number of writing threads. With four, checksums are computed while other threads write; two reached half of the
+disk's speed."""
 _IN_PLACE = 4 * _THREADS
 """Limit for pieces that wait to be written without a copy, so that `put` is not far ahead of the disk."""
 _LONG_BYTES = 512 << 10

@@ -16,7 +16,7 @@ class BetweenRuns:
 
     def __init__(self) -> None:
         self.ended = EndedRun()
-        """How the last run ended; saving and loading outside of runs read it."""
+        """Record of how the last run ended; saving and loading outside of runs read it."""
         self.page_bytes: int | None = None
         """The page size chosen for `page_size="auto"`."""
         self.wide_matmuls: bool | None = None

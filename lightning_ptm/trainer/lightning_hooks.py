@@ -33,7 +33,7 @@ from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.autograd.recompute import compiled_around, replace
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.machine.machine import node_cores
-from lightning_ptm.runtime.ranks.barriers import Together
+from lightning_ptm.runtime.ranks.barriers import BarrierReason
 from lightning_ptm.runtime.tensors.autograd_graphs import in_backward
 from lightning_ptm.torch_internals import is_compiled
 from lightning_ptm.trainer.internals import BEFORE_BATCH, LINK, ON_REQUEUE, ON_SIGTERM, SUMMARY, signals_of
@@ -130,7 +130,7 @@ class LightningHooks:
                     for parameter in group["params"]
                     if parameter.grad is not None or (parameter.requires_grad and not only_gradients)
                 ]
-            names = self._engine.lent_parameters.names_of_copies(updated)
+            names = self._engine.gathered_parameters.names_of_copies(updated)
             if names:
                 raise UsageError(
                     f"{type(optimizer).__name__}.step was called, but configure_optimizers did not return this optimizer. "
@@ -207,7 +207,7 @@ class LightningHooks:
         trainer: Trainer,
         signals: Signals,
         communicator: ProcessGroupCommunicator,
-        meet: Callable[[Together], None],
+        meet: Callable[[BarrierReason], None],
         gather: Callable[[Gathering], None],
     ) -> None:
         """Installs the hooks of a run with several ranks: points where ranks compare what they do next, signals, and
@@ -222,16 +222,18 @@ class LightningHooks:
         self._replace(signals_of(trainer), ON_SIGTERM, signals.end)
         self._replace(signals_of(trainer), ON_REQUEUE, signals.put_back)
 
-        def at(point: Together) -> None:
+        def at(point: BarrierReason) -> None:
             meet(point)
             signals.settle()
 
         epochs = trainer.fit_loop
         for each in _evaluations(trainer):
-            self._around(each, "on_run_end", partial(at, Together.END_OF_EVALUATION))
+            self._around(each, "on_run_end", partial(at, BarrierReason.END_OF_EVALUATION))
         # Lightning calls this before each batch to ask whether rank 0 has received SIGTERM.
-        self._replace(epochs.epoch_loop, BEFORE_BATCH, partial(at, Together.TRAINING_BATCH))
-        self._around(epochs, "on_advance_end", partial(meet, Together.END_OF_EPOCH), partial(at, Together.END_OF_EPOCH))
+        self._replace(epochs.epoch_loop, BEFORE_BATCH, partial(at, BarrierReason.TRAINING_BATCH))
+        self._around(
+            epochs, "on_advance_end", partial(meet, BarrierReason.END_OF_EPOCH), partial(at, BarrierReason.END_OF_EPOCH)
+        )
 
     def one_rank(self, trainer: Trainer, signals: Signals) -> None:
         """Installs the hooks of a run with one rank: a signal must not save in the middle of a step. (For SIGTERM alone,

@@ -94,8 +94,8 @@ _PRODUCTS = {
 }
 
 _ALWAYS_FP32 = {scaled_attention: 3, scaled_attention_backward: 5}
-"""How many arguments, from the first, decide whether the operator is a 16-bit product: the attention mask may have another
-dtype, and the log-sum-exp, its second output, is fp32."""
+"""Number of arguments, from the first, that decide whether the operator is a 16-bit product: the attention mask may
+have another dtype, and the log-sum-exp, its second output, is fp32."""
 
 
 class WideMatmuls(TorchDispatchMode):
@@ -186,7 +186,7 @@ def _widened(value: Any) -> Any:
 def products_here(dtype: torch.dtype, backend: Backend) -> AbstractContextManager[None]:
     """Context in which code outside of runs computes products of `dtype` as a run with default settings would here, for
     measurements and comparisons."""
-    return wide_matmuls() if not backend.apart and _slowdown_here(dtype) >= SLOW else nullcontext()
+    return wide_matmuls() if not backend.has_own_memory and _slowdown_here(dtype) >= SLOW else nullcontext()
 
 
 @functools.cache
@@ -246,7 +246,7 @@ def chosen_wide_matmuls(settings: Settings, dtype: torch.dtype, communicator: Co
     Raises:
         ConfigError: `matmul_precision="fp32"` on a GPU.
     """
-    if backend.apart:
+    if backend.has_own_memory:
         if settings.tuning.matmul_precision == "fp32":
             raise ConfigError(
                 "Tuning(matmul_precision='fp32') is for CPUs without 16-bit arithmetic, and this run computes on "

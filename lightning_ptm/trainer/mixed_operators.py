@@ -41,7 +41,7 @@ _PROMOTED = {
 """Operators promoted to the widest dtype, by device type."""
 
 _PROMOTED_ELSEWHERE = ("lerp.Tensor", "lerp.Scalar")
-"""The same for other device types, where torch's own lists have most of the operators."""
+"""Operators promoted on all other device types, where torch's own lists have most of them."""
 
 _INTO_ITS_OWN = ("index_put_",)
 """Operators that write to a tensor, which keeps its dtype: narrower values are cast (`x[mask] = parameter`)."""

@@ -115,7 +115,7 @@ class AngelPTMPrecision(Precision):
         self._device_type = device_type
 
     def end_run(self, *, ordinary: bool) -> None:
-        """Notes that a run has ended.
+        """Lets the plugin work as Lightning's own once the run has ended: backward and step no longer go to the engine.
 
         Args:
             ordinary: whether parameters and optimizers are ordinary ones again.

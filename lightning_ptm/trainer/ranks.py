@@ -42,7 +42,7 @@ from lightning_ptm.trainer.same_settings import decisive, refuse_other_settings
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Which rank this process is, of how many, and on which device.
+    """Rank of this process, the number of ranks, and its device.
 
     Args:
         backend: of this rank's device.
@@ -116,10 +116,10 @@ class SetUp:
         place, size = self._place, settings.tensor_parallel_size
         made_of = (place.world_size, size, place.backend.device.type)
         mesh = known or last_mesh(*made_of)
-        told: list[Any] = [None] * place.world_size
+        of_ranks: list[Any] = [None] * place.world_size
         ours = decisive(settings, precision)
         try:
-            torch.distributed.all_gather_object(told, (ours, mesh is not None, uuid.uuid4().hex))
+            torch.distributed.all_gather_object(of_ranks, (ours, mesh is not None, uuid.uuid4().hex))
         except RuntimeError as error:
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RankError(
@@ -127,10 +127,10 @@ class SetUp:
                 f"({first_line}); look for the first error in the other ranks' output; after Ctrl-C, when Lightning "
                 "ends the processes that it has started, start the script again"
             ) from error
-        self._setup_barrier = SetupBarrier(told[0][2], place.rank, place.world_size)
-        refuse_other_settings([words for words, _, _ in told])
+        self._setup_barrier = SetupBarrier(of_ranks[0][2], place.rank, place.world_size)
+        refuse_other_settings([words for words, _, _ in of_ranks])
         # Groups are reused between runs, unless one has failed on some rank.
-        if mesh is None or not all(has for _, has, _ in told):
+        if mesh is None or not all(has for _, has, _ in of_ranks):
             mesh = mesh_of(*made_of)
         return RankGroups(mesh) if size == 1 else self._with_tensor_group(mesh)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What a strategy name stands for: a description, and settings of AngelPTMStrategy."""
+    """Meaning of a strategy name: a description, and settings of AngelPTMStrategy."""
 
     description: str
     settings: Mapping[str, Any]

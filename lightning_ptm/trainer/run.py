@@ -1,7 +1,7 @@
 """The run in progress: its engine, its communicator, and everything that it has installed in Lightning's and users' objects.
 
 It lives from the strategy's `setup` to its `teardown`, and has pages from `lay_out` to `leave`. When parameters change in
-mid-run (rearranging.py), it leaves its pages and is laid out again. ending.py ends it.
+mid-run (relayout.py), it leaves its pages and is laid out again. teardown.py ends it.
 I1: `leave` removes everything that the run has installed in other objects, whatever fails on the way.
 """
 
@@ -34,12 +34,12 @@ from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.engine.inspection import Statistics, collect, states_in_words, together
 from lightning_ptm.runtime.full_params.first_values import Given
 from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
-from lightning_ptm.runtime.ranks.barriers import Together
+from lightning_ptm.runtime.ranks.barriers import BarrierReason
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.storage import folder as folders
 from lightning_ptm.terms import Mode
 from lightning_ptm.trainer import randomness
-from lightning_ptm.trainer.building import Builder
+from lightning_ptm.trainer.builder import Builder
 from lightning_ptm.trainer.internals import wrapped_optimizers
 from lightning_ptm.trainer.lightning_hooks import (
     LightningHooks,
@@ -65,7 +65,7 @@ def refuse_in_another_run(module: nn.Module) -> None:
         UsageError: weights of the module are in pages of another run, in whose hook this one begins.
     """
     for engine in tuple(_in_progress):
-        names = [] if engine.closed else engine.lent_parameters.names_of_copies(module.parameters())
+        names = [] if engine.closed else engine.gathered_parameters.names_of_copies(module.parameters())
         if names:
             raise UsageError(
                 f"this module's weights ({some(names, 3)}) are used by a run that is in progress, so another run "
@@ -109,7 +109,7 @@ class Run:
         self._counted: Statistics | None = None
         """Statistics from before the last re-layout."""
         self._cut_off = ""
-        """Why the run's states are lost, so that no checkpoint can be made; empty while they are not."""
+        """The reason why the run's states are lost, so that no checkpoint can be made; empty while they are not."""
         self._shown_states: dict[Optimizer, Callable[[], None]] = {}
         """Functions that remove the readable states from each optimizer's `state`: those that it had at the start of the run
         or loaded since, until its first step."""
@@ -163,12 +163,12 @@ class Run:
         return disks[0] if disks and self.builder.place.nodes == 1 else Path(self.trainer.default_root_dir)
 
     def statistics(self) -> Statistics:
-        """What this rank has moved, waited for and updated since the run began."""
+        """Bytes moved, waiting times and updates of this rank since the run began."""
         return together(self._counted, collect(self.engine))
 
     @contextmanager
     def gathered(self, *modules: nn.Module, write: bool = True) -> Iterator[None]:
-        """See `AngelPTMStrategy.gathered`."""
+        """Gathers full parameters for a while; see `AngelPTMStrategy.gathered`."""
         if self._engine is None:
             yield  # parameters are whole outside of pages
             return
@@ -186,12 +186,16 @@ class Run:
             yield
 
     def without_reduction(self) -> AbstractContextManager[None]:
-        """Context of backward passes whose gradients are reduced together with those of a later one."""
+        """Context without gradient reduction, as DDP's `no_sync`.
+
+        Gradients accumulate on each rank, and are reduced by the next backward pass outside of the context, or by the
+        step.
+        """
         return self.engine.stepping.without_reduction()
 
     @contextmanager
     def trace_events(self, listener: Listener) -> Iterator[None]:
-        """See `AngelPTMStrategy.trace_events`."""
+        """Reports events to a listener; see `AngelPTMStrategy.trace_events`."""
         engine = self.engine
         with engine.events.subscribed(listener):
             try:
@@ -235,7 +239,7 @@ class Run:
             communicator,
             self._events,
             self.cut,
-            anew=set_up is None,
+            relayout=set_up is None,
             restored=None if set_up is None else set_up.restored,
             given=given,
             handed=handed,
@@ -274,7 +278,7 @@ class Run:
         size = 1 if tensor is None else tensor.size
         return [range(at, at + size) for at in range(0, self.builder.place.world_size, size)]
 
-    def watch(self, *, anew: bool = False) -> None:
+    def watch(self, *, relayout: bool = False) -> None:
         """Installs the hooks of the run, and shows warnings about its configuration. Call it after Lightning has made its
         wrappers of the optimizers."""
         builder, engine, trainer = self.builder, self.engine, self.trainer
@@ -349,7 +353,8 @@ class Run:
             self._shown_states.popitem()[1]()
 
     def restore_random_states(self, random_states: Any) -> None:
-        """Restores random states, if the run is a resumed one."""
+        """Restores the random states of a checkpoint, if a fit is resumed from it with the same number of data-parallel
+        ranks."""
         # Loading the run's own checkpoint does not count as resuming (Lightning's tuners do that after their trials).
         resumed = self.trainer.state.fn is TrainerFn.FITTING and not self.engine.iterations
         place = self.builder.place
@@ -383,7 +388,7 @@ class Run:
 
     @property
     def unsaved(self) -> str:
-        """Why the run no longer writes checkpoints; empty while it does."""
+        """The reason why the run no longer writes checkpoints; empty while it does."""
         return self._cut_off or ("" if self.interruption is None else self.interruption.unsaved)
 
     @property
@@ -396,7 +401,7 @@ class Run:
         self._cut_off = reason
 
     def settle(self) -> None:
-        """After an interruption, determines whether all ranks have a common state."""
+        """Determines, after an interruption, whether all ranks have a common state."""
         if self.interruption is not None:
             self.interruption.settle()
 
@@ -407,7 +412,7 @@ class Run:
         failed = self._engine is not None and self._engine.barriers.failed
         return failed or bool(self.unsaved)
 
-    def _meet(self, what: Together) -> None:
+    def _meet(self, what: BarrierReason) -> None:
         if not self.cannot_wait():
             self.engine.barriers.meet(what)
 

@@ -31,10 +31,12 @@ from lightning_ptm.memory.backend import Backend, in_ram
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 
 FIRST = 3
-"""How many batches of each loader are compared at once; after them, the first batch of each pass over it. A sampler that
-splits data by rank shows in the first batch, unless the data happen to begin alike. Random draws in this process (an
-augmentation, dropout) diverge after the first batch was drawn, or the first step was computed, so they show in the second
-and third."""
+"""Number of batches of each loader that are compared at once; after them, the first batch of each pass over it.
+
+A sampler that splits data by rank shows in the first batch, unless the data happen to begin alike. Random draws in this
+process (an augmentation, dropout) diverge after the first batch was drawn, or the first step was computed, so they show
+in the second and third.
+"""
 
 
 class SameBatches:
@@ -57,7 +59,9 @@ class SameBatches:
 
     def move(self, batch: Any, to_device: Callable[[], Any]) -> Any:
         """Moves a batch by `to_device`, after its digest was computed in RAM."""
-        known = digest(batch, here_alone=True) if self._backend.apart else None  # on a CPU, `check` computes it
+        known = (
+            digest(batch, here_alone=True) if self._backend.has_own_memory else None
+        )  # on a CPU, `check` computes it
         moved = to_device()
         self._moved = None if known is None else (moved, known)
         return moved
@@ -188,18 +192,18 @@ def take_first_rank_s_values(module: nn.Module, group: ProcessGroup, backend: Ba
     """
     parameters = list(module.parameters())
     ours = [0 if each.is_meta or isinstance(each, GuardedParameter) else digest(each) for each in parameters]
-    told: list[list[int]] = [[] for _ in range(group.size())]
+    of_ranks: list[list[int]] = [[] for _ in range(group.size())]
     try:
-        dist.all_gather_object(told, ours, group=group)
+        dist.all_gather_object(of_ranks, ours, group=group)
     except RuntimeError as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RankError(
             f"another rank of the tensor group of rank {dist.get_rank()} has failed, or hangs, while the run was set up "
             f"({first_line}); look for the first error among the ranks' logs"
         ) from error
-    if any(len(each) != len(ours) for each in told):
+    if any(len(each) != len(ours) for each in of_ranks):
         return  # different modules, which is reported when ranks compare their parameters
-    for parameter, *digests in zip(parameters, *told, strict=True):
+    for parameter, *digests in zip(parameters, *of_ranks, strict=True):
         if len(set(digests)) > 1 and all(digests):
             with torch.no_grad():
                 value = parameter.detach().to(backend.device).contiguous()

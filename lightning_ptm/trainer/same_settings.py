@@ -24,17 +24,17 @@ def decisive(settings: Settings, precision: str) -> list[str]:
     ]
 
 
-def refuse_other_settings(told: Sequence[Sequence[str]]) -> None:
+def refuse_other_settings(settings_of_ranks: Sequence[Sequence[str]]) -> None:
     """Compares the settings of all ranks.
 
     Args:
-        told: the result of `decisive` of each rank.
+        settings_of_ranks: the result of `decisive` of each rank.
 
     Raises:
         RankError: a rank's settings differ from those of rank 0; on all ranks.
     """
-    for rank, theirs in enumerate(told):
-        for ours, other in zip(told[0], theirs, strict=True):
+    for rank, theirs in enumerate(settings_of_ranks):
+        for ours, other in zip(settings_of_ranks[0], theirs, strict=True):
             if ours != other:
                 raise RankError(
                     f"rank {rank} has {other}, where rank 0 has {ours}; they would wait for each other forever, so nothing "

@@ -1,7 +1,7 @@
 """AngelPTMStrategy (`Trainer(strategy="angel_ptm")`): the methods that Lightning calls on a strategy.
 
 Has Lightning's overrides, and the requests of users that no other strategy has. The work is in other modules: ranks.py
-(process groups), building.py (construction of a run), run.py (the run in progress), ending.py, rearranging.py,
+(process groups), builder.py (construction of a run), run.py (the run in progress), teardown.py, relayout.py,
 between_runs.py (state kept between runs), and the package checkpoints. All of them know Lightning; pages belong to the
 engine.
 
@@ -72,11 +72,10 @@ from lightning_ptm.runtime.tensors.parts import declared
 from lightning_ptm.runtime.updates.audits import UpdateAudit
 from lightning_ptm.storage.writer import SaveOps
 from lightning_ptm.terms import Mode, Tier
-from lightning_ptm.trainer import rearranging
+from lightning_ptm.trainer import relayout
 from lightning_ptm.trainer.between_runs import BetweenRuns
-from lightning_ptm.trainer.building import Builder
+from lightning_ptm.trainer.builder import Builder
 from lightning_ptm.trainer.device_mesh import MeshOfOne, forget_mesh
-from lightning_ptm.trainer.ending import end, having_states
 from lightning_ptm.trainer.internals import (
     ScriptLauncher,
     WrappingCheckpointIO,
@@ -95,6 +94,7 @@ from lightning_ptm.trainer.pruning import refuse_pruning
 from lightning_ptm.trainer.ranks import RankGroups, RankPlace, SetUp
 from lightning_ptm.trainer.run import Run, no_pages, refuse_in_another_run
 from lightning_ptm.trainer.stale_optimizers import StaleInCopies, refuse_stale
+from lightning_ptm.trainer.teardown import end, having_states
 from lightning_ptm.trainer.weight_averaging import refuse_parts, refuse_sharded
 
 _LONGEST = datetime.timedelta(days=3650)
@@ -369,7 +369,7 @@ class AngelPTMStrategy(ParallelStrategy):
         put_device_mesh(self._module, self._groups.mesh)
 
     def _is_alone(self) -> bool:
-        """Whether there are no other ranks, or none that can be waited for."""
+        """Returns whether there are no other ranks, or none that can be waited for."""
         if self._run is not None and self._run.cannot_wait():
             return True
         # A single rank is alone even if other code in its process is connected to ranks (`lightning-ptm probe`).
@@ -460,7 +460,7 @@ class AngelPTMStrategy(ParallelStrategy):
             set_up.restored.fill(run.engine)
             run.restore_random_states(set_up.random_states)
         run.take_states()
-        run.follow_loads(partial(rearranging.follow_loaded_state, run, self._checkpoints))
+        run.follow_loads(partial(relayout.follow_loaded_state, run, self._checkpoints))
         run.log_where_states_are()
         self.barrier()
 
@@ -488,7 +488,7 @@ class AngelPTMStrategy(ParallelStrategy):
         norms = [each for each in module.modules() if isinstance(each, nn.SyncBatchNorm)]
         for norm in norms:
             norm.process_group = self._groups.counted(norm.process_group)
-        if norms and not self._backend.apart:
+        if norms and not self._backend.has_own_memory:
             raise ConfigError(
                 "sync_batchnorm=True: torch's SyncBatchNorm works on GPUs only, and this run computes on the CPU; leave it "
                 "out, or use norms that do not depend on the batch, such as GroupNorm or LayerNorm"
@@ -565,11 +565,11 @@ class AngelPTMStrategy(ParallelStrategy):
 
     def _follow_rearranging(self) -> None:
         if self._run is not None and self._run.outgrown:
-            rearranging.follow_rearranging(self._run, self._checkpoints)
+            relayout.follow_rearranging(self._run, self._checkpoints)
 
     def _follow_other_parameters(self) -> None:
         if self._run is not None:
-            rearranging.follow_other_parameters(self._run, self._checkpoints)
+            relayout.follow_other_parameters(self._run, self._checkpoints)
 
     def _compare(self, batch: Any, index: int = 0, loader: int = 0) -> None:
         """Compares a batch with those of the other ranks of the tensor group, which must be the same."""
@@ -628,10 +628,12 @@ class AngelPTMStrategy(ParallelStrategy):
             yield
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """The same as `block_backward_sync`, under the name of DDP's method: for backward passes in manual optimization whose
-        gradients are reduced together with those of a later one, or by the step. During a run the module has it, too
-        (`trainer.model.no_sync()`). How often ranks reduce is `Settings.reduce_gradients`; in automatic optimization,
-        `accumulate_grad_batches` does all of it."""
+        """Context without gradient reduction, under the name of DDP's method; the same as `block_backward_sync`.
+
+        For backward passes in manual optimization whose gradients are reduced together with those of a later one, or by
+        the step. During a run the module has it, too (`trainer.model.no_sync()`). How often ranks reduce is
+        `Settings.reduce_gradients`; in automatic optimization, `accumulate_grad_batches` does all of it.
+        """
         return self.block_backward_sync()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -706,7 +708,8 @@ class AngelPTMStrategy(ParallelStrategy):
         return nullcontext() if self._run is None else self._run.gathered(*modules, write=write)
 
     def statistics(self) -> Statistics:
-        """What this rank has copied, waited for and updated since the run began. Cheap; see also `callbacks.PageMonitor`."""
+        """Returns the bytes copied, waiting times and updates of this rank since the run began. Cheap; see also
+        `callbacks.PageMonitor`."""
         return self._in_progress().statistics()
 
     def plan_text(self) -> str:
@@ -715,7 +718,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @property
     def plans_made(self) -> int:
-        """How often the run has made a new plan from a traced iteration."""
+        """Number of times that the run has made a new plan from a traced iteration."""
         return self.engine.executor.plans.remade
 
     def states_at_home(self) -> tuple[StateBytes, ...]:
@@ -723,7 +726,8 @@ class AngelPTMStrategy(ParallelStrategy):
         return states_at_home(self.engine)
 
     def optimizers_in_pages(self) -> tuple[OptimizerBytes, ...]:
-        """For each optimizer with states in pages, what it updates at once, and the bytes of its states on this rank."""
+        """Describes each optimizer with states in pages: what it updates at once, and the bytes of its states on this
+        rank."""
         return optimizers_in_pages(self.engine.blueprint)
 
     def tier_rooms(self) -> tuple[TierRoom, ...]:
@@ -735,7 +739,7 @@ class AngelPTMStrategy(ParallelStrategy):
         return tuple(tier.name.lower() for tier in self.engine.blueprint.budget)
 
     def inventory(self) -> tuple[PageUse, ...]:
-        """What each of this rank's pages is used for; the sums per tier are the sizes of `tier_rooms`."""
+        """Lists what each of this rank's pages is used for; the sums per tier are the sizes of `tier_rooms`."""
         return inventory(self.engine)
 
     def planned_bytes(self) -> tuple[PlannedBytes, ...]:
@@ -770,9 +774,12 @@ class AngelPTMStrategy(ParallelStrategy):
         return self.engine.stepping.gradient_norm(optimizer, norm_type, self.precision_plugin.loss_scale)
 
     def update_audit(self) -> tuple[UpdateAudit, ...]:
-        """With `lock_free`: for each flat of this rank, how many gradients were produced, applied, skipped, and are
-        pending. Checked automatically at each drain; empty for synchronous updates. After a run: as of the last drain, which
-        is the end of training if that did not fail; before the first one: empty."""
+        """Returns the counts of gradients that were produced, applied, skipped, and are pending, for each flat of this
+        rank.
+
+        Only `lock_free` has them, and checks them at each drain; empty for synchronous updates. After a run: as of the
+        last drain, which is the end of training if that did not fail; before the first one: empty.
+        """
         if self._run is None or not self._run.has_pages:
             return self._between.ended.audits
         return audit(self._run.engine)
@@ -784,8 +791,8 @@ class AngelPTMStrategy(ParallelStrategy):
         super().on_exception(exception)
         self._groups = dataclasses.replace(self._groups, mesh=None)
         forget_mesh()
-        told = self._run is not None and self._run.fail(exception)
-        if not told and self._set_up is not None:
+        reported = self._run is not None and self._run.fail(exception)
+        if not reported and self._set_up is not None:
             self._set_up.fail(one_line(exception))
 
     def _end_run(self) -> None:

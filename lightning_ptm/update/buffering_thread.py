@@ -36,7 +36,7 @@ _DRAIN_LOOK_S = 0.005
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LockFreeFlat:
-    """What the buffering thread knows of a flat: its buffer, its master states, and the optimizer that updates them."""
+    """Flat as the buffering thread sees it: its buffer, its master states, and the optimizer that updates them."""
 
     buffer: FlatBuffer
     states: FlatStates
@@ -110,9 +110,9 @@ class BufferingThread:
         """Lets updates with gradients of this step and later steps learn weight predictions."""
         self._messages.put(partial(self._buffers.learn, step))
 
-    def hurry(self, flat: int, needed: int) -> None:
+    def prioritize(self, flat: int, needed: int) -> None:
         """Serves this flat first: compute waits for a version of it that includes `needed` contributions."""
-        self._messages.put(partial(self._hurry, self._flats[flat].buffer, needed))
+        self._messages.put(partial(self._prioritize, self._flats[flat].buffer, needed))
 
     def give_back(self, pages: PagedTensor) -> None:
         """Returns pages that a newer version has replaced and that compute reads no more."""
@@ -124,7 +124,7 @@ class BufferingThread:
         return self._flats[flat].buffer.slot.collect(received)
 
     def peek(self, flat: int, received: int) -> Version | None:
-        """What `collect` would return now, or soon. Never blocks."""
+        """Returns what `collect` would return now, or soon. Never blocks."""
         return self._flats[flat].buffer.slot.peek(received)
 
     def published(self, flat: int) -> bool:
@@ -241,8 +241,8 @@ class BufferingThread:
         if buffer.urgent:
             self._updater.promote(handle)
 
-    def _hurry(self, buffer: FlatBuffer, needed: int) -> None:
-        if self._buffers.hurry(buffer, needed) and buffer.urgent:
+    def _prioritize(self, buffer: FlatBuffer, needed: int) -> None:
+        if self._buffers.prioritize(buffer, needed) and buffer.urgent:
             self._updater.promote(self._handles[id(buffer)])
 
     def _offer(self, buffer: FlatBuffer, contribution: Contribution) -> None:

@@ -132,14 +132,14 @@ class ShardGradient:
         self._present = present
 
     def present(self, flat: FlatLayout) -> Sequence[bool]:
-        """For each parameter of the flat, whether it has a gradient."""
+        """Returns, for each parameter of the flat, whether it has a gradient."""
         if self.paged.numel != flat.shard_numel:
             raise InternalError(f"{self.paged.name} has {self.paged.numel} elements, its shard {flat.shard_numel}")
         return self._present if self._present is not None else (True,) * len(flat.slots)
 
     @property
     def which(self) -> tuple[bool, ...] | None:
-        """For each parameter, whether it has a gradient; None: all have."""
+        """Returns, for each parameter, whether it has a gradient; None: all have."""
         return None if self._present is None or all(self._present) else tuple(self._present)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -164,12 +164,12 @@ class ParameterGradients:
         self._versions = [0 if gradient is None else version_of(gradient) for gradient in self._flat]
 
     def watch_on(self) -> None:
-        """Accepts the changes so far: the optimizer's own step wrote into the gradients."""
+        """Records the tensors' versions again, if they are watched: what changed them was the optimizer's own step."""
         if self._versions is not None:
             self.watch()
 
     def present(self, flat: FlatLayout) -> Sequence[bool]:
-        """For each parameter of the flat, whether it has a gradient.
+        """Returns, for each parameter of the flat, whether it has a gradient.
 
         Raises:
             UsageError: a gradient has another number of elements than its parameter had when it was laid out.
@@ -186,7 +186,7 @@ class ParameterGradients:
 
     @property
     def which(self) -> tuple[bool, ...] | None:
-        """For each parameter, whether it has a gradient; None: all have."""
+        """Returns, for each parameter, whether it has a gradient; None: all have."""
         here = tuple(gradient is not None for gradient in self._flat)
         return None if all(here) else here
 

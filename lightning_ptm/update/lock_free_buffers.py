@@ -259,13 +259,13 @@ class LockFreeBuffers:
         """Lets jobs with gradients of this step and later steps learn weight predictions."""
         self.policy.learn(step)
 
-    def hurry(self, flat: FlatBuffer, needed: int) -> bool:
+    def prioritize(self, flat: FlatBuffer, needed: int) -> bool:
         """Serves a flat first, as compute waits for a version that includes `needed` contributions.
 
         Returns:
             Whether a job of the flat is running.
         """
-        self.policy.hurry(flat, needed)
+        self.policy.prioritize(flat, needed)
         self._feed()
         return flat.taken is not None
 

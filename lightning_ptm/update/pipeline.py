@@ -205,7 +205,7 @@ class Pipeline:
     # Commands: they change what comes next and start nothing.
 
     def watch(self, before_write: BeforeWrite | None) -> None:
-        """See `Updater.watch`."""
+        """Sets a callback before writes; see `Updater.watch`."""
         self.before_write = before_write
 
     def want(self, order: Sequence[FlatStates]) -> None:

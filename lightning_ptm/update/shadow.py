@@ -58,7 +58,7 @@ class _ScalarStep:
     group: int
     dtype: torch.dtype
     device: torch.device
-    """Where the parameters are updated: fused classes keep their number of steps there."""
+    """Device of the parameters that are updated: fused classes keep their number of steps there."""
     before: ScalarState | None
     after: ScalarState | None
 
@@ -155,7 +155,7 @@ class ShadowOptimizer:
         # I4
         self._initial_attributes = copy_plain({name: vars(self._clone).get(name) for name in traits.changed_attributes})
         self._scalar_steps: list[_ScalarStep] = []
-        """Those of the last step that was asked for."""
+        """Results of `advance` in the newest step, one per group, scalars and dtype."""
 
     def step(self, hyper: GroupValues, runs: Sequence[RunViews]) -> None:
         """Update every run's parameter and slots in place, as one step of the optimizer; call it under no_grad.
@@ -374,8 +374,11 @@ class ShadowOptimizer:
 
 
 def _scalars_of(state: Mapping[str, Any], slots: Mapping[str, Any]) -> ScalarState | None:
-    """The scalars in a parameter's state after a step; None where it is empty and there are slots: its next step is then its
-    first (a momentum that is 0 for now, a class that skips parameters whose gradient is all zeros)."""
+    """Returns the optimizer's scalar states of a parameter (such as `step`) after a step.
+
+    Returns None if the optimizer keeps state tensors for the parameter but has not created any state yet (momentum 0 so
+    far, a class that skips all-zero gradients). Its next step then counts as its first.
+    """
     if slots and not state:
         return None
     return frozen_scalars({name: value for name, value in state.items() if name not in slots})

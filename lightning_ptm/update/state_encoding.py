@@ -200,7 +200,7 @@ ENCODINGS: dict[str, type[Encoding]] = {"bf16": Bf16, "int8": Int8}
 
 
 class SegmentOfShard(Protocol):
-    """What the noise depends on of a segment (flat_states.Segment)."""
+    """Properties of a segment that the noise depends on (flat_states.Segment)."""
 
     @property
     def parameter(self) -> int: ...
@@ -213,7 +213,7 @@ class SegmentOfShard(Protocol):
 
 
 class StatesOfShard(Protocol):
-    """What the noise depends on of a shard's states (flat_states.FlatStates)."""
+    """Properties of a shard's states that the noise depends on (flat_states.FlatStates)."""
 
     @property
     def flat(self) -> FlatLayout: ...

@@ -37,7 +37,7 @@ from lightning_ptm.update.weight_prediction import WeightPrediction
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.backend import Backend
-    from lightning_ptm.memory.device_work import Mark
+    from lightning_ptm.memory.device_work import DeviceEvent
     from lightning_ptm.memory.paged_tensor import PagedTensor
 
 PARAMETER = "<parameter>"
@@ -111,9 +111,9 @@ class JobHandle:
         self._on_done = on_done
         self._event = threading.Event()
         # Mark on the arithmetic's stream at the end of the job, for other streams to wait for.
-        self.end: Mark | None = None
+        self.end: DeviceEvent | None = None
 
-    def computed(self, end: Mark) -> None:
+    def computed(self, end: DeviceEvent) -> None:
         """Records the mark before which the job's arithmetic is queued."""
         self.end = end
 
@@ -169,7 +169,7 @@ class Awaited:
     def __init__(self, pending: Iterable[Pending] = ()) -> None:
         self.all: list[Pending] = list(pending)
         self._left = list(self.all)
-        """Those that had not ended when they were last asked."""
+        """The transfers that had not ended at the last check."""
 
     def add(self, pending: Pending) -> None:
         self.all.append(pending)
@@ -297,8 +297,8 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
         self.landing = Awaited()
         """Writes of compute parameters."""
         self.before = Awaited(job.after)
-        """What must end before the gradient can be read."""
-        self.submitted: Mark | None = None
+        """The work that must end before the gradient can be read."""
+        self.submitted: DeviceEvent | None = None
         """Mark on the submitting stream; the gradient and the compute parameter were produced before it."""
         self._scalars: list[dict[tuple[int, int], ScalarState | None]] = []
         self.whole_scalars: dict[int, ScalarState | None] = {}
@@ -306,7 +306,7 @@ class JobUnderWay(chunks.Job[FlatStates, JobChunk]):
         self.merged: Mapping[int, MergedSteps] = self._merge() if job.merge else {}
         """By parameter group, the one call that takes all steps; empty: the steps are taken one by one."""
 
-    def submit(self, queued: Mark) -> None:
+    def submit(self, queued: DeviceEvent) -> None:
         """Records the submitting stream's mark, which the job's device work waits for."""
         self.submitted = queued
 

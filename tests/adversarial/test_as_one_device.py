@@ -57,7 +57,7 @@ def plainly(name: str) -> list[Any]:
 
 
 class Certain(Small):
-    """Without dropout."""
+    """Model without dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ def the_same_optimizer_in_two_fits(desk: Desk) -> None:
 
 @program
 def the_same_optimizer_with_another_trainer_and_others_frozen(desk: Desk) -> None:
-    """What is frozen for a while keeps its moments."""
+    """A parameter that is frozen for a while keeps its moments."""
     module = Certain()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01, fused=True)
     module.configure_optimizers = lambda: optimizer
@@ -380,7 +380,7 @@ def optimizer_states_loaded_by_hand(desk: Desk) -> None:
 
 @program
 def the_same_optimizer_and_a_checkpoint(desk: Desk) -> None:
-    """Its own states do not count where a checkpoint gives others."""
+    """The optimizer's own states do not count where a checkpoint gives others."""
     desk.goes_on = True
     module = Certain()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
@@ -841,7 +841,8 @@ def test_everything_is_as_with_one_device(
 def test_an_optimizer_whose_states_have_ended_is_refused(
     strategy_at: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one device it would go on with its moments; they lived on disk, RAM has no room for them, and they are gone."""
+    """The optimizer is refused: its moments were on disk, RAM had no room for them, and they are lost. With one device
+    it would continue with them."""
     module = Small()
     little_ram(monkeypatch, module)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)

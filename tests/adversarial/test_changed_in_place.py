@@ -1,5 +1,7 @@
-"""What a backward pass needs, changed in place behind the forward: the numbers of a plain Trainer, or an error. Torch looks
-for such changes itself, but not where hooks have packed what is saved."""
+"""Values that a backward pass needs, changed in place after the forward: the numbers of a plain Trainer, or an error.
+
+Torch detects such changes itself, but not where hooks have packed what is saved.
+"""
 
 from __future__ import annotations
 

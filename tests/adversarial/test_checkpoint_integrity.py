@@ -126,7 +126,7 @@ def write_index(path: Path, form: int = folders.VERSION, /, **values: Any) -> No
 
 
 def flipped(path: Path, name: str, bits: Iterator[int]) -> Iterator[int]:
-    """With one bit after the other flipped; the file is as it was in the end."""
+    """Yields after flipping each bit in turn; the file is restored in the end."""
     content = (path / name).read_bytes()
     for bit in bits:
         damaged = bytearray(content)

@@ -38,7 +38,8 @@ def test_each_clip_is_of_what_the_last_has_left(
 
 
 class Forgets(ByHand):
-    """What the first batch has left is forgotten with the module's gradients; under a loss scale clips wait for the step."""
+    """The gradients of the first batch are dropped with the module's gradients; under a loss scale clips wait for the
+    step."""
 
     clips_first = True
 

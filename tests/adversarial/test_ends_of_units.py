@@ -19,7 +19,7 @@ from lightning_ptm.errors import UsageError
 
 
 class Late(nn.Module):
-    """Its weight's gradient comes of another path than that of its input, which reads the weight later."""
+    """Module whose weight gets its gradient by another path than the input does, and reads the weight later."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from lightning_ptm.errors import UsageError
 
 
 class Evaluated(Twin):
-    """Its learning rate has a schedule; it keeps its optimizer from one fit to the next."""
+    """Module whose learning rate has a schedule; it keeps its optimizer from one fit to the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,8 @@ HOW = ["validate", "test", "predict"]
 def test_a_checkpoint_behind_an_evaluation(
     how: str, kind: str, home: str, strategy_at: MakeStrategy, tmp_path: Path
 ) -> None:
-    """It goes on where the fit ended, elsewhere too; and the optimizers are those of the fit."""
+    """The checkpoint resumes where the fit ended, with other strategies too; and the optimizers are those of the
+    fit."""
     resumed = []
     for name, make in (
         ("ours", lambda: strategy_at(home, checkpoints={"state_dict_type": kind})),
@@ -161,7 +162,7 @@ class SavesInside(Evaluated):
 @pytest.mark.parametrize("home", ["ram", "all_on_disk"])
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_a_checkpoint_inside_of_an_evaluation(home: str, kind: str, strategy_at: MakeStrategy, tmp_path: Path) -> None:
-    """It has the states of the fit before, or is refused."""
+    """The checkpoint has the states of the previous fit, or is refused."""
     resumed: list[Any] = []
     for name, make in (
         ("ours", lambda: strategy_at(home, checkpoints={"state_dict_type": kind})),

@@ -62,7 +62,7 @@ class GrowingUntied(Growing):
 
 
 class Adapted(Tuned):
-    """With adapters of peft's around its attention."""
+    """Model with adapters of peft around its attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Restarted(Adapted):
 
 
 class OnlyStatesAreReset(Restarted):
-    """As people do it who have one set of moments: all of it is taken away."""
+    """Drops all states, as code does that has one set of moments."""
 
     def change(self) -> None:
         super().change()

@@ -252,7 +252,7 @@ class Norm(Sums):
 
 
 class OfAPart(Norm):
-    """Of most parameters the pass has no gradient, and the one that the step has used stays."""
+    """A backward pass through two layers; the other parameters keep the gradient that the step used."""
 
     def on_train_batch_end(self, *ignored: Any) -> None:
         self.head(self.first(PROBE)).square().mean().backward()
@@ -260,7 +260,7 @@ class OfAPart(Norm):
 
 
 class InAHook(Judged):
-    """Of the accumulation."""
+    """Reads the gradient in a post-accumulate-grad hook."""
 
     watching = False
 

@@ -1,4 +1,4 @@
-"""What people see and type by habit: a run's first line, help, other libraries' settings, mistakes on the command line."""
+"""Messages and habits of users: a run's first line, help, other libraries' settings, mistakes on the command line."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class Converted(Judged):
 
 
 class ConvertedWithGradients(Converted):
-    """The same, with gradients that the step has used."""
+    """Conversion with gradients that the step has used."""
 
     forgets = False
 

@@ -30,7 +30,7 @@ class Small(Judged):
 
 
 class SmallByHand(Small):
-    """The same without Lightning's count of micro-batches."""
+    """Small program without Lightning's count of micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class SumsMoreInMidEpoch(Callback):
 
 
 class SumsMoreBehindZeros(SumsMoreInMidEpoch):
-    """As Lightning does before it validates."""
+    """Accumulates after zeros, as Lightning does before it validates."""
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
         super().on_train_batch_start(trainer, module, batch, index)

@@ -16,7 +16,7 @@ PLACES = ["ram", "masters_on_disk", "three_tiers", "lock_free", "tight", "tight_
 
 
 def halve(optimizer: torch.optim.Optimizer) -> None:
-    """As most such code is written: without a gradient it does nothing."""
+    """Halves the gradients, as most such code is written: without a gradient it does nothing."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -94,7 +94,7 @@ class BehindLightnings(Judged):
 
 
 class TwoPasses(Judged):
-    """What the first has left is laid aside and taken out of the sum again."""
+    """Sets the gradients of the first pass aside and subtracts them from the sum again."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward(retain_graph=True)

@@ -21,11 +21,11 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheck
 from torch import Tensor, nn
 
 from lightning_ptm import AngelPTMStrategy
-from lightning_ptm.checkpoints.carried import Carried, CarriedInFiles
+from lightning_ptm.checkpoints.carried_states import CarriedStates, StatesInFiles
 from lightning_ptm.errors import CapacityError, PageIOError, UsageError
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.sharded import ShardedCheckpointIO
-from lightning_ptm.trainer import rearranging
+from lightning_ptm.trainer import relayout
 from lightning_ptm.trainer.run import Run
 
 PAGED = ["masters_on_disk", "all_on_disk", "three_tiers", "lock_free"]
@@ -198,7 +198,7 @@ class RestingWhole(ByTurns):
 
 
 class Untrained(Unfreezing):
-    """What is unfrozen gets gradients, and has no optimizer."""
+    """A parameter that is unfrozen gets gradients, and has no optimizer."""
 
     def chosen(self) -> list[nn.Parameter]:
         return [*self.first.parameters(), *self.head.parameters()]
@@ -295,7 +295,7 @@ def test_whatever_is_kept_of_parameters_goes_with_them(
 
 
 class UnfrozenAgain(Unfreezing):
-    """Its last block is frozen again in a run that goes on from a later epoch, until that one begins."""
+    """Module whose last block is frozen again in a run that resumes from a later epoch, until that epoch begins."""
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch:
@@ -585,9 +585,9 @@ class Counting(FileOps):
         return super().pwritev(fd, buffers, offset)
 
 
-def carried_in_files(run: Run, optimizers: Any) -> Carried:
-    """As on devices, where old pages cannot stay while there are new ones."""
-    return CarriedInFiles(run.engine, run.module, optimizers, run.room)
+def carried_in_files(run: Run, optimizers: Any) -> CarriedStates:
+    """Carries states in files, as on devices, where old pages cannot stay while new ones exist."""
+    return StatesInFiles(run.engine, run.module, optimizers, run.room)
 
 
 def moved(build: type[Judged], strategy: AngelPTMStrategy, **options: Any) -> tuple[int, int, int]:
@@ -597,19 +597,19 @@ def moved(build: type[Judged], strategy: AngelPTMStrategy, **options: Any) -> tu
 
     carried: list[Any] = []
 
-    def carried_by(run: Run, optimizers: Any) -> Carried:
+    def carried_by(run: Run, optimizers: Any) -> CarriedStates:
         carried.append(carry(run, optimizers))  # when all updates have ended
         found.extend((-files.read_bytes, -files.written_bytes))
         return carried[0]  # type: ignore[no-any-return]
 
-    def lay_out_anew(run: Run) -> None:
+    def lay_out_again(run: Run) -> None:
         lay_out(run)
         found[0] += files.read_bytes
         found[1] += files.written_bytes
         found.append(carried[0].handed.resharder.moved_bytes)
 
-    carry, lay_out = rearranging.carried_by, rearranging.lay_out_anew
-    with patch.multiple(rearranging, carried_by=carried_by, lay_out_anew=lay_out_anew):
+    carry, lay_out = relayout.carried_by, relayout.lay_out_again
+    with patch.multiple(relayout, carried_by=carried_by, lay_out_again=lay_out_again):
         run(build, strategy, max_epochs=2, **options)
     read, written, of_pages = found
     return read, written, of_pages
@@ -667,7 +667,7 @@ def test_encoded_states_go_on_as_codes_or_as_what_they_stand_for(
 
 @pytest.mark.parametrize("build", [Momentum, Factored, Two, Running, Refreezing, Cut])
 def test_through_files_it_is_the_same(strategy_at: MakeStrategy, build: type[Judged]) -> None:
-    with patch.object(rearranging, "carried_by", carried_in_files):
+    with patch.object(relayout, "carried_by", carried_in_files):
         judge(build, strategy_at("masters_on_disk"), max_epochs=4)
 
 
@@ -711,7 +711,7 @@ class Peak(threading.Thread):
 def test_memory_holds_no_state_twice(strategy_at: MakeStrategy) -> None:
     strategy, more_bytes = strategy_at("ram", page_size="1MiB", debug={"poison": False}), []
 
-    def lay_out_anew(run: Run) -> None:
+    def lay_out_again(run: Run) -> None:
         gc.collect()
         began_bytes, peak = Peak.now(), Peak()
         peak.start()
@@ -720,8 +720,8 @@ def test_memory_holds_no_state_twice(strategy_at: MakeStrategy) -> None:
         peak.join()
         more_bytes.append(peak.most_bytes - began_bytes)
 
-    lay_out = rearranging.lay_out_anew
-    with patch.object(rearranging, "lay_out_anew", lay_out_anew):
+    lay_out = relayout.lay_out_again
+    with patch.object(relayout, "lay_out_again", lay_out_again):
         module = run(Large, strategy, max_epochs=2, precision="bf16-mixed")
     assert 14 * sum(each.numel() for each in module.large.parameters()) > 200 << 20
     assert max(more_bytes) < 64 << 20

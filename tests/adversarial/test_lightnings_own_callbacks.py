@@ -1,4 +1,4 @@
-"""What Lightning's own callbacks, connectors and plugins expect of a strategy beyond its documentation."""
+"""Expectations of Lightning's own callbacks, connectors and plugins of a strategy beyond its documentation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_variable_of_the_users_stays(strategy_at: MakeStrategy, monkeypatch: p
 
 
 def test_a_checkpoint_without_optimizer_states_is_gone_on_with(strategy_at: MakeStrategy, tmp_path: Path) -> None:
-    """As those of other programs are, which keep an empty dictionary there."""
+    """Checkpoints of other programs, which have an empty dictionary of optimizer states, can be resumed from."""
 
     def weights_after(strategy: Any) -> dict[str, torch.Tensor]:
         first = run(Judged, strategy_at("ram"))

@@ -1,4 +1,4 @@
-"""What Lightning promises of any Trainer, in places where a strategy could get in the way."""
+"""Promises of Lightning for any Trainer, in places where a strategy could get in the way."""
 
 from __future__ import annotations
 
@@ -208,8 +208,8 @@ def test_one_optimizer_with_a_schedule_in_the_fits_of_two_trainers(
         model.configure_optimizers = configured(False)  # type: ignore[method-assign]
         with pytest.warns(RuntimeWarning, match="giraffe which is not available but strict"):
             trainer_of(make(), folder, precision="32-true").fit(model)
-        compute_timing = [value for state in optimizer.state.values() for value in state.values()]
-        return [*compute_timing, *(each.detach() for each in model.parameters())]
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        return [*moments, *(each.detach() for each in model.parameters())]
 
     ours, theirs = trained(lambda: strategy_at(tier), tmp_path / "a"), trained(lambda: "auto", tmp_path / "b")
     assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
@@ -307,7 +307,7 @@ def test_callbacks_are_copied_when_a_run_begins_and_a_resumed_one_has_them(
 
 
 class Stops(BoringModel):
-    """Its loaders have workers; an error of its own ends a run in the middle of an epoch."""
+    """Module whose loaders have workers; an error of its own ends a run in the middle of an epoch."""
 
     when = ""
 

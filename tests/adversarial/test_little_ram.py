@@ -35,7 +35,7 @@ class Some(Twin):
 
 
 class Net(nn.Module):
-    """What peft adapts."""
+    """Model that peft adapts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ class Mapped:
 
 
 class Peak(L.Callback):
-    """What is mapped while a run is in progress."""
+    """Records the memory that is mapped while a run is in progress."""
 
     def __init__(self, mapped: Mapped) -> None:
         self._mapped = mapped

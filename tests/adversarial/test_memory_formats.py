@@ -22,12 +22,13 @@ IMAGES = vectors(3, 9, 9)
 
 
 def _transposed(values: Tensor) -> nn.Parameter:
-    """The same values in columns."""
+    """Returns the same values in column-major memory."""
     return nn.Parameter(values.detach().t().contiguous().t())
 
 
 class Transposed(Twin):
-    """As a checkpoint of another library gives it: `linear.weight = Parameter(values.t())`."""
+    """Model with a transposed weight, as a checkpoint of another library gives it: `linear.weight =
+    Parameter(values.t())`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,12 +218,10 @@ def test_checkpoints_hold_them_and_go_on(strategy_at: MakeStrategy, tmp_path: Pa
     assert {key: value.stride() for key, value in saved[0]["state_dict"].items()} == {
         key: value.stride() for key, value in saved[1]["state_dict"].items()
     }
-    compute_timing = [
-        {key: state["exp_avg"] for key, state in each["optimizer_states"][0]["state"].items()} for each in saved
-    ]
-    for key, moment in compute_timing[1].items():
-        assert compute_timing[0][key].stride() == moment.stride()
-        assert torch.equal(compute_timing[0][key], moment)
+    moments = [{key: state["exp_avg"] for key, state in each["optimizer_states"][0]["state"].items()} for each in saved]
+    for key, moment in moments[1].items():
+        assert moments[0][key].stride() == moment.stride()
+        assert torch.equal(moments[0][key], moment)
     assert_alike(modules[0][0], modules[1][0])
 
 

@@ -35,7 +35,7 @@ class HalfHead(Converting):
 
 
 class AllBfloat16(Converting):
-    """As transformers gives it: `from_pretrained` keeps the file's dtype."""
+    """Model in bf16, as transformers gives it: `from_pretrained` keeps the file's dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_a_resumed_fit_has_the_dtypes_of_the_checkpoint(strategy_at: MakeStrateg
 
 
 class Buffers(Converting):
-    """Of every kind that conversion has a rule for; noted in every step."""
+    """Module with a buffer of every kind that dtype conversion has a rule for; each step records them."""
 
     def __init__(self) -> None:
         super().__init__()

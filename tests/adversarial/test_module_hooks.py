@@ -59,7 +59,7 @@ class Pruned(Twin):
 
 
 class NormInsideUnits(Twin):
-    """What has the hook is a part of a unit."""
+    """Module whose hook is on a part of a unit."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -229,7 +229,7 @@ def test_a_parameter_without_a_gradient_where_the_class_does_not_care(strategy_a
 
 
 def test_a_parameter_without_a_gradient_where_the_class_does_care(strategy_at: Any) -> None:
-    """Its list holds what it computed for another parameter, at another learning rate."""
+    """The optimizer's list holds what it computed for another parameter, at another learning rate."""
 
     def make(ps: Any) -> Any:
         optimizer = own.Remembers(ps)
@@ -317,7 +317,7 @@ def test_a_trial_writes_nothing(make: Callable[..., Optimizer]) -> None:
 
 
 def test_pages_do_not_count_as_steps(strategy_at: Any) -> None:
-    """What a class records of its steps on the object is no record of pages."""
+    """A class that records its steps on the object records no pages."""
     module = net(lambda ps: Logs(ps, lr=0.01))
     made: list[Logs] = []
     module.make = lambda ps: made.append(Logs(ps, lr=0.01)) or made[0]  # type: ignore[func-returns-value]

@@ -81,7 +81,7 @@ class OfWhichNoOptimizerKnows(Changing):
 
 
 class BesideTheOldOne(Changing):
-    """What is in no module any more stays in its group, where it has no gradient."""
+    """A parameter that is in no module any more stays in its group, where it has no gradient."""
 
     def change(self) -> None:
         self.head = nn.Linear(WIDTH, 4)
@@ -104,7 +104,7 @@ class Tied(Changing):
 
 
 class Resized(Changing):
-    """The same parameters, of another shape."""
+    """Gives the same parameters another shape."""
 
     def change(self) -> None:
         for each in self.head.parameters():
@@ -125,7 +125,7 @@ class ResizedAndThenForgotten(Resized):
 
 
 class Grown(Changing):
-    """The same parameters, of another shape, and moments of that shape."""
+    """Gives the same parameters another shape, and moments of that shape."""
 
     def change(self) -> None:
         optimizer = self.optimizers()
@@ -180,7 +180,7 @@ class Parametrized(WeightNorm):
 
 
 class PutBack(Changing):
-    """What was taken away has its values when it comes back."""
+    """A parameter that was removed has its values when it is added again."""
 
     def change(self) -> None:
         self.kept = [self.blocks[1]]
@@ -290,7 +290,7 @@ class BeforeEachBatch(Changing):
 
 
 class InAPart(Changing):
-    """What alone is changed is whole."""
+    """The part that is changed alone is whole."""
 
     def whole(self) -> AbstractContextManager[None]:
         strategy: Any = self.trainer.strategy
@@ -553,7 +553,7 @@ def test_not_while_gradients_wait_in_pages_for_their_step(strategy_at: MakeStrat
 
 
 class Forgetful(Judged):
-    """Its optimizer forgets, in each of the ways that a dictionary has."""
+    """Module whose optimizer drops states, in each of the ways that a dictionary has."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)

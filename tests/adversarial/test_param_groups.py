@@ -73,7 +73,7 @@ class InTensorHook(Judged):
 
 
 class InTensorHookOfLaterUpdates(InTensorHook):
-    """With a hook that waits for all gradients."""
+    """Tensor hook, with another hook that waits for all gradients."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None: ...
 

@@ -228,7 +228,7 @@ def test_arguments_that_a_step_cannot_take_are_refused(strategy_at: MakeStrategy
 
 
 class NeverCalls(torch.optim.Optimizer):
-    """As one writes for manual optimization: the closure is there for the signature."""
+    """Optimizer that ignores its closure, as is common for manual optimization."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})

@@ -237,7 +237,7 @@ class ClassChanges(Odd):
 
 
 class ClassChangesInAStep(Odd):
-    """It changes between two calls."""
+    """Module whose class changes between two calls."""
 
     def through(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -681,7 +681,7 @@ class ReadsAClosure(_Drawing):
 
 
 class CachesInAnObject(Caching):
-    """What the caller hands in is an object of a class of its own."""
+    """Caller that passes in an object of its own class."""
 
     class Cache:
         def __init__(self) -> None:

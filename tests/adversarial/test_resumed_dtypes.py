@@ -85,7 +85,7 @@ class EditsInPlace(Callback):
 
 
 def checkpoint_of(path: Path, precision: Any, kind: type[Twin] = Twin) -> Path:
-    """What a plain Trainer leaves after an epoch."""
+    """Saves the checkpoint of a plain Trainer after an epoch."""
     with quietly():
         torch.manual_seed(3)
         plain = trainer(precision=precision)

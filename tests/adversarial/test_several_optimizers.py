@@ -26,7 +26,7 @@ class Sharing(ByHand):
     clips: tuple[int, ...] = (0,)
     """Optimizers whose gradients are clipped."""
     forgets: tuple[int, ...] = (0, 2, 3)
-    """Those before whose step there is a backward pass of its own; others go on from the gradients that there are."""
+    """Optimizers whose step has a backward pass of its own; the others use the gradients that exist already."""
 
     def configure_optimizers(self) -> Any:
         trunk = [*self.first.parameters(), *self.blocks.parameters()]

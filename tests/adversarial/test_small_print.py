@@ -237,7 +237,7 @@ def test_storage_options_without_a_plugin_that_knows_them_are_refused_as_lightni
 
 
 class Opaque:
-    """What torch.load takes for code."""
+    """Object that torch.load takes for code."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Opaque)
@@ -448,7 +448,7 @@ def test_a_profiler_counts_what_it_counts_plainly(strategy_at: Any, home: str, t
 
 
 def throughput(strategy: Any) -> list[Any]:
-    """What the monitor logs, with a clock that ticks once each time that Lightning looks at it."""
+    """Returns what the monitor logs, with a clock that ticks each time that Lightning reads it."""
     monitor = cb.ThroughputMonitor(batch_size_fn=len, length_fn=lambda batch: 16 * len(batch), window_size=2)
     logger = mock.Mock(save_dir=None, log_dir=None)
     run = trainer(strategy, callbacks=[monitor], logger=[logger], log_every_n_steps=1, max_epochs=1)

@@ -20,7 +20,7 @@ HOMES = ["ram", "masters_on_disk", "three_tiers"]
 
 
 def by_norm(p: Tensor, move: Tensor, lr: float) -> None:
-    """As LAMB moves a parameter."""
+    """Moves a parameter as LAMB does."""
     p.sub_(move * p.norm() / move.norm().clamp(min=1e-6), alpha=lr)
 
 
@@ -45,7 +45,7 @@ def groups_of(module: nn.Module, algorithms: list[str]) -> list[dict[str, Any]]:
 
 
 class ThirdGroupByNorm(Judged):
-    """Its parameters have the shapes of the first group's."""
+    """Optimizer whose third group has parameters with the shapes of the first group's."""
 
     def configure_optimizers(self) -> Any:
         groups = [groups_of(each, ["plain"])[0] for each in (self.blocks[0], self.first, self.blocks[1])]

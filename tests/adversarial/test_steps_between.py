@@ -44,13 +44,13 @@ class Between(Odd):
 
 
 class Fused(Between):
-    """With torch's fused kernel, which hides it from torch's own check."""
+    """Step in between with torch's fused kernel, which hides the change from torch's own check."""
 
     fused = True
 
 
 class Retained(Between):
-    """The same graph twice, with a step in between."""
+    """Runs the same graph's backward twice, with a step in between."""
 
     def step(self, run: Any, x: Tensor) -> None:
         one, two = run.optimizers()
@@ -62,7 +62,7 @@ class Retained(Between):
 
 
 class RetainedFused(Retained):
-    """With the fused kernel."""
+    """Retained graph, with the fused kernel."""
 
     fused = True
 
@@ -136,7 +136,7 @@ class DataEditedWhileGathered(EditedWhileGathered):
 
 
 class PermutedWhileGathered(EditedWhileGathered):
-    """The same numbers in another order."""
+    """Permutes the weights: the same numbers in another order."""
 
     def change(self, run: Any, optimizer: Any) -> None:
         strategy = run.trainer.strategy
@@ -175,7 +175,7 @@ class ReadWhileGathered(EditedWhileGathered):
 
 
 class StepOfOthers(Fused):
-    """What is stepped with in between has no weight in the graph of the other loss."""
+    """The parameters that are stepped in between are not in the graph of the other loss."""
 
     def step(self, run: Any, x: Tensor) -> None:
         one, two = run.optimizers()
@@ -191,7 +191,7 @@ class StepOfOthers(Fused):
 
 
 class TwiceWithoutAStep(Fused):
-    """The same graph twice, and the steps behind both."""
+    """Runs the same graph's backward twice, and the steps after both."""
 
     def step(self, run: Any, x: Tensor) -> None:
         loss = self.loss(x)

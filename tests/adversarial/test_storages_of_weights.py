@@ -1,4 +1,4 @@
-"""What code can see of the memory of a weight in pages: what it sees of a plain parameter's, and no neighbours."""
+"""The memory of a weight in pages as code can see it: like a plain parameter's, without neighbours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _saved(weight: Tensor) -> tuple[int, Tensor]:
 
 
 def _beyond(weight: Tensor) -> str:
-    """What becomes of a look beyond the last element."""
+    """Returns the result of reading beyond the last element."""
     try:
         return str(torch.as_strided(weight, (4,), (1,), weight.numel()).tolist())
     except RuntimeError as error:
@@ -33,7 +33,7 @@ def _beyond(weight: Tensor) -> str:
 
 
 def _before(weight: Tensor) -> str:
-    """What becomes of a look from the beginning of the storage."""
+    """Returns the result of reading from the beginning of the storage."""
     return str(torch.as_strided(weight.detach(), (2, 2), (1, 1), 0).tolist())
 
 
@@ -57,7 +57,7 @@ LOOKS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def _resized(weight: Tensor) -> str:
-    """What becomes of more elements than there are (of a copy of the storage's view, in place)."""
+    """Returns the result of resizing a copy of the storage's view, in place, to more elements than exist."""
     return str(torch.empty(0).set_(weight.untyped_storage(), 0, (3,), (2,)).tolist())
 
 

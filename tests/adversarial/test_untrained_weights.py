@@ -27,7 +27,7 @@ class Nothing(ByHand):
 
 
 class AutomaticNothing(Judged):
-    """The same, with Lightning's own loop; nothing comes of its backward passes."""
+    """Program that trains nothing, with Lightning's own loop; its backward passes have no effect."""
 
     def configure_optimizers(self) -> None:
         return None

@@ -136,7 +136,7 @@ HOOKS = [
 
 
 def _noted(strategy: Any) -> list[tuple[str, State]]:
-    """What `state_dict()` tells at every hook of a training with an evaluation and a checkpoint in it."""
+    """Returns `state_dict()` at every hook of a training with an evaluation and a checkpoint in it."""
     notes: list[tuple[str, State]] = []
 
     def note(hook: str, module: Net) -> None:
@@ -207,7 +207,7 @@ def test_a_state_dict_keeps_its_values_when_training_goes_on(strategy_at: Any, t
 
 
 class Halved(Net):
-    """Its state dict is changed by hooks of its own, and by a method of a part of it."""
+    """Module whose state dict is changed by its own hooks, and by a method of one of its parts."""
 
     def __init__(self, **looks: Any) -> None:
         super().__init__(**looks)
@@ -355,7 +355,7 @@ TOUCHES: dict[str, Callable[[nn.Parameter], object]] = {
 
 @pytest.mark.parametrize(("home", "precision"), CLOSED)
 def test_weights_that_are_touched_between_steps_are_an_error(strategy_at: Any, home: str, precision: str) -> None:
-    """And training is none the worse for it, in whatever place somebody has tried."""
+    """Touching weights between steps raises, and the training has the plain numbers nevertheless."""
     tried: list[str] = []
 
     def touch(module: Net) -> None:
@@ -492,7 +492,7 @@ def test_weights_in_an_evaluation(strategy_at: Any, tier: str, precision: str) -
 
 
 def _spoken(strategy: Any, *, inside: bool) -> tuple[list[Tensor], State]:
-    """What the model says between steps, in a block of `gathered` or outside of any."""
+    """Returns the model's outputs between steps, in a block of `gathered` or outside of any."""
     said: list[Tensor] = []
     batch = torch.randn(4, 48, generator=torch.Generator().manual_seed(2))
 

@@ -1,4 +1,5 @@
-"""What libraries do to a module during a run: they load other weights, copy it, pickle it, give parameters other data."""
+"""Operations of libraries on a module during a run: they load other weights, copy it, pickle it, give parameters other
+data."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ class InTheEvaluation(PutsBack):
 
 
 class WithoutSome(PutsBack):
-    """Of a checkpoint that lacks a weight, and has one too many."""
+    """Loads a checkpoint that lacks a weight, and has one too many."""
 
     def on_train_end(self) -> None:
         del self.best["stem.bias"]
@@ -130,7 +131,7 @@ class WithBuffers(PutsBack):
 
 
 class Hooked(PutsBack):
-    """Its checkpoints have names of their own, as of an older version."""
+    """Module whose checkpoints use other names, like those of an older version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -437,7 +438,7 @@ class InManual(Adversarial):
 
 
 class OfHalf(Adversarial):
-    """With a group of its own, and another optimizer's rule."""
+    """Half of the parameters, with a group of its own and another optimizer's rule."""
 
     def configure_optimizers(self) -> Any:
         rest = [each for name, each in self.named_parameters() if name not in self.perturbed]

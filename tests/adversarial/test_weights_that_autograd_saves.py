@@ -1,4 +1,4 @@
-"""What autograd saves of a weight in pages, whoever saves it and in whatever form: read as it was saved, or refused.
+"""Tensors that autograd saves of a weight in pages, in whatever form: read as they were saved, or refused.
 
 Pages are used again between forward and backward here (`tight`), with and without poison, recomputed or not.
 """
@@ -34,14 +34,14 @@ class Penalty(Odd):
 
 
 class Norm(Penalty):
-    """Its norm."""
+    """The weight's norm."""
 
     def of(self, weight: Tensor) -> Tensor:
         return torch.linalg.norm(weight)
 
 
 class Gram(Penalty):
-    """Its product with its own transpose."""
+    """The weight's product with its own transpose."""
 
     def of(self, weight: Tensor) -> Tensor:
         return (weight @ weight.T - torch.eye(len(weight))).square().mean()
@@ -55,7 +55,7 @@ class Complex(Penalty):
 
 
 class Conjugate(Penalty):
-    """Their conjugates."""
+    """The weights' conjugates."""
 
     def of(self, weight: Tensor) -> Tensor:
         number = torch.view_as_complex(weight.view(-1, 2))
@@ -84,7 +84,7 @@ class Expanded(Penalty):
 
 
 class Singular(Penalty):
-    """Its largest singular value."""
+    """The weight's largest singular value."""
 
     def of(self, weight: Tensor) -> Tensor:
         return torch.linalg.matrix_norm(weight, 2)
@@ -173,7 +173,7 @@ class HooksThatKeep(Odd):
 
 
 class HooksInside(Odd):
-    """The same, inside of each block."""
+    """Hooks inside of each block."""
 
     def block(self) -> nn.Module:
         class OfBlock(Block):
@@ -213,7 +213,7 @@ class InCheckpoint(Tied):
 
 
 class InReentrantCheckpoint(InCheckpoint):
-    """The same with a reentrant one."""
+    """Checkpointed forward, with torch's reentrant checkpoint."""
 
     reentrant = True
 
@@ -346,7 +346,7 @@ class KeptDetached(KeptForLater):
 
 
 class KeptData(KeptForLater):
-    """Its data."""
+    """The weight's data."""
 
     def look(self, weight: Tensor) -> Tensor:
         return weight.data
@@ -367,7 +367,7 @@ class KeptByDlpack(KeptForLater):
 
 
 class KeptAsStorage(KeptForLater):
-    """Its storage, as the object that Python has of it."""
+    """The weight's storage, as the Python object."""
 
     def loss(self, x: Tensor) -> Tensor:
         x, kept = self.stem(x), []
@@ -523,7 +523,7 @@ class ErrorThatIsKept(Odd):
 
 
 class ErrorWithoutFrames(ErrorThatIsKept):
-    """The same, without its frames, as the refusal says."""
+    """Kept error without its frames, as the refusal advises."""
 
     without_frames = True
 

@@ -1,4 +1,4 @@
-"""What works with a plain Trainer between and around steps, and does not come by itself with pages: each with the plain
+"""Code that works with a plain Trainer between and around steps, and does not by itself with pages: each with the plain
 numbers, or refused with the reason."""
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Again(Net):
 
 
 class Between(Net):
-    """The same by turns, beside a checkpoint of the other kind."""
+    """Calls each block with and without activation checkpointing by turns, and with both kinds of checkpoint."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -292,7 +292,8 @@ class Forgotten(Net):
 
 @pytest.mark.parametrize("home", ["ram", "all_on_disk", "lock_free"])
 def test_weights_that_a_run_did_not_put_back(strategy_at: Any, home: str, tmp_path: Path) -> None:
-    """They raise, a run without a checkpoint is refused, one with it goes on, and they may be loaded."""
+    """Weights that were not restored raise when they are read; a run without a checkpoint is refused, one with it
+    continues, and the weights can be loaded."""
     module = Forgotten()
     module.path = tmp_path / "x.ckpt"
     trainer_with(strategy_at(home, tuning={"restore_weights": False})).fit(module, batches())
@@ -431,9 +432,10 @@ def test_copies_of_a_trainer_after_a_run(strategy_at: Any, tier: str) -> None:
 def test_a_loop_by_hand_does_not_begin_anew_in_silence(
     strategy_at: Any, tier: str, room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one device the optimizer goes on with its moments, where they are still there."""
+    """A loop by hand after the run uses the optimizer's moments if they still exist, as with one device, and raises
+    otherwise."""
 
-    def summon(strategy: Any) -> tuple[Net, torch.optim.Optimizer]:
+    def fit_then_backward(strategy: Any) -> tuple[Net, torch.optim.Optimizer]:
         trainer, module = trainer_with(strategy), Net()
         trainer.fit(module, batches())
         (optimizer,) = trainer.optimizers
@@ -443,11 +445,11 @@ def test_a_loop_by_hand_does_not_begin_anew_in_silence(
 
     if not room:
         little_ram(monkeypatch, Net())
-    ours, optimizer = summon(strategy_at(tier))
+    ours, optimizer = fit_then_backward(strategy_at(tier))
     assert optimizer.state or not room
     if optimizer.state:
         optimizer.step()
-        theirs, their_optimizer = summon("auto")
+        theirs, their_optimizer = fit_then_backward("auto")
         their_optimizer.step()
         assert_same(weights_of(ours), weights_of(theirs))
         return
@@ -460,7 +462,7 @@ def test_a_loop_by_hand_does_not_begin_anew_in_silence(
             copied(optimizer).step()
     assert_same(weights_of(ours), before)
     optimizer.register_load_state_dict_post_hook(lambda _: None)  # a user's own, behind ours
-    theirs, their_optimizer = summon("auto")
+    theirs, their_optimizer = fit_then_backward("auto")
     optimizer.load_state_dict(copy.deepcopy(their_optimizer.state_dict()))
     for each in (optimizer, their_optimizer):
         each.step()
@@ -468,7 +470,7 @@ def test_a_loop_by_hand_does_not_begin_anew_in_silence(
 
 
 class LooksAtWeights(Net):
-    """Its optimizer leaves out what is close to zero; it counts loads of its state."""
+    """Module whose optimizer skips values close to zero; it counts loads of the optimizer's state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -212,7 +212,7 @@ class WithPair(WithHybrid):
 
 
 class Places(Callback):
-    """Of what updates say that they are about to change: states whose place is told wrongly, and all."""
+    """Records what updates report that they are about to change: states with a wrong place, and all."""
 
     def __init__(self) -> None:
         self.wrong: set[str] = set()

@@ -139,7 +139,7 @@ class Shared(OfTheHead):
 
 
 class InHooks(ByHand):
-    """As gradients come, whatever is in no optimizer of the run is updated in a hook."""
+    """Updates a parameter that is in no optimizer of the run in a hook, when its gradient comes."""
 
     def configure_optimizers(self) -> Any:
         for parameter in self.parameters():
@@ -261,7 +261,7 @@ class OneElement(OfTheHead):
 
 
 class Turned(OfTheHead):
-    """The same numbers, in other places."""
+    """Writes the same numbers to other places."""
 
     def update(self, parameters: list[nn.Parameter]) -> None:
         parameters[0].data.copy_(parameters[0].data.flip(1))
@@ -314,7 +314,7 @@ def test_no_checkpoint_is_written_without_what_was_written(strategy_at: MakeStra
 
 
 class Gathered(OfTheHead):
-    """With its weights in the user's hands any optimizer may update them."""
+    """Updates gathered weights: inside `gathered` any optimizer may update them."""
 
     def configure_optimizers(self) -> Any:
         self.own = [torch.optim.AdamW(self.head.parameters(), lr=LR, fused=True)]
@@ -435,7 +435,7 @@ def test_where_there_are_gradients_or_may_be_it_is_refused(
 
 
 def test_optimizers_of_other_things_step_as_ever(strategy_at: MakeStrategy) -> None:
-    """What they update is in no module."""
+    """Optimizers whose parameters are in no module step as with a plain Trainer."""
 
     class Perturbed(Judged):
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:

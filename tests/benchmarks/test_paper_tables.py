@@ -95,7 +95,8 @@ def test_a_table_is_what_the_planner_says() -> None:
 
 
 def test_layers_that_are_cut_and_what_colossal_ai_published() -> None:
-    """Of a step of 2 s on 256 GPUs, one of which computes; and 1 s of ours beside the static offload of `made`."""
+    """Table of a step of 2 s on 256 GPUs, one of which computes; and of 1 s of ours beside the static offload of
+    `made`."""
     asked: list[Any] = []
 
     def ask(questions: Sequence[Any]) -> list[Any]:
@@ -136,7 +137,8 @@ def test_a_table_takes_the_place_of_the_one_before() -> None:
 
 
 def test_the_page_that_is_committed_is_of_the_script() -> None:
-    """It has the published numbers of Table 5 in their order, and the constants of the script and of the hardware file."""
+    """The page has the published numbers of Table 5 in their order, and the constants of the script and of the hardware
+    file."""
     text = paper.PAGE.read_text()
     assert paper.page([], text) == text
     table = text.partition("## Table 5")[2].partition("## ")[0]

@@ -106,7 +106,7 @@ def activations_leave(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def board(tmp_path: Path) -> Callable[[], EventAccumulator]:
-    """What TensorBoard would show."""
+    """Returns a reader of what TensorBoard would show."""
 
     def read() -> EventAccumulator:
         found = EventAccumulator(os.fspath(tmp_path / "logs"), {"tensors": 0, "images": 0, "scalars": 0})

@@ -118,7 +118,8 @@ def test_of_what_does_not_fit_some_is_kept_and_the_rest_is_fetched_ahead(
 
 
 def test_a_validation_inside_fit_is_not_counted(strategy_at, board_trainer, model, data, board, tmp_path) -> None:
-    """With twenty validations of four batches between two steps, a step's bytes are those of a run without any."""
+    """A step's bytes are those of a run without any validation, although twenty validations of four batches run between
+    two steps."""
     read: list[float] = []
     for batches in (0, 4):
         options: dict[str, Any] = {"limit_val_batches": batches, "val_check_interval": 1}
@@ -258,7 +259,7 @@ def test_several_batches_a_step_and_late_updates(strategy_at, board_trainer, mod
 
 
 def test_a_failed_run_and_one_after_it(strategy_at, board_trainer, model, data, tmp_path) -> None:
-    """What led to the error is kept, and the same callbacks serve the next run."""
+    """The records up to the error are kept, and the same callbacks serve the next run."""
     callbacks = everything()
     fails = dict.fromkeys([2], True)
     step = model.training_step

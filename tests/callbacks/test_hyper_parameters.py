@@ -15,7 +15,7 @@ from lightning_ptm.callbacks.where import settings_of
 
 
 class Data(LightningDataModule):
-    """With settings of its own, one of them of the same name as one of the model's."""
+    """Data module with settings of its own, one with the same name as one of the model's."""
 
     def __init__(self, rows: Any) -> None:
         super().__init__()

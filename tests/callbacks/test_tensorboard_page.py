@@ -1,4 +1,5 @@
-"""What `tensorboard --logdir` shows of a run, in a real browser: charts by group, pictures, texts, and the table of runs."""
+"""The page of `tensorboard --logdir` for a run, in a real browser: charts by group, pictures, texts, and the table of
+runs."""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ def tensorboard(folder: Path) -> Iterator[str]:
 
 
 def wait_for(browser: Any, found: Callable[[Any], Any], what: str) -> Any:
-    """What `found` returns, once it is anything."""
+    """Waits until `found` returns something, and returns it."""
     from selenium.common.exceptions import StaleElementReferenceException, TimeoutException
     from selenium.webdriver.support.ui import WebDriverWait
 

@@ -88,8 +88,8 @@ def test_a_fit_begins_anew_says_so_and_goes_on_the_next_time(
     assert any(
         f"Restoring states from the checkpoint path at {tmp_path / 'step=3.ckpt'}" in line for line in caplog.messages
     )
-    summon = fit(trainer_of(tmp_path / "other", 5, kind), ckpt_path=tmp_path / "step=3.ckpt")
-    assert all(torch.equal(ours.state_dict()[name], value) for name, value in summon.state_dict().items())
+    by_hand = fit(trainer_of(tmp_path / "other", 5, kind), ckpt_path=tmp_path / "step=3.ckpt")
+    assert all(torch.equal(ours.state_dict()[name], value) for name, value in by_hand.state_dict().items())
 
 
 def test_the_other_format_is_gone_on_from_too(tmp_path: Path) -> None:
@@ -193,7 +193,8 @@ def test_a_file_in_the_place_of_the_folder_is_refused_before_training(tmp_path: 
 def test_what_is_not_the_checkpoints_fault_is_not_said_of_it(
     error: OSError, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was passed over for an earlier one, and in the end the folder was blamed."""
+    """Errors that are not the checkpoint's fault are raised as they are. Once, the checkpoint was passed over for an
+    earlier one, and in the end the folder was blamed."""
     fit(trainer_of(tmp_path, 2, "full"))
 
     def failing(*given: Any) -> None:

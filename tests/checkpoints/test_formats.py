@@ -1,4 +1,4 @@
-"""Which format a setting names, and which one a path has."""
+"""Choice of a checkpoint format by a setting, and by a path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_ptm.storage.index import INDEX, PARTIAL
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a sharded checkpoint, by its name and kind."""
+    """Folder of a sharded checkpoint, by its name and kind."""
     path = tmp_path / "step=1.ckpt"
     path.mkdir()
     (path / INDEX).touch()

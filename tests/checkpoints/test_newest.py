@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder is the newest complete one, and what is removed while it is looked for."""
+"""Choice of the newest complete checkpoint of a folder, and removals during the search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files a sharded checkpoint's folder has."""
+"""Files of a sharded checkpoint's folder."""
 
 from __future__ import annotations
 

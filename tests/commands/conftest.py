@@ -24,7 +24,7 @@ WORDS, WIDTH = 97, 64
 
 
 class Inner(nn.Module):
-    """With tied weights and two buffers, one of them of integers."""
+    """Model with tied weights and two buffers, one of them of integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Inner(nn.Module):
 
 
 class Outer(L.LightningModule):
-    """What users write around a model: `model`, and something of their own."""
+    """Module that users write around a model: `model`, and a layer of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def train(module: L.LightningModule, folder: Path, state_dict_type: str) -> Path
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The same weights in two checkpoints, and as the run left them."""
+    """Weights in two checkpoints, and as the run left them."""
 
     sharded: Path
     full: Path

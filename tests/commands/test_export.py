@@ -37,7 +37,7 @@ def export(checkpoint: Path, out: Path, *options: str) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], checkpoint: Path, out: Path, *options: str) -> str:
-    """What the command says when it ends with status 1, having left nothing."""
+    """Returns the text with which the command ends with status 1, having written nothing."""
     folder = out.parents[1] if out.parent.is_file() else out.parent
     before = sorted(folder.iterdir())
     with pytest.raises(SystemExit) as stop:

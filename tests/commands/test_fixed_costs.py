@@ -1,4 +1,4 @@
-"""What is trained to find what steps take beside arithmetic has the units, and the exchanges, that it is to tell of."""
+"""Runs that measure fixed costs of steps have the units, and the exchanges, that they measure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_ptm.runtime.engine.engine import Engine
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
-    """Those of the runs, as they end."""
+    """The engines of the runs, as they end."""
     found: list[Engine] = []
 
     class Watch(fixed_costs._Watch):
@@ -25,7 +25,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
 
 
 def test_units_are_units(engines: list[Engine]) -> None:
-    """As many as are counted, beside the root, though each is smaller than any that is found by itself."""
+    """The runs have as many units as they count, beside the root, though each is smaller than any that discovery finds
+    by itself."""
     costs = fixed_costs.fixed_costs(CpuBackend(), 2)
     assert [len(each.stores) - 1 for each in engines] == [fixed_costs._FEW, fixed_costs._MANY]
     assert 0 < costs.unit_s < 1 and 0 < costs.step_s < 10

@@ -50,11 +50,8 @@ def test_a_sharded_checkpoint(trained: Any, capsys: pytest.CaptureFixture[str]) 
     assert said["parameters"] == f"{PARAMETERS:,} in 7 tensors, {kib(4 * PARAMETERS)}"
     assert said["buffers"] == "3 in 2 tensors, 16 B"
     assert said["tied"] == "model.head.weight is model.embedding.weight"
-    compute_timing = kib(4 * PARAMETERS)
-    assert (
-        said["optimizer"]
-        == f"AdamW, for 7 parameters: step 28 B, exp_avg {compute_timing}, exp_avg_sq {compute_timing}"
-    )
+    moment_size = kib(4 * PARAMETERS)
+    assert said["optimizer"] == f"AdamW, for 7 parameters: step 28 B, exp_avg {moment_size}, exp_avg_sq {moment_size}"
     header, *rows = table(text)
     assert header == ["unit", "tensors", "elements", "dtype", "weights", "exp_avg", "exp_avg_sq"]
     block = ["2", f"{BLOCK:,}", "float32", *[kib(4 * BLOCK)] * 3]
@@ -76,8 +73,8 @@ def test_a_full_checkpoint(trained: Any, capsys: pytest.CaptureFixture[str]) -> 
     assert said["weights"] == f"{PARAMETERS + 3:,} in 9 tensors, {kib(4 * PARAMETERS + 16)}"
     name, slots = said["optimizer"].split(": ")
     assert name == "of an unknown class, for 7 parameters"
-    compute_timing = kib(4 * PARAMETERS)
-    assert sorted(slots.split(", ")) == [f"exp_avg {compute_timing}", f"exp_avg_sq {compute_timing}", "step 28 B"]
+    moment_size = kib(4 * PARAMETERS)
+    assert sorted(slots.split(", ")) == [f"exp_avg {moment_size}", f"exp_avg_sq {moment_size}", "step 28 B"]
     header, *rows = table(text)
     assert header == ["names", "tensors", "elements", "dtype", "weights"]
     assert ["model.blocks.1", "2", f"{BLOCK:,}", "float32", kib(4 * BLOCK)] in rows

@@ -112,7 +112,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("arguments", CLASSES)
 def test_a_class_that_is_not_there(my_modules: Path, arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is said what is missing."""
+    """The error says what is missing."""
     assert re.search(CLASSES[arguments], answer([*QUIET, *arguments.split()], capsys))
 
 

@@ -48,7 +48,7 @@ def test_a_rank_has_half_the_pages_where_two_have_parts(tmp_path: Path, model: s
     data = {"class_path": f"lightning_ptm.data.{task}", "init_args": {"path": str(text), "batch_size": 1}}
 
     def pages(ranks: int, tensor: int) -> tuple[dict[Tier, int], int]:
-        """Of homes, and most at once where units compute."""
+        """Returns the bytes of homes, and the most bytes of pages on the device while units compute."""
         settings = {**PLACES[place], "disk_path": str(tmp_path), "tensor_parallel_size": tensor}
         found, blueprint = forecast_of(tmp_path, settings, 1, MODELS[model], data, ranks, precision=precision)
         return homes_of(blueprint), found.tiers["device"].page_bytes

@@ -158,7 +158,7 @@ def test_operations_are_those_of_the_formula() -> None:
 
 
 def kept_bytes(model: LanguageModel, *tokens: torch.Tensor) -> int:
-    """What autograd keeps of a forward on the CPU."""
+    """Returns the bytes that autograd keeps of a forward on the CPU."""
     model.configure_model()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
@@ -190,7 +190,8 @@ MANY = DENSE | {"experts": 128, "jitter": 0.0, "capacity_factor": 8.0}
 
 @pytest.mark.parametrize("changes", [{}, {"choices": 2, "jitter": 0.1}, {"experts": 4, "capacity_factor": 0.5}])
 def test_what_a_router_keeps_and_what_finds_no_room_counts(changes: dict[str, Any]) -> None:
-    """Of what layers with experts keep beyond others: attention with a bias keeps more on the CPU than is counted."""
+    """Compares what layers with experts keep in addition to dense ones: attention with a bias keeps more on the CPU
+    than is counted."""
     torch.manual_seed(0)
     tokens = torch.randint(1, 300, (8, 64))
     sizes = MANY | changes
@@ -453,7 +454,7 @@ def test_device_memory_for_the_most_samples_and_for_the_largest_batch(
 
 
 def test_the_largest_model_over_parts_of_the_device(tmp_path: Path) -> None:
-    """With its RAM full a model still grows as far as the device's memory lets it."""
+    """A model whose RAM is full can still grow as far as the device's memory permits."""
     path, hardware = config(tmp_path, {"page_size": "64KiB"}), cuda_file(tmp_path, host_memory="16MiB")
     plain, _ = forecast(path, hardware, largest="layers")
     found, _ = forecast(path, hardware, largest="layers", device_memory="best")
@@ -611,7 +612,8 @@ class Orthogonal(L.LightningModule):
     "settings", [{"offload_optimizer": "device"}, {"offload_optimizer": "disk"}, {"lock_free": True}]
 )
 def test_products_of_updates_take_their_seconds(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Of the dtype in which the optimizer multiplies, at the rate of updates or, where none is known, of training."""
+    """Products of updates are counted in the dtype in which the optimizer multiplies, at the rate of updates or, if
+    that is unknown, of training."""
     path = config(tmp_path, settings | {"page_size": "64KiB", "disk_path": str(tmp_path)})
     document = yaml.safe_load(path.read_text())
     document["model"] = {"class_path": f"{__name__}.Orthogonal"}

@@ -95,7 +95,7 @@ def planned_and_trained(folder: Path, given: Mapping[str, Any]) -> tuple[Predict
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
-    """What kernels take when they are first used is no run's."""
+    """Runs a model once: the memory that kernels take at their first use belongs to no run."""
     model = GPT(**MODEL).to(torch.bfloat16)
     model.configure_model()
     tokens = torch.zeros(BATCH, MODEL["sequence_length"], dtype=torch.long)

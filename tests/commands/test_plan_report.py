@@ -1,4 +1,4 @@
-"""What `plan` prints agrees with itself: its tables, text and JSON, and seconds of links beside those of compute."""
+"""The report of `plan` agrees with itself: its tables, text and JSON, and seconds of links next to those of compute."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_pages_of_the_table_add_up_to_all_pages(found: Prediction) -> None:
 
 
 def test_text_and_json_are_of_the_same_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """What is free changes from one command to the next by some megabytes, which are of no account."""
+    """Free memory changes from one command to the next by some megabytes, which do not matter."""
     path = config(tmp_path, {"page_size": "64KiB"})
     texts = iter(Path(cpu_file(tmp_path, host_memory=free)).read_text() for free in (1001 * MIB, 1022 * MIB))
     monkeypatch.setattr(planning, "quick_measure", lambda paths: next(texts))

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 QUIET = 0.3
-"""Of the cores, what others may use; with more, a step takes as long as they let it."""
+"""Share of the cores that other processes may use; if they use more, a step takes as long as they let it."""
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def test_tokens_and_activations_travel_as_they_do_where_ranks_divide_one_of_them
 
 
 def test_each_sharing_class_gathers_over_rings_of_its_own(tmp_path: Path) -> None:
-    """Of everybody's 8 ranks, of 4 that share parts, of 2 that share experts' parts."""
+    """Rings have all 8 ranks, the 4 that share parts, or the 2 that share experts' parts."""
     found, blueprint = planned(tmp_path, {**CUT, "expert_parallel_size": 2}, model=SIZES | {"experts": EXPERTS})
     layout = blueprint.layout
     assert {flat.world_size for flat in layout.flats} == {8, 4, 2}

@@ -25,7 +25,7 @@ def cases(draw: st.DrawFn) -> tuple[bytes, int, int, int]:
 
 
 def pieces(tokens: list[int]) -> list[list[int]]:
-    """What stands between sentinels."""
+    """Splits tokens at sentinels."""
     found: list[list[int]] = [[]]
     for token in tokens:
         if token >= FIRST_SENTINEL:

@@ -227,7 +227,7 @@ def test_a_data_module_and_a_model_of_ones_own_say_what_they_are(folder: Path) -
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_is_compared_with_the_data_of_its_own_call(folder: Path) -> None:
-    """And not with that of an earlier one."""
+    """A model is not compared with the data of an earlier call."""
     runs = trainer(folder.parent)
     runs.fit(small(), datamodule=TextBytes(str(folder), sequence_length=16, batch_size=4))
     pairs = DataLoader([(torch.zeros(8, dtype=torch.long),) * 2], batch_size=1)  # type: ignore[arg-type,var-annotated]

@@ -115,7 +115,7 @@ def options(folder: Path, rank: int, precision: str = "32-true", *more: str) -> 
 
 
 def plainly(example: Any, arguments: list[str]) -> tuple[Watching, dict[str, Tensor]]:
-    """The same, with Lightning's own strategy and a model that is loaded by Transformers."""
+    """Runs the example with Lightning's own strategy and a model that is loaded by Transformers."""
     given = example.parse(arguments)
 
     class Plain(example.CausalLM):  # type: ignore[misc, name-defined]

@@ -42,7 +42,8 @@ class Saved:
 
 
 class Varied(GPT):
-    """With first weights that are large enough for texts that are no single letter; trained by a step it stays so."""
+    """Model whose first weights are large enough for texts of more than one letter; a step of training does not change
+    that."""
 
     def init_weights(self, module: nn.Module) -> None:
         super().init_weights(module)

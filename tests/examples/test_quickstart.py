@@ -26,7 +26,7 @@ except lightning_ptm.ConfigError as error:
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Of the notebook after it has run, and of one more that asks for two ranks."""
+    """Cells of the notebook after it has run, and of one more that asks for two ranks."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert all(not cell.outputs for cell in notebook.cells if cell.cell_type == "code"), "outputs were saved"
     notebook.cells.append(nbformat.v4.new_code_cell(REFUSED))
@@ -36,7 +36,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def text(cell: Any) -> str:
-    """What a cell has printed and shown, but for warnings."""
+    """Returns what a cell has printed and shown, but for warnings."""
     shown = [each.get("text", "") for each in cell.outputs if each.get("name") != "stderr"]
     return "".join(shown + [each.data["text/plain"] for each in cell.outputs if "data" in each])
 

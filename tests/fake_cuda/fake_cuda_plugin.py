@@ -14,7 +14,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def no_race() -> Iterator[None]:
-    """What is told of each is on standard error."""
+    """Checks that a test has no race; the report of each race is on standard error."""
     before = fake_device.lib.fc_races()
     yield
     found = fake_device.lib.fc_races() - before

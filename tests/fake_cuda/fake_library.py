@@ -45,7 +45,7 @@ def _load() -> Any:
 
 
 NAME = os.environ.get("FAKE_CUDA_NAME", "cuda")
-"""Of the device: CUDA's, or one by which torch shall call a device that it has not heard of."""
+"""Name of the device: CUDA's, or one that torch uses for a device that it does not know."""
 lib = _load()
 
 import torch  # noqa: E402

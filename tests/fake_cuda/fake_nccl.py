@@ -30,7 +30,7 @@ NAME = "fake_nccl"
 
 
 def _read(tensor: Tensor) -> Tensor:
-    """What the current stream will find in a tensor of the device, in RAM that is not page-locked (I1)."""
+    """Copies what the current stream will find in a tensor of the device to RAM that is not page-locked (I1)."""
     locked = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     locked.copy_(tensor, non_blocking=True)
     lib.fc_run_current_stream()
@@ -40,7 +40,7 @@ def _read(tensor: Tensor) -> Tensor:
 
 
 def _write(tensor: Tensor, value: Tensor) -> None:
-    """Behind what the current stream has queued."""
+    """Writes a tensor in the order of the current stream."""
     locked = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     locked.copy_(value.view(tensor.shape))
     tensor.copy_(locked, non_blocking=True)

@@ -17,7 +17,7 @@ def _index(device: Any = None) -> int:
 
 
 class Stream(torch.Stream):
-    """As torch.cuda.Stream."""
+    """Stand-in of torch.cuda.Stream."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Any:
         if known:
@@ -51,7 +51,7 @@ class _IsEvent(type):
 
 
 class Event(metaclass=_IsEvent):
-    """As torch.cuda.Event."""
+    """Stand-in of torch.cuda.Event."""
 
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
@@ -74,7 +74,7 @@ def _set_stream(stream: Any) -> None:
 
 
 class StreamContext:
-    """As torch.cuda.stream."""
+    """Stand-in of torch.cuda.stream."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -98,7 +98,7 @@ class StreamContext:
 
 
 class _Device:
-    """As torch.cuda.device."""
+    """Stand-in of torch.cuda.device."""
 
     def __init__(self, device: Any) -> None:
         self.idx = -1 if device is None else _index(device)
@@ -118,7 +118,7 @@ def _exchange_device(index: int) -> int:
 
 
 class _Runtime:
-    """As torch.cuda.cudart()."""
+    """Stand-in of torch.cuda.cudart()."""
 
     class cudaError:
         success = 0

@@ -28,7 +28,7 @@ _GENERATORS = [torch.Generator(device=f"{NAME}:{index}") for index in range(lib.
 
 
 class _Module(types.ModuleType):
-    """What torch asks of it: autocast, checkpointing and seeds."""
+    """Module of the device type, with what torch requires of it: autocast, checkpointing and seeds."""
 
     _initialized = True  # else checkpointing does not keep the device's random numbers
 

@@ -1,4 +1,4 @@
-"""What `mutations.py` removes, and which tests look at it: places in the order of files and lines, and stages of each."""
+"""Places in the code that `mutations.py` removes, in the order of files and lines, and the tests of each, in stages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ORDERS = {"join", "mark", "order", "record", "record_event", "record_stream", "s
 ORDERS |= {"wait_event", "wait_stream", "record_use", "follow"}
 DECORATORS = {"on_compute_stream"}
 WHOLE_ROOM = "comm"
-"""What ranks agree on is in no word of `ORDERS`: of this room, every call that is a statement, every `raise`, whatever is
-counted, and every `return` that leaves a function early."""
+"""Package whose code is mutated as a whole, since agreements between ranks use no word of `ORDERS`: every call that is
+a statement, every `raise`, every counter, and every `return` that leaves a function early."""
 CONTEXTS = {"entered", "_on_stream"}
 EARLY = (10, 5, 1)
-"""Of fit_cases.CASES: sums and activations in RAM, saves behind training, everything on the device and on disk."""
+"""Indexes in fit_cases.CASES: sums and activations in RAM, asynchronous saves, everything on the device and on disk."""
 ALL = 19
 USERS = (
     "AllAside:host",
@@ -26,7 +26,7 @@ USERS = (
     "GoesOnAside:all on disk",
     "UnitsAside:host",
 )
-"""Of users_program.py."""
+"""Cases of users_program.py."""
 LEAVING = ("LeavesAside:host", "LeavesAside:device", "LeavesAside:all on disk")
 USERS_OF: dict[str, tuple[str, ...]] = {
     "hooks": (
@@ -44,9 +44,9 @@ USERS_OF: dict[str, tuple[str, ...]] = {
     "streams": ("UnitsAside:host", "LeavesAside:device", "StepsAside:all on disk:host"),
     "updater": LEAVING,
 }
-"""Those that look at a file from near, and therefore first."""
+"""Cases that test a file most closely, and therefore run first."""
 RANKED = (2, 10, 9)
-"""Of fit_cases.CASES_OF_RANKS."""
+"""Indexes in fit_cases.CASES_OF_RANKS."""
 CLOSEST: dict[str, tuple[str, ...]] = {
     "activation_buffers": ("memory/test_activation_buffers.py",),
     "allocator": ("memory/test_allocator.py", "memory/test_streamed_copies.py"),
@@ -120,8 +120,8 @@ ON_DEVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What orders, and nothing else, on lines [first, last] of a file: a statement, a decorator, a context in a `with`, or
-    what is handed to others so that they call it."""
+    """Code on lines [first, last] of a file that orders work and does nothing else: a statement, a decorator, a context
+    in a `with`, or a callable that is passed on."""
 
     file: str
     first: int

@@ -52,7 +52,7 @@ def remove(place: Place) -> None:
 
 
 def know_expected(program: Any, *, keep: bool) -> None:
-    """What a case is compared with is half of its time, and was computed with nothing removed, where it was kept."""
+    """Keeps the expected values of cases, which take half of a case's time and are computed with nothing removed."""
     folder = Path(os.environ["MUTATIONS_EXPECTED"])
     compute = program.expected
 
@@ -82,7 +82,7 @@ def know_expected(program: Any, *, keep: bool) -> None:
 
 
 def noticed(stage: Stage) -> str | None:
-    """What fails; None if nothing does."""
+    """Returns the first failure; None if everything passes."""
     if stage.collectives:
         import collectives_program
 
@@ -170,7 +170,7 @@ def _stage(told: dict[str, Any]) -> Stage:
 
 
 def _in_ranks(place: Place | None, stage: Stage) -> str | None:
-    """As `_in_child`, of two ranks."""
+    """Runs a stage in two ranks, as `_in_child` in one process."""
     sys.path.insert(0, str(ROOT / "tests/gpu"))
     from fake_process import ORDERS, ranks_on_fake
 

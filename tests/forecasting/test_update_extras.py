@@ -1,4 +1,4 @@
-"""What updates take beside a pass over bytes."""
+"""Seconds of updates in addition to the pass over bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXTRA = UpdateExtra(more_bytes=600, cpu_s=3.0, device_s=0.5)
     ],
 )
 def test_seconds_are_those_of_who_does_the_arithmetic(link: Link, shared_cores: bool, more_s: float) -> None:
-    """Of half a flat: states are read and written as fp32 either way."""
+    """Seconds of an update of half a flat: states are read and written as fp32 either way."""
     found = with_extra(Load(link, 1000, 7.0, more_s=0.25), EXTRA, replace(NODE, shared_cores=shared_cores), 0.5)
     assert found == Load(link, 1000 + 2 * 300, 7.0, more_s=0.25 + more_s)
 

@@ -55,7 +55,7 @@ class Rows(IterableDataset[Tensor]):
 
 
 def check(program: Program, folder: Path) -> str:
-    """What differs from the judge's on this rank; empty where nothing does."""
+    """Returns the differences from the judge on this rank; empty if there are none."""
     disk = folder / "disk"
     disk.mkdir(parents=True, exist_ok=True)
     common = {"debug": {"poison": True}, "disk_path": disk, "timeout": timedelta(seconds=TIMEOUT_S)}
@@ -110,7 +110,7 @@ def run(program: Program, strategy: Callable[[], Any], path: Path) -> Notes:
 
 def _trainer(program: Program, strategy: Any, epochs: int, callbacks: list[L.Callback]) -> L.Trainer:
     options: dict[str, Any] = {}
-    if not program.summon:
+    if not program.manual:
         options["accumulate_grad_batches"] = program.accumulate
         if program.clip is not None:
             options["gradient_clip_val"], options["gradient_clip_algorithm"] = program.clip

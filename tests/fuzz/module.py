@@ -37,7 +37,7 @@ _OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], list[torch.optim.Optim
 
 
 class Broken(Exception):
-    """What a program raises."""
+    """Error that a program raises."""
 
 
 class Fuzzed(L.LightningModule):
@@ -48,7 +48,7 @@ class Fuzzed(L.LightningModule):
         self.program = program
         self.fit_of: Fit = program.fits[0]
         self.notes: list[tuple[str, Tensor]] = []
-        self.automatic_optimization = not program.summon
+        self.automatic_optimization = not program.manual
         features = program.features
         dropout = 0.1 if "dropout" in features else 0.0
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
@@ -103,7 +103,7 @@ class Fuzzed(L.LightningModule):
         return loss if self.nothing is None else loss + self.nothing.sum()
 
     def training_step(self, batch: Tensor, index: int) -> Tensor | None:
-        if not self.program.summon:
+        if not self.program.manual:
             loss = self.loss(batch, index, training=True)
             self.note("loss", loss)
             return None if index in self.program.no_loss else loss

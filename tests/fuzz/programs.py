@@ -100,13 +100,14 @@ class Program:
         return len(self.orders[0])
 
     @property
-    def summon(self) -> bool:
-        """Manual optimization."""
+    def manual(self) -> bool:
+        """Whether the program uses manual optimization."""
         return self.optimizer == "two"
 
     @property
     def by_plain_trainer(self) -> bool:
-        """It has the same bits. In mixed precisions it rounds otherwise, and of a checkpoint of 64-true it rounds weights."""
+        """Whether a plain Trainer has the same bits. In mixed precisions it rounds differently, and it rounds weights
+        of a checkpoint of 64-true."""
         resumed = any(fit.begins == "resumed" for fit in self.fits)
         return self.precision in TRUE_PRECISIONS and not (resumed and self.precision == "64-true")
 
@@ -162,7 +163,7 @@ def draw(seed: int, ranks: int = 1, *, raising: bool = False) -> Program:
         clip=clip,
         saves=drawn.choice(tuple(SAVES)),
         fits=_fits(drawn, alone) if not raising else (Fit("fresh", 1),),
-        frozen=_frozen(drawn, ranks, accumulate, summon=optimizer == "two"),
+        frozen=_frozen(drawn, ranks, accumulate, manual=optimizer == "two"),
         orders=orders,
         actions=tuple(
             (hook, drawn.randrange(BATCHES), drawn.choice(ACTIONS))
@@ -190,9 +191,9 @@ def _fits(drawn: random.Random, alone: bool) -> tuple[Fit, ...]:
     return first, Fit(kind, drawn.choice([1, 2]), validates=drawn.random() < 0.2)
 
 
-def _frozen(drawn: random.Random, ranks: int, accumulate: int, *, summon: bool) -> tuple[tuple[int, int], ...]:
+def _frozen(drawn: random.Random, ranks: int, accumulate: int, *, manual: bool) -> tuple[tuple[int, int], ...]:
     blocks = drawn.sample(range(BLOCKS), drawn.choice([0, 0, 0, 1, 2] if ranks == 1 else [0, 0, 1]))
-    if ranks > 1 or (accumulate > 1 and summon):
+    if ranks > 1 or (accumulate > 1 and manual):
         firsts = [99]  # DDP reduces no gradient of what is unfrozen later; while gradients wait, unfreezing is refused
     else:
         firsts = [BATCHES, 99] if accumulate > 1 else [2, BATCHES, 99]

@@ -112,7 +112,7 @@ def _draw_broken(chosen: random.Random, ranks: int) -> dict[int, Broken]:
 
 
 def on_one(how: Run) -> Run:
-    """The same batches, each on one rank."""
+    """Returns the run of the same batches, each on one rank."""
     data = how.ranks // how.tensor
     trainer = {**how.trainer, "accumulate_grad_batches": data * how.trainer["accumulate_grad_batches"]}
     return dataclasses.replace(how.on_one(), micro_batches=data, trainer=trainer, evictions=None)

@@ -43,7 +43,7 @@ def numbers(numel: int, rank: int) -> Tensor:
 
 
 class Cases:
-    """Of this rank."""
+    """Collectives that this rank runs."""
 
     def __init__(self, communicator: ProcessGroupCommunicator) -> None:
         self.it = communicator
@@ -59,7 +59,7 @@ class Cases:
         assert torch.equal((full + 1).cpu(), whole + 1)
 
     def gather_shares(self) -> None:
-        """Of which this rank may have none."""
+        """All-gathers a flat of which rank 0 owns every element."""
         shares = [0, *(5 for _ in range(self.size))]
         whole, full = numbers(5, 3), late(torch.zeros(5))
         self.it.gather_shares(late(whole) if self.rank == 0 else None, full, shares).wait()
@@ -81,7 +81,7 @@ class Cases:
         assert (out + 1).cpu()[:, 0].tolist() == [rank + 1.0 for rank in range(self.size)]
 
     def sum(self) -> None:
-        """Of a few values, which the host needs."""
+        """Sums a few values, which the host needs."""
         values = late(torch.tensor([1.0, self.rank]))
         assert self.it.all_reduce(values) is values
         assert (values + 1).cpu().tolist() == [self.size + 1, self.size * (self.size - 1) / 2 + 1]

@@ -21,13 +21,13 @@ SAVES: dict[str, dict[str, Any]] = {
     "sharded": {"checkpoints": {"state_dict_type": "sharded"}},
     "behind": {"checkpoints": {"state_dict_type": "sharded", "async_save": True}},
 }
-"""Of a checkpoint in the middle, from which another run goes on."""
+"""Settings of a checkpoint in the middle, from which another run resumes."""
 CLIPS = {"free": None, "clipped": 0.1}
 ACCUMULATED = {"each": 1, "by two": 2}
 
 
 def settings_of(case: Case) -> dict[str, Any]:
-    """Of the strategy."""
+    """Returns the settings of the strategy."""
     homes, updates, saves, _, recompute, activations, *_ = case
     return {
         **HOMES[homes],
@@ -81,7 +81,7 @@ CASES_OF_RANKS: list[Case] = [
     ("masters on disk", "synchronous", "behind", "experts", "none", "keep", "clipped", "each", "32-true"),
     ("masters on disk", "synchronous", "full", "dense", "none", "host", "clipped", "each", "16-mixed"),
 ]
-"""Of two, with `divided` beside the models."""
+"""Cases with two ranks, with `divided` in addition to the models."""
 
 CASES_OF_PARTS: list[Case] = [
     ("device", "synchronous", "full", "cut", "none", "keep", "clipped", "each", "32-true"),
@@ -89,4 +89,4 @@ CASES_OF_PARTS: list[Case] = [
     ("all on disk", "synchronous", "none", "cut", "all", "host", "clipped", "each", "bf16-mixed"),
     ("host", "lock-free", "none", "cut", "every 2nd", "keep", "free", "each", "32-true"),
 ]
-"""Of two that have parts of layers."""
+"""Cases with two ranks that have parts of layers."""

@@ -114,7 +114,7 @@ class Net(L.LightningModule):
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.losses: list[Tensor] = []
         self.sent_bytes = 0
-        """Of activations, that went to RAM."""
+        """Bytes of activations copied to RAM."""
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         x = self.embedding(batch[:, :-1])

@@ -56,13 +56,13 @@ class Base(torch.optim.Optimizer):
 
 
 class NeedsDevice(Base):
-    """As Apex's FusedAdam: kernels of a device."""
+    """Optimizer with kernels of a device, as Apex's FusedAdam."""
 
     places = ("cuda",)
 
 
 class NeedsRam(Base):
-    """As DeepSpeed's CPUAdam."""
+    """Optimizer that needs RAM, as DeepSpeed's CPUAdam."""
 
     places = ("cpu",)
 

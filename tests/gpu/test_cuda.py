@@ -199,7 +199,7 @@ def test_host_pages_are_page_locked_and_copies_are_ordered_behind_compute() -> N
 
 
 class Metered(Model):
-    """With a metric, which is neither a parameter nor a buffer."""
+    """Model with a metric, which is neither a parameter nor a buffer."""
 
     def __init__(self) -> None:
         super().__init__(32, 1)

@@ -132,7 +132,7 @@ def test_gradients_in_pages_may_be_looked_at_on_a_stream_that_nobody_waits_for(t
 
 
 class Breaks(Model):
-    """Behind the second backward pass of a step, whose gradients are on their way to sums in RAM."""
+    """Raises after the second backward pass of a step, whose gradients are on their way to sums in RAM."""
 
     def on_after_backward(self) -> None:
         if len(self.losses) == 2:
@@ -140,7 +140,7 @@ class Breaks(Model):
 
 
 def test_a_run_that_breaks_off_leaves_no_copy_of_gradients_under_way() -> None:
-    """Their device pages would be given back beneath it."""
+    """The device pages of a pending copy would be freed while it reads them."""
     try:
         train("32-true", model=Breaks, accumulate=2, **HOST)
     except ZeroDivisionError:

@@ -36,7 +36,7 @@ def test_few_fits_have_the_same_bits_and_no_race(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_device_is_known_by_its_name(tmp_path: Path) -> None:
-    """The same on a device that torch knows nothing of but what its library registers."""
+    """A device of which torch knows only what its library registers works, too."""
     check(QUICK[:1], "late", tmp_path, **OTHER)
 
 

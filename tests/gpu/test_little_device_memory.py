@@ -54,7 +54,10 @@ assert all(map(torch.equal, found, plain)), [float((a - b).abs().max()) for a, b
 
 @pytest.mark.parametrize("memory", ["80MiB", "50MiB"])
 def test_a_bias_is_unfrozen(memory: str) -> None:
-    """Of 128 MiB: pages of the re-layout fit when those before it are freed; with 50 MiB, some states are updated on the
-    device and others in RAM, by a fused optimizer, which keeps its number of steps on the device."""
+    """Unfreezes a bias with little device memory.
+
+    With 128 MiB, pages of the re-layout fit when the old ones are freed; with 50 MiB, some states are updated on the
+    device and others in RAM, by a fused optimizer, which keeps its number of steps on the device.
+    """
     done = on_fake("-c", UNFREEZES, memory, FAKE_CUDA_BYTES=str(128 << 20), FAKE_CUDA_DEFER="1")
     assert done.returncode == 0, done.stderr[-4000:]

@@ -26,7 +26,7 @@ PARTS = {
 }
 """Folders with tests of the marker, and how many there are at least."""
 PARTS_OF_OTHERS = {"memory": ("tests/memory", 40), "update": ("tests/update", 5)}
-"""The same of tests that need no CUDA."""
+"""Folders of tests that need no CUDA, with their least number of tests."""
 CHOICES = [
     *(("cuda", part, order) for part in PARTS for order in ORDERS),
     *(("other", part, order) for part in PARTS_OF_OTHERS for order in ORDERS),
@@ -52,7 +52,7 @@ def test_no_test_has_a_race(name: str, part: str, order: str) -> None:
 
 
 def found_in(programs: dict[str, str], **variables: str) -> tuple[dict[str, int], str]:
-    """Of programs in one process, how many races each has; and what is told of them."""
+    """Runs programs in one process; returns the number of races of each, and the reports."""
     lines = ["import fake_device, torch", "before = 0"]
     for name, program in programs.items():
         lines += [textwrap.dedent(program), "now = fake_device.lib.fc_races()"]
@@ -226,7 +226,7 @@ BYTES = """
 
 
 def test_the_host_cannot_read_the_device_and_a_missing_wait_is_found_where_it_happens_to_go_well() -> None:
-    """And the device has the bytes that it says. One process: its start takes seconds."""
+    """The device has as many bytes as it reports, too. One process: its start takes seconds."""
     programs = {"bytes": BYTES, "read": READ, "missing": _copy("pass") + "assert right"}
     found, _ = found_in(programs, FAKE_CUDA_BYTES=str(1 << 20), FAKE_CUDA_DEFER="0")
     assert found.pop("missing") and set(found.values()) == {0}

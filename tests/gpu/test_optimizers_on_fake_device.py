@@ -22,7 +22,7 @@ TO_RAM = (
 
 @pytest.fixture(scope="module")
 def became(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str]:
-    """What became of a run, by class and homes."""
+    """Returns the outcome of each run, by class and homes."""
     need_fake_device()
     done = on_fake(str(PROGRAM), str(tmp_path_factory.mktemp("pages")), FAKE_CUDA_DEFER="1")
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,4 +1,5 @@
-"""What a step takes on a fake CUDA device with a clock (tests/fake_cuda/source/clock.h): overlap, measured without a GPU."""
+"""Seconds of a step on a fake CUDA device with a clock (tests/fake_cuda/source/clock.h): overlap, measured without a
+GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def built() -> None:
 
 
 def on_clock(program: str, speeds: str) -> str:
-    """What a program prints in a process with the fake device and its clock."""
+    """Returns the output of a program in a process with the fake device and its clock."""
     done = on_fake("-c", textwrap.dedent(program), FAKE_CUDA_NO_RACE="1", FAKE_CUDA_CLOCK=speeds)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
@@ -126,7 +127,7 @@ SPEEDS = "flops=4e9,memory=1e11,link=1e7,launch=5e-6"
 
 
 def seconds_of(runs: str, update_share: float) -> dict[str, dict[str, Any]]:
-    """What is found, by name."""
+    """Returns the measurements, by name."""
     program = textwrap.dedent(STEPS).replace("RUNS", textwrap.dedent(runs)).replace("UPDATE_SHARE", str(update_share))
     found: dict[str, dict[str, Any]] = json.loads(on_clock(program, SPEEDS).splitlines()[-1])
     return found

@@ -1,4 +1,6 @@
-"""What users do around a run, on a fake CUDA device: the bits of a plain Trainer on a CPU, and no race, in several orders.
+"""Programs of users around a run, on a fake CUDA device: the bits of a plain Trainer on a CPU, and no race, in several
+orders. `users_program.py` describes them. LooksAside is for gradients in pages: reading others in this way breaks
+torch's own rules.
 
 `users_program.py` says what they do. LooksAside is for gradients in pages: who looks at others so breaks torch's own rules.
 """

@@ -1,5 +1,7 @@
-"""What users do around a run, on the fake device, in a process that has no other: `python users_program.py FOLDER CASE...`,
-with cases as `NAME:HOME` or `NAME:HOME:ACTIVATIONS`. For each it prints a line, `CASE: ok` or `CASE: failed`, with why.
+"""Programs of users around a run, on the fake device, in a process that has no other device.
+
+Call it as `python users_program.py FOLDER CASE...`, with cases as `NAME:HOME` or `NAME:HOME:ACTIVATIONS`. For each it
+prints a line, `CASE: ok` or `CASE: failed`, with why.
 
 Streams of their own, which they order as torch asks for; hooks on these; gradients that they look at, change and assign;
 several backward passes of a graph; failures in mid-step, and another fit of the same module behind them.
@@ -97,7 +99,7 @@ class Plain(L.LightningModule):
             main.wait_stream(self._side)
 
     def back(self, made: Tensor) -> Tensor:
-        """What was made aside is used by the current stream."""
+        """Makes the current stream use a tensor of another stream."""
         if made.device.type != "cpu":
             made.record_stream(torch.cuda.current_stream())
         return made
@@ -148,7 +150,7 @@ class AssignsAside(Plain):
 
 
 class HooksAside(Plain):
-    """Of parameters and of activations."""
+    """Registers hooks on parameters and on activations."""
 
     def twice(self, gradient: Tensor) -> Tensor:
         with self.aside(gradient):
@@ -314,7 +316,7 @@ class LeavesAside(ByHand):
 
 
 class ReadsWeightsAside(Plain):
-    """And writes them."""
+    """Reads and writes weights on another stream."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         strategy, block = self.trainer.strategy, self.blocks[1]

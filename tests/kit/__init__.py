@@ -1,1 +1,1 @@
-"""What tests share: models, fits, comparison with a plain Trainer, and which cases are quick."""
+"""Shared code of tests: models, fits, comparison with a plain Trainer, and which cases are quick."""

@@ -28,7 +28,7 @@ HALF = 4
 
 
 class Full(ScheduledStack):
-    """With a buffer, a frozen part and dropout, so that everything that a checkpoint is for is there."""
+    """Model with a buffer, a frozen part and dropout, so that a checkpoint has every kind of state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def sharded(strategy_at: Any, tier: str, **settings: Any) -> AngelPTMStrategy:
 
 
 def names_in(folder: Path) -> list[str]:
-    """What is in a test's folder, but for the working directory that each test has."""
+    """Lists a test's folder, without the working directory that each test has."""
     return sorted(entry.name for entry in folder.iterdir() if entry.name != "here")
 
 

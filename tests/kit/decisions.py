@@ -1,4 +1,4 @@
-"""What a run fetches and gives up, and how many device pages each of its ticks takes, and the same in a virtual run."""
+"""Fetches, evictions and device pages of a run, tick by tick, and those of the same iterations in a virtual run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Listens(L.Callback):
         engine.updates.finish_all()
 
     def traces(self) -> list[Trace]:
-        """What happened in each iteration: as the newest trace has it, or, in another order, forwards up to the root's
+        """Returns the trace of each iteration: the newest trace, or, in another order, forwards up to the root's
         backward."""
         found = []
         parts = self.blueprint.by_need
@@ -81,7 +81,7 @@ class Listens(L.Callback):
 def in_virtual_run(
     seen: Listens, accumulate: int = 1, *, recomputed: bool = False
 ) -> tuple[list[Task], list[list[int]]]:
-    """What is decided in the same iterations of a virtual run, and the most device pages of each tick."""
+    """Returns the decisions of a virtual run in the same iterations, and the most device pages of each tick."""
     blueprint: Blueprint = seen.blueprint
     found: list[Task] = []
     virtual = VirtualRun(blueprint, blueprint.by_need if recomputed else ())

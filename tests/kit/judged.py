@@ -1,4 +1,5 @@
-"""The same training twice: by a plain single-device Trainer, which is the judge, and by the strategy.
+"""Comparison of a training by a plain single-device Trainer, which is the judge, with the same training by the
+strategy.
 
 A `Judged` module trains a few residual blocks, each a unit, on seeded batches; tests override what they are about. What it
 notes with `self.note` is compared bitwise, and so are losses, weights and `global_step`.
@@ -22,7 +23,7 @@ from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.checkpoints import restore
 
 MakeStrategy = Callable[..., AngelPTMStrategy]
-"""What the fixture `strategy_at` is."""
+"""Type of the fixture `strategy_at`."""
 
 WIDTH = 64
 
@@ -73,7 +74,7 @@ class Judged(L.LightningModule):
 
 
 class ByHand(Judged):
-    """With manual optimization."""
+    """Module with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ class Ledger(L.LightningModule):
     overflows: tuple[int, ...] = ()
     """Steps that are not taken."""
     clip: float | None = None
-    """What Lightning clips the gradients' norm to."""
+    """The norm to which Lightning clips the gradients."""
 
     def __init__(self, accumulate: int = 1) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from lightning_ptm.errors import CapacityError
 from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
-from lightning_ptm.trainer.building import Builder
+from lightning_ptm.trainer.builder import Builder
 
 LEAST = "least"
 """The value of `device_memory` that `strategy_with` understands beside the strategy's own."""

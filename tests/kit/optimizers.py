@@ -103,7 +103,7 @@ class OfGroups(ByParameter):
 
 
 class CountsOnClass(ByParameter):
-    """Its rate falls with the number of steps that all its objects have taken."""
+    """Optimizer whose rate falls with the number of steps that all objects of the class have taken."""
 
     steps: ClassVar[int] = 0
 
@@ -118,7 +118,7 @@ CALLS = {"steps": 0}
 
 
 class CountsInModule(ByParameter):
-    """As above, in a dictionary of its module."""
+    """Optimizer that counts its steps in a dictionary of its module."""
 
     def before(self) -> None:
         CALLS["steps"] += 1
@@ -447,7 +447,7 @@ class WithFunction(ByParameter):
 
 
 class Named(SGD):
-    """Of torch's name, with another formula."""
+    """Optimizer with torch's class name and another formula."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""What a training leaves, compared bit for bit."""
+"""Results of a training, compared bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The same training twice: as a plain PyTorch loop, and by the strategy. Both yield an `Outcome` to be compared bitwise.
+"""Comparison of a training by a plain PyTorch loop with the same training by the strategy. Both yield an `Outcome` to
+be compared bitwise.
 
 The plain side knows nothing of the strategy. Under bf16-mixed it keeps a bf16 copy of the parameters that computes, fp32
 masters that a stock optimizer updates, and gradients in bf16 which become fp32 after each backward pass, and are added up
@@ -231,7 +232,7 @@ class PlainLoop:
         precise = {id(parameter): master for optimizer in plain for parameter, master in optimizer.pairs}
         masters = {name: precise.get(id(p), frozen[name]) for name, p in module.named_parameters()}
         if not module.automatic_optimization:
-            _summon(module, plain)
+            _enable_manual_optimization(module, plain)
         for _ in range(self.epochs):
             for index, batch in enumerate(batches.items):
                 batch = batch if self.precision.endswith("mixed") or dtype is torch.float32 else _cast(batch, dtype)
@@ -303,7 +304,7 @@ def _unpacked(made: Any) -> tuple[list[Optimizer], Any]:
     return list(made), None
 
 
-def _summon(module: Any, plain: list[PlainOptimizer]) -> None:
+def _enable_manual_optimization(module: Any, plain: list[PlainOptimizer]) -> None:
     """Gives a module outside a Trainer what manual optimization calls."""
     module.optimizers = lambda: plain if len(plain) > 1 else plain[0]
     module.manual_backward = lambda loss, **options: plain[0].backward(loss, plain[1:], **options)

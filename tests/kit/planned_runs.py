@@ -51,7 +51,7 @@ class Rounds:
 
 
 def make_trainer(settings: Mapping[str, Any], steps: int, watch: L.Callback, ranks: int, **options: Any) -> L.Trainer:
-    """Of `steps` steps with the strategy of these settings, without anything to log or to save."""
+    """Returns a Trainer of `steps` steps with the strategy of these settings, without anything to log or to save."""
     return quiet_trainer(
         AngelPTMStrategy(**settings),
         devices=ranks,
@@ -95,7 +95,7 @@ def forecast_of(
 
 
 def _hardware_file(folder: Path, ranks: int) -> str:
-    """Of a CPU with a disk and `ranks` ranks; only its sizes matter where bytes are compared."""
+    """Writes a hardware file of a CPU with a disk and `ranks` ranks; only its sizes matter where bytes are compared."""
     rates = ("host_memory", "disk_read", "disk_write", *(["intra_node"] if ranks > 1 else []))
     links = ("device_memory", "host_memory", "host_to_device", "device_to_host", "disk_read", "disk_write")
     fields = {

@@ -1,4 +1,4 @@
-"""What the policy of chunks decides in a run and in its forecast, where a disk brings both the same at the same moments."""
+"""Decisions of the policy of chunks in a run and in its forecast, with a disk that serves both at the same moments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INSTANT = Hardware("no limits", *[math.inf] * 7, shared_cores=True)
 SLOW = replace(INSTANT, disk_read_bytes_per_s=1.0, disk_write_bytes_per_s=1.0, disk_both_bytes_per_s=1.0)
 
 Entry = tuple[str, int, int, int]
-"""What was decided, of which flat, and where: start and elements."""
+"""One decision, its flat, and the place: start and elements."""
 
 
 class Disk:
@@ -73,7 +73,7 @@ class Disk:
 
 
 class Log(L.Callback):
-    """What a run decides."""
+    """Records a run's decisions."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -95,7 +95,7 @@ def entry(act: ChunkAct[Any], flat: int) -> Entry:
 
 
 def planned(log: Log, hardware: Hardware, steps: int) -> list[Entry]:
-    """What the forecast decides of steps of the run that was heard."""
+    """Returns the forecast's decisions for steps of the recorded run."""
     blueprint = log.engine.blueprint
     plan, trace = log.engine.executor.plans.planned(Mode.TRAIN)
     chunks = blueprint.staging_chunks if blueprint.placement.staging_bytes else float("inf")

@@ -1,4 +1,5 @@
-"""What every process of tests does once, so that its tests, or the ranks that are forked from it, need not each time."""
+"""Setup that every process of tests does once, so that its tests, or the ranks that are forked from it, need not each
+time."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def look_for_callbacks_once() -> None:
 
 
 def leave_out_of_collections() -> None:
-    """What there is now is left out of garbage collections: torch's, Lightning's and the tests' modules, for the most part.
+    """Excludes the existing objects from garbage collections: mostly modules of torch, Lightning and the tests.
+
+    Each full collection would visit all of them, and in a forked process copy their memory.
 
     Each full collection would visit all of it, and in a forked process copy its memory.
     """

@@ -1,4 +1,4 @@
-"""The same program twice, with Lightning's own strategy and with ours, and everything that a user could see of it compared.
+"""Comparison of a program with Lightning's own strategy and with this one, in everything that a user can see.
 
 A program is a function of a `Desk`: it makes Trainers with `desk.trainer`, watches modules with `desk.watch`, and notes
 whatever else it wants compared. The desk's journal then holds, in order: every hook of watched modules, callbacks and
@@ -55,7 +55,7 @@ class Bits:
 
 
 def frozen(value: Any, folder: str = "\0") -> Any:
-    """What of a value is compared; later changes to the value do not reach it."""
+    """Returns the comparable part of a value; later changes to the value do not reach it."""
     if isinstance(value, nn.Parameter):
         return f"<Parameter {tuple(value.shape)}>"
     if isinstance(value, Tensor):
@@ -102,7 +102,7 @@ class _Log(Logger):
 
 
 class Desk:
-    """What a program works with; see the file's contract.
+    """Tools of a program; see the file's contract.
 
     Args:
         strategy: makes what each Trainer gets.

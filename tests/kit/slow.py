@@ -1,4 +1,4 @@
-"""Which cases of a test are slow because others of the same test are quick: a test's marks say so, the same on each run.
+"""Marks of test cases that are slow because others of the same test are quick; the cases are the same on each run.
 
 `slow_unless(*names)`: quick are the cases whose id has one of these between its dashes (`tight` or `tight-32-true`).
 `diagonal`: quick is the k-th value of each parameter with the k-th of the others, a shorter list from its start again.

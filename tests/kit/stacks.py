@@ -51,7 +51,7 @@ class Stack(TrainModule):
 
 
 class ScheduledStack(Stack):
-    """With a learning rate that falls at every step, and two parameter groups (decay on matrices only)."""
+    """Model with a learning rate that falls at every step, and two parameter groups (decay on matrices only)."""
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         matrices = [parameter for parameter in self.parameters() if parameter.dim() > 1]

@@ -1,4 +1,4 @@
-"""Which cases are slow because others of their test are quick."""
+"""Choice of the cases that are slow because others of their test are quick."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kit.slow import mark_slow
 
 
 class Case:
-    """What pytest collects of a test, so far as it is asked for."""
+    """What pytest collects of a test, as far as it is needed."""
 
     nodeid = "tests/test_x.py::test_x"
 

@@ -22,7 +22,7 @@ from kit.fits import quiet_trainer
 from kit.models import Linears
 
 WIDTH = 66
-"""Of the blocks: more than 4096 elements each, so that each is a unit, and no multiple of a vector's length."""
+"""Width of the blocks: more than 4096 elements each, so that each is a unit, and no multiple of a vector's length."""
 
 
 class Twin(Linears):

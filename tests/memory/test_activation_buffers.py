@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_ptm.errors import CapacityError, InternalError, UsageError
 from lightning_ptm.events import Event, EventKind, Events
-from lightning_ptm.memory.activation_buffers import ActivationMover, HostBuffers, Where
+from lightning_ptm.memory.activation_buffers import ActivationMover, HostBuffers, StoragePlace
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.streams import Copies, CopyStreams, Pair
 from lightning_ptm.memory.transfer import LinkStats
@@ -107,15 +107,15 @@ def test_a_storage_leaves_the_device_and_comes_back() -> None:
     away = bench.mover.send(source[1:])  # a view: the whole storage goes
     del source
     gc.collect()
-    assert alive() is not None and away.where is Where.LEAVING  # the copy has not run
+    assert alive() is not None and away.where is StoragePlace.LEAVING  # the copy has not run
     bench.mover.settle(away)
-    assert alive() is None and away.where is Where.AWAY
+    assert alive() is None and away.where is StoragePlace.AWAY
     bench.mover.settle(away)  # once is enough
     bench.mover.bring(away)
     bench.mover.bring(away)
-    assert away.where is Where.COMING and len(bench.to_device.launched) == 1
+    assert away.where is StoragePlace.COMING and len(bench.to_device.launched) == 1
     assert floats(bench.mover.storage(away)) == [1.0, 2.0, 3.0]
-    assert away.where is Where.BACK and bench.mover.sent_bytes == 12
+    assert away.where is StoragePlace.BACK and bench.mover.sent_bytes == 12
     assert floats(bench.mover.storage(away)) == [1.0, 2.0, 3.0]
     assert len(bench.to_device.launched) == 1
 
@@ -184,9 +184,13 @@ def test_copies_are_counted_and_told_when_they_have_ended_and_hold_no_memory() -
 
 
 def test_the_table_of_where_a_storage_may_be() -> None:
-    legal = {(Where.LEAVING, Where.AWAY), (Where.AWAY, Where.COMING), (Where.COMING, Where.BACK)}
-    for before in Where:
-        for after in Where:
+    legal = {
+        (StoragePlace.LEAVING, StoragePlace.AWAY),
+        (StoragePlace.AWAY, StoragePlace.COMING),
+        (StoragePlace.COMING, StoragePlace.BACK),
+    }
+    for before in StoragePlace:
+        for after in StoragePlace:
             away = Bench().mover.send(torch.ones(2))
             away.where = before
             if (before, after) in legal:

@@ -21,9 +21,9 @@ from lightning_ptm.memory.backend import (
     CpuBackend,
     CurrentStream,
     _makes_streams,
-    apart,
     backend_here,
     backend_of,
+    device_has_own_memory,
     in_ram,
 )
 from lightning_ptm.memory.io import IoQueue, Staging
@@ -71,7 +71,7 @@ def test_the_search_reaches_the_files() -> None:
 
 def test_a_device_names_its_backend() -> None:
     assert backend_of("cpu") == CpuBackend() == backend_of(torch.device("cpu"))
-    assert (CpuBackend().name, CpuBackend().apart, CpuBackend().collectives) == ("cpu", False, "gloo")
+    assert (CpuBackend().name, CpuBackend().has_own_memory, CpuBackend().collectives) == ("cpu", False, "gloo")
     with pytest.raises(
         ConfigError, match=r"pages cannot be on meta devices: torch computes on cpu.*; choose one of these"
     ):
@@ -98,7 +98,7 @@ def test_torchs_accelerator_is_a_backend_whatever_its_name(monkeypatch: pytest.M
     pretend(monkeypatch, "xpu")
     second = backend_of(torch.device("xpu", 1))
     assert second == AcceleratorBackend(torch.device("xpu:1")) != backend_of("xpu:0")
-    assert (second.name, second.apart, second.collectives) == ("xpu", True, "xccl")
+    assert (second.name, second.has_own_memory, second.collectives) == ("xpu", True, "xccl")
     assert backend_here() == AcceleratorBackend(torch.device("xpu"))
     assert backend_here(1) == second
     with pytest.raises(ConfigError, match="pages cannot be on cuda devices: torch computes on cpu and xpu"):
@@ -109,7 +109,7 @@ def test_cuda_has_its_own_and_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     second = backend_of(torch.device("cuda", 1))
     assert second == CudaBackend(torch.device("cuda:1")) != backend_of("cuda:0")
-    assert (second.name, second.apart, second.collectives) == ("cuda", True, "nccl")
+    assert (second.name, second.has_own_memory, second.collectives) == ("cuda", True, "nccl")
     assert second != AcceleratorBackend(torch.device("cuda:1"))
 
 
@@ -141,10 +141,10 @@ def test_collectives_that_nobody_has_registered_are_an_error() -> None:
 
 
 def test_kinds_of_devices_of_other_machines_are_those_that_torch_knows() -> None:
-    assert [apart(kind) for kind in ("cpu", "cuda", "xpu")] == [False, True, True]
+    assert [device_has_own_memory(kind) for kind in ("cpu", "cuda", "xpu")] == [False, True, True]
     for unknown in ("gpu", "cuda:0", ""):
         with pytest.raises(ConfigError, match=f"no devices of the kind '{unknown}'"):
-            apart(unknown)
+            device_has_own_memory(unknown)
 
 
 def test_work_of_a_cpu_has_ended_when_the_call_returns() -> None:
@@ -178,7 +178,7 @@ def test_a_cpus_memory_is_ram() -> None:
         assert in_ram(region.tensor)
         region.close()
     assert not in_ram(torch.empty(1, device="meta"))
-    assert not backend.apart
+    assert not backend.has_own_memory
     assert backend.free_bytes() == 0
     before = backend.bytes_outside_region(0)
     kept = torch.ones(10 << 20, dtype=torch.uint8)
@@ -190,7 +190,7 @@ def test_a_cpus_memory_is_ram() -> None:
 
 @dataclass
 class Ledger:
-    """Of page-locks."""
+    """Ledger of page-locks."""
 
     locked: dict[int, int] = field(default_factory=dict)
     refuses: bool = False
@@ -261,7 +261,8 @@ def test_io_threads_take_the_ranks_device_before_they_page_lock() -> None:
 
 
 def test_the_stand_in_of_a_stream_waits_for_marks() -> None:
-    """It carries copies within a device: they keep the order of the current stream, and of what they are told to follow."""
+    """The stand-in carries copies within a device: they keep the order of the current stream, and of the marks that
+    they follow."""
     orders: list[str] = []
 
     class Told:

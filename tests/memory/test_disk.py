@@ -157,7 +157,7 @@ def test_file_system_without_direct_io_is_allowed_with_one_warning(tmp_path: Pat
 
 
 class NamesSeen(ScriptedFiles):
-    """What is in the folder when a file has just been opened: what a kill at that moment would leave."""
+    """Records the folder when a file has just been opened: a kill at that moment would leave it."""
 
     def __init__(self, folder: Path, refused: int = 0) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def test_a_name_that_cannot_be_taken_away_is_refused_and_its_file_closed(
 
 
 def a_byte_to_each_block(fd: int, start: int, count: int) -> None:
-    """What glibc's posix_fallocate does on a file system that has no fallocate(2)."""
+    """Writes a byte to each block, as glibc's posix_fallocate does on a file system without fallocate(2)."""
     for position in range(start, start + count, 4096):
         os.pwrite(fd, b"\0", position + 4095)
 

@@ -120,7 +120,7 @@ def test_freed_activations_are_there_for_the_next_step() -> None:
 
 @needs_glibc
 def test_all_but_large_blocks_are_there_for_the_next_step() -> None:
-    """Those of 20 MiB stay, those of 64 MiB go, whatever was set before."""
+    """Blocks of 20 MiB stay, those of 64 MiB go, whatever was set before."""
     for before in ("", "keep_freed_memory+", "give_freed_memory_back+"):
         assert in_a_process(FAULTS.replace("64 << 20", "20 << 20"), before + "keep_all_but_large") < 1_000
         assert in_a_process(FAULTS, before + "keep_all_but_large") > 100_000

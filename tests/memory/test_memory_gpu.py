@@ -108,7 +108,7 @@ def test_device_without_room_says_what_to_lower() -> None:
 
 
 def test_buffers_of_activations_are_given_up_when_no_stream_copies_from_them() -> None:
-    """They came back in the order of streams (`HostBuffers.give`); the system has their memory at once."""
+    """Buffers are returned in the order of streams (`HostBuffers.give`); the system has their memory at once."""
     backend = backend_here(0)
     buffers = HostBuffers(backend, free_bytes=lambda: 1 << 50)
     region = buffers.take(4 * PAGE)

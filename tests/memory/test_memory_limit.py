@@ -55,7 +55,7 @@ ASKS = {
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, str]:
-    """Of one process, in which each ask has a ceiling of its own."""
+    """Answers of one process, in which each question sets a ceiling of its own."""
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(list(ASKS))], capture_output=True, text=True, timeout=120, check=True
     )
@@ -69,7 +69,7 @@ def test_what_is_above_it_is_refused(answers: dict[str, str], asks: str) -> None
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Those of a process that is not this one."""
+    """Memory limits of an imagined process."""
     now = {"soft": resource.RLIM_INFINITY, "hard": resource.RLIM_INFINITY}
 
     def change(what: int, values: tuple[int, int]) -> None:

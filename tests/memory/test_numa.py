@@ -38,7 +38,7 @@ def system(folder: Path, nodes: dict[int, str], device: str | None) -> Path:
 
 @pytest.fixture
 def allowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
-    """What this thread may run on, as far as it is told."""
+    """The cores that this thread may run on, as the system reports them."""
     cores = set(range(8))
     monkeypatch.setattr(os, "sched_getaffinity", lambda who: set(cores))
     yield cores

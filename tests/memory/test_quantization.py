@@ -15,7 +15,7 @@ NF4 = (
     "-0.09105003625154495 0 0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224 "
     "0.44070982933044434 0.5626170039176941 0.7229568362236023 1"
 )
-"""As the paper's appendix E prints them."""
+"""The NF4 values as the QLoRA paper's appendix E prints them."""
 
 LEVELS = {"int8": [level / 127 for level in range(-127, 128)], "nf4": [float(level) for level in NF4.split()]}
 

@@ -69,7 +69,7 @@ class Bench:
         self.tables = {tier: PageTable(tier, 4, PAGE) for tier in TIERS}
         regions = {tier: HostRegion(4 * PAGE) for tier in (Tier.DEVICE, Tier.HOST)}
         streams = CopyStreams(self.to_device, self.to_host, self.within, self.within)
-        self.machine = CopyMachine(PAGE, regions, None, streams, apart=True)
+        self.machine = CopyMachine(PAGE, regions, None, streams, has_own_memory=True)
         self.lock = threading.RLock()
         self.copier = Copier(self.machine, None, self.lock)
         self.ids = 0
@@ -173,7 +173,8 @@ def test_busy_seconds_come_from_the_events(bench: Bench) -> None:
 
 
 def test_a_copy_is_counted_when_it_has_ended(bench: Bench) -> None:
-    """Its time is known then; until then neither its bytes nor the time since its launch are the link's."""
+    """The time of a copy is known at its end; until then neither its bytes nor the time since its launch are
+    counted."""
     for _ in range(2):
         bench.copy(bench.tensor(Tier.HOST, 1.0), bench.tensor(Tier.DEVICE, 0.0))
     counted = []

@@ -1,4 +1,4 @@
-"""Which kernels are chosen. Apex is not installed where tests run: a stand-in of its interface takes its place."""
+"""Choice of kernels. Apex is not installed where tests run: a stand-in of its interface takes its place."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lightning_ptm.models import kernels
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """As Apex's: a class of its own with the same parameters."""
+    """Stand-in of Apex's class: a class of its own with the same parameters."""
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """As Apex's."""
+    """Stand-in of Apex's class."""
 
 
 class FusedAdam(torch.optim.AdamW):
-    """As Apex's, whose mode is an argument."""
+    """Stand-in of Apex's class, whose mode is an argument."""
 
     def __init__(self, params: object, lr: float, betas: tuple[float, float], adam_w_mode: bool) -> None:
         assert adam_w_mode

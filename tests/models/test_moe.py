@@ -227,7 +227,8 @@ def trained(tokens: int, experts: int, **changes: object) -> Operations:
 
 @pytest.mark.parametrize("settings", [{}, {"capacity_factor": 0.5}, {"choices": 2}])
 def test_work_does_not_loop_over_tokens_and_memory_is_linear_in_them(settings: dict[str, object]) -> None:
-    """As many operations for 16 times the tokens; and as many more elements for each further 512 tokens."""
+    """The number of operations is the same for 16 times the tokens, and each further 512 tokens add as many
+    elements."""
     few, twice, thrice, many = (trained(count, 8, **settings) for count in (512, 1024, 1536, 8192))
     assert few.count == twice.count == many.count
     assert twice.elements - few.elements == thrice.elements - twice.elements

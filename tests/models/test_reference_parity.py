@@ -173,7 +173,7 @@ def test_t5_is_t5(kind: str) -> None:
 
 @pytest.mark.parametrize("capacity", [64, 7])
 def test_t5_moe_is_switch_transformers(capacity: int) -> None:
-    """With room for all tokens, and with so little that many are dropped. One sequence: theirs is capacity by sequence."""
+    """Tests room for all tokens, and so little that many are dropped. One sequence: theirs is capacity by sequence."""
     torch.manual_seed(0)
     config = transformers.SwitchTransformersConfig(
         **SIZES,

@@ -80,7 +80,8 @@ def test_buckets_are_exact_near_by_and_all_used() -> None:
 
 
 def expected_std(model: T5, name: str) -> float:
-    """Of Mesh TensorFlow's T5; for T5MoE, of Switch Transformers' truncated normal."""
+    """Returns the standard deviation of Mesh TensorFlow's T5; for T5MoE, that of Switch Transformers' truncated
+    normal."""
     width, inner = model.width, model.feed_forward_width
     if name == "embedding.weight":
         return 1.0

@@ -43,7 +43,7 @@ class Watch(Callback):
 
 
 def fused(build: Any) -> T5:
-    """With the kernel that the strategy uses where `fused` is left open."""
+    """Builds the model with the kernel that the strategy uses where `fused` is left open."""
     model: T5 = build()
     configure = model.configure_optimizers
 
@@ -136,7 +136,8 @@ def test_compiled_blocks_with_experts_give_the_same_bits(strategy_at, tmp_path, 
 
 
 def test_some_experts_had_no_token(single_device) -> None:
-    """What the runs above are to survive does happen: an expert without a token in any step is as it was initialised."""
+    """The case that the runs above have to survive occurs: an expert without a token in any step is as it was
+    initialised."""
     torch.manual_seed(0)
     fresh = MODELS["t5_moe"]()
     fresh.configure_model()

@@ -34,7 +34,7 @@ class JobSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """What may happen, in any order that respects that of `jobs`.
+    """Events that may happen, in any order that respects that of `jobs`.
 
     Attributes:
         staging: chunks that hold buffers at once.
@@ -206,7 +206,7 @@ class Model:
             job.gradient = True
 
     def check(self) -> None:
-        """What holds between any two steps."""
+        """Checks what holds between any two steps."""
         policy = self.policy
         held = list(self.holders())
         assert policy._held == len(held) <= self.scenario.staging, "more chunks hold buffers than there are"
@@ -336,7 +336,7 @@ def _check_progress(scenario: Scenario, state: State) -> None:
 
 
 class Stuck(AssertionError):
-    """What must hold does not; names the way to the state."""
+    """A condition that must hold does not; names the way to the state."""
 
 
 @dataclasses.dataclass
@@ -384,7 +384,7 @@ def explore(scenario: Scenario, most: int = 1_000_000) -> Found:
 
 
 def _check_ends(of_itself: dict[State, list[State]]) -> None:
-    """Without commands there is no way around in a circle: whatever comes when, all jobs end."""
+    """Checks that no cycle of states exists without commands: in whatever order events come, all jobs end."""
     done: set[State] = set()
     for first in of_itself:
         way: list[tuple[State, Iterator[State]]] = [(first, iter(of_itself[first]))]

@@ -1,4 +1,4 @@
-"""What users are told of a tier that is too small."""
+"""Errors for users about a tier that is too small."""
 
 from __future__ import annotations
 

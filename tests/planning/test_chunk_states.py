@@ -22,7 +22,7 @@ KINDS = {
     "gradient": GRADIENT,
     "target and gradient": TARGET | GRADIENT,
 }
-"""What passes through staging: all but what is where the arithmetic is."""
+"""Kinds of data that pass through staging: all but those that are where the arithmetic is."""
 
 
 def two_flats(columns: int, staging: int, chunks: tuple[int, int] = (1, 2)) -> Scenario:
@@ -96,7 +96,7 @@ def test_three_flats(staging: int) -> None:
 
 
 def _first_without_room_ends_it(chunks: Any) -> bool:
-    """As it was: a job that is not first is not looked at where the first has no room."""
+    """Former rule: a job that is not first is not considered if the first has no room."""
     moved = False
     for job in chunks.queue:
         if not job.streams or job.predecessor is not None or not (job.reads_ahead or job.has_gradient()):

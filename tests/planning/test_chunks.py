@@ -1,4 +1,5 @@
-"""Which chunk is next, without bytes and without seconds: reads and writes end, and gradients come, when a test says so.
+"""Order of chunks, without bytes and without seconds: reads and writes end, and gradients come, when a test says so.
+With bytes: tests/update/test_update_pipeline.py.
 
 With bytes: tests/update/test_update_pipeline.py.
 """
@@ -93,7 +94,7 @@ class Bench:
         del self.writing[:count]
 
     def run(self) -> list[tuple[str, str, int]]:
-        """What is done until nothing can be."""
+        """Does all work that can be done; returns it."""
         self.log.clear()
         moved = True
         while moved:

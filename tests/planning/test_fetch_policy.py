@@ -1,4 +1,4 @@
-"""What is fetched and given up, decided over numbers of pages: a unit takes one, and its shard, where ranks share it, one."""
+"""Fetches and evictions, decided over numbers of pages: a unit takes one, and its shard, where ranks share it, one."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ class Driven:
         return log
 
     def begin(self, text: str = "", *units: int, may_repeat: bool = False) -> None:
-        """With a plan for forwards of `units`, or without one: `fetch 1 | release 1, gather 2 |`, tasks by trigger."""
+        """Begins with a plan for forwards of `units`, or without one: `fetch 1 | release 1, gather 2 |`, tasks by
+        trigger."""
         triggers = [[task.split() for task in each.split(",") if task.strip()] for each in text.split("|")]
         tasks = [
             Task(Operation(word), int(unit), Kind(*kind or ["full"]), trigger)

@@ -22,7 +22,7 @@ SQUARES = (
     TensorSlice((128, 64), 0, 2, 0, sections=2),
     TensorSlice((64, 128), 1, 2, 0),
 )
-"""Of which a parameter of (64, 64) may be a part."""
+"""Slices of which a parameter of (64, 64) may be the part; None: not sliced."""
 RANKS = st.one_of(st.integers(1, 9), st.sampled_from((64, 768)))
 
 
@@ -122,7 +122,7 @@ def test_each_optimizer_has_a_flat_of_its_own_and_frozen_parameters_share_one() 
 
 
 def test_parts_of_larger_parameters_lie_in_flats_that_fewer_ranks_share() -> None:
-    """Beside that of the whole ones, whatever comes between them."""
+    """Parts have one flat next to that of whole parameters, in whatever order both come."""
 
     def unit_of(index: int) -> UnitSpec:
         cut = replace(spec("cut", 4096), box=TensorSlice((8192,), 0, 2, index))

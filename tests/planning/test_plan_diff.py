@@ -1,4 +1,4 @@
-"""What is told of layouts and plans that differ: of every decision in them, the first that does."""
+"""Messages about layouts and plans that differ: the first decision in them that does."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def numbered(box: TensorSlice) -> Tensor:
 
 
 def part_of(box: TensorSlice, whole: Tensor) -> Tensor:
-    """As one would cut it by hand."""
+    """Returns the part as one would cut it by hand."""
     tensors = whole.chunk(box.sections, box.dimension) if whole.numel() else [whole] * box.sections
     size = whole.shape[box.dimension] // (box.parts * box.sections)
     return torch.cat([each.narrow(box.dimension, box.index * size, size) for each in tensors], box.dimension)

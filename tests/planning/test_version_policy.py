@@ -1,4 +1,5 @@
-"""Which gradients wait for which job, in numbers alone. With gradients and pages: tests/update/test_lock_free_buffers.py."""
+"""Assignment of gradients to jobs, in numbers alone. With gradients and pages:
+tests/update/test_lock_free_buffers.py."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def test_of_several_spare_pages_the_last_are_for_what_compute_waits_for() -> Non
     for flat in flats:
         waiting.offer(flat, 0)
     assert begun(waiting.next_jobs()) == [(0, 1)]
-    waiting.hurry(flats[2], 1)
+    waiting.prioritize(flats[2], 1)
     assert begun(waiting.next_jobs()) == [(2, 1)]
     assert not waiting.next_jobs()
     waiting.give_back("another kind")

@@ -122,7 +122,7 @@ class World:
     def _wait_for(self, place: int, needed: int) -> bool:
         self._adopt_all()
         if self.adopted[place] < needed:
-            self.waiting.hurry(self.flats[place], needed)
+            self.waiting.prioritize(self.flats[place], needed)
             self._feed()
         return self.adopted[place] >= needed
 
@@ -136,7 +136,7 @@ class World:
     # What the threads do.
 
     def end(self, flat: Flat) -> None:
-        """Its job ends."""
+        """Ends the flat's job."""
         self.waiting.finish(flat, learned=False)
         if self.published[flat.place] is not None:
             self.waiting.give_back(flat.kind)
@@ -217,7 +217,7 @@ def test_with_a_single_page_for_several_flats_it_might(apart: bool) -> None:
 
 
 def test_where_the_last_page_is_for_anybody_it_might() -> None:
-    """Without I4 of `VersionPolicy`."""
+    """Without I4 of `VersionPolicy` the search finds the deadlock."""
 
     def for_anybody(world: World) -> None:
         world.waiting._total.update({kind: 1 - count for kind, count in world.waiting._total.items()})

@@ -18,7 +18,7 @@ PAGE = 1 << 16
 
 
 def whole(name: str, *shape: int) -> ParameterSpec:
-    """With two states like the parameter."""
+    """Returns a parameter with two states like the parameter."""
     numel = math.prod(shape)
     return ParameterSpec(
         name, shape, "float32", 4, trainable=True, group=0, updated_whole=True, states_bytes=16 * numel

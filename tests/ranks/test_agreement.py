@@ -145,7 +145,7 @@ def test_what_is_chosen_was_asked_for(rows: list[Row]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Micro:
-    """What one rank asks for in one iteration; a rank that `skips` has no backward pass and so no boundary after it."""
+    """Requests of one rank in one iteration; a rank that `skips` has no backward pass and so no boundary after it."""
 
     requests: tuple[NeededCollective | Meeting | Gathering, ...]
     skips: bool

@@ -33,7 +33,7 @@ OWNED = {
     "owned": [(300, 301), (7, 13), (1,), (64, 64), ()],
     "owned_by_one": [(5, 5)],
 }
-"""Of parameters that are updated whole."""
+"""Shapes of parameters that are updated whole."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
@@ -113,7 +113,7 @@ def test_gather_and_reduce(world_size: int) -> None:
 
 
 class Another(CpuBackend):
-    """Its collectives are taken for those of another library than gloo."""
+    """Backend whose collectives are treated as those of another library than gloo."""
 
     collectives = "another"
 
@@ -287,7 +287,7 @@ def test_the_others_are_told_that_a_rank_is_gone(world_size: int) -> None:
 
 
 def tell_of_a_gather() -> list[tuple[str, str, int]]:
-    """What listeners hear of collectives of this rank, when they have been waited for."""
+    """Returns the events of collectives of this rank that listeners get, when the collectives have been waited for."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     events, heard = Events(), []
     communicator = ProcessGroupCommunicator(CpuBackend(), datetime.timedelta(seconds=60), events)
@@ -311,7 +311,7 @@ def refuse(error: RuntimeError) -> None:
 
 
 def errors_of_ours() -> None:
-    """What we raise ourselves inside of a collective is told as it is; what others do, as a collective that failed."""
+    """Errors of this package inside of a collective are raised as they are; others as a collective that failed."""
     communicator = connect()
     for error in (RankError("rank 1 will not come"), UsageError("not now")):
         with pytest.raises(type(error), match=f"^{error}$"):
@@ -322,7 +322,7 @@ def errors_of_ours() -> None:
 
 
 def late_words() -> None:
-    """Of a rank that has left: nobody meets it, and it has not failed."""
+    """Calls of a rank that has left: no other rank meets it, and it has not failed."""
     communicator = connect()
     lines = communicator._groups
     assert communicator.meet("in time", 30.0)

@@ -65,7 +65,8 @@ def test_who_does_not_wait_for_long_tells_nothing(board: Board) -> None:
 
 @pytest.mark.parametrize(("rounds", "exchanges"), [(1, 0), (2, 1), (3, 0)])
 def test_a_rank_that_may_still_come_is_waited_for(board: Board, rounds: int, exchanges: int) -> None:
-    """It waited in a round that is over, or has been in this exchange, or it cannot be told from here."""
+    """The rank is waited for if it waited in a round that is over, has been in this exchange, or its state is
+    unknown."""
     ours, theirs = two_ranks(board)
     for _ in range(exchanges):
         theirs.in_exchange(Collective(board), (0, 1))

@@ -41,7 +41,7 @@ def mean(logits: Tensor, **options: Any) -> Tensor:
 
 
 def causal(logits: Tensor) -> Tensor:
-    """As Transformers' ForCausalLMLoss."""
+    """Returns the loss of Transformers' ForCausalLMLoss."""
     logits = logits.float()
     labels = F.pad(targets(), (0, 1), value=-100)[..., 1:].contiguous()
     loss = F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1).to(logits.device), reduction="sum")
@@ -150,7 +150,7 @@ def gathered(group: RankGroup, given: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_both_ways(group: RankGroup, ask: Callable[[Tensor], Any], given: Tensor) -> list[tuple[Any, Tensor | None]]:
-    """What is answered, and the part's gradient: of whole logits and of divided ones."""
+    """Returns the result, and the part's gradient: of whole logits and of divided ones."""
     found = []
     for make in (gathered, parted):
         part, logits = make(group, given)

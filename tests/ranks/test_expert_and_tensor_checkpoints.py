@@ -54,7 +54,7 @@ def weights_of(module: L.LightningModule) -> dict[str, Tensor]:
 
 
 def save_all(layout: str, folder: Path) -> dict[str, dict[str, Tensor]]:
-    """What was learnt in two epochs, by kind of checkpoint."""
+    """Returns the weights after two epochs, by kind of checkpoint."""
     found = {}
     for kind in KINDS:
         saves = SaveIn(*(path_of(folder, kind, layout, when) for when in ("start", "later")))
@@ -86,7 +86,7 @@ def test_four_ranks_save_what_one_saves(kind: str, saved: tuple[Path, Learnt]) -
 
 
 def go_on(layout: str, sources: dict[str, tuple[str, Path]]) -> dict[str, dict[str, Tensor]]:
-    """What is learnt from each of some checkpoints."""
+    """Returns the weights that are learnt from each of some checkpoints."""
     found = {}
     for name, (kind, path) in sources.items():
         module = fit(LAYOUTS[layout], kind, 1, path.parent, None, path)

@@ -21,12 +21,12 @@ from lightning_ptm.models import T5
 from lightning_ptm.update.loss_scale import LossScale
 
 PLAN = {name: rule for name, rule in T5.tensor_parallel_plan.items() if not name.endswith(".gate")}
-"""Of what is no expert."""
+"""Plan for everything that is not an expert."""
 BOTH: dict[str, Any] = {"expert_parallel_size": 2, "units": ["Block", "Expert"]}
 
 
 class MoEBySGD(PreciseT5MoE):
-    """What it moves by is its gradients. Every token goes to all experts: of more, rounding would choose."""
+    """Model that moves by its gradients. Every token goes to all experts: if there were more, rounding would choose."""
 
     def __init__(self, rate: float = 0.1, **sizes: Any) -> None:
         super().__init__(**{"experts": 2, "choices": 2, "capacity_factor": 4.0, **sizes})
@@ -40,7 +40,7 @@ MODELS |= {"experts by SGD": MoEBySGD}
 
 
 def learn(how: Run, disk: Path) -> Outcome:
-    """Of this module, so that ranks know its models, too."""
+    """Calls `train`. Defined here so that the rank processes import this module, which adds to MODELS."""
     return train(how, disk)
 
 

@@ -44,7 +44,7 @@ BOUND = 1e-9
 
 
 class MomentumMoE(MoETower, MomentumTower):
-    """With an optimizer that does not forgive gradients of another scale, as Adam does."""
+    """Model with an optimizer that, unlike Adam, is sensitive to the scale of gradients."""
 
 
 def assert_near(ours: Outcome, theirs: Outcome, bound: float = BOUND) -> None:
@@ -221,7 +221,7 @@ def test_only_experts_with_tokens_move_and_only_where_they_are(disk: Path) -> No
 # -- around training ------------------------------------------------------------------------------------------------------
 
 EDITED = "blocks.0.experts.9.project"
-"""Of an expert that rank 1 holds and rank 0 edits; no token goes to it."""
+"""Name of an expert that rank 1 holds and rank 0 edits; no token goes to it."""
 
 
 class Edit(L.Callback):

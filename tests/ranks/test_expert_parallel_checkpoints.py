@@ -88,7 +88,7 @@ def assert_same_states(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What two ranks that divide experts have saved, by format."""
+    """Checkpoints of two ranks that divide experts, by format."""
     folder = tmp_path_factory.mktemp("first")
     (folder / "disk").mkdir()
     saved = {kind: folder / f"{kind}.ckpt" for kind in KIND}

@@ -34,7 +34,7 @@ CLIPPED = {"gradient_clip_val": 1.0}
 
 @dataclass(frozen=True)
 class Run:
-    """What is planned and then trained."""
+    """A run that is planned and then trained."""
 
     settings: dict[str, Any]
     trainer: dict[str, Any]

@@ -45,7 +45,7 @@ Taken = dict[tuple[str, str, str], int]
 
 
 def by_class(blueprint: Blueprint, rows: Sequence[Row]) -> Taken:
-    """Of flats; a class by the axes along which its ranks differ."""
+    """Adds up bytes of flats by kind, tier, and class of sharing: the axes along which its ranks differ."""
     found: Counter[tuple[str, str, str]] = Counter()
     for row in rows:
         if row.flat is not None:

@@ -140,7 +140,7 @@ def test_three_ranks(build: Any, disk: Path) -> None:
 
 
 class WiderOnRankOne(Tower):
-    """As `HIDDEN` has it on rank 0."""
+    """Model that is wider on rank 1; `HIDDEN` is the width on rank 0."""
 
     def __init__(self) -> None:
         super().__init__(hidden=(256, 640, 320 + 64 * int(os.environ["RANK"])))
@@ -224,7 +224,7 @@ def test_weights_are_read_while_one_rank_has_skipped_its_backward(tier: str, dis
 
 
 class Seen(L.Callback):
-    """What the parts of the engine made of it.
+    """Record of how the parts of the engine treated the run.
 
     Attributes:
         at_steps: by step, the units that are updated when the optimizer's step begins.

@@ -36,7 +36,7 @@ class Forward(Tower):
 
 
 class Backward(Tower):
-    """The same in the middle of a backward pass, when units have been updated."""
+    """Raises in the middle of a backward pass, when units have been updated."""
 
     def loss(self, batch: Tensor, rank: int, step: int) -> Tensor | None:
         loss = super().loss(batch, rank, step)
@@ -49,7 +49,7 @@ class Backward(Tower):
 
 
 class BetweenSteps(Tower):
-    """The same between two steps."""
+    """Raises between two steps."""
 
     ranks = (1,)
 
@@ -79,7 +79,7 @@ KINDS = ("full", "sharded", "behind")
 
 
 class SavesAtTwo(L.Callback):
-    """What is to be in the checkpoint."""
+    """Saves the checkpoint with the expected values."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

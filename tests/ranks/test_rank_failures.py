@@ -81,7 +81,7 @@ class ExitsInBackward(Fault):
 
 
 class NoLossOnOneRank(Tower):
-    """Which Lightning itself refuses on several ranks."""
+    """Returns no loss on one rank, which Lightning itself refuses on several ranks."""
 
     def loss(self, batch: Tensor, rank: int, step: int) -> Tensor | None:
         return None if rank == 1 and step == 1 else super().loss(batch, rank, step)

@@ -27,7 +27,7 @@ class WithSlow(AngelPTMStrategy):
 
 
 class AtHome(L.Callback):
-    """Which states are in that tier, and whether anything is on disk."""
+    """Records which states are in that tier, and whether anything is on disk."""
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(trainer.strategy, WithSlow)

@@ -1,4 +1,4 @@
-"""What users do to gradients and optimizers by hand, on two ranks: as with DDP, or refused on both."""
+"""Edits of gradients and optimizers by users, on two ranks: as with DDP, or refused on both."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def trained(between: str, strategy: Any, precision: Any = "32-true") -> list[Ten
 
 
 def alike(betweens: Sequence[str], tiers: Sequence[str], folder: Path) -> list[str]:
-    """Those that train otherwise than DDP."""
+    """Returns the cases that train differently from DDP."""
     differing = []
     for between in betweens:
         judge = trained(between, DDPStrategy())
@@ -117,7 +117,7 @@ def test_two_ranks_do_by_hand_what_ddp_does(tiers: tuple[str, ...], disk: Path) 
 
 
 def refused(betweens: Sequence[str], folder: Path) -> list[str]:
-    """What each is answered."""
+    """Returns the answer to each edit."""
     return [_answer(lambda name=between: trained(name, make_strategy(folder))) for between in betweens]  # type: ignore[misc]
 
 

@@ -1,4 +1,5 @@
-"""What each of several ranks has taken when its set-up has ended is what its own inventory says, to the byte, in every tier.
+"""Each of several ranks has allocated what its own inventory says when its set-up has ended, to the byte, in every
+tier.
 
 Ranks that hold different experts have different rows; the bytes of each are its own.
 """

@@ -23,10 +23,10 @@ from kit.ranks.training import Training, fit_in_all_tiers, loader, make_strategy
 from test_expert_parallel import MomentumMoE
 from torch import Tensor, nn
 
-from lightning_ptm.checkpoints.carried import Carried, CarriedInFiles
+from lightning_ptm.checkpoints.carried_states import CarriedStates, StatesInFiles
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.storage.writer import SaveOps
-from lightning_ptm.trainer import rearranging
+from lightning_ptm.trainer import relayout
 from lightning_ptm.trainer.run import Run
 
 WIDTH = 64
@@ -86,7 +86,7 @@ def weights(
     *,
     ops: SaveOps | None = None,
     files: FileOps | None = None,
-    carrying: Callable[[Run, Any], Carried] = rearranging.carried_by,
+    carrying: Callable[[Run, Any], CarriedStates] = relayout.carried_by,
     module: Net | None = None,
     epochs: int = 3,
     precision: Any = "64-true",
@@ -105,7 +105,7 @@ def weights(
     )
     if home is not None:
         trainer.strategy.save_ops, trainer.strategy.file_ops = ops, files
-    with patch.object(rearranging, "carried_by", carrying):
+    with patch.object(relayout, "carried_by", carrying):
         trainer.fit(module, loader(rows, ranks, 8 // ranks))
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
@@ -173,9 +173,9 @@ class KilledInFiles(SaveOps):
         return 0
 
 
-def in_files(run: Run, optimizers: Any) -> Carried:
-    """As on devices."""
-    return CarriedInFiles(run.engine, run.module, optimizers, run.room, ranks_here=2, ops=run.builder.save_ops())
+def in_files(run: Run, optimizers: Any) -> CarriedStates:
+    """Carries states in files, as on devices."""
+    return StatesInFiles(run.engine, run.module, optimizers, run.room, ranks_here=2, ops=run.builder.save_ops())
 
 
 def is_killed_in_files(folder: Path) -> None:
@@ -203,11 +203,11 @@ def weights_and_bytes(home: str, folder: Path, ranks: int = 2, **options: Any) -
     """Also how much has gone from rank to rank."""
     made: list[Any] = []
 
-    def carrying(run: Run, optimizers: Any) -> Carried:
+    def carrying(run: Run, optimizers: Any) -> CarriedStates:
         made.append(carry(run, optimizers))
         return made[-1]  # type: ignore[no-any-return]
 
-    carry = rearranging.carried_by
+    carry = relayout.carried_by
     found = weights(home, folder, ranks, carrying=carrying, cut=True, **options)
     return found, sum(each.handed.resharder.sent_bytes for each in made)
 
@@ -264,7 +264,7 @@ def test_a_disk_that_fails_on_one_rank_ends_the_run_on_both(disk: Path) -> None:
 
 
 class Taken(Net):
-    """Its head is replaced, and the old one is somebody else's then."""
+    """Module whose head is replaced; other code owns the old head then."""
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
@@ -306,8 +306,11 @@ class Later(Blocks):
 
 
 class LaterInTwo(Blocks):
-    """Its blocks are in two optimizers. More of them is unfrozen in the second epoch and in the third, in which what trained
-    first rests, until the fourth."""
+    """Module whose blocks are in two optimizers.
+
+    More of them is unfrozen in the second epoch and in the third, in which what trained first rests, until the
+    fourth.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -396,7 +399,8 @@ class LateExperts(MomentumMoE):
 
 
 class LateExpertsInTwo(LateExperts):
-    """The same in two optimizers, which step by turns; what rests does so while all is laid out anew, and then goes on."""
+    """Model with late experts in two optimizers, which step by turns; those that rest are laid out again, and continue
+    later."""
 
     def __init__(self) -> None:
         super().__init__()

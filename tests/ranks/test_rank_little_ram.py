@@ -26,7 +26,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def ended(world_size: int, folder: Path, name: str, free_for: str) -> Ending:
-    """What this rank's module has, how many of its parameters have nothing, and what was told."""
+    """Returns what this rank's module has, how many of its parameters have nothing, and the messages."""
     tier, settings = SETTINGS[name]
     torch.manual_seed(0)
     training, own = Training(Frozen), restore.free_host_bytes

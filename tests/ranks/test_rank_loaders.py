@@ -37,7 +37,7 @@ class Ends(BoringModel):
 
 
 class Fewer(Ends):
-    """Its ranks have different numbers of batches."""
+    """Module whose ranks have different numbers of batches."""
 
     def train_dataloader(self) -> Any:
         return torch.utils.data.DataLoader(RandomDataset(32, 4 + 4 * self.trainer.global_rank), num_workers=1)

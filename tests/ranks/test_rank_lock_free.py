@@ -31,7 +31,7 @@ LATE = {"lock_free": {"max_staleness": 8}}
 
 
 class Disk(FileOps):
-    """It can be closed, and serves nothing then, or broken."""
+    """Disk that can be closed, and serves nothing then, or broken."""
 
     def __init__(self) -> None:
         self.open_ = threading.Event()
@@ -94,7 +94,7 @@ CASES = {
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What a training leaves on one rank.
+    """Result of a training on one rank.
 
     Attributes:
         weights: least and greatest element of each.
@@ -153,7 +153,7 @@ def _noting(call: Callable[..., Any], threads: set[str]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_gradient_is_applied_once_with_what_its_own_step_said(first: int, disk: Path) -> None:
-    """Of every second case."""
+    """Tests every second case."""
     names = list(CASES)[first::2]
     for rank, (results, threads) in enumerate(run_ranks(train_all, 2, names, disk)):
         assert list(results) == names
@@ -209,7 +209,7 @@ def dies(*_: Any, **__: Any) -> None:
 
 
 def fail(fault: Fault, folder: Path) -> tuple[str, int]:
-    """What the run ended with on this rank, and how many batches had ended."""
+    """Returns the error with which the run ended on this rank, and how many batches had ended."""
     disk, monkeypatch = Disk(), pytest.MonkeyPatch()
     strategy = make_strategy(folder, "lock_free", debug={"poison": False}, **fault.settings)
     strategy.file_ops = disk

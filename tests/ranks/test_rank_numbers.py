@@ -1,5 +1,7 @@
-"""What ranks have to have alike: losses in a tensor group, and what optimizers update with on all ranks. Where they have not,
-all raise, and are told which rank has what."""
+"""Values that must be equal on ranks: losses in a tensor group, and what optimizers update with on all ranks.
+
+If they differ, all ranks raise, with the values of each rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two ranks decide of chunks is what their forecast does, entry by entry."""
+"""Decisions about chunks of two ranks are those of their forecast, entry by entry."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES: list[tuple[str, float | None, bool]] = [
 
 
 def logs(folder: Path) -> list[tuple[list[Entry], list[Entry]]]:
-    """Of each case, of this rank's run and of its forecast."""
+    """Returns the logs of each case: of this rank's run and of its forecast."""
     return [_logs(folder, *case) for case in CASES]
 
 

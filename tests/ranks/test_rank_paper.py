@@ -1,4 +1,4 @@
-"""What each of two ranks fetches and gives up is what a virtual run does: as tests/runtime/test_run_and_paper.py."""
+"""Fetches and evictions of each of two ranks are those of the virtual run: as tests/runtime/test_run_and_paper.py."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def decide(names: list[str], folder: Path) -> list[tuple[list[Task], list[Task],
 
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_decision_by_decision(first: int, disk: Path) -> None:
-    """Of every second case."""
+    """Compares every second case."""
     names = list(CASES)[first::2]
     for found in run_ranks(decide, 2, names, disk, limit_s=300):
         for name, (ours, theirs, pages, virtual) in zip(names, found, strict=True):

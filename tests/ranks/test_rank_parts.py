@@ -36,7 +36,7 @@ WHOLE = {
     "middle": ((4, 16, 64), TensorSlice((4, 16, 64), 1, 4, 0)),
     "scale": ((64,), None),
 }
-"""Of a block's parameters, by name, the whole shape and how it is cut. Parts end at multiples of 64 elements."""
+"""The whole shape of a block's parameters and how it is cut, by name. Parts end at multiples of 64 elements."""
 BATCHES, BATCH, SAVED_AFTER = 4, 4, 2
 
 
@@ -220,7 +220,7 @@ def test_what_is_saved_is_one_ranks(
 def test_any_number_of_ranks_goes_on_from_it(
     whole: dict[str, Any], ranks: int, parts: int, tier: str, kind: str, disk: Path, tmp_path: Path
 ) -> None:
-    """What is loaded is saved again, and trained with."""
+    """The loaded state is saved again, and trained with."""
     theirs, _ = whole["bf16-mixed"]
     ours = paths(tmp_path)
     run_ranks(run, ranks, Run(ranks, parts, ours, tier, "bf16-mixed", loaded=theirs[kind]), disk)
@@ -241,7 +241,7 @@ def test_a_run_begins_with_weights_of_files(
 
 
 def test_the_clipped_norm_is_one_ranks(disk: Path, tmp_path: Path) -> None:
-    """And so are the weights that it leaves."""
+    """The norm and the weights are those of one rank."""
     how = Run(1, 1, {"full": tmp_path / "whole.ckpt"}, precision="64-true", clip=1.0)
     ((norms, end),) = run_ranks(run, 1, how, disk)
     for ranks, parts in ((2, 2), (4, 2)):
@@ -255,7 +255,7 @@ def test_the_clipped_norm_is_one_ranks(disk: Path, tmp_path: Path) -> None:
 
 
 def gathered_and_ended(disk: Path, path: Path) -> tuple[bool, list[bool], str]:
-    """What `gathered` shows, what becomes of edits in it, and how a save after the run ends."""
+    """Returns what `gathered` shows, whether edits in it stay, and how a save after the run ends."""
     rank = int(os.environ["RANK"])
     model = Model(2, rank)
     cuts = model.cuts

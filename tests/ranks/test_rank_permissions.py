@@ -29,7 +29,7 @@ SHORT = Training(Tower, batches=1)
 WRITE = "Permission denied; save where you may write; earlier checkpoints are untouched"
 READ = "cannot be read: Permission denied; give the user of this process the right to read it and to enter its folders"
 FILES = ("lightning.pt", "0001.exp_avg.safetensors", "ranges-00001.json")
-"""Of a sharded checkpoint, one of each kind but the index."""
+"""Files of a sharded checkpoint, one of each kind but the index."""
 
 
 def become_nobody(own: Path) -> None:
@@ -83,7 +83,7 @@ def unreadable(path: Path) -> Iterator[None]:
 
 
 def try_everything(root: Path) -> dict[str, str]:
-    """What each attempt has raised on this rank."""
+    """Returns the errors of all attempts on this rank."""
     own, closed, hidden = root / "own", root / "closed", root / "hidden"
     sharded = {"checkpoints": {"state_dict_type": "sharded"}}
     full_path, sharded_path, weights = own / "full.ckpt", own / "sharded.ckpt", own / "weights.safetensors"

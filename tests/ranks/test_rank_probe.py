@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def probed(disk: str) -> str:
-    """What a rank prints."""
+    """Returns the output of a rank."""
     probe.QUICK = TINY
     probe._BLOCKS = (1 << 16, 1 << 18)
     probe._DEPTHS = (1, 2)

@@ -18,7 +18,7 @@ WIDTH = 64
 
 
 class Net(Linears):
-    """Its first layer and last block are frozen."""
+    """Module whose first layer and last block are frozen."""
 
     when = "on_train_epoch_start"
 

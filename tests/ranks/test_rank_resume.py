@@ -91,7 +91,7 @@ def go_on_in_tiers(
 
 
 def plainly(world_size: int, path: Path) -> list[Outcome]:
-    """The same epoch from the same states, by the plain loop."""
+    """Trains the same epoch from the same states, by the plain loop."""
     checkpoint = load(path)  # its own: the loop changes these tensors in place
     ranks = PlainRanks(Training(Tower, EPOCH.precision, EPOCH.batches), world_size)
     scheduler = decay(ranks.optimizer)

@@ -29,7 +29,7 @@ DIFFERENT: list[tuple[dict[str, Any], str, str]] = [
 
 
 def fit(theirs: dict[str, Any]) -> str:
-    """With settings of its own on the second rank."""
+    """Fits with settings of its own on the second rank."""
     settings = dict(theirs) if os.environ["RANK"] == "1" else {}
     precision = settings.pop("precision", "32-true")
     torch.manual_seed(0)

@@ -77,7 +77,7 @@ def test_they_train_as_plain_data_parallelism(precision: str, disk: Path) -> Non
 
 
 class TurnsOfExperts(Turns, MoETower):
-    """The same with experts, which ranks divide; gradients are not clipped, whose parts other ranks have."""
+    """Model with experts, which ranks divide; gradients are not clipped, of which other ranks have parts."""
 
     def training_step(self, batch: Tensor, index: int) -> None:  # type: ignore[override]
         for optimizer in self.optimizers():  # type: ignore[union-attr]

@@ -75,7 +75,7 @@ def test_what_comes_while_ranks_agree_is_for_the_next_time() -> None:
 
 
 class Slurm(SLURMEnvironment):
-    """Of a job that may be requeued, with the ranks of the tests."""
+    """Environment of a Slurm job that may be requeued, with the ranks of the tests."""
 
     @staticmethod
     def detect() -> bool:

@@ -41,7 +41,7 @@ class Summed(torch.autograd.Function):
 
 
 class Given(torch.autograd.Function):
-    """The same values to all of a group, whose gradients are added up."""
+    """Gives the same values to all ranks of a group, whose gradients are added up."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:

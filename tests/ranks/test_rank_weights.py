@@ -20,7 +20,7 @@ from lightning_ptm import AngelPTMStrategy
 
 
 class Filled(Tower):
-    """With values of its own, whatever the seed."""
+    """Model with fixed first values, whatever the seed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Filled(Tower):
 
 
 class Late(Tower):
-    """The same module on the meta device; nobody says how to initialise it."""
+    """Model on the meta device without any initialisation."""
 
     def __init__(self) -> None:
         with torch.device("meta"):

@@ -83,7 +83,7 @@ def test_accumulation(precision: str, build: Any, tiers: list[str], disk: Path) 
     [(2, WithAdafactor), *(pytest.param(ranks, kind, marks=pytest.mark.slow) for ranks in (3, 4) for kind in KINDS)],
 )
 def test_any_number_of_ranks_has_the_weights_of_one(world_size: int, build: Any, disk: Path) -> None:
-    """With clipping, whose norm is of all ranks' parameters; up to the order in which gradients are added up."""
+    """Tests clipping by a norm of all ranks' parameters; equal up to the order in which gradients are added up."""
     training = Training(build, "64-true", clip=0.2)
     several = run_ranks(fit, world_size, training, world_size, disk)
     (one,) = run_ranks(fit_whole_batches, 1, training, disk, world_size)

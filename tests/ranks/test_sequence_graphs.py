@@ -133,7 +133,8 @@ def test_it_is_what_whole_blocks_give(differences: list[dict[str, float]], way: 
 
 
 class Scattering(CpuBackend):
-    """Its collectives are taken for those of another library than gloo, which has no reduce-scatter to be used."""
+    """Backend whose collectives are treated as those of another library than gloo, which has no reduce-scatter to be
+    used."""
 
     collectives = "another"
 

@@ -44,7 +44,7 @@ PARTS: dict[str, Callable[[GPT], Tensor]] = {"blocks": of_blocks, "head and loss
 
 
 def kept_bytes(model: GPT, compute: Callable[[GPT], Tensor]) -> int:
-    """What autograd keeps of a forward, storages counted once, parameters left out."""
+    """Returns the bytes that autograd keeps of a forward, storages counted once, parameters left out."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
 

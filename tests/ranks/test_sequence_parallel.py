@@ -138,7 +138,7 @@ def test_a_run_goes_on_with_it_and_without(kind: str, tmp_path: Path) -> None:
 
 
 class Ticks(L.Callback):
-    """Of the plan that the run follows."""
+    """Records the ticks of the plan that the run follows."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, str]] = []

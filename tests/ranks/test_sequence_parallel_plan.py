@@ -35,7 +35,7 @@ MODELS: dict[str, Callable[..., LanguageModel]] = {
 
 
 class Measured(RankGroup):
-    """Of ranks, with the bytes that one sends in a ring."""
+    """Group of ranks that measures the bytes that one rank sends in a ring."""
 
     sent_bytes = 0
 

@@ -1,4 +1,4 @@
-"""What sequence parallelism would get wrong is refused in a sentence that says what to do."""
+"""Models that sequence parallelism would compute wrongly are refused in a sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ class Mixing(Block):
 
 
 class MixingInTraining(Mixing):
-    """Beside dropout, which alone makes it random."""
+    """Mixes tokens only in training, next to dropout, which alone makes it random."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:

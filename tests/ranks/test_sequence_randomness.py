@@ -1,4 +1,4 @@
-"""With sequence parallelism each rank draws the random numbers of its part of the sequence, again when it goes on."""
+"""Random numbers of sequence parallelism: each rank draws those of its part of the sequence, also after a resume."""
 
 from __future__ import annotations
 

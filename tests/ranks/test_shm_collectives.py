@@ -19,7 +19,7 @@ from lightning_ptm.comm.uds import UdsConnections
 
 HALF = 4096
 SHAPES = [(), (0,), (1,), (7, 3), (64, 33), (3, 5, 1000)]
-"""Of which the largest takes several pieces."""
+"""Shapes of sums, of which the largest takes several pieces."""
 
 
 def differ(uds: UdsConnections) -> Any:

@@ -28,7 +28,7 @@ from lightning_ptm.callbacks import GradNormMonitor, PageMonitor, PageTracer, Pl
 
 
 class Logged(Callback):
-    """What was logged last, and the tokens that a step counts."""
+    """Records what was logged last, and the tokens that a step counts."""
 
     def __init__(self) -> None:
         self.found: dict[str, float] = {}

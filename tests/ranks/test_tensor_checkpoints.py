@@ -42,7 +42,7 @@ class SaveIn(L.Callback):
 
 
 def batches(ranks: int, tensor: int) -> DataLoader[Tensor]:
-    """The same rows for every layout."""
+    """Returns the same rows for every layout."""
     data, found = ranks // tensor, rows(STEPS * BATCH)
     sampler = DistributedSampler(found, data, int(os.environ.get("RANK", 0)) // tensor, shuffle=False)  # type: ignore[arg-type, var-annotated]
     return DataLoader(found, BATCH // data, sampler=sampler)  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def path_of(folder: Path, kind: str, layout: tuple[int, int], when: str) -> Path
 
 
 def save_all(ranks: int, tensor: int, folder: Path) -> dict[str, dict[str, Tensor]]:
-    """What was learnt in two epochs, by kind of checkpoint."""
+    """Returns the weights after two epochs, by kind of checkpoint."""
     found = {}
     for kind, settings in KINDS.items():
         module = module_of()
@@ -97,7 +97,7 @@ def test_any_layout_saves_what_one_rank_saves(kind: str, saved: tuple[Path, Lear
 
 
 def go_on(ranks: int, tensor: int, sources: dict[str, tuple[str, Path]]) -> dict[str, dict[str, Tensor]]:
-    """What is learnt from each of some checkpoints."""
+    """Returns the weights that are learnt from each of some checkpoints."""
     found = {}
     for name, (kind, path) in sources.items():
         module = module_of(seed=1)
@@ -129,7 +129,7 @@ def test_any_layout_goes_on_from_any(layout: tuple[int, int], saved: tuple[Path,
 
 
 def from_weights(ranks: int, tensor: int, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What a run that takes its first values from a file begins with, and what `load_from_checkpoint` gives afterwards."""
+    """Returns the first values of a run that takes them from a file, and those of `load_from_checkpoint` afterwards."""
     module = module_of(seed=1)
     strategy_saw: dict[str, Tensor] = {}
 

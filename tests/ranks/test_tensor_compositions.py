@@ -1,4 +1,4 @@
-"""What users do around a training does the same where ranks cut the layers: on each rank what one rank sees."""
+"""Programs of users around a training do the same with tensor parallelism: on each rank what one rank does."""
 
 from __future__ import annotations
 

@@ -127,7 +127,8 @@ class Breaks(L.Callback):
 
 
 def cut_short(path: Path) -> dict[str, bool]:
-    """Which endings left values; behind each, the same module trains from a checkpoint, whose weights it ends with."""
+    """Returns which endings left values; after each, the same module trains from a checkpoint, whose weights it ends
+    with."""
     expected = module_of()
     trainer_of(2, 2, callbacks=[SaveLast(path)]).fit(expected, loader(8))
     found = {}

@@ -168,8 +168,8 @@ class EvaluatesAlone(PreciseGPT):
 
 
 class InParallel(Block):
-    """Its parts take the same input, and what they exchange is of one shape. From its third call on, one rank does
-    otherwise, behind the first exchange."""
+    """Block whose parts take the same input and exchange tensors of one shape. From its third call on, one rank does
+    otherwise, after the first exchange."""
 
     def forward(self, x: Tensor) -> Tensor:
         attention, feed_forward = self.attention, self.feed_forward
@@ -208,7 +208,7 @@ class LeavesALayerOut(SwapsLayers):
 
 
 class Halves(InParallel):
-    """Behind its first exchange, one rank gives its second part half of the tokens."""
+    """Gives its second part half of the tokens on one rank, after its first exchange."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls = getattr(self, "calls", 0) + self.training
@@ -294,7 +294,8 @@ def test_a_rank_that_asks_alone_for_divided_logits_is_an_error_on_all(kind: type
 def test_layers_in_another_order_on_one_rank_are_an_error_that_names_both(
     way: str, kind: type[PreciseGPT], disk: Path
 ) -> None:
-    """Their sums are of one shape: each rank would go on with the sum of two layers' parts."""
+    """The layers' sums have one shape: without the error, each rank would continue with the sum of two layers'
+    parts."""
     outcomes = watch_ranks(fail_together, 2, kind, disk, 5.0, way)
     assert [outcome.end for outcome in outcomes] == [End.RETURNED, End.RETURNED], outcomes
     for text, took_s in (outcome.value for outcome in outcomes):
@@ -316,7 +317,7 @@ def test_other_shapes_on_one_rank_are_an_error_that_names_both(disk: Path) -> No
 
 
 def test_a_layer_that_one_rank_leaves_out_is_an_error_that_names_it(disk: Path) -> None:
-    """Of the last one of a unit the other rank waits for the sum, while this one goes on to the next unit."""
+    """At the last layer of a unit, the other rank waits for the sum, while this one continues with the next unit."""
     outcomes = watch_ranks(fail_together, 2, LeavesALayerOut, disk, 1.0)
     assert [outcome.end for outcome in outcomes] == [End.RETURNED, End.RETURNED], outcomes
     for text, took_s in (outcome.value for outcome in outcomes):

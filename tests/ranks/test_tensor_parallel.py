@@ -12,7 +12,7 @@ from kit.ranks.tensor_models import STEPS, WAYS, Outcome, Run, assert_same_learn
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """What one rank with whole parameters learns."""
+    """Returns the outcome of one rank with whole parameters."""
     return run_ranks(train, 1, Run("gpt", norms=True), tmp_path_factory.mktemp("disk"))[0]
 
 
@@ -45,7 +45,7 @@ OVER_GLOO = {
     [each if each == "between sequences" else pytest.param(each, marks=pytest.mark.slow) for each in OVER_GLOO],
 )
 def test_ranks_that_are_not_on_one_machine_learn_it_too(name: str, whole: Outcome, disk: Path) -> None:
-    """They reach each other by process groups alone."""
+    """The ranks reach each other by process groups alone."""
     how = OVER_GLOO[name]
     assert_same_learning(run_ranks(train, how.ranks, how, disk, limit_s=240), whole)
 

@@ -87,7 +87,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DeepseekV3": _LATENT,
 }
 ROUNDED_TO_FP32 = ("Mixtral", "MiniMaxM2", "DeepseekV2", "DeepseekV3", "GraniteSWA")
-"""Their routers, or sinks of attention, compute in fp32 whatever the model computes in."""
+"""Models whose routers, or sinks of attention, compute in fp32 whatever the model computes in."""
 
 OTHERS = (
     "GPT2 by a user's plan",
@@ -231,7 +231,7 @@ def test_a_cut_family_computes_what_it_computes_whole(found: list[Found], name: 
 
 
 def adapters_gradients() -> dict[str, Tensor]:
-    """Of adapters that every rank has whole, trained with dropout."""
+    """Returns the gradients of adapters that every rank has whole, trained with dropout."""
     import peft
 
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""What the proof of a block counts for: blocks alike in more than shapes, and whatever a block leaves or draws."""
+"""Scope of the proof of a block: blocks equal in more than shapes, and whatever a block leaves or draws."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAN: dict[str, Rule] = {"blocks.*.expand": ColwiseParallel(), "blocks.*.project
 
 
 class Gated(nn.Module):
-    """Its flag decides whether halves of what it expands to are packed, which a plan has to say."""
+    """Module whose flag decides whether halves of what it expands to are packed, which a plan has to say."""
 
     def __init__(self, gated: bool = False, index: int = 0) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Gated(nn.Module):
 
 
 class Configured(Gated):
-    """Its flag is in an object."""
+    """Module whose flag is in an object."""
 
     def __init__(self, gated: bool = False) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Scaled(Gated):
 
 
 class LaterTrained(nn.Module):
-    """Its scale has a gradient from the second call on."""
+    """Module whose scale has a gradient from the second call on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Asked(Gated):
 
 
 class Asking(nn.Module):
-    """Its last block is asked for something else."""
+    """Module whose last block is called with another argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Asking(nn.Module):
 
 
 class AskingAgain(nn.Module):
-    """Its only block is asked for something else when it is called again."""
+    """Module whose only block is called with another argument when it is called again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class Telling(Stack):
 
 
 class Unseen(Stack):
-    """Its blocks compute without being called."""
+    """Model whose blocks compute without being called."""
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -249,7 +249,7 @@ class Unseen(Stack):
 
 
 class Pairs(nn.Module):
-    """Its blocks are pairs of layers that can be called, in containers that cannot."""
+    """Model whose blocks are pairs of layers that can be called, in containers that cannot."""
 
     def __init__(self, gated: bool) -> None:
         super().__init__()

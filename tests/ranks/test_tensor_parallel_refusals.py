@@ -1,4 +1,5 @@
-"""What tensor parallelism cannot cut is refused by its name, with what to do instead, before anything was changed."""
+"""Modules that tensor parallelism cannot cut are refused by name, with what to do instead, before anything was
+changed."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class Doubled(nn.Linear):
 
 
 class Adapted(nn.Module):
-    """What is around a layer of another kind of adapter."""
+    """Module around a layer, of another kind of adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +174,7 @@ def test_what_two_blocks_have_in_common_is_cut_for_both() -> None:
 
 
 class CutByItself(BoringModel):
-    """As with Lightning's ModelParallelStrategy."""
+    """Cuts its layers itself, as with Lightning's ModelParallelStrategy."""
 
     def configure_model(self) -> None:
         from torch.distributed.fsdp import fully_shard

@@ -19,7 +19,7 @@ RATE = 0.1
 
 
 class GPTBySGD(PreciseGPT):
-    """What it moves by is its gradients."""
+    """Model that moves by its gradients."""
 
     def __init__(self, rate: float = RATE, **sizes: Any) -> None:
         super().__init__(**sizes)
@@ -41,7 +41,7 @@ MODELS |= {"gpt by SGD": GPTBySGD, "llama by SGD": LlamaBySGD}
 
 
 def learn(how: Run, disk: Path) -> Outcome:
-    """Of this module, so that ranks know its models, too."""
+    """Calls `train`. Defined here so that the rank processes import this module, which adds to MODELS."""
     return train(how, disk)
 
 
@@ -74,7 +74,7 @@ def test_every_parameter_moves_as_on_one_rank_but_for_rounding(
 
 
 class Unbounded(torch.autograd.Function):
-    """Its input's gradient has no bound."""
+    """Function whose input's gradient has no bound."""
 
     @staticmethod
     def forward(context: Any, value: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from lightning_ptm.update.flat_states import Segment
 
 
 class Wide(nn.Module):
-    """Its second weight is cut into rows of 384 elements, so that pages of 8192 begin and end within some."""
+    """Module whose second weight is cut into rows of 384 elements, so that pages of 8192 begin and end within some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class Found:
 
 
 def exchange_all() -> list[str]:
-    """What was wrong, of pages that begin in the middle of rows, and of several dtypes."""
+    """Returns the errors of exchanging pages that begin in the middle of rows, with several dtypes."""
     group, wrong = connect(), []
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.uint8):
         whole = torch.arange(ROWS * PARTS * RUN).remainder(251).to(dtype).view(ROWS, PARTS, RUN)

@@ -247,7 +247,7 @@ class TwoPasses(Vectors):
 
 
 def train_with_least(tensor: int, disk: str) -> tuple[list[float], dict[str, Tensor]]:
-    """With everything on disk, and the fewest pages of RAM that are enough."""
+    """Trains with everything on disk, and the fewest pages of RAM that are enough."""
     for pages in range(8, 64):
         torch.manual_seed(0)
         module = TwoPasses()
@@ -289,7 +289,7 @@ def plain_training(module: TwoPasses) -> list[float]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("settings", [later("in RAM"), "on disk, recomputed"])
 def test_files_of_sharded_checkpoints_are_those_of_one_rank(settings: str, disk: Path, tmp_path: Path) -> None:
-    """The same names, in the same files at the same places; values but for rounding."""
+    """Files have the same names, at the same places; values are equal but for rounding."""
     names = ["plain", "frozen", "left out", "two optimizers by turns"]
     chosen = {**SETTINGS[settings], "checkpoints": {"state_dict_type": "sharded", "async_save": True}}
     for ranks in (1, 2):

@@ -24,7 +24,7 @@ from lightning_ptm.runtime.units.discovery import discover
 from lightning_ptm.runtime.units.divided_experts import divide
 
 KINDS, WIDTH = 6, 10
-"""Of tokens; a token begins with which kind it is."""
+"""Number of kinds of tokens, and their width; a token begins with its kind."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Table:
 
 
 def all_ranks(size: int, act: Callable[[int], Any]) -> list[Any]:
-    """What `act` returns or raises for each rank, each in a thread of its own."""
+    """Returns the results or errors of `act` for each rank, each in its own thread."""
     found: list[Any] = [None] * size
 
     def run(rank: int) -> None:
@@ -362,7 +362,7 @@ def test_files_of_ranks_that_others_cannot_reach_are_given_back(monkeypatch: pyt
 def test_a_rank_that_hangs_while_it_is_connected_is_waited_for_so_long(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It calls, or is called, and says nothing."""
+    """A rank that connects, or is connected to, and sends nothing is waited for until the time limit."""
     monkeypatch.setattr(uds, "_CONNECT_S", 0.2)
     with contextlib.ExitStack() as listening:
         opened = [uds._listen(listening) for _ in range(2)]
@@ -427,7 +427,7 @@ def test_each_rank_has_the_files_of_all() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_no_rank_waits_for_one_that_can_open_no_more(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has been called, and answers nobody: all go on without connections, at once."""
+    """A rank that is called and does not answer makes all ranks continue without connections, at once."""
     accept, calls = socket.socket.accept, []
 
     def refused(listener: socket.socket) -> Any:

@@ -53,18 +53,18 @@ class Measures(Tower):
 
     def __init__(self) -> None:
         super().__init__()
-        self.logged, self.summon = MeanMetric(), MeanMetric()
+        self.logged, self.reduced_by_user = MeanMetric(), MeanMetric()
         self.read: list[Tensor] = []
 
     def validation_step(self, batch: Tensor, index: int) -> None:
         super().validation_step(batch, index)
-        for metric in (self.logged, self.summon):
+        for metric in (self.logged, self.reduced_by_user):
             metric.update(self.validation_losses[-1])
         self.log("mean", self.logged)
 
     def on_validation_epoch_end(self) -> None:
-        self.read.append(self.summon.compute())
-        self.summon.reset()
+        self.read.append(self.reduced_by_user.compute())
+        self.reduced_by_user.reset()
 
     def on_validation_end(self) -> None:
         assert torch.equal(self.trainer.callback_metrics["mean"], self.read[-1])
@@ -119,7 +119,7 @@ def test_evaluation_goes_on_where_there_are_batches(
 
 
 def metrics_read(build: Any, *arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """What each evaluation came to, and this rank's losses."""
+    """Returns the results of each evaluation, and this rank's losses."""
     modules: list[Measures] = []
 
     def built() -> Measures:
@@ -173,7 +173,7 @@ def test_evaluation_within_a_group_that_divides_experts_needs_as_many_batches(di
 
 
 def test_a_rank_without_what_others_reduce_ends_the_run(disk: Path) -> None:
-    """It has no batch to log anything of."""
+    """The rank without a batch has nothing to log."""
     first, second = run_ranks(refused, 2, Logs, disk, (0, 2), {}, limit_s=30.0)
     assert first.startswith("rank 0 has ended its evaluation and another rank is in a collective")
     assert second.startswith("rank 1 is in a collective (a barrier, a reduction) and another rank has ended its")
@@ -194,7 +194,7 @@ def test_a_rank_without_a_metric_that_others_compute_ends_the_run(disk: Path) ->
 
 
 def train(folder: Path, batches: tuple[int, ...], options: dict[str, Any], validation: tuple[int, ...]) -> str:
-    """What training on so many batches a rank ends with."""
+    """Returns the error of training on so many batches a rank."""
     torch.manual_seed(0)
     training = Training(Tower)
     trainer = make_trainer(training, make_strategy(folder, "all_on_disk"), len(batches), **options)

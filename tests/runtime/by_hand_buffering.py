@@ -28,8 +28,8 @@ class Buffered:
         self.newer: dict[int, Version] = {}
         self.while_waiting: Callable[[], None] = lambda: None
 
-    def hurry(self, flat: int, needed: int) -> None:
-        self.heard.append(f"hurry {flat} {needed}")
+    def prioritize(self, flat: int, needed: int) -> None:
+        self.heard.append(f"prioritize {flat} {needed}")
 
     def offers(self, flat: int) -> int:
         return self.come_to[flat]
@@ -97,6 +97,6 @@ def counters(*flats: Any) -> list[FlatCounters]:
 
 
 def contribution(step: int, which: tuple[bool, ...] = (True, True)) -> Contribution:
-    """Of a step: its number, in two elements of each parameter that has a gradient."""
+    """Returns the contribution of a step: its number, in two elements of each parameter that has a gradient."""
     gradients = [torch.full((2,), float(step)) if has else None for has in which]
     return Contribution(ParameterGradients(gradients), (Origin(step, GroupValues(())),), NO_TRANSFORM)

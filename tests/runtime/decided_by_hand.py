@@ -19,7 +19,7 @@ from lightning_ptm.runtime.deciding.blueprint import Blueprint, Request
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.engine.set_up import RunPages
-from lightning_ptm.runtime.full_params.lent_parameters import LentParameters
+from lightning_ptm.runtime.full_params.gathered_parameters import GatheredParameters
 from lightning_ptm.runtime.full_params.optimizer_values import OptimizerValues
 from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
 from lightning_ptm.runtime.full_params.sharded_states import AllShardedStates
@@ -33,11 +33,21 @@ from lightning_ptm.terms import Tier
 PAGE = 64 * 1024
 GIB = 1 << 30
 WORKSTATION = Machine(
-    device_apart=False, free_device_bytes=0, free_host_bytes=24 * GIB, free_disk_bytes=1 << 40, cores=4, ranks=1
+    device_has_own_memory=False,
+    free_device_bytes=0,
+    free_host_bytes=24 * GIB,
+    free_disk_bytes=1 << 40,
+    cores=4,
+    ranks=1,
 )
 """Whose device memory is RAM."""
 CLUSTER = Machine(
-    device_apart=True, free_device_bytes=4 * GIB, free_host_bytes=24 * GIB, free_disk_bytes=1 << 40, cores=8, ranks=4
+    device_has_own_memory=True,
+    free_device_bytes=4 * GIB,
+    free_host_bytes=24 * GIB,
+    free_disk_bytes=1 << 40,
+    cores=8,
+    ranks=4,
 )
 
 
@@ -63,7 +73,7 @@ def adam(parameters: Any) -> Optimizer:
 
 
 def sgd(parameters: Any) -> Optimizer:
-    """Without states."""
+    """Returns an optimizer without states."""
     return SGD(parameters, lr=0.1)
 
 
@@ -114,7 +124,7 @@ class LaidOut:
     values: ParameterValues
     optimizer_values: OptimizerValues
     sharded_kinds: AllShardedStates
-    lent_parameters: LentParameters
+    gathered_parameters: GatheredParameters
 
     def take_over(self, **options: Any) -> None:
         for store in self.stores:
@@ -158,7 +168,7 @@ def laid_out(
             values,
             optimizer_values,
             sharded_kinds,
-            LentParameters(gathered_flats, values),
+            GatheredParameters(gathered_flats, values),
         )
 
 
@@ -187,7 +197,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 class Odd(Net):
-    """With a frozen block, and a parameter whose end is no page's."""
+    """Model with a frozen block, and a parameter that does not end with a page."""
 
     def __init__(self) -> None:
         super().__init__(2)

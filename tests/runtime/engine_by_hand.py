@@ -144,7 +144,7 @@ def plainly(count: int) -> list[float]:
 
 
 def hooks_on(module: nn.Module) -> list[Any]:
-    """What somebody has hung on modules and parameters."""
+    """Returns the hooks on modules and parameters."""
     found: list[Any] = []
     for each in module.modules():
         found += [*each._forward_hooks, *each._forward_pre_hooks, *each._backward_hooks, *each._state_dict_hooks]

@@ -21,7 +21,7 @@ UPDATED = ("head", "turned", "blocks.1.weight")
 
 
 def handed_by(made: LaidOut, disk: Path, optimizer: Optimizer) -> PreviousState:
-    """What is in the pages of a run without an engine."""
+    """Returns the state in the pages of a run without an engine."""
     return PreviousState(
         made.gathered_flats,
         optimizers=[optimizer],

@@ -29,7 +29,7 @@ from lightning_ptm import AngelPTMStrategy
 
 STEPS_PER_EPOCH = 5
 STEP_S = float(os.environ.get("KILLED_RUN_STEP_S", "0"))
-"""What a step waits, so that a run is not over before others have come."""
+"""Seconds that a step waits, so that a run is not over before others have come."""
 AUTO = "+auto"
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {"offload_optimizer": "disk"},

@@ -14,7 +14,7 @@ MakeMachine = Callable[[dict[str, str]], None]
 
 
 def make_in(root: Path, monkeypatch: pytest.MonkeyPatch) -> MakeMachine:
-    """What is read of this machine is read below `root`, where there is nothing yet."""
+    """Makes this machine's files be read below `root`, which is empty."""
     for module in (machine, cgroup):
         monkeypatch.setattr(module, "Path", lambda path: root / str(path).lstrip("/"))
 

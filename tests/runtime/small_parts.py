@@ -195,7 +195,7 @@ class Parts:
         return tensor
 
     def supply(self, flat: FlatStore, way: GradientRoute) -> PageSupply:
-        """Of a gradient with pages of its own."""
+        """Returns the supply of pages for a gradient with pages of its own."""
         numel, allocate = flat.layout.shard_numel, self.allocator.allocate
         return PageSupply(
             lambda: allocate("gradient", numel, way.dtype, way.tier, shared_tail=True), self.allocator.release
@@ -218,7 +218,7 @@ class Parts:
         return [store.unit.index for store in self.stores if store.flats and store.live]
 
     def logged(self) -> list[str]:
-        """What has moved since the last call."""
+        """Returns the moves since the last call."""
         moved = list(self.log)
         self.log.clear()
         return moved

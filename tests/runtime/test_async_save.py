@@ -103,7 +103,7 @@ def test_it_holds_the_moment_at_which_it_began(strategy_at, tier: str, expected,
 def test_who_loads_a_checkpoint_that_is_in_progress_waits_for_it(
     strategy_at, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Lightning's search for a learning rate does, a few steps after it has saved."""
+    """Lightning's search for a learning rate loads in this way, a few steps after it has saved."""
     gate, finish = Gate(), SaveQueue.finish
 
     def opens(saves: SaveQueue) -> None:
@@ -401,13 +401,13 @@ class InterruptedInACopy(L.Callback):
 def test_ctrl_c_in_the_wait_for_room_does_not_give_it_up(
     strategy_at, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class SaveQueue(L.Callback):
+    class SavesAfterStep2(L.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 2:
                 trainer.save_checkpoint(tmp_path / "expected.ckpt")
 
     torch.manual_seed(0)
-    trainer = make_trainer(sharded(strategy_at, tier), max_epochs=1, max_steps=2, callbacks=[SaveQueue()])
+    trainer = make_trainer(sharded(strategy_at, tier), max_epochs=1, max_steps=2, callbacks=[SavesAfterStep2()])
     trainer.fit(Full(), BATCHES.loader())
     monkeypatch.setattr(writer, "BUFFER_BYTES", 4096)
     monkeypatch.setattr(saving, "BUFFERS", 1)
@@ -446,13 +446,13 @@ class Interrupts(SaveOps):
 
 
 def test_ctrl_c_while_it_is_written_leaves_nothing(strategy_at, tmp_path: Path) -> None:
-    class SaveQueue(L.Callback):
+    class SavesEachBatch(L.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             trainer.save_checkpoint(tmp_path / "x.ckpt")
 
     strategy = sharded(strategy_at, "masters_on_disk")
     strategy.save_ops = Interrupts()
-    trainer = make_trainer(strategy, max_epochs=1, callbacks=[SaveQueue()])
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[SavesEachBatch()])
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises((KeyboardInterrupt, SystemExit)):
@@ -604,7 +604,7 @@ def _filled(allocator: Any, numel: int, values: torch.Tensor) -> Any:
 
 
 def _buffers(allocator: Any) -> PageIOBuffers:
-    """Of a cell each, as a save behind training has them; for what is on disk."""
+    """Returns buffers of a cell each, as an asynchronous save has them for what is on disk."""
     count = BUFFERS if allocator.tier is Tier.DISK else 0
     return PageIOBuffers(
         allocator, [allocator.allocate("a cell", CELL, torch.float32, Tier.DEVICE) for _ in range(count)]
@@ -629,7 +629,7 @@ def test_every_cell_is_taken_once_before_it_changes(allocator: Any, seed: int) -
     snapshot = Snapshot(allocator, parts, CELL, buffers)
 
     def update() -> None:
-        """As the updater does: cell by cell, in an order of its own, more than once."""
+        """Updates cell by cell, as the updater does, in an order of its own, more than once."""
         cells = [(i, start) for i, numel in enumerate(lengths) for start in range(0, numel, CELL)] * 2
         chance.shuffle(cells)
         window = allocator.allocate("window", CELL, torch.float32, Tier.DEVICE)

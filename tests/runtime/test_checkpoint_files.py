@@ -198,7 +198,7 @@ def test_ram_is_used_where_the_disk_has_no_room(strategy_at, tmp_path: Path, mon
 
 
 class Sparse(Full):
-    """With a buffer that has no plain storage."""
+    """Model with a buffer that has no plain storage."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ STREAMED = Tier(
     link_toward=Link.HOST_TO_DEVICE,
     link_back=Link.DEVICE_TO_HOST,
 )
-"""Beside the host, nearer than the disk. Updates stream what lies there through RAM."""
+"""Tier next to the host, nearer than the disk. Updates stream its pages through RAM."""
 UPDATED = dataclasses.replace(STREAMED, update_link=Link.UPDATE_HOST)
 """Such a memory in which updates run."""
 
@@ -55,7 +55,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def in_ram(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
-    """The same training with everything in RAM, by the micro-batches of a step."""
+    """Returns the outcome of the same training with everything in RAM, by the micro-batches of a step."""
     return {
         many: fit(AngelPTMStrategy(page_size="64KiB"), tmp_path_factory.mktemp("ram"), accumulate_grad_batches=many)[0]
         for many in (1, 2)

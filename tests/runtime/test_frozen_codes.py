@@ -109,7 +109,7 @@ def test_the_numbers_are_those_of_weights_that_were_rounded_before(strategy_at, 
 
 
 class Kept(L.Callback):
-    """What a run keeps of each parameter's home, in bytes, and what its inventory has."""
+    """Records the bytes of each parameter's home, and what the inventory has."""
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy = trainer.strategy
@@ -169,7 +169,7 @@ def test_a_checkpoint_holds_the_rounded_values_and_going_on_from_it_changes_no_b
 
 
 class FromMeta(Adapted):
-    """The same without memory; nobody can initialise it but from files."""
+    """Model on the meta device, which only files can initialise."""
 
     def __init__(self) -> None:
         with torch.device("meta"):

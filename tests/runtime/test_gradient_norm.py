@@ -39,7 +39,7 @@ class NormLoop(PlainLoop):
 
 
 class Collect(Callback):
-    """What has been logged, and under which name, after each batch."""
+    """Records what has been logged, and under which name, after each batch."""
 
     def __init__(self) -> None:
         self.norms: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""What a step computed is freed when the next one begins, also where units share an input."""
+"""Tensors of a step are freed when the next one begins, also where units share an input."""
 
 from __future__ import annotations
 

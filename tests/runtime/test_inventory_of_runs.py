@@ -1,4 +1,4 @@
-"""What a run has taken when its set-up has ended is what its inventory says, to the byte, in every tier."""
+"""Allocations of a run when its set-up has ended are those of its inventory, to the byte, in every tier."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Runs:
 
 
 def kill(processes: Iterable[int]) -> None:
-    """Those of them that are still there."""
+    """Kills those processes that still run."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
@@ -110,14 +110,14 @@ def check_newest(folder: Path) -> int:
 
 
 def check_weights(folder: Path, other: Path) -> None:
-    """Those of two runs are the same, to the bit."""
+    """Checks that the weights of two runs are equal, to the bit."""
     ours, theirs = torch.load(folder / "weights.pt"), torch.load(other / "weights.pt")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
 def in_shared_memory() -> set[str]:
-    """What is there, but for semaphores of Python's multiprocessing: runs make none, tests beside this one do."""
+    """Lists shared memory, except semaphores of Python's multiprocessing: runs make none, parallel tests do."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
@@ -174,12 +174,12 @@ def test_a_killed_run_that_resumes_by_itself_is_one_that_was_resumed_by_hand(
     kill(processes)
     said += runs.until_gone()
     assert "ended" not in said
-    summon = tmp_path / "by_hand"
-    (summon / "disk").mkdir(parents=True)
-    shutil.copytree(tmp_path / "kept", summon / "kept")
+    by_hand = tmp_path / "by_hand"
+    (by_hand / "disk").mkdir(parents=True)
+    shutil.copytree(tmp_path / "kept", by_hand / "kept")
     runs.to_the_end(tmp_path, f"{kind}+auto", 12)
-    runs.to_the_end(summon, kind, 12)
-    check_weights(tmp_path, summon)
+    runs.to_the_end(by_hand, kind, 12)
+    check_weights(tmp_path, by_hand)
     assert sorted(map(step_of, (tmp_path / "kept").glob("*.ckpt")))[-2:] == [11, 12]
 
 
@@ -206,24 +206,24 @@ def began(said: list[str]) -> list[int]:
 
 
 def began_with(said: Iterable[str]) -> list[tuple[int, int]]:
-    """With how many ranks, and at which steps."""
+    """Returns the number of ranks and the step of each beginning."""
     return [(int(line.split()[3]), int(line.split()[1])) for line in said if line.startswith("began")]
 
 
 def check_resumed_by_hand(runs: Runs, folder: Path, kind: str, starts: list[tuple[int, int]], steps: int) -> None:
     """A run whose starts had so many ranks and began at such a step has the weights of one that was resumed by hand there."""
-    summon = folder.parent / f"{folder.name}-by-hand"
-    (summon / "disk").mkdir(parents=True)
+    by_hand = folder.parent / f"{folder.name}-by-hand"
+    (by_hand / "disk").mkdir(parents=True)
     ends = [*(step for _, step in starts[1:]), steps]
     for (ranks, step), end in zip(starts, ends, strict=True):
         assert end >= step, "an older checkpoint than before was gone on from"
         if end > step:
-            assert began(runs.to_the_end(summon, kind, end, ranks)) == [step]
-    check_weights(folder, summon)
+            assert began(runs.to_the_end(by_hand, kind, end, ranks)) == [step]
+    check_weights(folder, by_hand)
 
 
 def check_nothing_left(folder: Path, shared: set[str]) -> None:
-    """But checkpoints under their names."""
+    """Checks that nothing is left but checkpoints under their names."""
     assert os.listdir(folder / "disk") == []
     # One whose writer was killed while it removed or committed it has no lock, and is taken for a dead one's when it is old.
     for partial in (folder / "kept").glob(f"{PARTIAL}*"):
@@ -324,7 +324,7 @@ class Agents:
         """The agent of a machine, which starts one rank there."""
         first = node == host
         waits = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
-        barriers = f"--rdzv-conf=is_host={int(first)},{waits}"
+        rendezvous = f"--rdzv-conf=is_host={int(first)},{waits}"
         command = [
             sys.executable,
             "-m",
@@ -333,7 +333,7 @@ class Agents:
             "--nproc-per-node=1",
             "--max-restarts=9",
         ]
-        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host.address}:29511", "--rdzv-id=two", barriers]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host.address}:29511", "--rdzv-id=two", rendezvous]
         command += [f"--local-addr={node.address}"]
         variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "KILLED_RUN_STEP_S": "0.5"}
         variables["GLOO_SOCKET_IFNAME"] = node.interface
@@ -348,7 +348,8 @@ class Agents:
         return agent
 
     def said(self) -> list[str]:
-        """What rank 0, wherever it was, has said of beginnings: in the order of steps, of which one never goes back."""
+        """Returns rank 0's lines about beginnings, on whatever machine it ran, in the order of steps, which never
+        decreases."""
         lines = [line for path in self._folder.glob("*.said") for line in path.read_text().splitlines()]
         return sorted((line for line in lines if line.startswith("began")), key=lambda line: int(line.split()[1]))
 
@@ -360,7 +361,7 @@ class Agents:
             time.sleep(0.05)
 
     def reap(self) -> None:
-        """Of machines that have been powered off."""
+        """Waits for the agents of machines that have been powered off."""
         for agent in self._started:
             agent.wait(60)
 

@@ -76,9 +76,9 @@ CASES: dict[str, tuple[type[TrainModule], Batches, str, dict[str, Any], int]] = 
     "mostly frozen, recomputed": (Adapted, ROWS, "32-true", RECOMPUTED, 9),
     "in flight": (InFlight, MICRO_BATCHES, "32-true", {}, 17),
 }
-"""What is trained, and the least pages of device memory with everything on disk: the root and the largest block, with the
-gradients of both, are 12 (8 in 16 bits, 16 in blocks of several sizes, 9 where most is frozen); the sum to which the block's
-are added is 5 (7)."""
+"""Models and settings, and the least pages of device memory with everything on disk: the root and the largest block,
+with the gradients of both, are 12 (8 in 16 bits, 16 in blocks of several sizes, 9 where most is frozen); the sum to
+which the block's are added is 5 (7)."""
 
 
 class Begun(L.Callback):

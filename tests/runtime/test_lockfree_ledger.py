@@ -1,5 +1,5 @@
-"""What lock-free runs promise, read from weights that tell which steps are in them: all that was trained is in what is
-evaluated, saved, read by hand and left behind; a micro-batch computes with one version; and the audit is to be seen.
+"""Promises of lock-free runs, read from weights that show which steps are in them: everything trained is in what is
+evaluated, saved, read by hand and left at the end; a micro-batch computes with one version; and the audit can be read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What lock-free updates take of RAM, counted in pages; their gradients in pages of a real pool; several disks."""
+"""RAM of lock-free updates, counted in pages; their gradients in pages of a real pool; several disks."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ def drawn(depth: int, width: int) -> Blueprint:
 
 @pytest.mark.parametrize(("depth", "width", "versions"), [(12, 768, 2 * 4 + 19), (24, 1024, 2 * 7 + 25)])
 def test_at_real_sizes_at_most_64_pages_are_in_flight(depth: int, width: int, versions: int) -> None:
-    """Of 4 MiB, for GPT 124M and 355M. Larger units have larger versions: two of a unit's size are always there."""
+    """Pages have 4 MiB; models are GPT 124M and 355M. Larger units have larger versions: two of a unit's size always
+    exist."""
     found = drawn(depth, width)
     assert found.lock_free is not None and found.lock_free.gradients == ()
     pages = sum(row.count * -(-row.numel * row.item_bytes // (4 << 20)) for row in found.lock_free.spares)
@@ -343,7 +344,7 @@ def test_freed_memory_is_kept_until_ram_is_short_and_from_then_on_goes_back(monk
 
 
 def test_lock_free_gives_freed_memory_back_when_told(strategy_at) -> None:
-    """And with other heap settings the numbers are the same."""
+    """Heap settings do not change the numbers."""
     losses = []
     for freed in ("keep", "return"):
         module: TrainModule = built()

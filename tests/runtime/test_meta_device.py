@@ -123,7 +123,7 @@ class Attention(WithInitWeights):
 
 
 def eager(build: type[Late]) -> type[Late]:
-    """The same module, built on the CPU, with the same first values."""
+    """Returns the class built on the CPU, with the same first values."""
 
     class Eager(build):  # type: ignore[valid-type, misc]
         where = "cpu"
@@ -177,7 +177,7 @@ class AttentionWithReset(Attention):
 @pytest.mark.slow_unless("all_on_disk-TiedWithReset", "lock_free_three_tiers-Late")
 @pytest.mark.parametrize("build", [Late, TiedWithReset])
 def test_reset_parameters(strategy_at, tier, build) -> None:
-    """Without init_weights, every layer's own reset_parameters gives its usual values."""
+    """Every layer's own reset_parameters gives its usual values, if there is no init_weights."""
     torch.manual_seed(0)
     module = build()
     seen: dict[str, Tensor] = {}
@@ -263,7 +263,7 @@ def test_a_layer_that_nobody_initialises_is_refused(strategy_at) -> None:
 
 
 class ForgetsBiases(Late):
-    """Its initialisation sets matrices alone."""
+    """Module whose initialisation sets matrices alone."""
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):

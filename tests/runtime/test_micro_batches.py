@@ -59,7 +59,7 @@ class Staged(TrainModule):
 
 
 class Reentrant(Staged):
-    """Its blocks are computed again by torch's older checkpoint."""
+    """Model whose blocks are recomputed by torch's older checkpoint."""
 
     def call(self, block: nn.Module, value: Tensor) -> Tensor:
         return checkpoint(block, value, use_reentrant=True)  # type: ignore[no-any-return]
@@ -73,7 +73,8 @@ class Shared(Staged):
 
 
 class SharedInput(Staged):
-    """What all blocks of all micro-batches also read comes of one trunk, whose gradient comes once for each."""
+    """Model whose blocks, in all micro-batches, also read the output of one trunk, whose gradient comes once for
+    each."""
 
     def __init__(self, order: str) -> None:
         super().__init__(order)
@@ -129,7 +130,7 @@ def test_one_trunk_for_all(strategy_at, tier) -> None:
 
 
 class Looks(L.Callback):
-    """What the executor has counted by the end of each step, and the bytes of the plan that it follows."""
+    """Records the executor's counts at the end of each step, and the bytes of the plan that it follows."""
 
     def __init__(self) -> None:
         self.misses: list[int] = []

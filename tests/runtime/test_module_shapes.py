@@ -186,7 +186,7 @@ class InPlaceOnOutputs(Stack):
 
 @case
 class BlockWhoseResultIsNotUsed(Stack):
-    """Its forward runs and no gradient ever reaches it."""
+    """Block whose forward runs and which no gradient ever reaches."""
 
     def middle(self, x: Tensor, index: int) -> Tensor:
         for block in self.blocks:

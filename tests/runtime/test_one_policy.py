@@ -1,4 +1,4 @@
-"""What a run decides of chunks is what its forecast does, entry by entry; a policy that changes changes both.
+"""Decisions about chunks of a run are those of its forecast, entry by entry; a policy that changes changes both.
 
 With two ranks: ranks/test_rank_one_policy.py. Lock-free: update/test_two_drivers_of_waiting.py.
 """
@@ -20,7 +20,7 @@ not of the run's own trace."""
 
 
 def logs(strategy: Any, patch: pytest.MonkeyPatch, *, slow: bool, **options: Any) -> tuple[list[Entry], list[Entry]]:
-    """Of the run and of the forecast."""
+    """Returns the logs of the run and of the forecast."""
     log = Log()
     with patch.context() as disk:
         Disk(disk, slow=slow)
@@ -33,7 +33,7 @@ LATE = {"gradient_clip_val": 1.0}
 """Updates come at the step."""
 LITTLE = {"tuning": {"staging_memory": "2MiB"}}
 NARROW = {**LITTLE, "host_memory": "2944KiB"}
-"""Of RAM, so that compute waits for updates where the gradients of more than two units do."""
+"""Settings with so little RAM that compute waits for updates where the gradients of more than two units do."""
 
 
 @pytest.mark.slow_unless(
@@ -66,7 +66,7 @@ def test_what_a_run_decides_is_what_its_forecast_does(
 
 
 def test_a_policy_that_changes_changes_both(strategy_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads nothing ahead of jobs; or it serves the job that came last first."""
+    """Policies under test: nothing is read ahead of jobs; or the newest job is served first."""
     before, _ = logs(strategy_at("masters_on_disk", **LITTLE), monkeypatch, slow=True)
     enqueue = Chunks.enqueue
 

@@ -62,7 +62,7 @@ def test_copies_have_ended_when_their_time_is_taken(monkeypatch: pytest.MonkeyPa
     class Apart(CpuBackend):
         """A device whose copies end where somebody waits for them."""
 
-        apart = True
+        has_own_memory = True
 
         def synchronize(self) -> None:
             told.append("waits")
@@ -95,9 +95,9 @@ def test_the_bits_are_those_of_that_number_given_by_hand(tmp_path: Path) -> None
         return fit(Stack, BATCHES, strategy, callbacks=[seen]), seen.pages[0]
 
     measured, pages = train("auto")
-    summon, same = train(pages)
+    given, same = train(pages)
     assert same == pages and pages in (256 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB)
-    measured.assert_equal(summon)
+    measured.assert_equal(given)
 
 
 def test_without_links_pages_are_as_large_as_ever() -> None:

@@ -63,7 +63,7 @@ class Terminal:
         os.close(self._reading_end)
 
     def bars(self) -> dict[str, list[re.Match[str]]]:
-        """What was shown of each bar, in order."""
+        """Returns what was shown of each bar, in order."""
         found: dict[str, list[re.Match[str]]] = {}
         for match in BAR.finditer(self.text):
             found.setdefault(match["what"].strip(), []).append(match)

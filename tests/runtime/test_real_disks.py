@@ -87,7 +87,8 @@ def read(path: Path) -> Any:
 
 
 def check_kept(kept: Path, expected: Path) -> None:
-    """What is there is what an undisturbed run saves at that step, bit for bit; nothing else is there."""
+    """Checks that the kept checkpoints are those of an undisturbed run at that step, bit for bit, and nothing else
+    exists."""
     names = names_in(kept)
     assert names == ["2.ckpt"] or names == ["2.ckpt", "4.ckpt"]
     assert all(same(read(kept / name), read(expected / name)) for name in names)

@@ -1,4 +1,4 @@
-"""What a run fetches and gives up is what a virtual run does, from the first iteration to the last, in as many pages."""
+"""Fetches, evictions and pages of a run are those of its virtual run, from the first iteration to the last."""
 
 from __future__ import annotations
 

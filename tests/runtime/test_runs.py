@@ -120,7 +120,7 @@ def test_every_kind_of_run_in_turn(strategy_at, tier) -> None:
 
 @pytest.mark.slow_unless("ram", "three_tiers", "tight")
 def test_weights_are_ordinary_after_fit(strategy_at, tier) -> None:
-    """They can be trained on, copied, pickled and moved by plain torch."""
+    """Weights after fit can be trained on, copied, pickled and moved by plain torch."""
     module = make()
     make_trainer(strategy_at(tier)).fit(module, BATCHES.loader())
     assert all(parameter.is_leaf and parameter.requires_grad for parameter in module.parameters())
@@ -349,7 +349,7 @@ def test_no_run_no_engine(strategy_at, tier) -> None:
 
 
 class _Kept(L.Callback):
-    """What becomes of freed memory."""
+    """Records the run's policy for freed memory."""
 
     freed: Freed | None = None
 

@@ -24,7 +24,7 @@ from lightning_ptm.storage.index import read_index
 
 
 class Odd(Full):
-    """With a number for a parameter, and two names for one weight."""
+    """Model with a parameter that is a number, and two names for one weight."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from kit.fits import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import lightning_ptm.trainer.building
+import lightning_ptm.trainer.builder
 from lightning_ptm import AngelPTMPrecision
 from lightning_ptm.errors import InternalError
 from lightning_ptm.planning.inventory import Lifetime, Row, What
@@ -41,7 +41,7 @@ def fit(module: L.LightningModule, strategy: Any, **options: Any) -> None:
 
 
 def belongings(module: nn.Module) -> dict[str, list[tuple[str, int]]]:
-    """What each module has of its own, with how much is in it: hooks, and methods in place of its class's."""
+    """Lists the hooks of each module with their number, and the methods that replace its class's."""
     return {
         name: sorted((key, len(value) if isinstance(value, dict) else 0) for key, value in vars(each).items())
         for name, each in module.named_modules()
@@ -82,8 +82,8 @@ def test_nothing_stays_on_a_module_whose_set_up_fails_last(
 
 
 def test_what_is_taken_without_a_row_is_found(strategy_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here it is a row that nobody takes."""
-    decide_here = lightning_ptm.trainer.building.decide_here
+    """The test adds a row that no code allocates."""
+    decide_here = lightning_ptm.trainer.builder.decide_here
 
     def with_a_row(*args: Any, **kwargs: Any) -> Any:
         found = decide_here(*args, **kwargs)
@@ -91,7 +91,7 @@ def test_what_is_taken_without_a_row_is_found(strategy_at: Any, monkeypatch: pyt
         rows = (*found.inventory.rows, row)
         return dataclasses.replace(found, inventory=dataclasses.replace(found.inventory, rows=rows))
 
-    monkeypatch.setattr(lightning_ptm.trainer.building, "decide_here", with_a_row)
+    monkeypatch.setattr(lightning_ptm.trainer.builder, "decide_here", with_a_row)
     with pytest.raises(
         InternalError, match=r"set-up has allocated \d+ bytes of the device tier, and the rows .* sum to \d+"
     ):

@@ -102,7 +102,8 @@ class Soaked(TrainModule):
 
 
 class ThingsNow:
-    """What this process has of the machine, and how much of that may come in the time that is soaked, noise included."""
+    """Resources of the machine that this process uses, and how much may be added in the time that is soaked, noise
+    included."""
 
     MOST: ClassVar[dict[str, float]] = {
         "resident bytes": 1 << 20,
@@ -117,7 +118,7 @@ class ThingsNow:
     }
 
     MOST_SAMPLES = 1 << 17
-    """Their memory is taken at the beginning: lists that grow for an hour are found, too."""
+    """Number of samples, allocated at the beginning: lists that grow for an hour are found, too."""
 
     LEAST_SAMPLES = 4
     """For any line; more for one that says much."""
@@ -149,7 +150,8 @@ class ThingsNow:
         self.count += 1
 
     def grown(self) -> dict[str, float]:
-        """What the fitted line rises by, from behind the first third, in which all that is made once is made."""
+        """Returns the rise of the fitted line, without the first third, in which everything that is made once is
+        made."""
         found = {}
         for name, values in zip(self.MOST, self.samples, strict=True):
             later = values[self.count // 3 : self.count]
@@ -161,11 +163,11 @@ class ThingsNow:
         grown = self.grown()
         print(self.count, "samples,", {name: round(value, 1) for name, value in grown.items()})
         assert self.count >= 12, "too few samples for a line"
-        too_much = {name: self.plan_cursor(name) for name, value in grown.items() if value > self.MOST[name]}
+        too_much = {name: self._growth(name) for name, value in grown.items() if value > self.MOST[name]}
         assert too_much == {}, "whether it grew bit by bit or at once is seen in these samples"
 
-    def plan_cursor(self, name: str) -> list[int]:
-        """What a thing has grown by since the first of forty samples, from the first to the last."""
+    def _growth(self, name: str) -> list[int]:
+        """Returns 40 samples of a resource, evenly spaced over the run, relative to the first."""
         values = self.samples[list(self.MOST).index(name)]
         return [int(values[at] - values[0]) for at in numpy.linspace(0, self.count - 1, 40).astype(int)]
 

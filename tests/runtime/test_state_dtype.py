@@ -138,7 +138,7 @@ def test_only_the_states_that_are_named_are_rounded(strategy_at, tmp_path: Path)
 
 
 class Unfreezing(Full):
-    """Its frozen part learns from the second epoch on."""
+    """Model whose frozen part learns from the second epoch on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ def test_an_optimizer_of_whole_parameters_is_refused(strategy_at) -> None:
 
 
 class Centered(ScheduledStack):
-    """Its optimizer divides by the root of square_avg - grad_avg**2."""
+    """Model whose optimizer divides by the root of square_avg - grad_avg**2."""
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(self.parameters(), lr=1e-3, centered=True, momentum=0.9)

@@ -239,7 +239,7 @@ class _Remembering(Block):
 
 
 class RemembersWithinAStep(Stack):
-    """What blocks remember is forgotten between steps."""
+    """Model whose blocks drop what they remember between steps."""
 
     def __init__(self) -> None:
         super().__init__(make_block=_Remembering)
@@ -258,7 +258,7 @@ def test_what_a_forward_leaves_in_its_module_is_not_there_when_it_is_recomputed(
 
 
 class _RemembersOutside(_Remembering):
-    """The same, out of sight of its module."""
+    """Remembers values in an object that its module does not have."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -75,7 +75,7 @@ def weights(strategy: Any, optimizer: Callable[[Any], Optimizer], precision: str
 
 
 class SlowDisk(FileOps):
-    """What is read for an update comes when the next forward has begun."""
+    """Disk that delivers reads for an update when the next forward has begun."""
 
     def preadv(self, *args: Any) -> int:
         time.sleep(0.03)

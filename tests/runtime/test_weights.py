@@ -69,7 +69,7 @@ class Body(nn.Module):
 
 
 class Tuned(TrainModule):
-    """What users write: the network as `self.model`."""
+    """Module as users write it: the network as `self.model`."""
 
     where = "meta"
 
@@ -90,7 +90,7 @@ class TunedEagerly(Tuned):
 
 
 def values(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Of `Body`, as writers of safetensors files save it: tied weights once, no computed buffers."""
+    """Returns the values of `Body`, as writers of safetensors files save it: tied weights once, no computed buffers."""
     generator = torch.Generator().manual_seed(7)
     state = Body().state_dict()
     del state["lm_head.weight"]
@@ -329,7 +329,7 @@ class Adapter(nn.Module):
 
 
 class Copied(nn.Module):
-    """As peft wraps a layer that is trained whole."""
+    """Wrapper of a layer that is trained whole, as peft's."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -499,7 +499,7 @@ def test_a_checkpoint_is_loaded_over_the_weights(strategy_at, file: Path, tmp_pa
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_weights_are_read_for_the_first_run_only(strategy_at, file: Path, precision: str) -> None:
-    """And a run that trains nothing does not round them."""
+    """A run that trains nothing does not round the weights."""
     module = Looking()
     trainer = make_trainer(strategy_at("all_on_disk", weights=file), precision)
     trainer.validate(module, BATCHES.loader(), verbose=False)

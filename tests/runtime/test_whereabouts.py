@@ -18,7 +18,7 @@ def calls(function: Callable[[], str]) -> str:
 
 
 def in_module(name: str, function: Callable[..., str]) -> Callable[..., str]:
-    """The same code, as if it stood in a module of that name."""
+    """Returns the same code, as if it were in a module of that name."""
     return FunctionType(function.__code__, {**function.__globals__, "__name__": name})
 
 

@@ -21,7 +21,7 @@ MIXED = {"compute": torch.bfloat16, "mixed": True}
 
 
 class Odd(Net):
-    """With parameters whose ends are no pages', and one that is transposed."""
+    """Model with parameters that do not end with pages, and one that is transposed."""
 
     def __init__(self) -> None:
         super().__init__(2)

@@ -34,7 +34,7 @@ OF_TORCH = {
     "opens_to": "of the class of one parameter, which is made for it",
 }
 OF_AUTOGRAD = "ctx"
-"""Of an autograd function: it keeps there what its backward needs."""
+"""Name of the context of an autograd function, which keeps there what its backward needs."""
 OF_LIGHTNING = {
     "rank": "rank_zero_only.rank: strategies set it",
     "checkpoint_io": "a wrapping plugin's: strategies set it",
@@ -93,7 +93,7 @@ def owned(tree: ast.Module) -> set[str]:
 
 
 def of_others(tree: ast.Module) -> list[ast.Attribute]:
-    """What a file assigns of objects that are of no class in it."""
+    """Returns the file's assignments to attributes of objects whose class is defined elsewhere."""
     own = owned(tree)
     return [
         each
@@ -105,7 +105,7 @@ def of_others(tree: ast.Module) -> list[ast.Attribute]:
 
 
 def of_bases(found: dict[str, ast.Module]) -> list[str]:
-    """What a class gives itself that a base of it, in another file, gives itself, too."""
+    """Returns attributes that a class gives itself and a base of it, in another file, gives itself, too."""
     classes = {
         node.name: (path, node)
         for path, tree in found.items()

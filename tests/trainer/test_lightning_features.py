@@ -45,7 +45,7 @@ def one_thread_in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 class Classifier(L.LightningModule):
-    """With BatchNorm and other buffers, a metric whose state is saved, a schedule, and hyperparameters."""
+    """Model with BatchNorm and other buffers, a metric whose state is saved, a schedule, and hyperparameters."""
 
     def __init__(self, lr: float = 1e-2, batch_size: int = 8, meta: bool = False) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def with_options(strategy: Strategy | str, name: str) -> dict[str, Any]:
 
 @cache
 def with_options_plainly(name: str) -> dict[str, Any]:
-    """What Lightning's own strategy makes of it, which all tiers are compared with."""
+    """Returns the outcome with Lightning's own strategy, which all tiers are compared with."""
     return with_options("auto", name)
 
 
@@ -213,7 +213,7 @@ def test_gradients_are_kept_for_the_step_with_which_stochastic_averaging_ends(av
 
 @cache
 def not_averaged() -> dict[str, Tensor]:
-    """What training without such a callback leaves under mixed precision."""
+    """Returns the state after training without such a callback under mixed precision."""
     return fitted(AngelPTMStrategy(page_size="64KiB", debug={"poison": True}), precision="bf16-mixed")["state"]  # type: ignore[no-any-return]
 
 

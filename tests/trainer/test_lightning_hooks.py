@@ -19,7 +19,7 @@ MakeStrategy = Callable[..., AngelPTMStrategy]
 
 
 class Layer(L.LightningModule):
-    """Its optimizer counts its zero_grad by a method of its own."""
+    """Module whose optimizer counts its zero_grad by a method of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -260,7 +260,8 @@ def test_it_is_chosen_where_the_processor_is_slow(dtype) -> None:
 
 @pytest.mark.parametrize(("slow", "stalled"), [(True, torch.float32), (True, torch.bfloat16), (False, torch.bfloat16)])
 def test_a_busy_machine_changes_no_choice(slow: bool, stalled: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As tests beside others have seen: fp32's products were kept waiting each of the few times that they were timed."""
+    """Measurements as on a busy machine: fp32's products were kept waiting each of the few times that they were
+    timed."""
     clock_s = 0.0
     calls = dict.fromkeys((torch.bfloat16, torch.float32), 0)
 

@@ -68,9 +68,9 @@ def values_of(name: str, dtypes: list[torch.dtype], cast: torch.dtype | None) ->
 def test_the_widest_dtype_computes(name: str) -> None:
     promote_operators("cpu")
     ours = values_of(name, [torch.float32, torch.bfloat16, torch.bfloat16], None)
-    summon = values_of(name, [torch.float32, torch.bfloat16, torch.bfloat16], torch.float32)
-    assert len(ours) == 4 and [each.dtype for each in ours] == [each.dtype for each in summon]
-    assert all(map(torch.equal, ours, summon))
+    expected = values_of(name, [torch.float32, torch.bfloat16, torch.bfloat16], torch.float32)
+    assert len(ours) == 4 and [each.dtype for each in ours] == [each.dtype for each in expected]
+    assert all(map(torch.equal, ours, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -100,11 +100,10 @@ def test_what_16_bits_give_no_numbers_for(dtype: torch.dtype) -> None:
 
 
 class Residual(L.LightningModule):
-    """Its features are fp32 and stay so: what is added to them is what layers make of their norms."""
+    """Module whose features are fp32 and stay so: it adds to them what layers compute from their norms."""
 
-    def __init__(self, summon: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.summon = summon
         self.norm, self.layer = nn.LayerNorm(8), nn.Linear(8, 8)
         self.groups, self.spectral = nn.GroupNorm(2, 8), nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
         self.losses: list[float] = []

@@ -1,4 +1,4 @@
-"""What is to happen behind an import happens once, with the whole module, whoever imports it and in what thread."""
+"""Actions after an import happen once, with the whole module, whatever imports it and in whatever thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""There is a run from the strategy's `setup` to its `teardown`, and none before and behind."""
+"""Lifetime of a run: from the strategy's `setup` to its `teardown`, and not before or after."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_ptm.trainer.building
+import lightning_ptm.trainer.builder
 from lightning_ptm import AngelPTMStrategy, UsageError
 
 MakeStrategy = Callable[..., AngelPTMStrategy]
@@ -91,7 +91,7 @@ def test_a_set_up_that_fails_ends(strategy_at: MakeStrategy, monkeypatch: pytest
         def fails(*_: Any, **__: Any) -> None:
             raise ValueError("nothing is decided")
 
-        patched.setattr(lightning_ptm.trainer.building, "decide_here", fails)
+        patched.setattr(lightning_ptm.trainer.builder, "decide_here", fails)
         with pytest.raises(ValueError, match="nothing is decided"):
             trainer.fit(Net(), batches())
     assert strategy._run is None and strategy._set_up is None

@@ -99,11 +99,11 @@ def test_what_is_not_in_ram_counts_by_its_shape() -> None:
 class Apart(CpuBackend):
     """A device with memory of its own."""
 
-    apart = True
+    has_own_memory = True
 
 
 def told_of(batches: list[Any], *, moves: bool = True) -> list[str]:
-    """What a group is told of batches that come to such a device, behind the first."""
+    """Returns the digests that a group gets of batches that are moved to such a device, after the first."""
     told: list[str] = []
     same = SameBatches(None, Apart(), told.append)  # type: ignore[arg-type]
     same._compared["train", 0] = FIRST

@@ -258,7 +258,7 @@ def plain_step(twin: Twin, gradients: Sequence[torch.Tensor | None]) -> None:
 
 
 def set_lr(twin: Twin, factor: float) -> None:
-    """What a scheduler does to a user's optimizer."""
+    """Changes the learning rates, as a scheduler does."""
     for optimizer in (twin.optimizer, twin.plain_optimizer):
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * factor

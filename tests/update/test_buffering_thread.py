@@ -20,7 +20,7 @@ from lightning_ptm.update.lock_free_buffers import Contribution, FlatBuffer, Ori
 from lightning_ptm.update.pipeline import Pipeline
 
 LOOK_S = 0.05
-"""Of all who look, here."""
+"""Polling interval in these tests, in seconds."""
 LOOKS_AT_ONCE = 20
 """Questions that one look may ask. Whoever does not sleep asks thousands in the time that passes here."""
 

@@ -1,4 +1,4 @@
-"""What makes tensors, beside a forward that has changed torch's default dtype."""
+"""Functions that make tensors, in a thread beside a forward that has changed torch's default dtype."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def made(tmp_path: Path) -> Iterator[Any]:
 def test_a_job_gets_what_was_read_ahead_for_it_though_it_is_not_first(
     made: Any, who: str, staging: int, gradient_home: Tier | None
 ) -> None:
-    """It lacks the target, or the gradient, too; and the first in the queue has no room."""
+    """The job that is served lacks the target, or the gradient, too; and the first in the queue has no room."""
     both = made(2, staging=staging, gradient_home=gradient_home)
     both.updater.prefetch([both.twins[1].states])
     both.read()

@@ -1,4 +1,5 @@
-"""What is known of torch's own optimizers is what a trial of them finds, for every setting that changes what they keep."""
+"""Known traits of torch's own optimizers are those that a trial of them finds, for every setting that changes their
+states."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_a_version_that_nobody_took_is_replaced_and_its_pages_are_used_again() -
     (flat,) = bench.flats
     for step in range(6):
         bench.buffers.offer(flat, gradient(step))
-        bench.buffers.hurry(flat, step + 1)
+        bench.buffers.prioritize(flat, step + 1)
         bench.end(bench.jobs[0])
     assert bench.buffers.idle
     assert bench.read(flat) == 6
@@ -188,7 +188,7 @@ def test_a_request_that_was_overtaken_asks_for_nothing() -> None:
     bench.buffers.offer(flat, gradient(0))
     bench.end(bench.jobs[0])
     bench.buffers.offer(flat, gradient(1))
-    assert not bench.buffers.hurry(flat, 1)
+    assert not bench.buffers.prioritize(flat, 1)
     assert bench.jobs == []  # the last spare pages are not for it
 
 
@@ -270,7 +270,7 @@ def test_the_oldest_gradients_come_first_but_for_what_compute_waits_for() -> Non
     for step, index in ((0, 0), (0, 1), (5, 2), (3, 3), (4, 4)):
         bench.buffers.offer(bench.flats[index], gradient(step))
     assert [job.flat.name for job in bench.jobs] == ["flat 0", "flat 1"]  # two are in hand
-    assert bench.buffers.hurry(bench.flats[4], 1)
+    assert bench.buffers.prioritize(bench.flats[4], 1)
     assert bench.jobs[-1].flat is bench.flats[4]
     bench.end(bench.jobs[0])
     bench.end(bench.jobs[0])
@@ -292,7 +292,7 @@ def test_the_last_spare_pages_are_for_what_compute_waits_for() -> None:
     (job,) = bench.jobs
     bench.end(job)
     assert bench.jobs == []  # one spare is left, and the version of flat 0 is not taken
-    bench.buffers.hurry(bench.flats[2], 1)
+    bench.buffers.prioritize(bench.flats[2], 1)
     (job,) = bench.jobs
     assert job.flat is bench.flats[2]
     bench.end(job)
@@ -371,13 +371,13 @@ class Interleaving(Bench):
     def too_stale(self, flat: FlatBuffer) -> bool:
         return len(self.offered[flat.name]) - flat.slot.applied > self.bound
 
-    def hurry(self, flat: FlatBuffer) -> None:
+    def prioritize(self, flat: FlatBuffer) -> None:
         """A request travels to the buffering thread, which may be told of other things first."""
         self.requests.append((flat, len(self.offered[flat.name]) - self.bound))
 
     def deliver(self, count: int) -> None:
         for flat, needed in self.requests[:count]:
-            self.buffers.hurry(flat, needed)
+            self.buffers.prioritize(flat, needed)
         del self.requests[:count]
 
     def prefetch(self, flat: FlatBuffer) -> None:
@@ -385,7 +385,7 @@ class Interleaving(Bench):
         if flat.name in self.used:
             return
         if self.too_stale(flat):
-            self.hurry(flat)
+            self.prioritize(flat)
         else:
             self.used.add(flat.name)
             self.read(flat)
@@ -394,7 +394,7 @@ class Interleaving(Bench):
         """Compute waits for the flat. What it uses already keeps its pages."""
         rounds = 0
         while flat.name not in self.used and self.too_stale(flat):
-            self.hurry(flat)
+            self.prioritize(flat)
             self.deliver(len(self.requests))
             for other in self.flats:
                 if other.name not in self.used:
@@ -406,7 +406,7 @@ class Interleaving(Bench):
         self.prefetch(flat)
 
     def drain(self) -> None:
-        """As at a validation: nothing is in use."""
+        """Drains as at a validation: nothing is in use."""
         self.used.clear()
         while not self.buffers.idle:
             for flat in self.flats:
@@ -461,7 +461,7 @@ def scaled(step: int, value: float, scale: float, clip: float = 1.0, clamp: floa
 
 
 def applied_value(contribution: Contribution) -> float:
-    """What an update adds up to, before it takes the mean of its steps."""
+    """Returns the sum of an update, before it takes the mean of its steps."""
     values = torch.tensor([value_of(contribution)])
     dataclasses.replace(combined(contribution)[1], share=1.0).apply_(values)
     return float(values)

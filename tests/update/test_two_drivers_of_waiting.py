@@ -66,9 +66,9 @@ class Both(SharedCores):
         self.bench.buffers.offer(self.bench.flats[flat.place], gradient(step))
         super()._offer(flat, step)
 
-    def _hurry(self, flat: _Flat, needed: int) -> None:
-        self.bench.buffers.hurry(self.bench.flats[flat.place], needed)
-        super()._hurry(flat, needed)
+    def _prioritize(self, flat: _Flat, needed: int) -> None:
+        self.bench.buffers.prioritize(self.bench.flats[flat.place], needed)
+        super()._prioritize(flat, needed)
 
     def _adopt(self, flat: _Flat) -> None:
         self.bench.read(self.bench.flats[flat.place])

@@ -326,7 +326,7 @@ def test_reader_gives_the_same_by_view_and_by_copy(twins: list[Twin]) -> None:
 
 @pytest.mark.parametrize("home", [Tier.DEVICE, Tier.DISK])
 def test_several_steps_with_one_gradient_are_one_pass_over_the_pages(tmp_path: Path, home: Tier) -> None:
-    """What lock-free updates do with the gradients of several steps: bit for bit those steps, each with its own rate."""
+    """Lock-free updates with the gradients of several steps are bit for bit those steps, each with its own rate."""
     allocator = make_allocator(tmp_path)
     twin = make_twin(lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True), allocator, home=home)
     try:

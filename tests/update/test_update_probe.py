@@ -1,4 +1,4 @@
-"""What the probe finds out, and what it refuses."""
+"""Results of the probe, and its refusals."""
 
 from __future__ import annotations
 

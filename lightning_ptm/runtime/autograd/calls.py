@@ -243,7 +243,7 @@ class Calls:
         entry = self._units[unit]
         if unit == 0 or call not in entry.calls or not self._in_this_pass(entry, call):
             return False
-        return Action.END in self._next(entry, CallEvent.INPUTS, besides=call)[1]
+        return Action.END in self._next(entry, CallEvent.INPUTS, ignored=call)[1]
 
     def end_pass(self) -> Iterable[tuple[int, tuple[Action, ...]]]:
         """Yields the remaining actions of each unit, the last unit first.
@@ -261,9 +261,9 @@ class Calls:
         entry.state, actions = self._next(entry, event) if unit else _NEXT[entry.state, event]  # I3
         return actions
 
-    def _next(self, entry: _Unit, event: CallEvent, *, besides: int | None = None) -> tuple[State, tuple[Action, ...]]:
-        """As `step`, treating the call `besides` as done."""
-        still_open = (call for call, done in entry.calls.items() if not done and call != besides)
+    def _next(self, entry: _Unit, event: CallEvent, *, ignored: int | None = None) -> tuple[State, tuple[Action, ...]]:
+        """Returns the unit's next state and its actions. The call `ignored` counts as done."""
+        still_open = (call for call, done in entry.calls.items() if not done and call != ignored)
         return step(
             entry.state,
             event,

@@ -576,7 +576,8 @@ class _SaveSampler:
 
 
 class _SavedFingerprint:
-    """What the checkpoint compares of a saved tensor: shape, dtype, device, and a sample if `_SaveSampler` took one."""
+    """Properties of a saved tensor that the checkpoint compares: shape, dtype, device, and a sample if `_SaveSampler`
+    took one."""
 
     __slots__ = ("_known", "_tensor", "sample")
 

@@ -174,15 +174,15 @@ class Blueprint:
         gradients = (each.full() + each.beside() for each in map(self.placement.gradients.__getitem__, self.by_need))
         return (max(pages, default=0) + max(gradients, default=0)) * layout.page_size
 
-    def updates_late(self, unit: int, *, apart: bool) -> bool:
+    def updates_late(self, unit: int, *, has_own_memory: bool) -> bool:
         """Whether a unit's update may still run after the optimizer's step has returned.
 
         Args:
-            apart: whether the device has memory of its own.
+            has_own_memory: whether the device has memory of its own.
         """
         if not any(flat.trainable for flat in self.layout.flats_of(unit)):
             return False
-        if apart or self.lock_free is not None:
+        if has_own_memory or self.lock_free is not None:
             return True
         return not self.placement.homes[unit].master.computes
 

@@ -65,7 +65,7 @@ def pages_budget(settings: Settings, machine: Machine, unified: bool) -> Budget:
         disk = free if settings.disk_bytes is None else settings.disk_bytes
     if unified:
         return Budget({Tier.DEVICE: host, Tier.HOST: 0, Tier.DISK: disk})
-    if not machine.device_apart:
+    if not machine.device_has_own_memory:
         assert settings.device_bytes is not None
         return Budget({Tier.DEVICE: settings.device_bytes, Tier.HOST: host, Tier.DISK: disk})
     free_device = machine.free_device_bytes

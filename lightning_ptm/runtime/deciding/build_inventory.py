@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lightning_ptm.runtime.machine.machine import Machine
 
 _ROOMY_SHARE = 1 / 4
-"""With a disk tier: if pages take a smaller share of the free RAM than this, freed memory may stay with the process."""
+"""Share of the free RAM; if pages take less of it, and there is a disk tier, freed memory may stay with the process."""
 _DEVICE_CHUNKS = 3
 """Chunks in flight without a disk: one copied from the device, one updated, one copied back."""
 _TRANSIT_PAGES = 2
@@ -63,8 +63,12 @@ def build_inventory(blueprint: Blueprint) -> Inventory:
 
 
 def with_inventory(blueprint: Blueprint, settings: Settings, machine: Machine) -> Blueprint:
-    """Returns the blueprint with its inventory and the decisions that depend on it: staging, freed memory, gradient room."""
-    if machine.device_apart and not blueprint.placement.streams:
+    """Returns the blueprint with its page inventory and what is decided from it.
+
+    Decided are the spare staging buffers, the C allocator's policy for freed memory, and the limit of gradients that
+    wait for updates.
+    """
+    if machine.device_has_own_memory and not blueprint.placement.streams:
         blueprint = _with_spare_staging(blueprint, settings)
     inventory = build_inventory(blueprint)
     per_unit = [
@@ -72,7 +76,7 @@ def with_inventory(blueprint: Blueprint, settings: Settings, machine: Machine) -
         for unit in range(len(blueprint.units))
     ]
     left = blueprint.budget[Tier.DEVICE] - inventory.pool_bytes(Tier.DEVICE) if blueprint.unified else 0
-    if machine.device_apart:  # gradients that were offloaded to pages of their own
+    if machine.device_has_own_memory:  # gradients that were offloaded to pages of their own
         left = sum(
             flat.gradient_bytes
             for flat in blueprint.trained_flats()

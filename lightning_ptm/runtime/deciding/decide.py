@@ -305,7 +305,7 @@ def _fitting(
 def _updated_elsewhere(request: Request, asked: _Asked, refusing: torch.device) -> _Asked | None:
     """Returns the same with master weights in the other tier, for an optimizer that does not work on the device `refusing`;
     None where the user has set their home or there is no other tier."""
-    if not request.backend.apart or asked.wishes.master is not None:
+    if not request.backend.has_own_memory or asked.wishes.master is not None:
         return None
     home = Tier.HOST if refusing == request.backend.device else Tier.DEVICE
     return dataclasses.replace(asked, wishes=dataclasses.replace(asked.wishes, master=home))
@@ -318,7 +318,7 @@ def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outs
     split = split_of(request.boxes, world_size, settings.expert_parallel_size, rank)
     units, experts = _units(request, split)
     holders = shared_by_all(split.mesh) if experts is None else experts.holders
-    unified = not machine.device_apart and settings.device_bytes is None
+    unified = not machine.device_has_own_memory and settings.device_bytes is None
     lock_free = settings.lock_free_updates is not None and bool(request.optimizers)
     wishes = wishes_of(settings, unified, lock_free=lock_free)
     known: Traits = {}
@@ -474,7 +474,7 @@ def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, roo
         unified=asked.unified,
         staging_bytes=room.staging_bytes,
         sums_gradients=request.sums_gradients,
-        update_on_device=machine.device_apart or asked.unified,
+        update_on_device=machine.device_has_own_memory or asked.unified,
         own_state_bytes=own_state_bytes(model),
     )
     keep = request.keep_gradients or asked.lock_free
@@ -560,7 +560,7 @@ def _routes(
 
 
 def _check_device_of_its_own(machine: Machine) -> None:
-    if not machine.device_apart:
+    if not machine.device_has_own_memory:
         raise ConfigError(
             "offload_activations='host' moves activations from the device's memory to RAM, and this run computes on a CPU, "
             "whose activations are in RAM already (the device tier that device_memory makes holds pages only), so no memory "

@@ -24,7 +24,7 @@ class Waits(enum.Enum):
 
 
 class Until(enum.Enum):
-    """How long a gradient is needed."""
+    """Points in time until which a gradient is needed."""
 
     BACKWARD = "until its unit's backward ends and its update begins"
     STEP = "until the optimizer's step, or a lock-free update after it"
@@ -32,7 +32,7 @@ class Until(enum.Enum):
 
 
 class Passes(enum.Enum):
-    """How the gradients of a step's backward passes become the one that the update reads."""
+    """Ways in which the gradients of a step's backward passes become the one that the update reads."""
 
     AS_LEFT = "as autograd leaves them in .grad: one rank has the whole flat, and its dtype is that of the sum"
     COPIED = "copied from .grad: ranks share the flat, or the sum has a wider dtype"
@@ -40,7 +40,7 @@ class Passes(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GradientUse:
-    """How a run uses the gradient of one flat: what its route follows from.
+    """Use of one flat's gradient in a run, which determines the gradient's route.
 
     Attributes:
         widens: whether the flat's master weights have a wider dtype than its parameters.
@@ -77,7 +77,7 @@ class GradientRoute:
 
     @property
     def adds_up_in_grad(self) -> bool:
-        """Whether it is accumulated in `.grad`, outside pages."""
+        """Whether the gradient is accumulated in `.grad`, outside pages."""
         return self.reduced_at_step or self.waits is Waits.IN_GRAD
 
     @property

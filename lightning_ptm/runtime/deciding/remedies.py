@@ -52,7 +52,7 @@ def with_remedies(
             return None
         return True
 
-    unified = not machine.device_apart and request.settings.device_bytes is None
+    unified = not machine.device_has_own_memory and request.settings.device_bytes is None
     try:
         budget = pages_budget(request.settings, machine, unified)
     except CapacityError:
@@ -91,7 +91,7 @@ def _tiers(
         name = _setting(tier, unified)
         low = budget[tier] // page
         high = low + _MORE_PAGES + numel * _BYTES_PER_ELEMENT // page
-        if tier.computes and machine.device_apart:
+        if tier.computes and machine.device_has_own_memory:
             high = min(high, machine.free_device_bytes // page)
         if high <= low or not fits(**{name: high * page}):
             continue

@@ -207,13 +207,13 @@ def traits_of(
             known[key] = probe(request.optimizers[optimizer], dtype=dtype, device=device)
         except ConfigError as error:
             where = ""
-            if request.backend.apart and device == request.backend.device:
+            if request.backend.has_own_memory and device == request.backend.device:
                 where = (
                     f". Updates run on {device} here, where master weights and optimizer states are; if the class needs "
                     f"tensors in RAM, set "
                     f"offload_optimizer='host' or 'disk'"
                 )
-            elif request.backend.apart:
+            elif request.backend.has_own_memory:
                 instead = "lock_free=False and " if request.settings.lock_free else ""
                 where = (
                     f". Updates run on the CPU here, since master weights and optimizer states are in RAM or on disk; if "
@@ -227,8 +227,8 @@ def traits_of(
 def first_traits(
     request: Request, known: Traits, optimizer: int, dtype: torch.dtype, likely: torch.device
 ) -> OptimizerTraits:
-    """As `traits_of`, before homes decide where updates run: on the likely device, or else on the other one."""
-    if not request.backend.apart:
+    """Returns traits before homes decide where updates run: those on the likely device, or else on the other one."""
+    if not request.backend.has_own_memory:
         return traits_of(request, known, optimizer, dtype, likely)
     devices = [likely, *({request.backend.device, torch.device("cpu")} - {likely})]
     found = next((known[optimizer, dtype, each] for each in devices if (optimizer, dtype, each) in known), None)

@@ -1,7 +1,7 @@
 """State tensors of each flat (master weights, optimizer states, parameters, gradient), and the sizes of their buffers.
 
-Counts only, before homes are decided. build_inventory.py makes the rows of the inventory from it. A `Column` is one state
-tensor of a flat; its elements correspond to those of the flat's shard.
+Counts only, before homes are decided. build_inventory.py makes the rows of the inventory from it. A `StateTensor` is one
+state tensor of a flat; its elements correspond to those of the flat's shard.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Flats(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Column:
+class StateTensor:
     """One state tensor of a flat; as long as the shard, except for states that have shapes of their own.
 
     Attributes:
@@ -75,7 +75,7 @@ class Column:
         return numel if self.layout.encoding is None else self.layout.encoding.stretch(0, numel)[1]
 
 
-def columns(flats: Flats, flat: int, rank: int | None = None, *, update: int | None = None) -> list[Column]:
+def columns(flats: Flats, flat: int, rank: int | None = None, *, update: int | None = None) -> list[StateTensor]:
     """Returns the state tensors of a flat's shard.
 
     Args:
@@ -86,16 +86,18 @@ def columns(flats: Flats, flat: int, rank: int | None = None, *, update: int | N
     master, traits, layout = flats.master_dtypes[flat], flats.traits[flat], flats.layout.flats[flat]
     layout = layout if rank is None else layout.of(rank)
 
-    def whole(what: What, name: str, dtype: torch.dtype) -> Column:
-        return Column(what, StateLayout(name, dtype, layout.shard_numel))
+    def whole(what: What, name: str, dtype: torch.dtype) -> StateTensor:
+        return StateTensor(what, StateLayout(name, dtype, layout.shard_numel))
 
     found = [] if master is None else [whole(What.MASTERS, "master", master)]
     for place, (number, known) in enumerate(zip(layout.optimizers, traits, strict=True)):
         if update in (None, place):
             groups = layout_groups(layout, number)
-            found += [Column(What.STATES, each, optimizer=number) for each in lay_out_states(layout, known, groups)]
+            found += [
+                StateTensor(What.STATES, each, optimizer=number) for each in lay_out_states(layout, known, groups)
+            ]
     dtype = flats.dtypes[flat] if layout.code is None else torch.uint8
-    found.append(Column(What.PARAMETERS, StateLayout("parameters", dtype, layout.stored.shard_numel), layout.code))
+    found.append(StateTensor(What.PARAMETERS, StateLayout("parameters", dtype, layout.stored.shard_numel), layout.code))
     if traits:
         found.append(whole(What.GRADIENTS, "gradient", flats.gradient_dtypes[flat]))
     return found
@@ -166,8 +168,10 @@ def chunk_bytes(flats: Flats) -> int:
 
 
 def scratch_bytes(flats: Flats) -> int:
-    """Returns the scratch bytes in each tier where updates run: for a gradient prepared for an update of its whole parameter,
-    and for the decoded values of encoded states."""
+    """Returns the bytes of the scratch buffers of one update, the same in every tier that runs updates.
+
+    The buffers are for the gradient of a parameter that is updated whole, and for decoded values of encoded states.
+    """
     most: Counter[tuple[torch.dtype, int]] = Counter()
     numels = buffer_numels(flats)
     for flat in flats.layout.flats:
@@ -196,7 +200,7 @@ def _alone_bytes(flats: Flats, rows: Iterable[Row]) -> int:
     return pages_of((dataclasses.replace(row, shares_pages=False) for row in rows), page) * page
 
 
-def buffer_numel(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int], column: Column) -> int:
+def buffer_numel(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int], column: StateTensor) -> int:
     """Returns the elements of a staging buffer of a state tensor.
 
     Args:

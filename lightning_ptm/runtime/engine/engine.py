@@ -53,14 +53,14 @@ from lightning_ptm.runtime.engine.step_gradients import StepGradients
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.fetching.tracer import Tracer
 from lightning_ptm.runtime.full_params.first_values import Given
-from lightning_ptm.runtime.full_params.lent_parameters import LentParameters, SummonFullParams, note, trained_in
+from lightning_ptm.runtime.full_params.gathered_parameters import GatheredParameters, SummonFullParams, note, trained_in
 from lightning_ptm.runtime.full_params.optimizer_values import OptimizerValues
 from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
 from lightning_ptm.runtime.full_params.sharded_states import AllShardedStates
 from lightning_ptm.runtime.full_params.snapshot import Snapshots
 from lightning_ptm.runtime.full_params.state_dicts import StateDicts
 from lightning_ptm.runtime.machine.heap import SETTING_UP, Heap
-from lightning_ptm.runtime.ranks.barriers import ANY_TOGETHER, STEP_ENDS, Barriers, Together
+from lightning_ptm.runtime.ranks.barriers import ANY_REASON, STEP_ENDS, BarrierReason, Barriers
 from lightning_ptm.runtime.ranks.experts import ExpertGroups
 from lightning_ptm.runtime.ranks.module_buffers import ModuleBuffers
 from lightning_ptm.runtime.relayout.gathered_flats import GatheredFlats
@@ -93,7 +93,7 @@ def _precise_bytes(flat: FlatLayout, with_other_parts: bool) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RunInputs:
-    """What a run provides to its engine besides the module, the decisions and the communicators.
+    """Inputs of a run to its engine besides the module, the decisions and the communicators.
 
     Attributes:
         backend: this rank's device.
@@ -169,7 +169,7 @@ class Engine:
         self._undo = ExitStack()
         """Callbacks that close the parts created so far, last one first; each runs even if others raise."""
         self.heap = None
-        if not self.backend.apart:
+        if not self.backend.has_own_memory:
             self.heap = Heap(
                 blueprint.freed_memory,
                 ranks_here=inputs.ranks_here,
@@ -184,7 +184,7 @@ class Engine:
             with self._undo:
                 # A failed set-up must not leave the module with parameters without values.
                 if self._taken_over and self.communicator.alone:
-                    self.lent_parameters.restore()
+                    self.gathered_parameters.restore()
             raise
 
     def add_save_stall(self, seconds: float) -> None:
@@ -202,7 +202,7 @@ class Engine:
         self._lay_values(inputs)
         self._prepare_updates(pages, inputs)
         self._prepare_steps(inputs.recompute)
-        blueprint, updates, lent_parameters = self.blueprint, self.updates, self.lent_parameters
+        blueprint, updates, gathered_parameters = self.blueprint, self.updates, self.gathered_parameters
         self.changes: ModuleChanges = ModuleChanges(
             blueprint,
             self._known,
@@ -210,7 +210,7 @@ class Engine:
             self._optimizers,
             self.stores,
             self.flats,
-            lent_parameters,
+            gathered_parameters,
             updates,
             self.module,
         )
@@ -224,7 +224,7 @@ class Engine:
             self.barriers,
             self.backwards,
             self.changes,
-            lent_parameters,
+            gathered_parameters,
             self._check_open,
             self.stream,
         )
@@ -233,7 +233,7 @@ class Engine:
             blueprint,
             self.stores,
             self.values,
-            lent_parameters,
+            gathered_parameters,
             self.barriers,
             self._known,
             self._settle,
@@ -315,7 +315,9 @@ class Engine:
         self.sharded_kinds = AllShardedStates(self.gathered_flats, self.optimizer_values, self.values.original_of)
         trained = (binding for binding in self.gathered_flats.bindings() if binding.layout.trainable)
         note(self.module, {id(parameter) for binding in trained for parameter in binding.parameters})
-        self.lent_parameters: LentParameters = LentParameters(self.gathered_flats, self.values, trained_in(self.module))
+        self.gathered_parameters: GatheredParameters = GatheredParameters(
+            self.gathered_flats, self.values, trained_in(self.module)
+        )
         trains = bool(self._optimizers)
         write_initial_values(
             self.module,
@@ -389,7 +391,7 @@ class Engine:
             self.events,
             self._used_bytes,
             blueprint.by_need,
-            one_way=self.backend.apart,
+            one_way=self.backend.has_own_memory,
             at_tick=self.heap.within_step if self.heap is not None else None,
         )
         self._undo.callback(self.executor.abandon)
@@ -460,10 +462,10 @@ class Engine:
             flags |= _CHANGED_BUFFERS
         if mode is Mode.TRAIN:
             deed = "" if self.communicator.alone else self.barriers.record_hyper_parameters(self._hyper_parameters())
-            seen, together = self.barriers.come_together(Together.TRAINING_STEP, deed, flags), True
+            seen, together = self.barriers.come_together(BarrierReason.TRAINING_STEP, deed, flags), True
         else:
             seen = self.barriers.reach(0, flags)
-            together = not seen & ANY_TOGETHER  # else some ranks have no further batch
+            together = not seen & ANY_REASON  # else some ranks have no further batch
         if self._module_buffers is not None:
             if together and seen & _CHANGED_BUFFERS:
                 self._module_buffers.follow_rank_0()
@@ -491,7 +493,7 @@ class Engine:
         if mode is Mode.FORWARD:
             seen = self.barriers.reach(STEP_ENDS)
             # A rank that waits at another barrier would not take part in a new plan.
-            self.executor.end(all_ranks=not seen & ANY_TOGETHER)
+            self.executor.end(all_ranks=not seen & ANY_REASON)
 
     def _hyper_parameters(self) -> dict[str, str]:
         """Returns the optimizers' hyper-parameters by name, without tensors on a device, which the host would wait for."""
@@ -548,11 +550,11 @@ class Engine:
             raise refused from error
 
     def loss_is(self, loss: Tensor) -> None:
-        """Notes the loss of the backward pass that begins: ranks of a tensor-parallel group compare it at the next barrier.
-        On a separate device they compare the previous loss, for which the host need not wait."""
+        """Records the loss of the backward pass that begins: ranks of a tensor-parallel group compare it at the next
+        barrier. On a separate device they compare the previous loss, for which the host need not wait."""
         if self.barriers.agreement.compared and loss.numel() == 1:
             before, self._loss = self._loss, loss.detach()
-            compared = before if self.backend.apart else self._loss
+            compared = before if self.backend.has_own_memory else self._loss
             if compared is not None:
                 self.barriers.record_loss(float(compared))
 
@@ -582,12 +584,12 @@ class Engine:
         """
         self.stream.begin()  # what follows reads and writes pages on the caller's stream
         if not at_end:
-            self.lent_parameters.check_written()
+            self.gathered_parameters.check_written()
         self.updates.finish_all()
         for store in self.stores:
             for flat in store.flats:
                 flat.await_reads()
-        self.barriers.come_together(Together.BY_HAND, deed)
+        self.barriers.come_together(BarrierReason.BY_HAND, deed)
 
     @property
     def update_failed(self) -> bool:
@@ -623,7 +625,7 @@ class Engine:
         return sum(_precise_bytes(flat, with_other_parts) for flat in self.blueprint.layout.all_flats())
 
     def precise_bytes_of(self, bindings: Iterable[FlatBinding], *, with_other_parts: bool = False) -> int:
-        """As `precise_bytes`, for some flats."""
+        """Returns the bytes of some flats' precise values; see `precise_bytes`."""
         return sum(_precise_bytes(binding.layout, with_other_parts) for binding in bindings)
 
     def optimizer_state_bytes(self, *, on_disk: bool) -> int:
@@ -654,7 +656,7 @@ class Engine:
         return self._closed
 
     def close(self) -> None:
-        """Removes hooks, stops threads, frees pages. Parameters stay as they are; see `LentParameters.restore`."""
+        """Removes hooks, stops threads, frees pages. Parameters stay as they are; see `GatheredParameters.restore`."""
         if self._closed:
             return
         self._closed = True

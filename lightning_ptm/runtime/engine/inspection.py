@@ -326,5 +326,5 @@ def audit(engine: Engine) -> tuple[UpdateAudit, ...]:
 
 
 def last_audit(engine: Engine) -> tuple[UpdateAudit, ...]:
-    """As `audit`, at the last drain. Waits for nothing, and works after an update has failed."""
+    """Returns the audit of the last drain; see `audit`. Waits for nothing, and works after an update has failed."""
     return engine.updates.last_audit if isinstance(engine.updates, LockFreeUpdates) else ()

@@ -1,7 +1,8 @@
-"""Detection of changes to the module that its layout in pages does not cover, between two batches and at a step.
+"""Detection of changes to the module that need a new page layout, such as added or unfrozen parameters, between batches
+and at a step.
 
 Owns a record of the module at set-up: its parameters, and which of them were frozen. The trainer does the re-layout
-(trainer/rearranging.py).
+(trainer/relayout.py).
 
 I1: changes that `outgrown` finds between two batches are refused at a step, which could not apply them.
 """
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
-from lightning_ptm.runtime.full_params.lent_parameters import LentParameters
+from lightning_ptm.runtime.full_params.gathered_parameters import GatheredParameters
 from lightning_ptm.runtime.units.discovery import UnitParameter
 from lightning_ptm.runtime.units.module_parameters import KnownParameters, overlap
 from lightning_ptm.runtime.units.store import UnitStore
@@ -45,7 +46,7 @@ class ModuleChanges:
         optimizers: Sequence[Optimizer],
         stores: Sequence[UnitStore],
         flats: Sequence[Sequence[FlatUpdate]],
-        lent_parameters: LentParameters,
+        gathered_parameters: GatheredParameters,
         updates: UpdateScheduler,
         module: nn.Module,
     ) -> None:
@@ -55,7 +56,7 @@ class ModuleChanges:
         self._optimizers = optimizers
         self._stores = stores
         self._flats = flats
-        self._lent_parameters = lent_parameters
+        self._gathered_parameters = gathered_parameters
         self._updates = updates
         self._frozen = frozen
         self._bindings = tuple(binding for store in stores for binding in store.bindings)
@@ -88,7 +89,7 @@ class ModuleChanges:
             "has unfrozen": unfrozen,
             "has new parameters:": new,
             "has no longer the parameters": gone,
-            "has resized": list(self._lent_parameters.resized),
+            "has resized": list(self._gathered_parameters.resized),
             "has changed groups of": regrouped,
         }
         said = [f"{what} {some(names, 3)}" for what, names in found.items() if names]
@@ -100,7 +101,7 @@ class ModuleChanges:
         Raises:
             UsageError: a parameter was resized whose layout in pages does not allow it.
         """
-        lent = self._lent_parameters
+        lent = self._gathered_parameters
         if lent.resized or any(binding.resized for binding in self._bindings):
             lent.find_resized()
         return bool(lent.resized) or self._known.changed()
@@ -157,7 +158,7 @@ class ModuleChanges:
         for flat in (each for flats in self._flats for each in flats):
             if not flat.gradient.in_place:
                 flat.gradient.clear()
-        self._lent_parameters.detach_for_relayout(dtypes)
+        self._gathered_parameters.detach_for_relayout(dtypes)
 
     # -- at a step ----------------------------------------------------------------------------------------------------
 
@@ -203,10 +204,10 @@ class ModuleChanges:
                 for slot, data in by_slot.items():
                     data.copy_(values[slot])
 
-    def strangers(self, optimizer: Optimizer) -> list[Tensor]:
+    def outside_module(self, optimizer: Optimizer) -> list[Tensor]:
         """Returns the parameters in an optimizer's groups that are not the module's, and therefore not in pages."""
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [parameter for parameter in self._known.strangers if id(parameter) in known]
+        return [parameter for parameter in self._known.outside_module if id(parameter) in known]
 
     def check_strangers(self, optimizer: Optimizer) -> None:
         """Checks that parameters of an optimizer that are not the module's have no gradient.
@@ -214,7 +215,7 @@ class ModuleChanges:
         Raises:
             UsageError: one has; it is not in pages, so that this step could not update it.
         """
-        for parameter in self.strangers(optimizer) if self._known.strangers else ():
+        for parameter in self.outside_module(optimizer) if self._known.outside_module else ():
             if parameter.grad is not None:
                 raise UsageError(
                     f"a parameter of shape {tuple(parameter.shape)} is in a group of {type(optimizer).__name__} and has a "

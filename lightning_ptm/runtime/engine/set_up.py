@@ -85,7 +85,7 @@ class RunPages:
         self._allocator = allocator
         self._communicators = communicators
         self._device = device
-        self._sums = HostAccumulator(allocator.backend) if allocator.backend.apart else None
+        self._sums = HostAccumulator(allocator.backend) if allocator.backend.has_own_memory else None
         self.in_flight = InFlight()
         """Gradients whose reductions or copies are in flight."""
 
@@ -104,7 +104,7 @@ class RunPages:
         initialised."""
         blueprint = self._blueprint
         by_name = {item.name: item.parameter for item in blueprint.units[unit].parameters}
-        late = blueprint.updates_late(unit, apart=self._allocator.backend.apart)
+        late = blueprint.updates_late(unit, has_own_memory=self._allocator.backend.has_own_memory)
         flats = []
         for layout in blueprint.layout.flats_of(unit):
             dtype = blueprint.dtypes[layout.index]
@@ -139,7 +139,7 @@ class RunPages:
     def _fingerprint(self, layout: FlatLayout) -> Fingerprint | None:
         backend = self._allocator.backend
         # On a separate device, the comparison would make the host wait.
-        if not backend.has_bytes or (backend.apart and not self._checks_all):
+        if not backend.has_bytes or (backend.has_own_memory and not self._checks_all):
             return None
         return Fingerprint(layout, self._device, every_element=self._checks_all)
 
@@ -316,7 +316,7 @@ def update_scheduler(
     """Creates the scheduler of updates: synchronous or lock-free, according to the blueprint."""
     default_dtype = torch.get_default_dtype() if blueprint.changes_default_dtype else None
     if blueprint.lock_free is None:
-        in_thread = backend.apart and any(flats)
+        in_thread = backend.has_own_memory and any(flats)
         return SynchronousUpdates(
             stores,
             flats,

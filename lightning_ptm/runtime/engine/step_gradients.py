@@ -19,7 +19,7 @@ from lightning_ptm.runtime.autograd.backward_actions import BackwardActions
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.engine.module_changes import ModuleChanges
 from lightning_ptm.runtime.fetching.executor import Executor
-from lightning_ptm.runtime.full_params.lent_parameters import LentParameters
+from lightning_ptm.runtime.full_params.gathered_parameters import GatheredParameters
 from lightning_ptm.runtime.ranks.barriers import STEP_ENDS, Barriers
 from lightning_ptm.runtime.updates.clipping import Clipping
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
@@ -49,7 +49,7 @@ class StepGradients:
         barriers: Barriers,
         backwards: BackwardActions,
         changes: ModuleChanges,
-        lent_parameters: LentParameters,
+        gathered_parameters: GatheredParameters,
         check_open: Callable[[], None],
         stream: ComputeStream,
     ) -> None:
@@ -62,7 +62,7 @@ class StepGradients:
         self._barriers = barriers
         self._backwards = backwards
         self._changes = changes
-        self._lent_parameters = lent_parameters
+        self._gathered_parameters = gathered_parameters
         self._check_open = check_open
         self.stream = stream
 
@@ -111,7 +111,8 @@ class StepGradients:
 
     @property
     def torn(self) -> bool:
-        """As `in_mid_step`, but also if that step has been abandoned since."""
+        """Whether only some flats have the update of a step that is in progress or was abandoned, so that the
+        parameters belong to no step."""
         return self._updates.torn
 
     def forget_states(self, optimizer: int, parameter: Tensor) -> None:
@@ -120,7 +121,7 @@ class StepGradients:
         for _, flat in self._updates.groups.flats_of(optimizer):
             known = zip(flat.store.binding.layout.slots, flat.store.binding.parameters, strict=True)
             for place, (slot, each) in enumerate(known):
-                if parameter is self._lent_parameters.resized.get(slot.spec.name, each):
+                if parameter is self._gathered_parameters.resized.get(slot.spec.name, each):
                     flat.states.set_scalars(place, None)
 
     # -- gradients before it, and after it ----------------------------------------------------------------------------

@@ -345,7 +345,7 @@ class Executor:
         self._tracing = False
         self._called: set[int] = set()
         self.occasions = 0
-        """How often this rank has reached a point after which it may request all-gathers (I4)."""
+        """Number of times that this rank has reached a point after which it may request all-gathers (I4)."""
 
     @property
     def mode(self) -> Mode | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from time import perf_counter
 
 from lightning_ptm.memory.backend import Backend
-from lightning_ptm.memory.device_work import Mark
+from lightning_ptm.memory.device_work import DeviceEvent
 from lightning_ptm.planning.trace import TensorUse, Tick, Trace
 from lightning_ptm.runtime.units.discovery import Unit
 from lightning_ptm.terms import Phase
@@ -28,7 +28,7 @@ class _OpenTick:
     started_s: float
     passes: int
     cpu_s: float = 0.0
-    mark: Mark | None = None
+    mark: DeviceEvent | None = None
 
 
 class Tracer:
@@ -45,7 +45,7 @@ class Tracer:
         self._non_model_bytes = non_model_bytes
         self._backend = backend
         self._ticks: list[_OpenTick] = []
-        self._end: Mark | None = None
+        self._end: DeviceEvent | None = None
 
     def start(self) -> None:
         """Clears the record."""
@@ -61,7 +61,7 @@ class Tracer:
         if self._ticks:
             self._close(self._ticks[-1], now, beside)
         opened = _OpenTick(unit, phase, live, beside, now, passes)
-        if self._backend.apart:
+        if self._backend.has_own_memory:
             opened.mark = self._backend.mark(timed=True)
         self._ticks.append(opened)
 
@@ -74,7 +74,7 @@ class Tracer:
         """Returns the trace of the iteration, which ends here."""
         if self._ticks:
             self._close(self._ticks[-1], perf_counter(), self._non_model_bytes())
-            if self._backend.apart:
+            if self._backend.has_own_memory:
                 self._end = self._backend.mark(timed=True)
                 self._end.synchronize()
         seconds = [self._device_seconds(index) or tick.cpu_s for index, tick in enumerate(self._ticks)]
@@ -103,7 +103,7 @@ class Tracer:
             if not at:
                 continue
             cpu_s = sum(self._ticks[index].cpu_s for index in own)
-            gpu_s = sum(seconds[index] for index in own) if self._backend.apart else 0.0
+            gpu_s = sum(seconds[index] for index in own) if self._backend.has_own_memory else 0.0
             for item in unit.parameters:
                 uses.append(
                     TensorUse(

@@ -123,8 +123,10 @@ class FirstValues:
 
     @torch.no_grad()
     def buffers(self) -> None:
-        """Initialises buffers on the meta device in modules without meta parameters. Buffers that files provide get
-        memory only; `fill_buffers` sets them.
+        """Initialises the buffers on the meta device of modules that have no meta parameters; `parameters` does all
+        other modules.
+
+        Buffers whose values come from files only get storage here; `fill_buffers` copies the values.
 
         Raises:
             ConfigError: nothing says how to initialise a module.

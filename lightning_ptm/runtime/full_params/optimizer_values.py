@@ -34,7 +34,7 @@ Scalars = Sequence[dict[str, Any] | None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Updated:
-    """What an optimizer keeps of a flat, without the elements in pages.
+    """State of a flat in its optimizer, without the elements in pages.
 
     Attributes:
         scalars: by parameter, the states that are not element-wise.

@@ -1,7 +1,7 @@
 """Full parameters: written to pages from modules, files and state dicts, and read from pages.
 
 Owns references to tensors that the user built, for runs that keep no master copy of them. Optimizer states are handled
-by optimizer_values.py, parameters that users gather by lent_parameters.py. All three read flats through
+by optimizer_values.py, parameters that users gather by gathered_parameters.py. All three read flats through
 gathered_flats.py.
 
 I1: with several ranks the values of rank 0 count. Values of files are the exception: each rank reads what it owns.
@@ -268,7 +268,7 @@ class ParameterValues:
         )
 
     def precise_of(self, store: UnitStore, binding: FlatBinding, flat: FlatStore | None) -> Tensor:
-        """As `precise`, also for a flat that this rank does not hold."""
+        """Returns the flat's precise values, as `precise`, also for a flat that this rank does not hold."""
         return self._gathered_flats.broadcast(store, binding, None if flat is None else self.precise(flat))
 
     def bytes_of_originals(self) -> int:

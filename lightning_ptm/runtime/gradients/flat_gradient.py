@@ -215,7 +215,7 @@ class FlatGradient:
         return ShardGradient(self.shard.pages, tuple(self.recorded.present))
 
     def detach(self) -> tuple[GradientSource, Sequence[Transfer | Addition], Callable[[], None]]:
-        """Gives the gradient away: nothing of it stays here.
+        """Moves the gradient to the caller; this object then holds none.
 
         Returns:
             The gradient, the transfers that it still waits for, and a function that returns its pages.
@@ -228,7 +228,7 @@ class FlatGradient:
         return source, self.shard.transfers(), partial(self.shard.return_pages, self.shard.give_away())
 
     def duplicate(self) -> tuple[GradientSource, Sequence[Transfer | Addition], Callable[[], None]]:
-        """As `detach`, with a copy: the gradient stays here until it is cleared."""
+        """Copies the gradient for the caller, as `detach`, but keeps this gradient until it is cleared."""
         self.shard.settle()
         source = self.source()
         if isinstance(source, ParameterGradients):

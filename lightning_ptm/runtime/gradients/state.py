@@ -21,7 +21,7 @@ from lightning_ptm.errors import InternalError
 
 
 class GradientState(enum.Enum):
-    """Where the gradient is that was collected from `.grad`, or handed to an update from there."""
+    """Places of a gradient that was collected from `.grad`, or handed to an update from there."""
 
     __hash__ = object.__hash__  # Enum's own is a call of Python's
 
@@ -35,7 +35,7 @@ class GradientState(enum.Enum):
 
 
 class GradEvent(enum.Enum):
-    """What happens to the gradient."""
+    """Events in the life of a gradient."""
 
     __hash__ = object.__hash__
 
@@ -111,7 +111,7 @@ class GradientRecord:
         self.state = GradientState.EMPTY
         """The present state. Written by `send` alone."""
         self.present: Sequence[bool] = self._none
-        """For each parameter, whether it has a gradient (I3). Written here alone."""
+        """Whether each parameter has a gradient (I3). Only this class writes it."""
 
     def send(self, event: GradEvent, slots: Sequence[bool] | None = None) -> None:
         """Handles an event.

@@ -1,4 +1,5 @@
-"""What `.grad` of a flat's parameters shows: gradients of autograd and the user, placeholders of pages, used gradients.
+"""Contents of `.grad` of a flat's parameters: gradients of autograd and the user, placeholders of pages, used
+gradients.
 
 The only file that assigns `.grad` of parameters in pages (but for moves of a parameter to another device, which take
 its `.grad` along). Owns the placeholders, the sums of passes that are kept beside `.grad`, and whether the update will
@@ -37,7 +38,7 @@ from lightning_ptm.torch_internals import (
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.backend import Backend
-    from lightning_ptm.memory.device_work import Mark
+    from lightning_ptm.memory.device_work import DeviceEvent
     from lightning_ptm.memory.streams import ComputeStream
     from lightning_ptm.planning.sharding import ShardGroup
 
@@ -72,7 +73,7 @@ class GradPlaceholder(Tensor):
         self._read = read
         self._backend = backend
         self._fetched_values: Tensor | None = None
-        self._fetch: Mark | None = None
+        self._fetch: DeviceEvent | None = None
 
     __torch_function__ = no_torch_function
 
@@ -196,7 +197,7 @@ class GradView:
         return gradient
 
     def uncollected(self) -> list[bool]:
-        """For each parameter of the flat, whether it has a gradient that is not collected yet."""
+        """Returns, for each parameter of the flat, whether it has a gradient that is not collected yet."""
         sums = self._sums
         return [
             (grad is not None and not isinstance(grad, GradPlaceholder)) or slot in sums
@@ -204,11 +205,11 @@ class GradView:
         ]
 
     def gradients(self) -> list[Tensor | None]:
-        """For each parameter, `.grad` unless it is a placeholder."""
+        """Returns, for each parameter, `.grad` unless it is a placeholder."""
         return [None if isinstance(grad, GradPlaceholder) else grad for grad in self._binding.gradients()]
 
     def present(self) -> Sequence[bool]:
-        """For each parameter of the flat, whether it has a gradient, collected or not."""
+        """Returns, for each parameter of the flat, whether it has a gradient, collected or not."""
         if self._in_place or self._record.state is GradientState.EMPTY:
             return self.uncollected()
         return self._record.present
@@ -315,7 +316,7 @@ class GradView:
                 gradient = parameter.grad
                 if gradient is not None:
                     parameter.grad = None
-                    if self._backend.apart and not isinstance(gradient, GradPlaceholder):
+                    if self._backend.has_own_memory and not isinstance(gradient, GradPlaceholder):
                         self._backend.record_use(gradient)
         for slot, shown in self._shown.items():
             shown.retire(partial(refuse_gradient, self._names[slot], _EARLIER))
@@ -375,7 +376,8 @@ class GradView:
         self.refresh()
 
     def check_not_edited(self) -> None:
-        """Before the update clips what is here: a plain step would take as it is what was written behind the clipping.
+        """Checks that `.grad` has not changed since clipping was left to the update, which would clip the new values
+        too.
 
         Raises:
             UsageError: something was.
@@ -584,5 +586,6 @@ def refuse_gradient(name: str, when: str, what: str = "read", then: str = "") ->
 
 
 def _version(grad: Tensor | None) -> tuple[int, int] | None:
-    """Which tensor it is, and how often it has changed."""
+    """Returns the identity and the in-place version of a gradient tensor, to detect changes; None without a
+    gradient."""
     return None if grad is None else (id(grad), version_of(grad))

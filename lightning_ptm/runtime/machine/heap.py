@@ -21,23 +21,23 @@ from lightning_ptm.memory.memory_limit import MemoryLimit, wanted_bytes
 from lightning_ptm.runtime.machine.machine import free_host_bytes, free_swap_bytes
 
 _RESERVE_BYTES = 1 << 30
-"""When less RAM than this is free, a run that has kept freed memory returns it from then on."""
+"""Limit of free RAM: a run that has kept freed memory returns it as soon as less is free."""
 
 _LOOK_S = 0.5
 """Least time between two readings of free RAM, which read a dozen system files and take 2 ms."""
 _LOOK_WITHIN_S = 0.1
-"""The same within a step, where there is a ceiling."""
+"""Least time between two readings of free RAM within a step, where there is a ceiling."""
 
 
 _WATCHED_BYTES = 8 << 30
-"""There is a ceiling only if a rank has less RAM left than this.
+"""Limit of RAM left to a rank: there is a ceiling only if a rank has less.
 
 With more RAM, the ceiling would hit libraries that map much memory and use little of it.
 """
 _BESIDE_HEAP_BYTES = 24 << 20
 """Bytes below the ceiling for memory that it does not count: page tables, sockets, shared memory, fragmentation."""
 _BESIDE_HEAP_SHARE = 1 / 64
-"""The same, as a share of the free bytes."""
+"""Share of the free bytes below the ceiling for the same memory; the larger of the two counts."""
 
 
 SETTING_UP = "setting up the run"
@@ -53,7 +53,7 @@ _IN_A_STEP = (
 
 
 class Freed(enum.Enum):
-    """What happens to freed memory."""
+    """Policies for freed memory."""
 
     STAYS = "stays for the next step"
     SMALL_STAYS = "stays for the next step, but for large blocks, into whose holes nothing as large may fit"

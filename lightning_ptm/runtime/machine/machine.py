@@ -24,7 +24,7 @@ class Machine:
     """Resources that one node offers to the ranks on it.
 
     Attributes:
-        device_apart: ranks compute on devices with their own memory; otherwise device memory is RAM.
+        device_has_own_memory: ranks compute on devices with their own memory; otherwise device memory is RAM.
         free_device_bytes: free bytes of one rank's device; 0 where device memory is RAM.
         free_host_bytes: free RAM of the node.
         free_disk_bytes: free disk space of the node.
@@ -32,7 +32,7 @@ class Machine:
         ranks: number of ranks that share everything but the devices.
     """
 
-    device_apart: bool
+    device_has_own_memory: bool
     free_device_bytes: int
     free_host_bytes: int
     free_disk_bytes: int
@@ -51,7 +51,7 @@ class Machine:
 def this_machine(backend: Backend, disk_paths: Sequence[Path], ranks: int) -> Machine:
     """Returns the resources of the machine that this process runs on."""
     return Machine(
-        device_apart=backend.apart,
+        device_has_own_memory=backend.has_own_memory,
         free_device_bytes=backend.free_bytes(),
         free_host_bytes=free_host_bytes(),
         free_disk_bytes=free_disk_bytes(disk_paths),

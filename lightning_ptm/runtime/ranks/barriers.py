@@ -44,7 +44,7 @@ STEP_ENDS = 1 << 20
 """Position of an optimizer step among the boundaries of an iteration: after all its backward passes."""
 
 
-class Together(enum.IntEnum):
+class BarrierReason(enum.IntEnum):
     """Reasons for which all ranks wait for each other, as flags of a boundary."""
 
     COLLECTIVE = 2
@@ -62,17 +62,17 @@ class Together(enum.IntEnum):
 
 
 _DOING = {
-    Together.COLLECTIVE: "is in a collective (a barrier, a reduction)",
-    Together.TRAINING_STEP: "begins a training step",
-    Together.BY_HAND: "reads, edits or saves weights",
-    Together.END_OF_EVALUATION: "has ended its evaluation",
-    Together.TRAINING_BATCH: "goes on to another training batch",
-    Together.END_OF_EPOCH: "has ended its training epoch",
-    Together.END_OF_RUN: "has come to the end of the run",
-    Together.EXCHANGE: "exchanges activations with its tensor group",
-    Together.REARRANGED: "has other parameters than those that its pages were laid out for",
+    BarrierReason.COLLECTIVE: "is in a collective (a barrier, a reduction)",
+    BarrierReason.TRAINING_STEP: "begins a training step",
+    BarrierReason.BY_HAND: "reads, edits or saves weights",
+    BarrierReason.END_OF_EVALUATION: "has ended its evaluation",
+    BarrierReason.TRAINING_BATCH: "goes on to another training batch",
+    BarrierReason.END_OF_EPOCH: "has ended its training epoch",
+    BarrierReason.END_OF_RUN: "has come to the end of the run",
+    BarrierReason.EXCHANGE: "exchanges activations with its tensor group",
+    BarrierReason.REARRANGED: "has other parameters than those that its pages were laid out for",
 }
-ANY_TOGETHER = sum(Together)
+ANY_REASON = sum(BarrierReason)
 """All of these flags."""
 _NOT_ALIKE = OTHER_NUMBER | UNLIKE
 
@@ -105,7 +105,8 @@ class Barriers:
         self.failed = False
         """Whether the run has failed: this rank starts no collective any more. Set by `fail`."""
         self._differences = ""
-        """Why this rank is about to lay out its pages again; part of the error on the other ranks if these are not."""
+        """The reason why this rank is about to lay out its pages again; part of the error on the other ranks if these
+        are not."""
         self._must_match: dict[str, str] = {}
         """Values that must be equal on all ranks, as text, by description."""
         self._iterations_since = 0
@@ -121,7 +122,7 @@ class Barriers:
         self.failed = True
         self._communicator.fail(reason)
 
-    def meet(self, what: Together, deed: str = "") -> None:
+    def meet(self, what: BarrierReason, deed: str = "") -> None:
         """Waits for all ranks before a collective operation, unless the run has failed.
 
         While waiting, this rank takes part in gathers of units by others: in this iteration (ranks with different
@@ -139,7 +140,7 @@ class Barriers:
         Raises:
             RankError: some of these ranks cannot come any more.
         """
-        self._gather(gathering, Together.COLLECTIVE)
+        self._gather(gathering, BarrierReason.COLLECTIVE)
         if gathering.size == self._communicator.world_size:
             self._iterations_since = 0
 
@@ -154,26 +155,26 @@ class Barriers:
             RankError: some of these ranks cannot come any more.
         """
         number = int.from_bytes(blake2b(exchange.encode(), digest_size=3).digest(), "big")
-        self._gather(Gathering(group << 24 | number, size), Together.EXCHANGE)
+        self._gather(Gathering(group << 24 | number, size), BarrierReason.EXCHANGE)
 
     @contextmanager
     def errors_on_all_ranks(self) -> Iterator[None]:
         """Raises an exception of the block on all ranks, if any rank raised one. Collective, at the end of the block."""
-        with raise_on_all_ranks(self._communicator, partial(self.meet, Together.BY_HAND, "results")):
+        with raise_on_all_ranks(self._communicator, partial(self.meet, BarrierReason.BY_HAND, "results")):
             yield
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Broadcasts a value of one rank to all. Collective."""
-        self.meet(Together.BY_HAND, f"value of rank {source}")
+        self.meet(BarrierReason.BY_HAND, f"value of rank {source}")
         return self._communicator.broadcast_object(value, source)
 
     def all_agree(self, yes: bool) -> bool:
         """Whether `yes` is true on all ranks. Collective."""
-        self.meet(Together.BY_HAND, "question")
+        self.meet(BarrierReason.BY_HAND, "question")
         refused = torch.tensor([0 if yes else 1], dtype=torch.int64)
         return not self._communicator.all_reduce(refused, maximum=True).item()
 
-    def _gather(self, gathering: Gathering, what: Together) -> None:
+    def _gather(self, gathering: Gathering, what: BarrierReason) -> None:
         if self.failed:
             raise RankError(
                 "this run has failed, so other ranks may never come to a collective; issue none after the error"
@@ -197,10 +198,10 @@ class Barriers:
             RankError: the parameters of another rank have not changed, or have changed differently; the error says how.
         """
         self._differences = differences
-        self.meet(Together.REARRANGED, differences)
+        self.meet(BarrierReason.REARRANGED, differences)
         self._differences = ""
 
-    def come_together(self, what: Together, deed: str = "", flags: int = 0) -> int:
+    def come_together(self, what: BarrierReason, deed: str = "", flags: int = 0) -> int:
         """Waits until all ranks have come, and takes part in their collectives until then.
 
         Returns:
@@ -215,18 +216,18 @@ class Barriers:
         number = int.from_bytes(blake2b(deed.encode(), digest_size=5).digest(), "big")
         seen = self.agreement.reach(Boundary(TOGETHER + number, what | flags))
         self._iterations_since = 0
-        if seen & ANY_TOGETHER & ~what:
+        if seen & ANY_REASON & ~what:
             self._check_same_reason(seen, what, str(what))
         if seen & _NOT_ALIKE:
             self._check_alike(seen)
-        if seen & DIFFERENT and what is Together.TRAINING_STEP:
+        if seen & DIFFERENT and what is BarrierReason.TRAINING_STEP:
             self.agreement.give_up(
                 "optimizers have other hyper-parameters on another rank, and each rank updates its part of the states with "
                 "its own; set them alike on all ranks (a scheduler goes by a metric that is reduced: self.log(..., "
                 "sync_dist=True))"
             )
         if seen & DIFFERENT:
-            remedy = _ALIKE if what is Together.REARRANGED else _ON_ALL_RANKS
+            remedy = _ALIKE if what is BarrierReason.REARRANGED else _ON_ALL_RANKS
             self.agreement.give_up(
                 f"rank {self._communicator.rank} {what} in another way than another rank, so their collectives would "
                 f"not match; {remedy}"
@@ -234,15 +235,15 @@ class Barriers:
         return seen
 
     def _check_same_reason(self, seen: int, mine: int, doing: str) -> None:
-        others = [each for each in Together if seen & each & ~mine]
+        others = [each for each in BarrierReason if seen & each & ~mine]
         if not others:
             return
         situation = f"rank {self._communicator.rank} {doing} and another rank {others[0]}"
-        if seen & Together.END_OF_EPOCH and seen & (Together.TRAINING_BATCH | Together.TRAINING_STEP):
+        if seen & BarrierReason.END_OF_EPOCH and seen & (BarrierReason.TRAINING_BATCH | BarrierReason.TRAINING_STEP):
             reason = f"{situation}: they got different numbers of training batches; {_AS_MANY_BATCHES}"
-        elif seen & Together.REARRANGED:
+        elif seen & BarrierReason.REARRANGED:
             reason = f"{situation}, so they would wait for each other for ever; {_ALIKE}"
-        elif seen & Together.BY_HAND:
+        elif seen & BarrierReason.BY_HAND:
             reason = f"{situation}, so they would wait for each other for ever; {_ON_ALL_RANKS}"
         else:
             reason = (
@@ -322,13 +323,13 @@ class Barriers:
         return seen
 
     def reach_step(self, position: int) -> None:
-        """As `reach`, in an optimizer step.
+        """Waits for the other ranks in an optimizer step, as `reach`.
 
         Raises:
             RankError: other ranks are at a barrier for something else.
         """
         seen = self.reach(position)
-        if seen & ANY_TOGETHER:
+        if seen & ANY_REASON:
             self._check_same_reason(seen, 0, "is in an optimizer step")
 
 

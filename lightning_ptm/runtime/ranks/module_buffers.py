@@ -41,7 +41,7 @@ class ModuleBuffers:
         self._communicator = communicator
         self._due = trains
         self._known: dict[nn.Module, list[Any]] = {}
-        """What buffers held when all ranks had the same."""
+        """Contents of the buffers when all ranks had the same."""
 
     def changed(self) -> bool:
         """Whether this rank's buffers may differ from those of rank 0, and a synchronization is due."""
@@ -131,7 +131,8 @@ class ModuleBuffers:
 
 
 def _modules_in(root: nn.Module) -> list[nn.Module]:
-    """As `root.modules()`, in its order, but without nested generators, since it runs at each step."""
+    """Lists the modules of `root.modules()`, in its order, but without nested generators, since it runs at each
+    step."""
     found: dict[nn.Module, None] = {}
     ahead: list[nn.Module | None] = [root]
     while ahead:

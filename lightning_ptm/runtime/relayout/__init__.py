@@ -1,1 +1,1 @@
-"""Where the elements of flats are; model states of an engine that has ended, moved to the pages of the next one."""
+"""Model states of an engine that has ended, moved to the pages of the next one; maps of the elements of flats."""

@@ -1,4 +1,4 @@
-"""Where the elements of a run's flats are, and their full values: the shards of all ranks gathered.
+"""Full values of a run's flats, gathered from the shards of all ranks, and maps of where their elements are.
 
 A `ShardMap` says which ranges of which parameters are where in one tensor of a flat, on every rank that shares the flat.
 The tensor holds compute parameters, master weights, or optimizer states of one name. Saving, loading and re-layout move

@@ -1,4 +1,4 @@
-"""Which tensors on disk of an engine that has ended the next engine can use as they are, without a copy.
+"""Decision about tensors on disk of an engine that has ended: which the next engine can use without a copy.
 
 Decides; touches no page. A reused tensor has the same elements at the same offsets of the same shard, in the same tier.
 """
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.reused_extents import ReusedExtents, frames_of
 from lightning_ptm.planning.inventory import Lifetime, Row, What, pages_of
-from lightning_ptm.runtime.deciding.state_tensors import Column, columns
+from lightning_ptm.runtime.deciding.state_tensors import StateTensor, columns
 from lightning_ptm.runtime.relayout.gathered_flats import geometry
 from lightning_ptm.terms import Tier
 
@@ -41,7 +41,7 @@ class ReusedTensors:
     tensors: Mapping[tuple[What, int], Sequence[PagedTensor | None]] = dataclasses.field(default_factory=dict)
     more_pages: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
     more_pages_at_once: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
-    """The same, of what set-up allocates."""
+    """Pages beyond those of the inventory that set-up allocates, by tier."""
 
     def of(self, row: What, flat: int, count: int) -> Sequence[PagedTensor | None]:
         return self.tensors.get((row, flat), [None] * count)
@@ -50,7 +50,10 @@ class ReusedTensors:
 def reused_tensors(
     blueprint: Blueprint, handed: PreviousState, optimizers: Sequence[Optimizer], disk_paths: Sequence[Path]
 ) -> ReusedTensors:
-    """Returns all tensors that can be reused; none if the tier's budget has no room for the gaps between them.
+    """Returns the previous engine's tensors on disk that the new engine can use without a copy.
+
+    Returns none if the disk budget has no room for the pages that reuse costs: reused tensors do not share partly
+    filled pages.
 
     Args:
         handed: the previous engine's state.
@@ -83,7 +86,7 @@ def reused_tensors(
     return ReusedTensors(allocator.reusable_extents(kept_tensors, read), found, {tier: more}, {tier: at_once})
 
 
-def _old(old: PreviousFlat, column: Column, numbers: Sequence[int | None]) -> PagedTensor | None:
+def _old(old: PreviousFlat, column: StateTensor, numbers: Sequence[int | None]) -> PagedTensor | None:
     if column.what is What.STATES:
         number = None if column.optimizer is None else numbers[column.optimizer]
         tensor, layout = (None, None) if number is None else old.states.get((number, column.name), (None, None))

@@ -287,8 +287,8 @@ class PageIO:
                 _end(transfer for _, transfer in leaving)
 
     def _change_codes(self, coded: QuantizedTensor, put: Callable[[Tensor, int], None], *, keep: bool) -> None:
-        """As `_change`, for a quantized tensor on disk: the codes of a page of values seldom begin at a disk block, so
-        that all codes are written at once."""
+        """Changes a quantized tensor on disk, as `_change`: the codes of a page of values seldom begin at a disk block,
+        so that all codes are written at once."""
         step = self.step_of(coded)
         codes = self.read(coded.paged) if keep else torch.empty(coded.paged.numel, dtype=torch.uint8)
         for start in range(0, coded.numel, step):

@@ -61,14 +61,15 @@ class Arrangement:
         return value.reshape(-1) if order is None else value.permute(order).reshape(-1)
 
     def as_laid(self, values: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """As `in_order`, for values of all parameters; values of slices keep their shape and are made contiguous."""
+        """Arranges values of all parameters, as `in_order`; values of slices keep their shape and are made
+        contiguous."""
         return [
             each if each is None else self.in_order(slot, each) if box is None else each.contiguous()
             for slot, (each, box) in enumerate(zip(values, self.boxes, strict=True))
         ]
 
     def in_orders(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """As `in_order`, for gradients of all parameters. Raises UsageError as `check_dense`."""
+        """Arranges gradients of all parameters, as `in_order`. Raises UsageError as `check_dense`."""
         return [None if each is None else self._gradient(slot, each) for slot, each in enumerate(gradients)]
 
     def _gradient(self, slot: int, gradient: Tensor) -> Tensor:

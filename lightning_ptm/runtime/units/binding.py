@@ -232,7 +232,7 @@ class FlatBinding:
         # state
         self._base: Tensor | None = None
         self._addresses = self._nowhere
-        """Where each parameter's data is, unless the user has replaced it."""
+        """Addresses of the parameters' data, unless the user has replaced it."""
         self._versions: list[int] = []
         self._bound_as: Tensor | None = None
         """Fingerprint of the values that the parameters are bound to; None while an update changes them."""
@@ -283,7 +283,7 @@ class FlatBinding:
         self._bound_as = None
 
     def values_have_changed(self) -> None:
-        """Notes the flat's values after an update or a load, so that they do not count as the user's writes."""
+        """Records the flat's values after an update or a load, so that they do not count as the user's writes."""
         if self._fingerprint is not None and self._base is not None and not self.lent:
             self._bound_as = self._fingerprint.of(self._base)
 
@@ -320,7 +320,7 @@ class FlatBinding:
                     self._versions[slot] += 1
 
     def leave(self, dtypes: Sequence[torch.dtype]) -> None:
-        """As `unbind`, for good, before a re-layout, which reads the parameters' strides and these dtypes."""
+        """Unbinds the parameters for good, before a re-layout, which reads the parameters' strides and these dtypes."""
         self.unbind(absent=ENDED)
         with torch.DisableTorchFunctionSubclass():
             for slot, dtype in enumerate(dtypes):

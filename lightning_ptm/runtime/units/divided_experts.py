@@ -22,13 +22,14 @@ ATTRIBUTE = "expert_group"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DividedExperts:
-    """Experts of a model and the ranks that hold them. Equal on all ranks.
+    """Experts of a model, and the ranks that hold them (expert parallelism). Equal on all ranks.
 
     Attributes:
         split: division of the ranks into expert groups.
         layers: modules with experts, with their names.
         units: units of each expert, by layer and expert; the expert's own unit first.
-        members: index within its group of the rank that holds a unit, by unit; all ranks hold other units.
+        members: by unit of an expert, the index within its expert group of the rank that holds it. All ranks hold all units
+            that are not listed.
         gradient_divisor: divisor of gradients while experts compute them, against overflow where tokens of several ranks add
             up in 16 bits (with a loss scale). All gradients of experts are multiplied by it before they are reduced; see
             `ExpertGroup.compute`.

@@ -24,10 +24,10 @@ class KnownParameters:
     """Parameters of `module` and its submodules at the time of construction.
 
     Args:
-        optimizers: optimizers whose parameters that are not in the module become `strangers`.
+        optimizers: optimizers whose parameters that are not in the module become `outside_module`.
 
     Attributes:
-        strangers: parameters in the optimizers' groups that no module has.
+        outside_module: parameters in the optimizers' groups that no module has.
     """
 
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
@@ -36,7 +36,7 @@ class KnownParameters:
         self._held = _places(module)  # keeps the objects alive, so that their ids are not reused
         known = {id(parameter) for _, parameter in self._held.values()}
         in_groups = chain.from_iterable(group["params"] for each in optimizers for group in each.param_groups)
-        self.strangers: list[Tensor] = [parameter for parameter in in_groups if id(parameter) not in known]
+        self.outside_module: list[Tensor] = [parameter for parameter in in_groups if id(parameter) not in known]
 
     def new(self) -> list[str]:
         """Returns the names of parameters that no module had at set-up."""

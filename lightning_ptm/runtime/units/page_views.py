@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class ViewedFlat(Protocol):
-    """What views need of a flat's binding (binding.FlatBinding)."""
+    """Properties of a flat's binding (binding.FlatBinding) that views need."""
 
     @property
     def arrangement(self) -> Arrangement: ...

@@ -217,7 +217,7 @@ class FlatStore:
         full = self._values_here()
         if self.layout.code is not None:
             codes = self.home.tensor() if self._decodes_home else self._coming()
-            decode(codes, self.layout.code, full, apart=self._allocator.backend.apart)
+            decode(codes, self.layout.code, full, has_own_memory=self._allocator.backend.has_own_memory)
         self.binding.bind(full)
         self.state = FullState.LIVE
         if self._evict_when_live:
@@ -339,7 +339,7 @@ class UnitStore:
 
     @property
     def lent(self) -> bool:
-        """Whether its parameters are lent to the user (`gathered`)."""
+        """Whether the unit's parameters are lent to the user (`gathered`)."""
         for binding in self.bindings:  # noqa: SIM110 (`any` would resume a generator per flat, several times a tick)
             if binding.lent:
                 return True
@@ -375,12 +375,12 @@ class UnitStore:
 
     @property
     def has_spare_shards(self) -> bool:
-        """Whether it has device copies of shards that no all-gather reads."""
+        """Whether the unit has device copies of shards that no all-gather reads."""
         return any(flat.has_spare_shard for flat in self.sharded)
 
     @property
     def movable(self) -> bool:
-        """Whether it has pages that can be released while its refcount is zero."""
+        """Whether the unit has pages that can be released while its refcount is zero."""
         return any(flat.state is not FullState.RELEASED for flat in self.moving)
 
     @property

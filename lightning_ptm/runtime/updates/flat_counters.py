@@ -30,7 +30,7 @@ class FlatCounters(Reading):
     """The parameters that the last gradient was for."""
     needed: int = 0
     """Number of contributions that the next version to be read must include, whatever the bound (versions.py, I3)."""
-    hurried: int = 0
+    prioritized: int = 0
     """Number of contributions last requested from the buffering thread."""
 
     @property
@@ -42,9 +42,9 @@ class FlatCounters(Reading):
         """Counts a skipped step that had a gradient."""
         self.skipped += 1
 
-    def hurry(self, contributions: int) -> None:
+    def prioritize(self, contributions: int) -> None:
         """Records the number of contributions that the buffering thread was asked to apply."""
-        self.hurried = contributions
+        self.prioritized = contributions
 
     def need(self, contributions: int) -> None:
         """Requires the next version to be read to include this many of the contributions received."""

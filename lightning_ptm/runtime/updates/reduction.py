@@ -53,9 +53,9 @@ class Reduction:
     ) -> None:
         self._flats = [list({id(flat.gradient): flat for flat in of_unit}.values()) for of_unit in flats]
         self._in_grad = [all(flat.gradient.in_place for flat in of_unit) for of_unit in self._flats]
-        """For each unit, whether all its gradients stay in `.grad`."""
+        """Whether all gradients of a unit stay in `.grad`, by unit."""
         self._shared = [any(flat.store.layout.shared for flat in of_unit) for of_unit in self._flats]
-        """For each unit, whether ranks share a flat of it."""
+        """Whether ranks share a flat of a unit, by unit."""
         self._agreement = agreement
         self._in_flight = in_flight
         self._release_idle_units = release_idle_units

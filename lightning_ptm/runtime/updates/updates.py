@@ -222,7 +222,8 @@ class UpdateScheduler(abc.ABC):
 
     @property
     def torn(self) -> bool:
-        """As `in_mid_step`, also after the step was given up."""
+        """Whether only some flats have the update of a step that is in progress or was abandoned, so that the
+        parameters belong to no step."""
         return self._torn or self.in_mid_step
 
     def check_stepped(self) -> None:
@@ -274,11 +275,12 @@ class UpdateScheduler(abc.ABC):
 
     @abc.abstractmethod
     def _handed_over(self) -> None:
-        """Called during the backward pass, after `_update` of all flats of a unit."""
+        """Hook for subclasses: called during the backward pass, after `_update` of all flats of a unit."""
 
     @abc.abstractmethod
     def _stepped(self, optimizer: int) -> None:
-        """Called at the end of a step, after `_update` of all its flats."""
+        """Hook for subclasses: called at the end of an optimizer's step, after `_update` of all its flats that have a
+        gradient."""
 
     @abc.abstractmethod
     def begin_iteration(self, *, training: bool) -> None:
@@ -286,7 +288,7 @@ class UpdateScheduler(abc.ABC):
 
     @abc.abstractmethod
     def graph_ended(self) -> None:
-        """Called when a backward pass has ended."""
+        """Hook for subclasses: called when a backward pass has ended."""
 
     @abc.abstractmethod
     def pending(self, unit: int) -> bool:
@@ -297,7 +299,7 @@ class UpdateScheduler(abc.ABC):
         """Blocks until a unit may be read."""
 
     def finish_between_steps(self, unit: int) -> None:
-        """As `finish`, for a reader between two steps, who must get the unit with all its updates."""
+        """Waits for all updates of a unit, as `finish`, for a reader between two steps."""
         self.finish(unit)
 
     @abc.abstractmethod

@@ -98,7 +98,7 @@ class Versions:
         """Whether a unit may not be read yet; if it may, its newest version is adopted."""
         unread = self._unread(unit)
         late = self._too_stale(unread)
-        self._hurry(late)
+        self._prioritize(late)
         if unread and not late:
             self._renew(unit, unread)
         return bool(late)
@@ -113,7 +113,7 @@ class Versions:
     def catch_up(self, places: Sequence[int]) -> None:
         """Waits until the newest versions of these flats are new enough (I2)."""
         while late := self._too_stale(places):
-            self._hurry(late)
+            self._prioritize(late)
             # The next versions may need the pages of versions that are not in use.
             self.adopt_all()
             self._buffering.wait(partial(self._has_news, late))
@@ -126,7 +126,7 @@ class Versions:
         piled = [place for place in piled if place not in self._read]
         for place in piled:
             self._need_one_more(place)
-        self._hurry(piled)
+        self._prioritize(piled)
         self.adopt_all()
 
     def predict_weights(self, unit: int, place: int, contribution: Contribution) -> None:
@@ -147,16 +147,16 @@ class Versions:
     def _unread(self, unit: int) -> list[int]:
         return [place for place in self._places[unit] if place not in self._read]
 
-    def _hurry(self, places: Sequence[int]) -> None:
+    def _prioritize(self, places: Sequence[int]) -> None:
         for place in places:
             counter = self._counters[place]
-            counter.hurry(counter.must_include(self.bound))
-            self._buffering.hurry(place, counter.hurried)
+            counter.prioritize(counter.must_include(self.bound))
+            self._buffering.prioritize(place, counter.prioritized)
 
     def _has_news(self, late: Sequence[int]) -> bool:
         if len(self._too_stale(late)) < len(late):
             return True
-        if any(self._counters[place].must_include(self.bound) > self._counters[place].hurried for place in late):
+        if any(self._counters[place].must_include(self.bound) > self._counters[place].prioritized for place in late):
             return True  # has to be requested
         unread = (place for unit in range(len(self._places)) for place in self._unread(unit))
         # Only versions that can be adopted: one that still lacks a prediction would count as news again and again.
@@ -166,7 +166,7 @@ class Versions:
         return [place for place in places if not self._fits(place)]
 
     def _fits(self, place: int) -> bool:
-        """Whether there is a version that may be read."""
+        """Returns whether a version exists that may be read."""
         counter = self._counters[place]
         if self._buffering.offers(place) < counter.changed:
             # the buffering thread has not taken the latest gradients yet, so how many kinds are pending is unknown

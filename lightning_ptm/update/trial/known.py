@@ -61,7 +61,9 @@ _SCALARS: Mapping[type[Optimizer], tuple[str, ...]] = {
 
 
 def is_known(optimizer: Optimizer, dtype: torch.dtype, device: torch.device | None = None) -> bool:
-    """Whether it is one of torch's own element-wise classes, whose kernels are right for the dtype and exist on the device.
+    """Whether the optimizer is of one of torch's own element-wise classes, whose kernels are right for the dtype and
+    exist on the device. torch 2.13's fused SGD stores wrong 16-bit momentum, so a trial decides about kernels of 16
+    bit.
 
     torch 2.13's fused SGD stores wrong 16-bit momentum, so a trial decides about kernels of 16 bit.
     """
@@ -78,12 +80,12 @@ def has_wrong_kernel(optimizer: Optimizer, dtype: torch.dtype) -> bool:
 
 
 def known_group(optimizer: Optimizer, values: _Values, dtype: torch.dtype, *, may_fuse: bool) -> GroupTraits:
-    """What one of torch's own classes keeps for a parameter of a group with these hyper-parameters."""
+    """Returns the traits of one of torch's own classes for a parameter of a group with these hyper-parameters."""
     cls = type(optimizer)
     slots = tuple(SlotTraits(name, dtype) for name in _SLOTS[cls](values))
     return GroupTraits(slots, _SCALARS.get(cls, ("step",)), may_fuse)
 
 
 def known_initial(optimizer: Optimizer) -> Initial:
-    """How one of torch's own classes makes a parameter's first state."""
+    """Returns how one of torch's own classes makes a parameter's first state."""
     return Initial.CONSTRUCTED if isinstance(optimizer, optim.Adagrad) else Initial.LAZY

@@ -152,7 +152,8 @@ class OptimizerUnderTest:
         self._name = name_of(optimizer)
         self._initial = Initial.LAZY
         self._whole_reason = ""
-        """Why it is not element-wise; empty while that is tried. Then it is tried parameter by parameter."""
+        """The reason why the optimizer is not element-wise; empty while that is tried. Then it is tried parameter by
+        parameter."""
         self._state_names: list[str] = []
 
     def traits(self) -> OptimizerTraits:

@@ -35,7 +35,7 @@ _LOSS = 0.75
 
 @dataclasses.dataclass(slots=True)
 class ReferenceRun:
-    """What a run of all parameters in one object did: by step, then by parameter or group."""
+    """Results of a run of all parameters in one object: by step, then by parameter or group."""
 
     trial: Trial
     starts: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -58,7 +58,8 @@ class ReferenceRun:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a run as pages are updated first differs from the reference run. `parameter` is None for a group's value."""
+    """First difference between a run as pages are updated and the reference run. `parameter` is None for a group's
+    value."""
 
     what: str
     step: int

@@ -1,4 +1,5 @@
-"""What an optimizer reaches beside its own object: parameters by other ways than its groups, and data that its class shares.
+"""Detection of what an optimizer's step uses outside of its object: parameters that it does not get from its groups,
+and variables of its class or module.
 
 Pages are updated by clones of the optimizer (update/clone.py), once per page. So a class that reaches parameters through
 something else, or keeps counts on the class or in its module, cannot be updated in pages.
@@ -33,8 +34,9 @@ _MISSING = object()
 
 
 def reached_parameters(optimizer: Optimizer) -> tuple[str, Any] | None:
-    """Where the attributes or group values of an optimizer hold another optimizer, a module, a parameter, or a function that
-    closes over one of these or over the optimizer itself; and what it is."""
+    """Finds a way from the optimizer to parameters other than its groups: an attribute or group value that holds
+    another optimizer, a module, a parameter, or a function that closes over one of these or over the optimizer itself.
+    Returns where, and what."""
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
     def reaches(value: Any) -> bool:

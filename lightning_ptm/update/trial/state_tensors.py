@@ -135,7 +135,7 @@ class GroupChanges:
 
 
 def group_changes(reference: ReferenceRun) -> GroupChanges:
-    """What steps do to parameter groups."""
+    """Returns the changes that steps make to parameter groups."""
     advanced, created, containers = dict[str, None](), set[str](), dict[str, None]()
     for after in reference.groups:
         for before, now in zip(reference.trial.groups, after, strict=True):

@@ -1,4 +1,4 @@
-"""What the probe learns about an optimizer: plain facts, no behaviour.
+"""Traits of an optimizer that the probe finds: plain facts, no behaviour.
 
 Knows torch dtypes and nothing of pages, flats or threads.
 I1: a slot of an element-wise optimizer has the shape of its parameter, and element i depends on element i alone.
@@ -22,7 +22,7 @@ from lightning_ptm.update.state_encoding import Encoding
 
 
 class Initial(enum.Enum):
-    """How a parameter gets its first state."""
+    """Ways in which a parameter gets its first state."""
 
     LAZY = "lazy"
     """The class fills an empty state inside the first `step`, as nearly all do."""
@@ -51,7 +51,7 @@ StateShapes = Mapping[str, Shape]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupTraits:
-    """What the optimizer keeps for a parameter of one parameter group (groups may differ, e.g. in `amsgrad`)."""
+    """States that the optimizer keeps for a parameter of one parameter group (groups may differ, e.g. in `amsgrad`)."""
 
     slots: tuple[SlotTraits, ...]
     scalars: tuple[str, ...]
@@ -69,7 +69,7 @@ class GroupTraits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OptimizerTraits:
-    """What one optimizer instance keeps.
+    """Traits of one optimizer instance: its states, and how its `step` behaves.
 
     Unless it updates whole parameters, its update may be cut anywhere between elements whose distance from their parameter's
     first is a multiple of ALIGN_NUMEL: kernels take whole vectors of them there.
@@ -77,13 +77,13 @@ class OptimizerTraits:
     Attributes:
         name: qualified class name, for messages.
         groups: one entry per parameter group, in the optimizer's order.
-        initial: how a first state comes to be.
+        initial: how the first state is created.
         device: where it was tried, and where its updates run.
         group_slots: keys of a parameter group that `step` itself advances (Apex FusedAdam's `step`).
-        created: those of them that are not there before the first step.
+        created: those of `group_slots` that do not exist before the first step.
         group_containers: keys of parameter groups that hold lists or dictionaries.
         changed_attributes: attributes of the object that `step` changes; the update does not depend on them.
-        closure: `step` insists on one.
+        closure: whether `step` requires a closure.
         ignores_closure: `step` never calls the one that it is given.
         holds_parameters: `step` has looked up what to update before it calls its closure.
         writes_gradient: `step` uses the gradient as scratch.
@@ -121,7 +121,7 @@ class OptimizerTraits:
         return 0 if self.whole else sum(slot.dtype.itemsize for slot in self.slots if slot.encoding is None)
 
     def encoded(self, encodings: Mapping[str, type[Encoding] | None]) -> OptimizerTraits:
-        """With these encodings, by name of a slot."""
+        """Returns these traits with the given encodings, by slot name (None: not encoded)."""
 
         def slots(group: GroupTraits) -> GroupTraits:
             changed = (dataclasses.replace(slot, encoding=encodings.get(slot.name)) for slot in group.slots)

@@ -80,7 +80,7 @@ class Normed(L.LightningModule):
 
 
 def trained(strategy: Any, module: Normed, accumulate: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What the run logged, and its weights and buffers."""
+    """Trains; returns what the run logged, and its weights and buffers."""
     data = torch.randn(40, 8, generator=torch.Generator().manual_seed(2)) + torch.arange(40)[:, None] % 2
     options = {"max_epochs": 2, "val_check_interval": 2, "accumulate_grad_batches": accumulate}
     trainer = quiet_trainer(strategy, devices=2, **options)
@@ -202,7 +202,7 @@ class ByHand(Normed):
             self.optimizers().zero_grad()  # type: ignore[union-attr]
 
 
-def summon(folder: Path, behind: bool, saves_up: bool) -> list[Any]:
+def train_manually(folder: Path, behind: bool, saves_up: bool) -> list[Any]:
     ddp = DDPStrategy(timeout=timedelta(seconds=TIMEOUT_S), find_unused_parameters=behind)
     strategies = (ddp, make_strategy(folder, "ram"))
     return [trained(each, ByHand(_rank(), behind=behind, saves_up=saves_up)) for each in strategies]
@@ -212,8 +212,9 @@ def summon(folder: Path, behind: bool, saves_up: bool) -> list[Any]:
     ("behind", "saves_up"), [pytest.param(False, False, marks=pytest.mark.slow), (False, True), (True, False)]
 )
 def test_under_manual_optimization_too_they_are_those_of_ddp(behind: bool, saves_up: bool, tmp_path: Path) -> None:
-    """There each rank's are its own once training has begun, but behind a backward pass outside of steps."""
-    results = run_ranks(summon, 2, tmp_path, behind, saves_up, limit_s=120.0)
+    """Buffers under manual optimization are those of DDP: each rank keeps its own during training, except after a
+    backward pass outside of steps."""
+    results = run_ranks(train_manually, 2, tmp_path, behind, saves_up, limit_s=120.0)
     for theirs, ours in results:
         for expected, values in zip(theirs, ours, strict=True):
             assert expected.keys() == values.keys()

@@ -97,7 +97,7 @@ def test_a_forward_of_one_rank_alone(build: type[Alone], tiers: tuple[str, ...],
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """What a run comes to.
+    """Expected end of a run.
 
     Attributes:
         texts: parts of the error, by rank.
@@ -237,7 +237,7 @@ THEIRS = "and another rank reads, edits or saves weights, so they would wait for
 
 @pytest.mark.parametrize("build", [Saves, pytest.param(Gathers, marks=pytest.mark.slow)])
 def test_weights_of_one_rank_alone_are_an_error_of_all(build: type[Alone], disk: Path) -> None:
-    """With DDP, a save of rank 0 alone waits in Lightning's barrier until the time limit."""
+    """A save of rank 0 alone raises on all ranks; with DDP it waits in Lightning's barrier until the time limit."""
     cases = [Ending(build, ((MINE, ON_EACH, *PLACES), (THEIRS, ON_EACH, *PLACES)), hook) for hook in ENDS]
     assert_endings(cases, 2, disk)
 

@@ -63,7 +63,7 @@ class _SynchronousNorm(torch.autograd.Function):
 
 
 class Normalizes(Talks):
-    """As SyncBatchNorm, which wants a GPU."""
+    """Module with a batch norm over all ranks, as SyncBatchNorm, which needs a GPU."""
 
     def talk(self, x: Tensor, rank: int) -> Tensor:
         return _SynchronousNorm.apply(x)

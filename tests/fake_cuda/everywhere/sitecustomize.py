@@ -1,6 +1,7 @@
-"""With this folder in PYTHONPATH all Python processes, those that others start too, have the fake device, of the folder
-above, which has to be there as well; or, where `MUTATIONS_REMOVED` tells a path and what is left, import a file without what
-`mutations.py` removes.
+"""Hook of Python's start: gives all processes with this folder in PYTHONPATH, and those that they start, the fake
+device of the folder above, which has to be in PYTHONPATH, too.
+
+Where `MUTATIONS_REMOVED` names a path and what is left, processes import that file without what `mutations.py` removes.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What tests of several ranks share: processes of ranks, their models and trainings, comparison with DDP."""
+"""Shared code of tests with several ranks: processes of ranks, their models and trainings, comparison with DDP."""

@@ -1,4 +1,4 @@
-"""What users do around a training whose layers ranks cut, each as a program that any number of ranks runs.
+"""Programs of users around a training with tensor parallelism, which any number of ranks runs.
 
 A program trains a model on the same batches however many ranks there are, and returns what a user sees of it: each rank of
 a tensor group has to see what one rank does that has the whole model.
@@ -121,7 +121,7 @@ class ByHand(PreciseGPT):
             seldom.zero_grad()
 
 
-def summon(place: Place) -> Seen:
+def by_hand(place: Place) -> Seen:
     module = seeded(ByHand)
     place.trainer().fit(module, loader())
     return learnt(module)
@@ -251,7 +251,7 @@ def gathered(place: Place) -> Seen:
 
 
 def exported(place: Place) -> Seen:
-    """Of checkpoints of both kinds, saved inside and behind a run; each rank exports for itself."""
+    """Exports checkpoints of both kinds, saved inside and after a run; each rank exports for itself."""
     seen: Seen = {}
     for kind in ("full", "sharded"):
         module, path = seeded(PreciseGPT), place.files / kind
@@ -437,7 +437,7 @@ def watched(place: Place) -> Seen:
 
 
 PROGRAMS: dict[str, Program] = {
-    "two optimizers by hand": summon,
+    "two optimizers by hand": by_hand,
     "rates by shapes": by_shapes,
     "parameters in several optimizers": by_turns,
     "accumulated and clipped": accumulated,

@@ -1,4 +1,4 @@
-"""The same training on the same ranks twice: with Lightning's own DDP, and with the strategy. DDP is right."""
+"""Comparison of a training with Lightning's own DDP and with the strategy, on the same ranks. DDP is right."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fits(trainer: L.Trainer, module: Tower, data: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is run, with which model; `seen` of the module is compared, too.
+    """A run to compare, and its model; the module's `seen` is compared, too.
 
     Attributes:
         tiers: where model states live, one run each.

@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def one_compute_thread() -> Iterator[None]:
-    """As the ranks have: what is computed here is compared with theirs, bit for bit."""
+    """Limits compute to one thread, as in the ranks, whose results are compared with those here, bit for bit."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -38,7 +38,7 @@ _GRACE_S = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class RankOutcome:
-    """What became of one rank.
+    """Outcome of one rank.
 
     Attributes:
         value: what the function returned.
@@ -147,7 +147,7 @@ def end_waiting() -> None:
 def run_ranks(
     body: Callable[..., Any], world_size: int, *args: Any, limit_s: float = 90.0, fresh: bool = False
 ) -> list[Any]:
-    """What `body(*args)` returned on each rank.
+    """Returns the results of `body(*args)` on each rank.
 
     Args:
         body: a function of a module, and args that can be pickled; it may ask the environment for its rank.
@@ -165,7 +165,7 @@ def run_ranks(
 def watch_ranks(
     body: Callable[..., Any], world_size: int, *args: Any, limit_s: float = 90.0, fresh: bool = False
 ) -> list[RankOutcome]:
-    """As `run_ranks`, but tells how each rank ended."""
+    """Runs `body` on ranks, as `run_ranks`, and returns how each rank ended."""
     call = pickle.dumps((body, args))
     file = "" if fresh else os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[0]
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -242,7 +242,11 @@ def _listen(ranks: Sequence[_Rank], deadline_s: float) -> None:
 
 
 def _end(ranks: Sequence[_Rank], file: str) -> None:
-    """Of those that wait nothing, unless one of them failed: what the others have seen of it nobody knows."""
+    """Ends the ranks of a test.
+
+    If all ranks wait for more work, keeps their processes for the next test; if one failed, ends all, as the others'
+    state is unknown.
+    """
     keep = all(rank.waits for rank in ranks)
     for rank in ranks:
         if keep:

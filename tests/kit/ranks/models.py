@@ -85,7 +85,7 @@ class Tower(L.LightningModule):
 
 
 class MomentumTower(Tower):
-    """With an optimizer that is linear in the gradients, so that their rounding stays as small as it is."""
+    """Model with an optimizer that is linear in the gradients, so that their rounding is not amplified."""
 
     optimizer_class = torch.optim.SGD
     optimizer_options: ClassVar[dict[str, Any]] = {"lr": 0.1, "momentum": 0.9}

@@ -52,7 +52,7 @@ class End(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a process does next, and where. Pickled, by value, so that it needs no process but its own."""
+    """Work of a process, and where it runs. Pickled, by value, so that it needs no process but its own."""
 
     call: bytes
     """The function and its args: unpickled once the path of modules is set."""
@@ -65,7 +65,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What became of a job.
+    """Outcome of a job.
 
     Attributes:
         value: what the function returned, pickled in its process: torch's own way needs that to be alive later.
@@ -115,7 +115,7 @@ def _done(job: Job, surroundings: Surroundings) -> Answer:
 
 
 class Surroundings:
-    """What a function may have changed, in the process that runs it."""
+    """Global state that a function may have changed, in the process that runs it."""
 
     def __init__(self) -> None:
         self._environment = dict(os.environ)
@@ -125,9 +125,9 @@ class Surroundings:
         """Names of the modules seen so far, the others' too."""
         self._others: list[tuple[str, types.ModuleType]] = []
         self._held_by_others: list[tuple[Mapping[str, Any], str, Any]] = []
-        """What torch.distributed's modules and the package's held: of which dictionary, by which name."""
+        """Values of torch.distributed's modules and the package's: (dictionary, name, value)."""
         self._of_tests: dict[str, dict[Any, Any]] = {}
-        """What those of the tests held, by name."""
+        """Values of the tests' modules, by name."""
 
     def set_up(self, job: Job) -> None:
         """I1."""
@@ -145,7 +145,7 @@ class Surroundings:
         rank_zero_only.rank = 0
 
     def remember(self) -> None:
-        """What modules hold now, of those that were not there before."""
+        """Records the values of modules that were imported since the last call."""
         for name in sys.modules.keys() - self._looked_at:
             self._looked_at.add(name)
             module = sys.modules[name]
@@ -187,7 +187,8 @@ def _is_of_tests(module: types.ModuleType) -> bool:
 
 
 def _held(module: types.ModuleType) -> Iterator[tuple[Any, Any]]:
-    """Of a module of tests all that it holds, what its lists hold, and its classes, by name."""
+    """Yields (name, value) of a test module's variables, of the elements of its containers, and of its classes'
+    attributes."""
     for name, value in list(vars(module).items()):
         if name.startswith("__"):
             continue
@@ -200,7 +201,7 @@ def _held(module: types.ModuleType) -> Iterator[tuple[Any, Any]]:
 
 
 def _code_of(module: types.ModuleType) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
-    """Its functions and classes, and theirs."""
+    """Yields the functions and classes of a module, and those of its classes."""
     for name, value in list(vars(module).items()):
         if issubclass(type(value), _KINDS) and not name.startswith("__"):
             yield vars(module), name, value

@@ -128,7 +128,7 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def is_whole(module: Blocks) -> bool:
-    """As it was before any run."""
+    """Whether the module is uncut: original shapes, no replaced forward."""
     shapes = {name: each.shape for name, each in Blocks().named_parameters()}
     return {name: each.shape for name, each in module.named_parameters()} == shapes and not any(
         "forward" in each.__dict__ or "_call_impl" in each.__dict__ for each in module.modules()

@@ -36,7 +36,7 @@ VOCABULARY = 64
 
 
 class Losses:
-    """Of training steps, as they come."""
+    """Losses of training steps, as they come."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.loss(batch)  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ class PreciseGPT(Losses, GPT):
 
 
 class CompiledGPT(PreciseGPT):
-    """Its blocks are compiled, operators as they are."""
+    """Model whose blocks are compiled, with operators as they are."""
 
     def build(self) -> None:
         super().build()
@@ -196,7 +196,8 @@ class Run:
         return dataclasses.replace(self, ranks=1, tensor=1, settings=settings)
 
     def on_one_by_batches(self) -> Run:
-        """With the batches of each of the ranks: what routes tokens of a batch together is no mean over its halves."""
+        """Returns the run on one rank with the batches of each of the ranks: routing tokens of a batch together is no
+        mean over its halves."""
         batches = self.ranks // self.tensor
         trainer = {**self.trainer, "accumulate_grad_batches": batches}
         return dataclasses.replace(self.on_one(), micro_batches=batches, trainer=trainer)
@@ -204,7 +205,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a training leaves on one rank.
+    """Result of a training on one rank.
 
     Attributes:
         norms: of gradients, before each step, if they were asked for.
@@ -265,7 +266,7 @@ class Evictions(L.Callback):
 
 
 def batches(how: Run) -> DataLoader[Any]:
-    """Of this rank; all runs of as many steps go through the same rows."""
+    """Returns the batches of this rank; all runs of as many steps use the same rows."""
     rows = torch.randint(3, VOCABULARY, (how.steps * BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
     data = how.ranks // how.tensor
     if how.micro_batches > 1:

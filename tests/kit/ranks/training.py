@@ -1,4 +1,4 @@
-"""The same data-parallel training twice: by the strategy on several ranks, and as a plain PyTorch loop in one process.
+"""Comparison of a data-parallel training by the strategy on several ranks with a plain PyTorch loop in one process.
 
 The plain side goes through the ranks' batches one after the other and averages their gradients as the communicator
 promises: in rank order, in fp32, rounded once, zeros for a rank that has none. It knows nothing of the strategy.
@@ -47,7 +47,7 @@ TIERS: dict[str, dict[str, Any]] = {
 }
 """Where model states live, as settings of the strategy."""
 PLACES = {**TIERS, "tight": {"device_memory": LEAST, "offload_parameters": "disk", "offload_optimizer": "disk"}}
-"""The same, and everything on disk with the least device memory that the plan takes."""
+"""Settings of all tiers, and of everything on disk with the least device memory that the plan takes."""
 
 
 def tiers_together(*quick: str) -> pytest.MarkDecorator:
@@ -64,7 +64,7 @@ TIERS_TOGETHER = tiers_together("ram+all_on_disk", "masters_on_disk+lock_free", 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What is trained, in both ways.
+    """A training, run in both ways.
 
     Attributes:
         batches: micro-batches of each rank.
@@ -96,7 +96,7 @@ def loader(rows: Tensor, world_size: int, batch_size: int = BATCH) -> DataLoader
 
 
 def make_strategy(folder: Path | str, tier: str = "ram", **settings: Any) -> AngelPTMStrategy:
-    """With the smallest pages, poisoned when they are released."""
+    """Returns a strategy with the smallest pages, poisoned when they are released."""
     base = {"page_size": "64KiB", "debug": {"poison": True}, "disk_path": str(folder)}
     chosen = merged(base, PLACES[tier], settings)
     return strategy_with(timeout=timedelta(seconds=TIMEOUT_S), **chosen)
@@ -235,12 +235,12 @@ class PlainRanks:
         self.publish()
 
     def _sum(self, pair: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
-        """Of fp32, as masters' gradients are."""
+        """Adds two gradients in fp32, as masters' gradients are."""
         before, new = (part.float() if self.mixed and part is not None else part for part in pair)
         return new if before is None else before if new is None else before + new
 
     def _rounded(self, sums: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """As ranks reduce them."""
+        """Rounds sums as ranks reduce them."""
         return [part.bfloat16() if self.mixed and part is not None else part for part in sums]
 
 
@@ -259,4 +259,4 @@ def plain(training: Training, world_size: int) -> list[Outcome]:
 
 
 expected = cache(plain)
-"""The same, computed once for all tests of a process."""
+"""The plain loop's outcome, computed once for all tests of a process."""

@@ -1,4 +1,4 @@
-"""What follows from a backward pass, of an engine that is driven by hand."""
+"""Consequences of a backward pass, of an engine that is driven by hand."""
 
 from __future__ import annotations
 

@@ -186,7 +186,8 @@ def test_a_recomputed_unit_stays_from_the_beginning_of_its_backward_to_its_end()
 
 
 def test_a_unit_under_a_reentrant_checkpoint_ends_before_the_next_begins() -> None:
-    """Its input there is a leaf of torch's own; gradients of all such units would wait for the end of the pass."""
+    """The input of such a unit is a leaf of torch's own; gradients of all such units would wait for the end of the
+    pass."""
     with hooked() as (units, heard, hooks):
         loss = checkpoint(units[1], checkpoint(units[0], x(), use_reentrant=True), use_reentrant=True).sum()
         with hooks.backward():
@@ -209,7 +210,7 @@ def test_whatever_stream_calls_all_is_done_on_the_runs(recompute: frozenset[int]
 
 
 def test_what_is_recomputed_before_a_gradient_of_its_output_comes_is_fetched_on_the_runs_stream() -> None:
-    """As where a loss uses what a unit has kept beside its output."""
+    """A loss that uses what a unit has kept beside its output causes such a recomputation."""
     with hooked_elsewhere(frozenset({1})) as (units, heard, hooks):
         loss = units[0](x()).sum()
         with hooks.backward():

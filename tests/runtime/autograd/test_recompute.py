@@ -1,4 +1,4 @@
-"""What is put in place of a unit's forward: what is recomputed, with which buffers, and who is told."""
+"""Replacement of a unit's forward: what is recomputed, with which buffers, and which parts are notified."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_attributes_are_given_back() -> None:
 
 
 class GradientCheckpointingLayer(Counts):
-    """As transformers' own."""
+    """Stand-in of transformers' class."""
 
     gradient_checkpointing = False
 

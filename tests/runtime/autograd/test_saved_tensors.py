@@ -58,7 +58,7 @@ class Log:
         self.asked.append("begin iteration")
 
     def pack(self, tensor: Tensor) -> Tensor | SavedView:
-        """What has an even number of elements goes."""
+        """Offloads tensors with an even number of elements."""
         if tensor.numel() % 2:
             return tensor
         self.asked.append(f"send {tensor.numel()}")

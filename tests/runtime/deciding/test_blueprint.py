@@ -1,4 +1,4 @@
-"""What a blueprint answers."""
+"""Answers of a blueprint."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def test_which_updates_are_late() -> None:
     in_ram, on_disk = decided(module), decided(module, disk_path="/d", offload_optimizer="disk")
     lock_free = decided(module, disk_path="/d", lock_free=True)
     for unit, trained in enumerate((True, True, False)):
-        assert not in_ram.updates_late(unit, apart=False)
-        assert {each.updates_late(unit, apart=False) for each in (on_disk, lock_free)} == {trained}
-        assert in_ram.updates_late(unit, apart=True) is trained
+        assert not in_ram.updates_late(unit, has_own_memory=False)
+        assert {each.updates_late(unit, has_own_memory=False) for each in (on_disk, lock_free)} == {trained}
+        assert in_ram.updates_late(unit, has_own_memory=True) is trained

@@ -1,4 +1,4 @@
-"""What pages may take of each tier, beside what is taken anyway."""
+"""Budgets of pages in each tier, beside memory that is taken anyway."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_budgets_are_what_all_ranks_agree_on() -> None:
 @pytest.mark.parametrize("disk", [{}, {"disk_path": "/d"}])
 @pytest.mark.parametrize(("free", "whole"), [(4 * GIB, 3 * GIB), (2 * GIB, 2 * GIB * 7 // 8), (256 << 20, 224 << 20)])
 def test_where_ram_is_short_pages_take_a_quarter_of_it(free: int, whole: int, disk: dict[str, Any]) -> None:
-    """What a step takes beside them is not known yet."""
+    """The memory of a step in addition to pages is not known yet."""
     machine = dataclasses.replace(WORKSTATION, free_host_bytes=free)
     found = budget(machine, **disk)[Tier.DEVICE]
     assert (
@@ -105,7 +105,7 @@ def test_whole_gradients_are_taken_off_the_budget() -> None:
     ],
 )
 def test_chunks_in_flight(staging: object, host: int, chunks: int) -> None:
-    """Of four pages each: parameter, gradient and two moments."""
+    """Chunks have four pages each: parameter, gradient and two moments."""
     found = decided(disk_path="/d", offload_optimizer="disk", tuning={"staging_memory": staging}, host_memory=host)
     assert found.staging_chunks == chunks
 
@@ -139,7 +139,8 @@ def test_cores_of_updates(cores: int, ranks: int, ours: int, updates: int) -> No
 )
 @pytest.mark.parametrize("keep", [False, True])
 def test_gradients_that_travel_have_pages(options: dict[str, Any], count: int, waits: Waits, keep: bool) -> None:
-    """Of each size: those of flats that wait (twice where they outlive the pass), of versions in the making, one more."""
+    """Pages of each size are for flats that wait (twice where they outlive the pass), for versions in the making, and
+    one more."""
     module = nn.Module()
     module.blocks = nn.ModuleList(Block(1) for _ in range(2))
     found = decided(module, lock_free=True, disk_path="/d", keep_gradients=keep, **options)

@@ -1,4 +1,4 @@
-"""What is decided of a run, for machines that need not be there."""
+"""Decisions about a run, for machines that need not exist."""
 
 from __future__ import annotations
 

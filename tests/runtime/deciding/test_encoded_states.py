@@ -1,4 +1,5 @@
-"""Which states are encoded, by the names that a user gives, and what is refused. Runs of them are in test_state_dtype.py."""
+"""Choice of the states that are encoded, by the names that a user gives, and refusals. Runs of them are in
+test_state_dtype.py."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Ranks:
         return seen
 
     def each(self, act: Callable[[Any], Any]) -> list[Any]:
-        """What it returns, or raises, on each rank."""
+        """Returns the results or errors of `act` on each rank."""
 
         def outcome(rank: int) -> Any:
             try:

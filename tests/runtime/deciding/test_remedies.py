@@ -1,4 +1,4 @@
-"""What pages take stays within the settings, and a refusal names values with which the plan fits."""
+"""Pages stay within the settings, and a refusal names values with which the plan fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of a flat, and what of it travels at once."""
+"""State tensors of a flat, and how much of them travels at once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_staging_of_a_chunk(options: dict[str, Any], pages: int) -> None:
 
 @pytest.mark.parametrize(("word", "size"), [("bf16", 2 * 16384), ("int8", 20480)])
 def test_encoded_states_take_what_lies_in_pages_and_scratch_for_what_they_stand_for(word: str, size: int) -> None:
-    """Of a chunk of 16384 elements: two bytes each, or one and a scale of two for each 64, up to a disk block's end."""
+    """A chunk of 16384 elements takes two bytes each, or one and a scale of two for each 64, up to a disk block's
+    end."""
     found = decided(optimizer_state_dtype=word)
     own = own_state_bytes(found)
     for flat in found.layout.flats:

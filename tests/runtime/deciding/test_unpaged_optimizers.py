@@ -1,4 +1,4 @@
-"""Which optimizers' updates pages cannot have, and what is known of the others."""
+"""Optimizers that cannot update pages, and the traits of the others."""
 
 from __future__ import annotations
 

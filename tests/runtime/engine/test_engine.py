@@ -90,7 +90,7 @@ def test_what_a_step_inside_of_its_iteration_may_still_be_changing_cannot_be_rea
 BUILT = (
     "Updater",
     "ParameterValues",
-    "LentParameters",
+    "GatheredParameters",
     "update_scheduler",
     "Clipping",
     "Reduction",

@@ -1,4 +1,4 @@
-"""What is told of a run's decisions: of pages that are laid out, without the engine around them."""
+"""Descriptions of a run's decisions: of pages that are laid out, without the engine around them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Tail(Net):
 
 @contextmanager
 def engine_of(module: nn.Module, disk: Path, **options: Any) -> Iterator[Any]:
-    """What is asked of an engine. `plans` are those that the executor follows, by mode."""
+    """Yields the parts of an engine that the inspection reads. `plans` are those that the executor follows, by mode."""
     with laid_out(decided(module, **options), [disk]) as made:
         plans: dict[Mode, Any] = {}
         yield SimpleNamespace(
@@ -78,7 +78,7 @@ def engine_of(module: nn.Module, disk: Path, **options: Any) -> Iterator[Any]:
 
 
 def test_states_at_home(disk: Path) -> None:
-    """Of 65536-byte pages: fp32 masters and moments are twice a bf16 parameter."""
+    """Pages have 65536 bytes: fp32 masters and moments are twice a bf16 parameter."""
     with engine_of(Net(2), disk, **MIXED, **MASTERS_ON_DISK) as engine:
         assert states_at_home(engine) == (
             StateBytes("parameters", "device", 2 * PAGE, 3),
@@ -189,7 +189,8 @@ class Counted(LockFreeUpdates):
 
 
 def engine(**parts: Any) -> Any:
-    """What is asked of an engine; synchronous updates, one rank's experts, no transfers of activations."""
+    """Returns the parts of an engine that the inspection reads; synchronous updates, one rank's experts, no transfers
+    of activations."""
     plain: dict[str, Any] = {
         "allocator": SimpleNamespace(
             stats=lambda: {

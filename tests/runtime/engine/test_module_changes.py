@@ -1,4 +1,5 @@
-"""What a step refuses of a module that is not the one whose pages were laid out. Between two batches: tests/adversarial."""
+"""Refusals of a step of a module that is not the one whose pages were laid out. Between two batches:
+tests/adversarial."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def test_a_gradient_of_what_no_module_has_is_no_silent_loss(disk: Path) -> None:
     with run(disk, lambda module: [Adam([*module.parameters(), stranger], lr=0.1)], **HOMES["all on disk"]) as it:
         it.train()
         (optimizer,) = it.optimizers
-        assert [each is stranger for each in it.engine.changes.strangers(optimizer)] == [True]
+        assert [each is stranger for each in it.engine.changes.outside_module(optimizer)] == [True]
         stranger.grad = torch.ones(3)
         it.backward()
         with pytest.raises(

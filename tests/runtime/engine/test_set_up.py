@@ -72,7 +72,7 @@ def test_set_up_takes_what_the_rows_say(name: str, disk: Path) -> None:
 def pages(
     found: Blueprint, disk_paths: tuple[Path, ...] = (), sizes: dict[Tier, int] | None = None
 ) -> Iterator[RunPages]:
-    """Of a run whose set-up has not begun."""
+    """Yields the pages of a run whose set-up has not begun."""
     sizes = dict(found.pool_bytes) if sizes is None else sizes
     with Allocator(
         page_size=PAGE,

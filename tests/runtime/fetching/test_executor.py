@@ -127,7 +127,7 @@ def forwards(*units: int) -> Trace:
 
 AHEAD = "fetch 1 | fetch 2 | release 1, fetch 3 | release 2 | release 3"
 
-"""Of a forward of the root and three units, of which two are there at once."""
+"""Plan of a forward of the root and three units, of which two are on the device at once."""
 
 
 # -- a plan ---------------------------------------------------------------------------------------------------------------
@@ -676,7 +676,7 @@ class DrivenGuards:
         self.it = GuardPolicy(made.stores, self.in_use.__contains__)
 
     def is_open(self) -> list[bool]:
-        """Of each unit."""
+        """Whether the parameters of each unit can be read."""
         return [self._can_be_read(part) for part in self.made.module.parts]
 
     @staticmethod

@@ -28,7 +28,7 @@ class Beside:
 class Clock:
     """A device that computes beside the host and comes to its marks at these seconds."""
 
-    apart = True
+    has_own_memory = True
 
     def __init__(self, *at_s: float) -> None:
         self._at_s = list(at_s)

@@ -61,7 +61,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def root_alone(model: nn.Module, given: Given | None = None) -> nn.Module:
-    """With the values of a model that is one unit."""
+    """Initialises a model that is one unit."""
     values = FirstValues(model, given or Given())
     values.buffers()
     values.parameters(discover(model, "auto")[0])

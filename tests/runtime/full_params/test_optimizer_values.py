@@ -29,14 +29,12 @@ def test_states_go_in_and_come_out(disk: Path, place: str) -> None:
         scalars = made.optimizer_values.scalars_in_order(0, order)
         assert {at: state["step"].item() for at, state in scalars.items()} == {0: 15.0, 2: 6.0, 3: 4.0}
         assert list(scalars) == [0, 2, 3]
-        # What is told is nobody else's.
+        # The returned scalars are copies.
         scalars[0]["step"].fill_(99.0)
         assert made.optimizer_values.scalars_in_order(0, order)[0]["step"] == 15.0
         made.optimizer_values.load(0, states_for(module, "bias"))
-        compute_timing = [
-            made.gathered_flats.read(flat.states.slots["exp_avg"]) for flats in made.flats for flat in flats
-        ]
-        assert sum(int(each.count_nonzero()) for each in compute_timing) == 77  # the others start afresh
+        moments = [made.gathered_flats.read(flat.states.slots["exp_avg"]) for flats in made.flats for flat in flats]
+        assert sum(int(each.count_nonzero()) for each in moments) == 77  # the others start afresh
         assert [parameter is module.bias for parameter, _ in made.optimizer_values.states(0)] == [True]
 
 

@@ -31,7 +31,7 @@ def test_values_go_in_and_come_out(disk: Path, place: str, options: dict[str, An
         assert dict(made.gathered_flats.names()) == parameters
         resident = all(store.resident for store in made.stores)
         assert resident == (place in ("ram", "masters on disk"))
-        made.lent_parameters.restore()
+        made.gathered_parameters.restore()
         assert_equal(copies(module), before)
         assert dict(module.named_parameters()) == parameters
         assert module.turned.stride() == (1, 3)
@@ -75,7 +75,7 @@ def test_loaded_values(disk: Path, place: str, options: dict[str, Any]) -> None:
         made.values.load_parameters(ids(module, loaded))
         assert_equal(values_of(made), expected | loaded)
         # What computes is the same, rounded.
-        with made.lent_parameters.gathered({0}, write=False):
+        with made.gathered_parameters.gathered({0}, write=False):
             assert torch.equal(module.turned, loaded["turned"])
         flat = made.stores[0].flats[0]
         assert torch.equal(made.gathered_flats.read(flat.home), made.values.precise(flat).to(flat.binding.dtype))
@@ -98,7 +98,7 @@ def test_parameters_that_are_let_go_are_unknown_to_the_next_run(disk: Path) -> N
         made.take_over()
         made.values.check_known()
         before = values_of(made)
-        made.lent_parameters.detach()
+        made.gathered_parameters.detach()
         with pytest.raises(UsageError, match="its values ended with its run"):
             module.head.sum()
     with run_of(module, disk) as made:
@@ -128,7 +128,7 @@ class Wide(TrainModule):
 
 
 class MemoryOfTheEnd(L.Callback):
-    """What is resident when the run's end begins; the most that is from then on."""
+    """Records the resident memory when the run's end begins, and the most from then on."""
 
     before = 0
 

@@ -1,4 +1,4 @@
-"""What this rank has of each kind of states, on one rank. Several ranks: tests/ranks."""
+"""States of each kind that this rank has, on one rank. Several ranks: tests/ranks."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Taking:
         self.values[index, start // CELL] = values.clone()
 
     def update(self, index: int, cell: int) -> None:
-        """As the updater does."""
+        """Updates a cell, as the updater does."""
         values = self.tensors[index].tensor()[cell * CELL : (cell + 1) * CELL]
         self.snapshot.before_write(self.tensors[index], cell * CELL, values)
         values.fill_(torch.nan)

@@ -35,12 +35,12 @@ PLACES: dict[str, tuple[Waits, Tier, dict[str, Any]]] = {
     "sums in RAM": (Waits.KEPT, Tier.HOST, {"until": Until.STEP}),
     "travelling sums": (Waits.QUEUED, Tier.HOST, {"lock_free": True}),
 }
-"""Of sums: as a device's, what comes is added when somebody looks or waits."""
+"""Places of sums: as on a device, new gradients are added when the sum is read or waited for."""
 IN_PAGES = [place for place in PLACES if place != "in .grad"]
 
 
 def use_of(**asked: Any) -> GradientUse:
-    """Of a gradient that one rank has, which is updated in the backward."""
+    """Returns the use of a gradient that one rank has, which is updated in the backward."""
     return GradientUse(**{"until": Until.BACKWARD, "passes": Passes.AS_LEFT, **asked})
 
 
@@ -73,7 +73,7 @@ class One:
         self.free = made.device_pages_free
 
     def backward(self, weight: float | None, bias: float | None) -> None:
-        """As autograd leaves it, when the unit's backward has ended."""
+        """Assigns gradients as autograd leaves them, when the unit's backward has ended."""
         self.gradient.view.hide()
         for parameter, value in ((self.weight, weight), (self.bias, bias)):
             if value is not None:
@@ -87,7 +87,7 @@ class One:
         self.gradient.step_ends(clipped=clipped, scratch=scratch)
 
     def values(self) -> list[float]:
-        """Of the weight and the bias, in whatever place; all elements are alike."""
+        """Returns the gradients of the weight and the bias, in whatever place; all elements are equal."""
         if self.gradient.in_place:
             found = [self.weight.grad, self.bias.grad]
         else:

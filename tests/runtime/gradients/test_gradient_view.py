@@ -168,7 +168,7 @@ def test_a_gradient_that_was_put_there_before_any_was_shown_takes_its_place(disk
 
 
 def test_no_other_file_of_the_runtime_assigns_grad() -> None:
-    """But for moves of a parameter to another device, which take its gradient along."""
+    """Only moves of a parameter to another device assign `.grad`, too: they take the gradient along."""
     runtime = Path(lightning_ptm.__file__).parent / "runtime"
     assigning = set[str]()
     for path in runtime.rglob("*.py"):

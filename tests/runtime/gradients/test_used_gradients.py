@@ -1,4 +1,4 @@
-"""What a step leaves in `.grad`, and that nothing goes on from it."""
+"""Values that a step leaves in `.grad`, and that nothing uses them as gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of freed memory: which settings a run makes, and when. That memory goes: test_lockfree_memory.py."""
+"""Policies of freed memory: which settings a run makes, and when. The effect: test_lockfree_memory.py."""
 
 from __future__ import annotations
 
@@ -154,7 +154,8 @@ MIB = 1 << 20
 
 
 def test_a_ceiling_is_where_ram_would_end(library: Library) -> None:
-    """Of what is free: less what pages will take, by how many ranks share it, and what is not counted."""
+    """The ceiling is the free RAM less what pages will take, divided by the ranks that share it, less what is not
+    counted."""
     library.free_bytes, pages = GIB, [0]
     watched = Heap(Freed.LEAVES, ranks_here=2, pending_page_bytes=lambda: pages[0])
     assert library.ceiling.left == 512 * MIB - 24 * MIB
@@ -298,7 +299,7 @@ print(int(next(line for line in open("/proc/self/status") if line.startswith("Vm
 
 
 def peak_mib(side: str) -> int:
-    """Of a process that trains, from its start to its end."""
+    """Returns the peak memory of a process that trains, from its start to its end."""
     done = subprocess.run([sys.executable, "-c", PEAK, side], capture_output=True, text=True, check=True)
     return int(done.stdout.split()[-1])
 
@@ -306,5 +307,6 @@ def peak_mib(side: str) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_in_ram_a_process_takes_no_more_than_a_single_devices() -> None:
-    """Which holds 12 bytes a parameter, gradients through the next forward, and activations, as this one has to."""
+    """A single device holds 12 bytes a parameter, gradients through the next forward, and activations, as this process
+    does."""
     assert peak_mib("ours") <= 1.05 * peak_mib("single")

@@ -1,4 +1,4 @@
-"""What a machine has free, read from files as Linux has them; here they are in a folder."""
+"""Free memory of a machine, read from files as Linux has them; here they are in a folder."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_of_two_groups_the_fuller_one_counts(machine_of_files: MakeMachine, firs
 
 
 def test_a_limit_of_the_group_around_counts(machine_of_files: MakeMachine) -> None:
-    """As Slurm sets them: of the job, and none of the task inside of it."""
+    """Slurm sets limits in this way: for the job, and none for the task inside of it."""
     machine_of_files({"/proc/meminfo": MEMINFO, **v2("/job", 8 * MIB, MIB), **v2("/job/task", "max", MIB)})
     assert free_host_bytes() == 7 * MIB
 
@@ -115,7 +115,7 @@ def test_stripes_fill_the_fullest_disk_first(tmp_path: Path, monkeypatch: pytest
 class Apart(CpuBackend):
     """A device with memory of its own."""
 
-    apart = True
+    has_own_memory = True
 
     def free_bytes(self) -> int:
         return 11 * MIB

@@ -104,7 +104,7 @@ def words_of_the_next_meeting(layers: list[str]) -> str:
 
 
 def test_a_meeting_tells_what_was_exchanged_since_the_one_before() -> None:
-    """Of layers that exchange tensors of one shape, in which order, and how many."""
+    """The meeting compares how many layers exchanged tensors of one shape, and in which order."""
     words = [words_of_the_next_meeting(layers) for layers in (["a", "b"], ["a", "b"], ["b", "a"], ["a"], ["a", "a"])]
     assert words[0] == words[1]
     assert len(set(words)) == 4

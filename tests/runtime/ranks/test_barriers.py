@@ -12,7 +12,7 @@ from lightning_ptm.comm import Gathering, RankTeams
 from lightning_ptm.comm.agreement import TOGETHER, Decision, NeededCollective, Row
 from lightning_ptm.comm.deadlock_detector import NOTHING, Exchanged
 from lightning_ptm.errors import RankError
-from lightning_ptm.runtime.ranks.barriers import Barriers, Together
+from lightning_ptm.runtime.ranks.barriers import BarrierReason, Barriers
 from lightning_ptm.terms import Operation
 
 
@@ -23,7 +23,7 @@ class Other:
 
     def __init__(self) -> None:
         self.rounds_before: list[int] = []
-        """Of each other collective."""
+        """Rounds done before each other collective."""
         self.brings: list[Row] = []
         """To the next rounds."""
         self.rounds: list[Row] = []
@@ -53,7 +53,7 @@ class Other:
 
 
 class Rank:
-    """Its meeting points, and the collectives of others that it took part in."""
+    """A rank's barriers, and the collectives of others that it took part in."""
 
     def __init__(self) -> None:
         self.other = Other()
@@ -69,29 +69,29 @@ def together_at(what: int) -> Row:
 
 MEETINGS = {
     "another number of batches": (
-        Together.END_OF_EPOCH,
-        Together.TRAINING_STEP,
+        BarrierReason.END_OF_EPOCH,
+        BarrierReason.TRAINING_STEP,
         "rank 0 has ended its training epoch and another rank begins a training step: they got different "
         r"numbers of training batches; give all of them as many",
     ),
     "and the other way round": (
-        Together.TRAINING_BATCH,
-        Together.END_OF_EPOCH,
+        BarrierReason.TRAINING_BATCH,
+        BarrierReason.END_OF_EPOCH,
         "rank 0 goes on to another training batch and another rank has ended its training epoch: they got different",
     ),
     "a save of one rank": (
-        Together.TRAINING_STEP,
-        Together.BY_HAND,
+        BarrierReason.TRAINING_STEP,
+        BarrierReason.BY_HAND,
         "another rank reads, edits or saves weights, so they would wait .* save_checkpoint and gathered need all ranks",
     ),
     "a collective of one rank": (
-        Together.END_OF_RUN,
-        Together.COLLECTIVE,
+        BarrierReason.END_OF_RUN,
+        BarrierReason.COLLECTIVE,
         "rank 0 has come to the end of the run and another rank is in a collective .* call collectives and step optimizers",
     ),
     "the same in another way": (
-        Together.BY_HAND,
-        Together.BY_HAND,
+        BarrierReason.BY_HAND,
+        BarrierReason.BY_HAND,
         "rank 0 reads, edits or saves weights in another way than another rank, so their collectives would "
         "not match; save_checkpoint and gathered need",
     ),
@@ -114,11 +114,11 @@ def test_ranks_that_come_together_for_different_things_all_stop(case: str) -> No
 
 def test_ranks_that_come_together_for_the_same_thing_go_on_with_the_flags_of_both() -> None:
     it = Rank()
-    for what in Together:
+    for what in BarrierReason:
         it.barriers.meet(what, "deed")
     assert not it.barriers.failed and len({row[1] for row in it.other.rounds}) == 1
-    it.other.brings = [(0, it.other.rounds[0][1], Together.TRAINING_STEP | 256)]
-    assert it.barriers.come_together(Together.TRAINING_STEP, "deed", flags=1) == Together.TRAINING_STEP | 257
+    it.other.brings = [(0, it.other.rounds[0][1], BarrierReason.TRAINING_STEP | 256)]
+    assert it.barriers.come_together(BarrierReason.TRAINING_STEP, "deed", flags=1) == BarrierReason.TRAINING_STEP | 257
 
 
 def test_a_rank_waits_at_a_point_for_one_that_is_before_it_and_takes_part_in_what_that_needs() -> None:
@@ -144,7 +144,7 @@ def test_points_are_ordered_by_iterations_since_ranks_were_together() -> None:
     for _ in range(2):
         it.barriers.iteration_begins()
         it.barriers.reach(5)
-    it.barriers.meet(Together.BY_HAND)
+    it.barriers.meet(BarrierReason.BY_HAND)
     it.barriers.iteration_begins()
     it.barriers.reach(5)
     first, second, _, again = (row[1] for row in it.other.rounds)
@@ -154,7 +154,7 @@ def test_points_are_ordered_by_iterations_since_ranks_were_together() -> None:
 def test_an_optimizer_step_beside_something_else_stops_all() -> None:
     it = Rank()
     it.barriers.reach_step(5)
-    it.other.brings = [together_at(Together.END_OF_RUN)]
+    it.other.brings = [together_at(BarrierReason.END_OF_RUN)]
     with pytest.raises(
         RankError, match="rank 0 is in an optimizer step and another rank has come to the end of the run"
     ):
@@ -164,7 +164,7 @@ def test_an_optimizer_step_beside_something_else_stops_all() -> None:
 def test_collectives_that_are_not_ours_meet_or_stop_all() -> None:
     it = Rank()
     it.barriers.gather_for(Gathering(1, 2))
-    it.other.brings = [Gathering(2, 2, Together.COLLECTIVE).row()]
+    it.other.brings = [Gathering(2, 2, BarrierReason.COLLECTIVE).row()]
     with pytest.raises(
         RankError, match=r"rank 0 is in a collective .* and another rank is in another one, or in one with other"
     ):
@@ -176,7 +176,7 @@ def test_collectives_that_are_not_ours_meet_or_stop_all() -> None:
 POINTS: dict[str, Callable[[Rank], Any]] = {
     "the end of a pass": lambda rank: rank.barriers.reach(1),
     "a step": lambda rank: rank.barriers.reach_step(5),
-    "the next training step": lambda rank: rank.barriers.meet(Together.TRAINING_STEP),
+    "the next training step": lambda rank: rank.barriers.meet(BarrierReason.TRAINING_STEP),
 }
 
 

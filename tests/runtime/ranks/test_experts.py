@@ -79,7 +79,7 @@ def plain(x: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[Tensor | None]
 @pytest.mark.parametrize("divisor", [1, 4])
 @pytest.mark.parametrize("counts", [COUNTS, [0, 0, 1], [1, 1, 1]])
 def test_results_and_gradients_are_those_without_a_group(counts: list[int], divisor: int) -> None:
-    """But experts' gradients are over the divisor."""
+    """Results and gradients are equal, except that experts' gradients are divided by the divisor."""
     alone, ours, theirs = Alone(divisor=divisor), rows(sum(counts)), rows(sum(counts))
     out = alone.model[0](ours, counts)
     out.sum().backward()

@@ -21,13 +21,13 @@ WAIT_S = 60
 
 
 class Wire:
-    """What passes between the ranks, in turn."""
+    """Messages between the ranks, in turn."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(RANKS, timeout=WAIT_S)
         self.brought: list[Any] = [None] * RANKS
         self.sent_bytes: list[int] = []
-        """Of each broadcast of a tensor."""
+        """Bytes of each broadcast of a tensor."""
 
     def told(self, rank: int, value: Any) -> list[Any]:
         self.brought[rank] = value

@@ -1,4 +1,4 @@
-"""Which values count, and where they are, on one rank. Several ranks: tests/ranks.
+"""Values that count, and where they are, on one rank. Several ranks: tests/ranks.
 
 What lies where in a flat's tensor, on all ranks: every element of every parameter once, whatever shares it.
 """

@@ -29,7 +29,7 @@ from lightning_ptm.terms import Tier
 @pytest.mark.parametrize("after", list(PLACES))
 @pytest.mark.parametrize("before", list(PLACES))
 def test_all_bits_go_along(disk: Path, before: str, after: str, options: dict[str, object]) -> None:
-    """What was frozen trains, what trained is frozen, and the rest lies elsewhere."""
+    """Frozen parameters train, trained ones are frozen, and the others are in other tiers."""
     module = Odd()
     expected = copies(module)
     with old_pages(module, disk, before, **options) as (_, handed, optimizer, states):

@@ -1,4 +1,4 @@
-"""What lies on disk as it is to lie stays there; what does not, or lies in memory, is made anew."""
+"""Tensors on disk that the new layout has, too, stay as they are; all others, and those in memory, are made again."""
 
 from __future__ import annotations
 

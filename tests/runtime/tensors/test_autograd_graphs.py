@@ -1,4 +1,4 @@
-"""What is read of autograd's graphs, on graphs of a few nodes."""
+"""Readers of autograd's graphs, on graphs of a few nodes."""
 
 from __future__ import annotations
 

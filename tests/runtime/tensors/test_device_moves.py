@@ -1,4 +1,4 @@
-"""What a module holds beside parameters moves by itself. To the meta device here, since there is no other on a CPU."""
+"""Tensors of a module other than parameters move by themselves. To the meta device here, since a CPU has no other."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_has_no_memory_yet_stays() -> None:
 
 
 class Looks(nn.Linear):
-    """Its own `_apply` reads parameters, and puts others in their place."""
+    """Layer whose own `_apply` reads parameters, and replaces them."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)

@@ -24,7 +24,7 @@ CELL = PAGE // 4
 
 
 def made(folder: Path, *, device: int = 40, host: int = 40, disk: int = 40) -> Allocator:
-    """Of so many pages in each tier, filled with NaN."""
+    """Returns an allocator with so many pages in each tier, filled with NaN."""
     return Allocator(
         page_size=PAGE,
         backend=CpuBackend(),
@@ -116,7 +116,7 @@ SEGMENTS = (
     Segment(0, 128, 0, 3 * CELL, ragged=False),  # over several pages
     Segment(1, 3 * CELL + 192, 50, 70, ragged=False),
 )
-"""Of three parameters; of the first and the last, what lies before is another rank's."""
+"""Segments of three parameters; the first and the last are cut: what lies before is another rank's."""
 NUMEL = 4 * CELL + 64
 
 

@@ -1,4 +1,4 @@
-"""What is declared of parts, and how values are cut. On several ranks, in runs: ranks/test_rank_parts.py."""
+"""Declarations of slices, and how values are cut. On several ranks, in runs: ranks/test_rank_parts.py."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_units_are_those_of_the_whole_model() -> None:
 
 
 class Halves(nn.Module):
-    """Of `Net`, on one of two ranks: blocks are cut by columns, the root is whole."""
+    """`Net` on one of two ranks: blocks are cut by columns, the root is whole."""
 
     def __init__(self) -> None:
         super().__init__()

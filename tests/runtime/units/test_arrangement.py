@@ -12,7 +12,7 @@ from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.units.arrangement import Arrangement
 
 BOX = TensorSlice((8, 4), 0, 2, 1)
-"""Of which a rank has rows 4 to 7."""
+"""Slice of a parameter of which a rank has rows 4 to 7."""
 
 
 def made() -> Arrangement:
@@ -20,7 +20,7 @@ def made() -> Arrangement:
 
 
 def of(spec: ParameterSpec) -> Arrangement:
-    """Of a flat with one parameter."""
+    """Returns the arrangement of a flat with one parameter."""
     (flat,) = build_layout([UnitSpec("", (spec,))], page_size=65536, world_size=2).flats
     return Arrangement.of(flat, [torch.ones(spec.shape)])
 

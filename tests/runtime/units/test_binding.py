@@ -282,7 +282,8 @@ def test_a_gradient_that_is_shown_of_pages_waits_for_its_device() -> None:
 
 
 def test_a_parameter_stays_itself_where_torch_refuses_it_another_device() -> None:
-    """As to devices of other libraries, here to `meta` and back: Module.to would make another object without hooks."""
+    """Torch refuses devices of other libraries, here `meta` and back: Module.to would make another object without
+    hooks."""
     parameter = nn.Parameter(torch.ones(3))
     with pytest.raises(RuntimeError, match="incompatible tensor type"):
         parameter.data = torch.empty(3, device="meta")

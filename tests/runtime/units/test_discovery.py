@@ -1,4 +1,4 @@
-"""Which modules are fetched together, and who owns which parameter."""
+"""Modules that are fetched together, and owners of parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_ptm.runtime.units.discovery import MIN_UNIT_NUMEL, Unit, discover
 
 
 class Part(nn.Module):
-    """As many parameters as a unit has at least, or fewer."""
+    """Layer with as many parameters as a unit has at least, or fewer."""
 
     def __init__(self, numel: int = MIN_UNIT_NUMEL) -> None:
         super().__init__()

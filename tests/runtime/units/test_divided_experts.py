@@ -1,4 +1,4 @@
-"""Which experts ranks can divide, and what is said of those that they cannot. Ranks need not be there."""
+"""Experts that ranks can divide, and messages about those that they cannot. Other ranks need not exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which changes of a model count as other parameters, and which tensors of a module share memory."""
+"""Changes of a model that count as other parameters, and tensors of a module that share memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_same_ones(name: str) -> None:
 def test_what_optimizers_have_and_no_module() -> None:
     built, other = model(), nn.Parameter(torch.ones(2))
     optimizers = [torch.optim.SGD(built.parameters()), torch.optim.SGD([built[1].bias, other])]
-    (found,) = KnownParameters(built, optimizers).strangers
+    (found,) = KnownParameters(built, optimizers).outside_module
     assert found is other
 
 

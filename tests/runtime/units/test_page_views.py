@@ -54,8 +54,8 @@ def test_a_storage_stays_that_of_its_parameter_when_the_flat_comes_back() -> Non
 def test_only_so_many_addresses_are_kept() -> None:
     with parts(Model(2)) as made:
         binding = made.stores[1].flats[0].binding
-        gathered_flats = [torch.zeros(binding.layout.padded_numel) for _ in range(12)]
-        for whole in gathered_flats:
+        full_flats = [torch.zeros(binding.layout.padded_numel) for _ in range(12)]
+        for whole in full_flats:
             binding.bind(whole)
         known = [each for each in made.views._known.values() if each[0] is binding]
         assert len(known) == 8 * len(binding.parameters)

@@ -135,8 +135,8 @@ def test_a_home_is_not_replaced_while_its_full_flat_is_read() -> None:
         assert flat.full().eq(1).all()
 
 
-def predicted_memory(made: Parts, frames: list[int]) -> None:
-    """All device pages but those of `frames`."""
+def fill_device_except(made: Parts, frames: list[int]) -> None:
+    """Allocates all free device pages except those at `frames`."""
     tensors = [made.paged(torch.ones(16384), Tier.DEVICE) for _ in range(made.device_pages_free)]
     for tensor in tensors:
         if tensor.pages.frames[0] in frames:
@@ -156,7 +156,7 @@ def predicted_memory(made: Parts, frames: list[int]) -> None:
 def test_what_does_not_fit_changes_nothing(free: list[int], refusal: str) -> None:
     with parts(OnePage(double=True), (), world_size=2, device_pages=6) as made:
         (flat,) = made.flats
-        predicted_memory(made, free)
+        fill_device_except(made, free)
         with pytest.raises(CapacityError, match=refusal):
             flat.take()
         assert (flat.state, made.device_pages_free, flat.has_spare_shard) == (RELEASED, len(free), False)
@@ -185,7 +185,7 @@ def test_a_shard_that_an_all_gather_reads_stays_until_it_is_done() -> None:
 
 
 def test_a_shard_that_nobody_gathers_is_given_up_when_it_is_there(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pages are another's then, under no copy."""
+    """The pages of the shard go to another tensor then, with no copy in flight."""
     with parts(OnePage(double=True), (), home=Tier.DISK, disk=disk, world_size=2) as made:
         (flat,) = made.flats
         asked, may_read, read = threading.Event(), threading.Event(), FileOps.preadv
@@ -216,7 +216,7 @@ def test_contributing_keeps_nothing(room: bool) -> None:
     with parts(OnePage(double=True), (), world_size=2, device_pages=2) as made:
         (flat,) = made.flats
         if not room:
-            predicted_memory(made, [])
+            fill_device_except(made, [])
         free = made.device_pages_free
         read: list[Any] = []
         flat.contribute(lambda home: read.append(home) or made.read(home))

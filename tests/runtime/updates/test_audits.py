@@ -1,4 +1,4 @@
-"""What became of gradients, and how old parameters were, in numbers."""
+"""Counts of gradients by what happened to them, and ages of parameters."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Run:
             flat.gradient.shard.settle()
 
     def gradients(self) -> list[Tensor]:
-        """As they are now, 1-D."""
+        """Returns the present gradients, 1-D."""
         found = []
         for flat, parameter in zip(self.flats, self.parameters, strict=True):
             whole = parameter.grad if flat.gradient.in_place else flat.gradient.shard.on_device()[: parameter.numel()]
@@ -73,7 +73,7 @@ class Run:
         return found
 
     def updated_with(self, optimizer: int = 0) -> list[Tensor]:
-        """What the step that is taken now gives the optimizer: the gradients, with what is done to them on their way."""
+        """Returns the gradients that this step gives the optimizer, with their transforms."""
         transform, found = self.clipping.take(optimizer), self.gradients()
         for gradient in found:
             transform.apply_(gradient)

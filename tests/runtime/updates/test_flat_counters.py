@@ -1,4 +1,4 @@
-"""What compute counts of a flat."""
+"""Counters of a flat that compute keeps."""
 
 from __future__ import annotations
 

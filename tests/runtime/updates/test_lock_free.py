@@ -159,7 +159,7 @@ def test_a_warm_up_is_the_synchronous_run_and_what_comes_after_is_not(strategy_a
 
 
 def test_a_warm_up_of_the_whole_training_goes_on_in_a_run_that_resumes(strategy_at, tmp_path) -> None:
-    """And is over in one that resumes behind it."""
+    """The warm-up is over in a run that resumes after its end."""
     settings = {"lock_free": {"max_staleness": 3, "warmup_steps": 24}, "debug": {"poison": False}}
     plain = PlainLoop(ScheduledStack, epochs=3).run(BATCHES)
     path = tmp_path / "last.ckpt"
@@ -191,7 +191,7 @@ def test_a_warm_up_of_the_whole_training_goes_on_in_a_run_that_resumes(strategy_
 
 
 class Plain(Stack):
-    """Without momentum, at one rate and in fp32, a forecast is the update itself, but for its rounding."""
+    """Model for which a forecast is the update itself, but for its rounding: no momentum, one rate, fp32."""
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)
@@ -291,7 +291,7 @@ def test_forward_and_recomputed_forward_see_one_version(strategy_at, where) -> N
 
 
 class Validated(ScheduledStack):
-    """What is evaluated is what was trained: nothing is pending, and the weights are the masters', rounded."""
+    """Checks that evaluation sees what was trained: nothing is pending, and the weights are the masters', rounded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -581,7 +581,7 @@ class GathersLater(GathersInMidPass):
 
 @pytest.mark.parametrize("where", WHERE)
 def test_weights_cannot_be_gathered_over_a_graph_that_needs_older_ones(strategy_at, where) -> None:
-    """Without staleness nothing is older, and it works."""
+    """Without staleness no graph needs older weights, and gathering works."""
     run(strategy_at(where, lock_free={"max_staleness": 0}), built(GathersInMidPass))
     gate = Gate()
     strategy = strategy_at(where, lock_free={"max_staleness": 3}, debug={"poison": False})

@@ -1,4 +1,4 @@
-"""Which flats are whose, and who is in which group, without a run."""
+"""Assignment of flats to optimizers and groups, without a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_ptm.update.shadow import snapshot
 def groups_of(
     make: Callable[[list[nn.Parameter]], list[Optimizer]],
 ) -> Iterator[tuple[OptimizerGroups, list[Optimizer], list[nn.Parameter]]]:
-    """Of a module of three units."""
+    """Yields the optimizer groups of a module of three units."""
     module = Net(2)
     optimizers = make(list(module.parameters()))
     with laid_out(decided(module, optimizers)) as pages:

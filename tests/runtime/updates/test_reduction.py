@@ -21,7 +21,7 @@ from lightning_ptm.runtime.updates.reduction import Reduction
 from lightning_ptm.terms import Operation, Tier
 
 NO_STATES: Any = None
-"""Of optimizers a reduction knows nothing."""
+"""Placeholder for optimizer states, which a reduction does not use."""
 
 
 class Run:

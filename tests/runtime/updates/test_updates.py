@@ -1,4 +1,5 @@
-"""Which flat is updated when, with which hyper-parameters: schedulers over real pages, whose updates are in this thread."""
+"""Schedulers of updates over real pages: which flat is updated when, with which hyper-parameters. Updates are in this
+thread."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Run:
         self.optimizers = optimizers
 
     def backward(self, *units: int, value: float = 1.0) -> None:
-        """Of these units, in the order in which gradients come."""
+        """Runs the backward of these units, in the order in which gradients come."""
         for unit in sorted(units, reverse=True):
             parameter = self.parameters[unit]
             parameter.grad = torch.full(parameter.shape, value)
@@ -49,7 +50,7 @@ class Run:
                 flat.gradient.clear()
 
     def weights(self) -> list[float]:
-        """Of the units, which are all alike inside."""
+        """Returns the weights of the units; all elements of a unit are equal."""
         found = []
         for store in self.made.stores:
             (values,) = {float(each) for each in self.made.values.precise(store.flats[0]).unique()}

@@ -1,4 +1,4 @@
-"""Which versions compute reads, and what it waits for, with a buffering thread that is set by hand."""
+"""Versions that compute reads, and what it waits for, with a buffering thread that is set by hand."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_unit_that_lacks_too_much_is_waited_for() -> None:
     driven = Driven(bound=1)
     driven.produced(3, 1, 0)
     driven.it.begin_iteration(training=True)
-    assert driven.it.pending(1) and driven.buffering.told() == ["hurry 0 2"]
+    assert driven.it.pending(1) and driven.buffering.told() == ["prioritize 0 2"]
     assert not driven.it.pending(2)
 
     def come() -> None:
@@ -118,7 +118,7 @@ def test_what_has_piled_up_must_be_applied_where_nobody_reads_it(read: bool) -> 
     driven.buffering.told()
     driven.buffering.piles = [2, 1, 1]
     driven.it.make_room()
-    assert driven.buffering.told() == ([] if read else ["hurry 0 1"])
+    assert driven.buffering.told() == ([] if read else ["prioritize 0 1"])
     assert driven.counters[0].needed == (0 if read else 1)
 
 

@@ -1,7 +1,7 @@
 """Full parameters in the user's module: gathered for a `with` block (`strategy.gathered`), as FSDP's summon_full_params
 does, or for good when a run ends.
 
-`SummonFullParams` checks that all ranks take part and that RAM has room. `LentParameters` owns which units are gathered
+`SummonFullParams` checks that all ranks take part and that RAM has room. `GatheredParameters` owns which units are gathered
 read-only, and which parameters the user has given other shapes; values are read and written through
 parameter_values.py. `trained_in` knows which parameters runs of this process have trained: such values may exist nowhere
 else, so a run never drops them.
@@ -31,7 +31,7 @@ from lightning_ptm.memory.quantization import rounded
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.full_params.parameter_values import ParameterValues
 from lightning_ptm.runtime.machine.machine import free_host_bytes
-from lightning_ptm.runtime.ranks.barriers import Barriers, Together
+from lightning_ptm.runtime.ranks.barriers import BarrierReason, Barriers
 from lightning_ptm.runtime.relayout.gathered_flats import flats_of
 from lightning_ptm.runtime.tensors.parts import cut
 from lightning_ptm.runtime.units.binding import ENDED, FlatBinding
@@ -67,7 +67,7 @@ def trained_in(root: nn.Module) -> frozenset[int]:
     )
 
 
-class LentParameters:
+class GatheredParameters:
     """Gathers parameters into the user's module and takes edits back. The engine has drained all updates before each
     call.
 
@@ -331,7 +331,7 @@ class SummonFullParams:
         blueprint: Blueprint,
         stores: Sequence[UnitStore],
         values: ParameterValues,
-        lent_parameters: LentParameters,
+        gathered_parameters: GatheredParameters,
         barriers: Barriers,
         known: KnownParameters,
         settle: Callable[[str], None],
@@ -343,7 +343,7 @@ class SummonFullParams:
         self._blueprint = blueprint
         self._stores = stores
         self._values = values
-        self._lent_parameters = lent_parameters
+        self._gathered_parameters = gathered_parameters
         self._barriers = barriers
         self._known = known
         self._settle = settle
@@ -376,21 +376,21 @@ class SummonFullParams:
                 "gathered; gather one block at a time, such as block.state_dict(), or save a checkpoint with "
                 "checkpoints=Checkpoints(state_dict_type='sharded'), which gathers nothing"
             )
-            left_out = [] if untrained else self._lent_parameters.untrained()
+            left_out = [] if untrained else self._gathered_parameters.untrained()
             if not left_out or not self._barriers.all_agree(self._needed(wanted, left_out) <= free_host_bytes()):
                 raise CapacityError(refusal)
         ending = self._ends_on_all_ranks(f"edited {sorted(wanted)}") if write else nullcontext()
         with (
-            self._lent_parameters.gathered(
+            self._gathered_parameters.gathered(
                 wanted, write=write, may_write=lambda: not self._barriers.failed, left_out=left_out
             ),
-            self._lent_parameters.absent(left_out, f"were not gathered, since RAM had no room for all: {refusal}"),
+            self._gathered_parameters.absent(left_out, f"were not gathered, since RAM had no room for all: {refusal}"),
             ending,
         ):
             yield
             self._check_memory()
             if write:
-                self._lent_parameters.check_dtypes(wanted)
+                self._gathered_parameters.check_dtypes(wanted)
 
     @contextmanager
     def readable(self, module: nn.Module) -> Iterator[None]:
@@ -405,7 +405,7 @@ class SummonFullParams:
 
     def _needed(self, wanted: Collection[int], left_out: Sequence[FlatBinding] = ()) -> int:
         """Returns the RAM of this machine that the units' full parameters take."""
-        return self._lent_parameters.bytes_to_gather(wanted, left_out) * self._ranks_here
+        return self._gathered_parameters.bytes_to_gather(wanted, left_out) * self._ranks_here
 
     @contextmanager
     def writable(self, module: nn.Module) -> Iterator[None]:
@@ -434,9 +434,9 @@ class SummonFullParams:
             yield
         except BaseException:
             with suppress(RankError):  # the error of the block is the cause
-                self._barriers.meet(Together.BY_HAND, deed)
+                self._barriers.meet(BarrierReason.BY_HAND, deed)
             raise
-        self._barriers.meet(Together.BY_HAND, deed)
+        self._barriers.meet(BarrierReason.BY_HAND, deed)
 
     def _units_in(self, modules: Sequence[nn.Module]) -> set[int]:
         inside = {id(parameter) for module in modules for parameter in module.parameters()}

@@ -1,8 +1,8 @@
 """Model states during a re-layout: taken from the old engine, given to the new one.
 
-There are two ways: from page to page (CarriedInPages), and through the files of a sharded checkpoint (CarriedInFiles)
+There are two ways: from page to page (StatesInPages), and through the files of a sharded checkpoint (StatesInFiles)
 where old and new pages do not fit at the same time: on a device with its own memory. RAM holds no copy of the states, and
-each rank reads what it owns in the new layout. The strategy (trainer/rearranging.py) decides when a re-layout happens.
+each rank reads what it owns in the new layout. The strategy (trainer/relayout.py) decides when a re-layout happens.
 
 I1: elements keep their bits; an optimizer's step counts are carried with them.
 I2: page to page, a process that was killed leaves nothing on disk; its files are a partial checkpoint, which the next run
@@ -46,7 +46,7 @@ from lightning_ptm.storage.verified import CheckedFolder
 from lightning_ptm.storage.writer import SaveOps
 
 
-class Carried(abc.ABC):
+class CarriedStates(abc.ABC):
     """The model states of a run, from the drain of the old engine on. Collective.
 
     Args:
@@ -182,7 +182,7 @@ def warn_of_resized(engine: Engine, optimizer: Optimizer) -> None:
         name
         for _, flat in engine.updates.groups.flats_of(engine.updates.groups.index_of(optimizer))
         for place, name in enumerate(slot.spec.name for slot in flat.store.binding.layout.slots)
-        if name in engine.lent_parameters.resized and flat.states.remembers(place)
+        if name in engine.gathered_parameters.resized and flat.states.remembers(place)
     ]
     if ending:
         rank_zero_warn(
@@ -193,7 +193,7 @@ def warn_of_resized(engine: Engine, optimizer: Optimizer) -> None:
         )
 
 
-class CarriedInPages(Carried):
+class StatesInPages(CarriedStates):
     """Model states in the old pages, which this object owns until `close`. Collective."""
 
     def __init__(self, engine: Engine, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
@@ -253,8 +253,10 @@ class CarriedInPages(Carried):
         self._handed.close()
 
 
-class CarriedInFiles(Carried):
-    """Model states in files, which this object owns until `close`. Collective.
+class StatesInFiles(CarriedStates):
+    """Model states of a run in a temporary sharded checkpoint, while a re-layout replaces the pages.
+
+    The constructor writes the files, which this object owns until `close`. Collective.
 
     Args:
         optimizers: the optimizers whose states are in pages.
@@ -263,7 +265,8 @@ class CarriedInFiles(Carried):
         ops: file calls, for tests.
 
     Raises:
-        CheckpointError: on all ranks, if any could not write; the run can go on.
+        CheckpointError: on all ranks, if any rank could not write its files; the old pages are intact, so the run can
+            continue.
     """
 
     def __init__(

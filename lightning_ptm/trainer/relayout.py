@@ -2,7 +2,7 @@
 replaced, removed, or given another shape.
 
 Pages were laid out for the parameters at the start of the run. If the run does not need pages, it continues without;
-otherwise it is laid out again for the current parameters, and its states are carried over (checkpoints/carried.py).
+otherwise it is laid out again for the current parameters, and its states are carried over (checkpoints/carried_states.py).
 I1: the run continues with the numbers of a plain Trainer: every parameter, master weight and optimizer state keeps its bits.
 I2: evaluations and checkpoints see the parameters that the module has at that time.
 """
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_ptm.checkpoints.carried import Carried, CarriedInFiles, CarriedInPages, warn_of_resized
+from lightning_ptm.checkpoints.carried_states import CarriedStates, StatesInFiles, StatesInPages, warn_of_resized
 from lightning_ptm.checkpoints.optimizer_states import opened, plain_optimizer
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.errors import UsageError, some
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
-from lightning_ptm.trainer.ending import end, having_states
 from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.stale_optimizers import mark_stale
+from lightning_ptm.trainer.teardown import end, having_states
 
 log = logging.getLogger(__name__)
 
@@ -42,18 +42,18 @@ def follow_rearranging(run: Run, checkpoints: RunCheckpoints) -> None:
         UsageError: gradients are pending.
     """
     engine = run.engine
-    for optimizer in run.paged_optimizers() if engine.lent_parameters.resized else ():
+    for optimizer in run.paged_optimizers() if engine.gathered_parameters.resized else ():
         warn_of_resized(engine, optimizer)
     counted = run.statistics()
     engine.barriers.check_relayout(engine.changes.differences())
     if engine.blueprint.may_be_outside and engine.changes.gradients_in_place:
         end(run, checkpoints)
         run.lay_out()
-        run.watch(anew=True)
+        run.watch(relayout=True)
     else:
         _refuse(run)
         with engine.changes.frozen_as_trained():
-            lay_out_anew(run)
+            lay_out_again(run)
     run.follow_loads(partial(follow_loaded_state, run, checkpoints))
     run.continue_statistics(counted)
     run.log_where_states_are()
@@ -84,7 +84,7 @@ def follow_loaded_state(run: Run, checkpoints: RunCheckpoints, optimizer: Optimi
     run.follow_loaded_state(optimizer, state)
 
 
-def lay_out_anew(run: Run) -> None:
+def lay_out_again(run: Run) -> None:
     """Replaces the engine and its pages by new ones, with all states. Collective."""
     run.saves.finish()
     optimizers = run.paged_optimizers()
@@ -95,7 +95,7 @@ def lay_out_anew(run: Run) -> None:
             _leave_pages(run, carried)
             carried.old_engine_closed()
             run.lay_out(given=carried.given(), handed=carried.handed, checked=checked)
-            run.watch(anew=True)
+            run.watch(relayout=True)
             carried.restore_removed(run.engine, run.module, optimizers)
             carried.fill(run.engine, optimizers)
             run.trainer.strategy.barrier()  # all ranks have read the carried states
@@ -107,7 +107,7 @@ def lay_out_anew(run: Run) -> None:
             raise
 
 
-def _rescue(run: Run, carried: Carried) -> None:
+def _rescue(run: Run, carried: CarriedStates) -> None:
     """Gives the weights back to the module after a failed re-layout, which leaves the run without an engine."""
     try:
         if run.builder.settings.tuning.restore_weights and carried.rescue(run.module):
@@ -116,13 +116,13 @@ def _rescue(run: Run, carried: Carried) -> None:
         log.warning("the weights could not be given back to the module: %s", error)
 
 
-def carried_by(run: Run, optimizers: Sequence[Optimizer]) -> Carried:
+def carried_by(run: Run, optimizers: Sequence[Optimizer]) -> CarriedStates:
     """Carries the states from page to page in RAM, or through files, since a device has no room for old and new pages."""
     builder = run.builder
-    if not builder.place.backend.apart:
-        return CarriedInPages(run.engine, run.module, optimizers)
+    if not builder.place.backend.has_own_memory:
+        return StatesInPages(run.engine, run.module, optimizers)
     ranks_here, ops = builder.place.ranks_here, builder.save_ops()
-    return CarriedInFiles(run.engine, run.module, optimizers, run.room, ranks_here=ranks_here, ops=ops)
+    return StatesInFiles(run.engine, run.module, optimizers, run.room, ranks_here=ranks_here, ops=ops)
 
 
 def _check_parameters(run: Run, optimizers: Sequence[Optimizer]) -> CheckedParameters:
@@ -164,7 +164,7 @@ def _refuse(run: Run) -> None:
         )
 
 
-def _leave_pages(run: Run, carried: Carried) -> None:
+def _leave_pages(run: Run, carried: CarriedStates) -> None:
     """Closes the engine without giving anything back, since the run continues with a new one."""
     engine, communicator = run.engine, run.communicator
     run.disconnect_tensor_group()

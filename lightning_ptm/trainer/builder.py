@@ -107,7 +107,7 @@ class Builder:
         events: Events,
         cut: CutModule | None,
         *,
-        anew: bool = False,
+        relayout: bool = False,
         restored: DeferredState | None = None,
         given: Given | None = None,
         handed: PreviousState | None = None,
@@ -117,7 +117,7 @@ class Builder:
         """Builds the engine and its pages. Collective.
 
         Args:
-            anew: whether this is a re-layout in mid-run, after parameters were rearranged.
+            relayout: whether this is a re-layout in mid-run, after parameters were rearranged.
             restored: state of a checkpoint that was loaded before the engine existed.
             given: the parameters' first values, where the module has none.
             handed: the parameters' first values, where they are in pages of the previous engine.
@@ -135,10 +135,10 @@ class Builder:
         make_folders(settings.disk_paths)
         settings = self._chosen(settings, communicator)
         request = self.request(settings, cut)
-        if anew:
+        if relayout:
             request = dataclasses.replace(request, rearranges=True)
         blueprint = self.decided(request, communicator, handed, checked)
-        if fitting and not anew and settings.frozen_dtype != "compute":
+        if fitting and not relayout and settings.frozen_dtype != "compute":
             _warn_without_codes(blueprint, settings.frozen_dtype)
         return Engine(
             self.module,
@@ -281,20 +281,20 @@ def chosen_page_bytes(settings: Settings, communicator: Communicator, backend: B
         ConfigError: rank 0 cannot use the disk's folders; RankError on the other ranks.
     """
     failure: AngelPTMError | None = None
-    told: int | str | None = None
+    page_size: int | str | None = None
     if communicator.rank == 0:
         try:
             check_folders(settings.disk_paths)
-            told = smallest_saturating(measured_rates(settings.disk_paths, backend)) or DEFAULT_PAGE_BYTES
+            page_size = smallest_saturating(measured_rates(settings.disk_paths, backend)) or DEFAULT_PAGE_BYTES
         except AngelPTMError as error:
-            failure, told = error, str(error)
-    told = communicator.broadcast_object(told)
+            failure, page_size = error, str(error)
+    page_size = communicator.broadcast_object(page_size)
     if failure is not None:
         raise failure
-    if not isinstance(told, int):
+    if not isinstance(page_size, int):
         raise RankError(
-            f"page_size='auto' failed: rank 0 could not measure transfer rates ({told}); give a size, such as "
+            f"page_size='auto' failed: rank 0 could not measure transfer rates ({page_size}); give a size, such as "
             "page_size='4MiB'"
         )
-    rank_zero_info(f"page_size='auto': pages of {format_bytes(told)}")
-    return told
+    rank_zero_info(f"page_size='auto': pages of {format_bytes(page_size)}")
+    return page_size

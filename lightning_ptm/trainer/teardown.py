@@ -22,11 +22,11 @@ from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.errors import CheckpointError, UsageError
 from lightning_ptm.runtime.engine.engine import Engine
 from lightning_ptm.runtime.engine.inspection import last_audit
-from lightning_ptm.runtime.ranks.barriers import Together
+from lightning_ptm.runtime.ranks.barriers import BarrierReason
 from lightning_ptm.runtime.tensors.parts import put_together
 from lightning_ptm.runtime.units.parameter_guard import GuardedParameter
 from lightning_ptm.runtime.updates.audits import UpdateAudit
-from lightning_ptm.trainer.building import root_folder
+from lightning_ptm.trainer.builder import root_folder
 from lightning_ptm.trainer.internals import checkpoints_of
 from lightning_ptm.trainer.run import Run
 from lightning_ptm.trainer.stale_optimizers import mark_stale
@@ -35,12 +35,12 @@ from lightning_ptm.trainer.stale_optimizers import mark_stale
 def end(run: Run, checkpoints: RunCheckpoints) -> None:
     """Ends a run, with or without pages. Collective, unless the run has failed."""
     if run.has_pages:
-        _Ending(run, checkpoints).end()
+        _Teardown(run, checkpoints).end()
     else:
         run.close_without_pages()
 
 
-class _Ending:
+class _Teardown:
     """The end of a run that has pages.
 
     Args:
@@ -68,7 +68,7 @@ class _Ending:
             ended = dataclasses.replace(ended, optimizer_states=before.optimizer_states, torn=torn or before.torn)
         between.end(ended)
         failure: Exception | None = None
-        back, path = restore.GivenBack.NONE, ""
+        back, path = restore.RestoredWeights.NONE, ""
         with ExitStack() as steps:  # each step runs even if an earlier one fails; last in, first out
             steps.callback(self._checkpoints.saves.forget)
             steps.callback(engine.close)
@@ -92,12 +92,12 @@ class _Ending:
             except Exception as error:
                 engine.fail(error)  # the other ranks wait for this one, and Lightning can no longer notify them
                 if not between.ended.weights:
-                    engine.lent_parameters.detach()
+                    engine.gathered_parameters.detach()
                 raise
         for each in self._deferred_errors:
             raise each
 
-    def _meet(self) -> tuple[restore.GivenBack, str]:
+    def _meet(self) -> tuple[restore.RestoredWeights, str]:
         """Waits for all checkpoints, and decides which weights are given back. Collective.
 
         Returns:
@@ -107,7 +107,7 @@ class _Ending:
         if engine.barriers.failed:
             saves.end_after_failure()
         else:
-            engine.barriers.meet(Together.END_OF_RUN)
+            engine.barriers.meet(BarrierReason.END_OF_RUN)
             try:
                 saves.finish()
             except CheckpointError as error:  # weights are given back all the same
@@ -116,7 +116,7 @@ class _Ending:
             engine.heap.steps_end()  # the following steps allocate RAM
         wanted, ranks_here = self._run.builder.settings.tuning.restore_weights, self._run.builder.place.ranks_here
         back = restore.decide(engine, wanted=wanted, ranks_here=ranks_here, whole=self._run.cut is not None)
-        if back is not restore.GivenBack.WRITTEN:
+        if back is not restore.RestoredWeights.WRITTEN:
             return back, ""
         if engine.heap is not None:
             engine.heap.weights_are_written()
@@ -161,7 +161,7 @@ class _Ending:
             f"({'; '.join(failures)}); make room in one of these folders, or save during the run (ModelCheckpoint)"
         )
 
-    def _give_back(self, back: restore.GivenBack, path: str) -> None:
+    def _give_back(self, back: restore.RestoredWeights, path: str) -> None:
         """Gives weights and optimizer states back to the user's objects, as far as requested and possible. Collective.
 
         Args:
@@ -171,7 +171,7 @@ class _Ending:
         cut_here, place = run.cut is not None, run.builder.place
         if path:
             between.note(path=path)
-        returned = restore.weights(engine, back, self._deferred_errors, again=self._again(), path=path)
+        returned = restore.weights(engine, back, self._deferred_errors, reload_hint=self._reload_hint(), path=path)
         if returned.given:
             run.uncut(partial(put_together, communicator=engine.communicator))
             between.note(weights=True, parts=between.ended.parts and not cut_here)
@@ -194,9 +194,9 @@ class _Ending:
         if returned.failure is not None:
             raise returned.failure
 
-    def _again(self) -> str:
-        """How a next run of this strategy gets the values of frozen parameters, in words; empty if the user must provide
-        them."""
+    def _reload_hint(self) -> str:
+        """Returns how a next run of this strategy gets the values of frozen parameters, in words; empty if the user
+        must provide them."""
         of_files = frozenset(self._engine.values.of_files)
         self._between.note(of_files=of_files)
         files = self._run.builder.settings.pretrained
