@@ -47,15 +47,16 @@ class HostRegion:
     Args:
         size_bytes: exact size; 0 is allowed.
         lock: page-locks the memory (which commits all of it at once); None: not page-locked.
+        has_bytes: whether there is memory; without it, `tensor` is on the meta device.
     Raises:
         ConfigError: the system cannot map or page-lock so much.
     """
 
-    def __init__(self, size_bytes: int, *, lock: PageLocks | None = None) -> None:
+    def __init__(self, size_bytes: int, *, lock: PageLocks | None = None, has_bytes: bool = True) -> None:
         self._lock: PageLocks | None = None
         self._mapping: mmap.mmap | None = None
-        if size_bytes == 0:
-            self.tensor = torch.empty(0, dtype=torch.uint8)
+        if size_bytes == 0 or not has_bytes:
+            self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device="cpu" if has_bytes else "meta")
             self.memory = memoryview(bytearray())
             return
         try:

@@ -17,18 +17,6 @@ from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.region import HostRegion, Region
 
 
-class VirtualRegion(HostRegion):
-    """A region without memory.
-
-    Args:
-        size_bytes: size of `tensor`, which is on the meta device.
-    """
-
-    def __init__(self, size_bytes: int) -> None:
-        super().__init__(0)
-        self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device="meta")
-
-
 @dataclass(frozen=True, slots=True)
 class VirtualBackend(CpuBackend):
     """The device of a virtual run. Its work has ended when a call returns, as a CPU's."""
@@ -41,10 +29,10 @@ class VirtualBackend(CpuBackend):
         return torch.device("meta")
 
     def host_region(self, size_bytes: int, *, pin: bool) -> HostRegion:
-        return VirtualRegion(size_bytes)
+        return HostRegion(size_bytes, has_bytes=False)
 
     def device_region(self, size_bytes: int) -> Region:
-        return VirtualRegion(size_bytes)
+        return HostRegion(size_bytes, has_bytes=False)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.is_meta

@@ -402,10 +402,10 @@ class _StandIns(FlatBinding):
         super().__init__(layout, parameters, dtype, device, held=more.get("held", True))
 
     def bind(self, full: Tensor) -> None:
-        self._base = full
+        self.note_bound(full)
 
     def unbind(self, *, absent: str = "") -> None:
-        self._base = None
+        self.note_bound(None)
 
     def check_views(self) -> None: ...
 

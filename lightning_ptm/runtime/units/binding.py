@@ -268,7 +268,7 @@ class FlatBinding:
             views = [self._users_data.get(slot, view) for slot, view in enumerate(views)]
             self._users_data = {}
         self._place(views)
-        self._base = full
+        self.note_bound(full)
         self._addresses = tuple(map(full.data_ptr().__add__, self._offsets))
         with torch.DisableTorchFunctionSubclass():
             self._versions = list(map(version_of, self.parameters))
@@ -276,6 +276,10 @@ class FlatBinding:
         if self._fingerprint is not None:
             self._bound_as = self._fingerprint.of(full)
         self.parameter_guard.values_are(bound=True, lent=False)
+
+    def note_bound(self, full: Tensor | None) -> None:
+        """Records the flat that the parameters are views of; None: of no flat."""
+        self._base = full
 
     def values_will_change(self) -> None:
         """Announces that an update or a load is about to change the flat's values; checks for the user's writes before."""
@@ -300,10 +304,11 @@ class FlatBinding:
         if self._base is not None:
             self._note_writes()
         self._place(self._nothing)
-        self._base = self._bound_as = None
+        self._bound_as = None
         self._addresses = self._nowhere
         self.lent = False
         self.absent = absent
+        self.note_bound(None)
         if absent:
             self._views.close()
         self.parameter_guard.values_are(bound=False, lent=False)
