@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_ptm import CapacityError, UsageError
-from lightning_ptm.runtime.full_params import lent_parameters as by_hand_module
+from lightning_ptm.runtime.full_params import gathered_parameters as by_hand_module
 
 TIERS = ["ram", "masters_on_disk", "all_on_disk", "three_tiers", "lock_free", "lock_free_three_tiers"]
 CLOSED = [
@@ -650,7 +650,7 @@ def test_inference_mode_between_steps(strategy_at: Any, tier: str, hook: str) ->
 
     modules = [Net(**{hook: look}), Net(**{hook: look})]
     if tier == "tight_recomputed" and hook == "on_before_zero_grad":  # which is between the forward and the backward
-        with pytest.raises(UsageError, match=r"blocks\.2\.up\.bias has changed 1 times since the forward that used it"):
+        with pytest.raises(UsageError, match=r"blocks\.2\.up\.bias has changed 1 time since the forward that used it"):
             trainer_with(strategy_at(tier)).fit(modules[0], batches())
         return
     for module, strategy in zip(modules, (strategy_at(tier), "auto"), strict=True):
