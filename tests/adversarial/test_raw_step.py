@@ -374,7 +374,7 @@ def test_hooks_behind_the_update_of_a_class_are_refused(
         def on_train_start(self) -> None:
             self.raw().register_step_pre_hook(lambda *_: None)
 
-    with pytest.raises(UsageError, match=rf"\.step {reason}.* its closure; register the hook in configure_optim"):
+    with pytest.raises(UsageError, match=rf"\.step {reason}; register the hook in configure_optim.* its closure first"):
         run(Hooked, strategy_at("ram"))
 
 

@@ -70,7 +70,7 @@ def test_a_run_of_weights_that_are_in_another_s_pages_is_refused(
     within: Within, place: str, strategy_at: MakeStrategy
 ) -> None:
     ours = fitted(within, lambda **options: trainer(strategy_at(place), **options))
-    assert isinstance(ours.error, UsageError) and "in the pages of a run that is in progress" in str(ours.error)
+    assert isinstance(ours.error, UsageError) and "are used by a run that is in progress" in str(ours.error)
     until_then = fitted(None, lambda **options: trainer(None, **options), limit_train_batches=2)
     assert_alike(ours, until_then)
 

@@ -135,7 +135,7 @@ def test_a_state_that_goes_is_refused_when_it_goes(strategy_at: MakeStrategy, wh
         def configure_optimizers(self) -> Any:
             return Restarts(self.parameters(), by_norm=whole)
 
-    with pytest.raises(UsageError, match=r"Restarts has no 'moment' behind a step .* in some steps only"):
+    with pytest.raises(UsageError, match=r"Restarts has no 'moment' after a step .* in some steps only"):
         run(Restarting, strategy_at("masters_on_disk"), max_epochs=9)
 
 

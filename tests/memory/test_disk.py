@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ptm.errors import ConfigError, InternalError, PageIOError
+from lightning_ptm.errors import ConfigError, InternalError, PageIOError, format_bytes
 from lightning_ptm.memory.allocator import Allocator
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.memory.disk import DiskRegion, _file_system
@@ -66,14 +66,14 @@ def test_disk_that_is_too_small_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(PageIOError, match="free some space, lower disk_memory") as caught:
         region(tmp_path, frames=2**40)
     assert (caught.value.errno, caught.value.path, caught.value.page) == (errno.ENOSPC, str(tmp_path), None)
-    assert str(2**40 * PAGE) in str(caught.value)
+    assert f"needs {format_bytes(2**40 * PAGE)} for pages" in str(caught.value)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_disk_that_fills_up_while_space_is_reserved_is_refused(tmp_path: Path, number: int) -> None:
     files = ScriptedFiles()
     files.fallocate_errno = number
-    with pytest.raises(PageIOError, match=f"needs {2 * PAGE} bytes") as caught:
+    with pytest.raises(PageIOError, match=f"needs {format_bytes(2 * PAGE)} for pages") as caught:
         region(tmp_path, files=files)
     assert caught.value.errno == number
     assert files.opened == files.closed, "the file of a refused disk stayed open"

@@ -46,7 +46,7 @@ def test_too_many_pages_names_who_how_much_and_what_to_raise() -> None:
     pool.take(1)
     with pytest.raises(CapacityError) as caught:
         pool.take(9, name="layers.3 master states")
-    for word in ("layers.3 master states", "9 pages", str(9 * 65536), "3 of 4", "host_memory"):
+    for word in ("layers.3 master states", "9 pages (576 KiB)", "3 of 4", "host_memory"):
         assert word in str(caught.value)
     assert pool.free_frames == 3
 

@@ -227,9 +227,9 @@ def parts_of_four() -> None:
     whole.close()
     whole.close()
     assert len(dist.distributed_c10d._world.pg_map) == 1  # torch's first, which is not ours
-    with pytest.raises(CheckpointError, match="the run has ended"):
+    with pytest.raises(CheckpointError, match="the run ended while ranks still exchanged data"):
         behind.start_all_to_all(torch.zeros(2), [1, 1], [1, 1])
-    with pytest.raises(UsageError, match=f"rank {rank} has left"):
+    with pytest.raises(UsageError, match=f"rank {rank}: this run has ended"):
         group.all_to_all(torch.zeros(0, 3), [0, 0], [0, 0])
 
 
@@ -368,7 +368,7 @@ def differ() -> str:
     with pytest.raises(RankError) as caught:
         exchange()
     communicator.close()
-    with pytest.raises(UsageError, match=f"rank {part.rank} has left"):
+    with pytest.raises(UsageError, match=f"rank {part.rank}: this run has ended"):
         exchange()
     return str(caught.value)
 

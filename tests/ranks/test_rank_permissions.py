@@ -135,7 +135,8 @@ def test_each_path_without_permission_is_named(root: Path) -> None:
         "sharded save behind training": f"CheckpointError: writing {closed / 'x.ckpt'} failed: {WRITE}",
         "full save after fit": f"CheckpointError: writing {closed / 'x.ckpt'} failed: {WRITE}",
         "sharded save after fit": f"CheckpointError: writing {closed / 'x.ckpt'} failed: {WRITE}",
-        "disk_path": f"ConfigError: disk_path {closed} cannot be written (Permission denied); give a folder that this user",
+        "disk_path": f"ConfigError: disk_path {closed} cannot be written (Permission denied), so there is no disk tier; "
+        "give a folder that this user",
         "full load, hidden folder": f"CheckpointError: {hidden / 'x.ckpt'} {READ}",
         "weights, hidden folder": f"CheckpointError: {hidden / 'model.safetensors'} {READ}",
         "load full.ckpt": f"CheckpointError: {own / 'full.ckpt'} {READ}",

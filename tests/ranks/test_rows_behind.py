@@ -148,7 +148,8 @@ def test_a_rank_that_fails_is_heard_of_and_nobody_waits_for_room_any_more(page: 
     (told, failures), (_, own) = run_ranks(fail_at, 2, page, late)
     assert (
         told
-        == f"{FailedElsewhere.__name__}: the tensor-parallel rank 1 of this rank's group could not write its checkpoint part"
+        == f"{FailedElsewhere.__name__}: the tensor-parallel rank 1 of this rank's group could not write its checkpoint "
+        "part, so the checkpoint was not completed; its own error says why"
     )
     assert (failures, own) == ([FailedElsewhere.__name__], [])
 

@@ -369,7 +369,8 @@ def write_until(pages: int, group: Communicator) -> str:
 def test_who_fails_is_heard_of_behind_the_next_exchange(pages: int, heard: str) -> None:
     seen = run_ranks(fail_after, 2, pages)
     assert seen == [
-        f"{heard}: the tensor-parallel rank 1 of this rank's group could not write its checkpoint part",
+        f"{heard}: the tensor-parallel rank 1 of this rank's group could not write its checkpoint part, "
+        "so the checkpoint was not completed; its own error says why",
         "gave up",
     ]
 

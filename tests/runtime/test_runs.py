@@ -341,7 +341,7 @@ def test_no_run_no_engine(strategy_at, tier) -> None:
     strategy = strategy_at(tier)
     module = make()
     make_trainer(strategy).fit(module, BATCHES.loader())
-    with pytest.raises(UsageError, match="no run is in progress"):
+    with pytest.raises(UsageError, match="needs a run in progress"):
         _ = strategy.engine
     with strategy.gathered(module):  # the parameters are whole anyway
         assert torch.isfinite(module.head.weight).all() and module.head.out_features == VOCABULARY

@@ -23,6 +23,7 @@ from lightning_ptm.planning.placement_data import Budget, Placement
 from lightning_ptm.planning.sharding import ModelSharding
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Until
+from lightning_ptm.runtime.deciding.unpaged_optimizers import Traits
 from lightning_ptm.runtime.machine.heap import Freed
 from lightning_ptm.runtime.tensors.parts import Boxes
 from lightning_ptm.runtime.units.discovery import Unit
@@ -47,6 +48,7 @@ class Request:
         further: tiers in addition to those that settings bound, with the page bytes of one rank in each.
         boxes: slices of larger parameters, by id of the parameter; see `parts.declared`.
         partial: ids of unsliced parameters whose gradients must be summed over the ranks of a tensor-parallel group.
+        tried: traits of the optimizers that have been tried so far, which later decisions with other settings use as well.
     """
 
     module: nn.Module
@@ -63,6 +65,7 @@ class Request:
     further: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
     boxes: Boxes = dataclasses.field(default_factory=dict)
     partial: Collection[int] = ()
+    tried: Traits = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

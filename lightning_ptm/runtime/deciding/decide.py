@@ -321,15 +321,14 @@ def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outs
     unified = not machine.device_has_own_memory and settings.device_bytes is None
     lock_free = settings.lock_free_updates is not None and bool(request.optimizers)
     wishes = wishes_of(settings, unified, lock_free=lock_free)
-    known: Traits = {}
     unpaged: dict[int, ConfigError | None] = {}
     if outside:
         units = tuple(dataclasses.replace(unit, parameters=(), own=()) for unit in units)
         unpaged = dict.fromkeys(range(len(request.optimizers)))
     elif unified and holders.common.whole.needs_no_reduction and not request.mixed and may_be_unpaged(settings, wishes):
         dtype_of = partial(compute_dtype, compute=request.compute, mixed=False, keeps_fp32=False)
-        unpaged |= reasons(request.optimizers, dtype_of, request.backend.device, known)
-    return _Asked(units, experts, holders, unified, lock_free, wishes, unpaged, known)
+        unpaged |= reasons(request.optimizers, dtype_of, request.backend.device, request.tried)
+    return _Asked(units, experts, holders, unified, lock_free, wishes, unpaged, request.tried)
 
 
 def _updates_on(request: Request, asked: _Asked) -> torch.device:

@@ -43,7 +43,9 @@ def reasons(
     for index, parameters in enumerate(members):
         try:
             for dtype in {dtype_of(parameter) for parameter in parameters if parameter.requires_grad}:
-                traits = known[index, dtype, device] = probe(optimizers[index], dtype=dtype, device=device)
+                if (index, dtype, device) not in known:
+                    known[index, dtype, device] = probe(optimizers[index], dtype=dtype, device=device)
+                traits = known[index, dtype, device]
                 for parameter in parameters if traits.whole else ():
                     if holders[id(parameter)] > 1:
                         raise in_two(tuple(parameter.shape), traits)

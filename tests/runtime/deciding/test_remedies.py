@@ -15,6 +15,7 @@ from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.config import LockFree, Settings, Tuning, parse_bytes
 from lightning_ptm.errors import CapacityError
 from lightning_ptm.planning.inventory import What
+from lightning_ptm.runtime.deciding import specs, unpaged_optimizers
 from lightning_ptm.runtime.deciding.decide import decide, decide_here
 from lightning_ptm.runtime.deciding.remedies import with_remedies
 from lightning_ptm.terms import Tier
@@ -125,3 +126,19 @@ def test_a_run_is_refused_with_them(tmp_path: Path) -> None:
         CapacityError, match=r"Pages may take 128 KiB in RAM \(host_memory\); .* fit with host_memory='"
     ):
         decide_here(dataclasses.replace(request, settings=settings), SoloCommunicator(), 1)
+
+
+def test_an_optimizer_is_tried_once_for_all_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    probe = specs.probe
+
+    def counted(*args: Any, **how: Any) -> Any:
+        tried.append(how)
+        return probe(*args, **how)
+
+    monkeypatch.setattr(specs, "probe", counted)
+    monkeypatch.setattr(unpaged_optimizers, "probe", counted)
+    request = asked(disk_path=str(tmp_path), offload_optimizer="disk", host_memory=2 * PAGE)
+    with pytest.raises(CapacityError, match="fit with host_memory='"):
+        decide_here(request, SoloCommunicator(), 1)
+    assert len(tried) == 1
