@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 BLOCK_BYTES = 4096
 """Alignment of every page, every disk transfer and every buffer that a disk transfer touches (O_DIRECT)."""
@@ -66,12 +66,24 @@ class Link(enum.Enum):
     """Exchange of activations between the ranks of a tensor-parallel group."""
 
 
+class _OnePerValues(type):
+    """Metaclass whose classes have one object for equal fields, so that comparing is comparing identities, in C."""
+
+    def __init__(cls, *args: Any) -> None:
+        super().__init__(*args)
+        cls._made: dict[tuple[object, ...], Any] = {}
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        made = super().__call__(*args, **values)
+        return cls._made.setdefault(tuple(getattr(made, each.name) for each in fields(made)), made)
+
+
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class Tier:
+class Tier(metaclass=_OnePerValues):
     """A kind of memory and its properties, as other layers need them (the paper's GPU, CPU, SSD).
 
-    Adding a tier to a run's budget adds it to the run (`AngelPTMStrategy.further_tiers`). A tier equals only itself, so a
-    tier of one's own is made once, beside the class that adds it. A copy is the tier itself.
+    Adding a tier to a run's budget adds it to the run (`AngelPTMStrategy.further_tiers`). Tiers
+    with the same values are one object, wherever they are made: a copy, or what is unpickled, is the tier itself.
 
     Args:
         name: the tier's name in capitals; messages print it in lower case.
@@ -107,16 +119,7 @@ class Tier:
         """Whether the optimizer can update states in this tier in place."""
         return self.update_link is not None
 
-    def __copy__(self) -> Tier:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Tier:
-        return self
-
     def __reduce__(self) -> tuple[object, ...]:
-        """Unpickles a built-in tier as the tier of that name in the other process, not as another one."""
-        if getattr(Tier, self.name, None) is self:
-            return getattr, (Tier, self.name)
         return Tier, tuple(getattr(self, each.name) for each in fields(self))
 
     def __repr__(self) -> str:

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from lightning_ptm.terms import TIERS, Tier
+from lightning_ptm.terms import TIERS, Link, Tier
 
 TAPE = dataclasses.replace(Tier.DISK, name="TAPE")
 
@@ -17,12 +17,13 @@ def test_a_copy_of_a_tier_is_the_tier_itself(tier: Tier) -> None:
     assert copy.deepcopy({tier: 1}) == {tier: 1}
 
 
-@pytest.mark.parametrize("tier", TIERS, ids=str)
-def test_a_built_in_tier_is_unpickled_as_that_of_the_process(tier: Tier) -> None:
-    assert pickle.loads(pickle.dumps(tier)) is tier
+@pytest.mark.parametrize("tier", [*TIERS, TAPE], ids=str)
+def test_a_tier_is_unpickled_as_that_of_the_process(tier: Tier) -> None:
+    there, key = pickle.loads(pickle.dumps((tier, {tier: 1})))
+    assert there is tier and key[tier] == 1
 
 
-def test_a_further_tier_is_unpickled_with_its_properties() -> None:
-    there, key = pickle.loads(pickle.dumps((TAPE, {TAPE: 1})))
-    assert (there.name, there.addressable, there.toward) == ("TAPE", False, Tier.HOST)
-    assert key[there] == 1
+def test_tiers_are_one_object_if_and_only_if_they_have_the_same_values() -> None:
+    assert dataclasses.replace(TAPE, setting="") is dataclasses.replace(TAPE, setting="") is not TAPE
+    assert dataclasses.replace(TAPE) is TAPE
+    assert dataclasses.replace(TAPE, update_link=Link.UPDATE_HOST) != TAPE

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_ptm import sharded
 from lightning_ptm.checkpoints import restore
 from lightning_ptm.errors import CheckpointError, UsageError
-from lightning_ptm.runtime.full_params import lent_parameters
+from lightning_ptm.runtime.full_params import gathered_parameters
 from lightning_ptm.runtime.units.parameter_guard import AbsentTensor, GuardedParameter
 
 peft = pytest.importorskip("peft")
@@ -240,7 +240,7 @@ def test_adapters_are_exported_in_a_run(
     free = room_for_trained(module)
 
     def save(_: Any, pl_module: Any) -> None:
-        monkeypatch.setattr(lent_parameters, "free_host_bytes", lambda: free)
+        monkeypatch.setattr(gathered_parameters, "free_host_bytes", lambda: free)
         pl_module.net.save_pretrained(tmp_path / "ours")
         with pytest.raises(UsageError, match="no room"):
             torch.save(pl_module.state_dict(), tmp_path / "all.pt")

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_ptm import CapacityError, UsageError
-from lightning_ptm.runtime.full_params import lent_parameters as by_hand_module
+from lightning_ptm.runtime.full_params import gathered_parameters as by_hand_module
 
 TIERS = ["ram", "masters_on_disk", "all_on_disk", "three_tiers", "lock_free", "lock_free_three_tiers"]
 CLOSED = [

@@ -86,7 +86,7 @@ class Weighs(L.Callback):
         engine = _engine(trainer)
         engine.drain("weigh")
         engine.executor.release_all()
-        engine.reduction.reclaim(True)
+        engine._in_flight.release(True)
         # An expert that no token has come to has had no gradient.
         later = (Lifetime.RUN, Lifetime.FIRST_GRADIENT)
         had = {flat.store.layout.index for of in engine.flats for flat in of if flat.gradient.shard.pages is not None}

@@ -142,7 +142,7 @@ def test_the_plan_prints_it(tmp_path: Path) -> None:
         if blueprint.placement.homes[flat.unit].master is STREAMED
     )
     rows = {line.split()[0]: line.split()[1:] for line in render(found).splitlines() if line}
-    assert rows["homes"] == ["device", "host", "slow", "disk"]
+    assert rows["stored"] == ["in", "device", "host", "slow", "disk"]
     assert rows["slow"][-2:] == ["1", "MiB"]  # there is, of 16 pages
     assert found.homes["master"]["slow"] > 0
 
