@@ -10,7 +10,7 @@ I2: the comfortable demand covers the least one; it adds a fetch one tick ahead,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lightning_ptm.planning.layout import ModelLayout
@@ -67,15 +67,29 @@ def parameter_demands(
             yield Demand(compute_instant(fetched), compute_instant(span.first), shard_pages)
 
 
-def gradient_demands(uses: Uses, unit: int, gradients: Gradients) -> Iterator[Demand]:
+def entered_gradients(layout: ModelLayout, uses: Uses) -> Mapping[int, int]:
+    """Returns the pages of the gradients that a backward begins to write, by the tick in which it begins."""
+    found: dict[int, int] = {}
+    for unit, use in enumerate(uses.units):
+        pages = sum(-(-flat.padded_bytes // layout.page_size) for flat in layout.flats_of(unit) if flat.trainable)
+        for written in use.backward:
+            found[written.first] = found.get(written.first, 0) + pages
+    return found
+
+
+def gradient_demands(uses: Uses, unit: int, gradients: Gradients, entered: Mapping[int, int]) -> Iterator[Demand]:
     """Returns the demands of a unit's gradients.
 
     In each backward pass they last from the first tick that may write the gradients until these are at home or used up.
     Gradients that pass through hold their pages until the update.
+
+    Args:
+        entered: of `entered_gradients`.
     """
     use = uses.units[unit]
     passing = gradients.pass_through
     yield from full_gradient_demands(uses, unit, gradients)
+    yield from _entering_demands(uses, unit, gradients, entered)
     reduced, added = gradients.beside(reduces=True), gradients.beside(reduces=False)
     for written in gradient_spans(use, passing=passing):
         # The destination of the reduction, or of the addition, exists while the full gradients are read.
@@ -83,8 +97,6 @@ def gradient_demands(uses: Uses, unit: int, gradients: Gradients) -> Iterator[De
         if reduced:
             yield Demand(trigger_instant(leaves), compute_instant(use.ticks[-1] + 1 if passing else leaves), reduced)
         if added:
-            # Autograd may enter the next unit before the last gradient of this one arrives. Between two units of any
-            # sizes there is room for this unit's parameters, or for the next unit's gradients.
             yield Demand(compute_instant(written.end), trigger_instant(leaves), added)
 
 
@@ -105,6 +117,25 @@ def full_gradient_demands(uses: Uses, unit: int, gradients: Gradients) -> Iterat
             yield Demand(compute_instant(written.first), trigger_instant(end + 1), pages)
 
 
+def _entering_demands(uses: Uses, unit: int, gradients: Gradients, entered: Mapping[int, int]) -> Iterator[Demand]:
+    """Returns the demands of gradients that leave after the parameters of the next unit have come.
+
+    The gradient of a unit's input, which ends its backward, starts that of the next unit, and a unit's gradients are
+    collected after the next unit's parameters are fetched. Then the next unit has no gradients yet, so what is needed in
+    addition is what it has fewer of: a next unit that is frozen has none.
+    """
+    passing = gradients.pass_through
+    leaving = gradients.full(reduces=True if passing else None)
+    added = 0 if passing else gradients.beside(reduces=False)
+    for written in gradient_spans(uses.units[unit], passing=passing):
+        tick = written.end + 1
+        begun = entered.get(tick, 0)
+        # A sum takes at least the pages of what is added.
+        more = max(0, leaving - begun) + max(0, added - begun)
+        if more and tick < uses.tick_count:
+            yield Demand(compute_instant(tick), compute_instant(tick), more)
+
+
 def gradient_spans(use: UnitUse, *, passing: bool) -> tuple[Span, ...]:
     """Returns the ticks from the first that may write a unit's gradients to the last before they leave.
 
@@ -116,10 +147,15 @@ def gradient_spans(use: UnitUse, *, passing: bool) -> tuple[Span, ...]:
     return (Span(use.backward[0].first, use.backward[-1].end),)
 
 
-def gradient_linger(uses: Uses, unit: int, gradients: Gradients) -> Iterator[Demand]:
-    """Returns the demands of the tick in which a unit's gradients still leave while the next tick computes.
+def gradient_linger(uses: Uses, unit: int, gradients: Gradients, entered: Mapping[int, int]) -> Iterator[Demand]:
+    """Returns the demands of the tick in which a unit's gradients still leave while the next tick computes, in addition
+    to `gradient_demands`.
 
     The plan reserves them if there is room; it does not need them.
     """
+    counted = {demand.first: demand.pages for demand in _entering_demands(uses, unit, gradients, entered)}
     for full in full_gradient_demands(uses, unit, gradients):
-        yield Demand(full.last + 1, full.last + 1, full.pages)
+        instant = full.last + 1
+        pages = full.pages - counted.pop(instant, 0)
+        if pages > 0:
+            yield Demand(instant, instant, pages)

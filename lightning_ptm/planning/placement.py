@@ -25,6 +25,7 @@ from lightning_ptm.planning.capacity_words import (
 )
 from lightning_ptm.planning.device_demand import (
     Demand,
+    entered_gradients,
     gradient_demands,
     gradient_linger,
     parameter_demands,
@@ -157,6 +158,7 @@ class _Problem:
         self._bytes = HomeBytes(layout, master_bytes_per_element, own_state_bytes)
         self._trace = trace
         self._uses = uses
+        self._entered = entered_gradients(layout, uses)
         self._budget = budget
         self._wishes = wishes
         self._keep_gradients = keep_gradients
@@ -370,9 +372,9 @@ class _Problem:
     def _demands(self, unit: int, parameter_home: Tier, gradient_home: Tier | None = None) -> list[Demand]:
         gradients = self._gradients(unit, gradient_home or self._gradient_home(parameter_home))
         demands = list(parameter_demands(self._layout, self._uses, unit, parameter_home, comfortable=self._comfortable))
-        demands += gradient_demands(self._uses, unit, gradients)
+        demands += gradient_demands(self._uses, unit, gradients, self._entered)
         if self._comfortable:
-            demands += gradient_linger(self._uses, unit, gradients)
+            demands += gradient_linger(self._uses, unit, gradients, self._entered)
         return demands
 
     def _gradients(self, unit: int, home: Tier) -> Gradients:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_ptm.planning.capacity_words import device_capacity_error
-from lightning_ptm.planning.device_demand import gradient_demands, gradient_linger
+from lightning_ptm.planning.device_demand import entered_gradients, gradient_demands, gradient_linger
 from lightning_ptm.planning.layout import ModelLayout
 from lightning_ptm.planning.lifetime import Uses, uses_of
 from lightning_ptm.planning.page_occupancy import Occupancy, compute_instant, trigger_instant
@@ -80,6 +80,7 @@ class _Scheduler:
         self._placement = placement
         self._trace = trace
         self._uses: Uses = uses_of(trace, len(layout.units))
+        self._entered = entered_gradients(layout, self._uses)
         self._reserved_bytes = placement.at_home_bytes[Tier.DEVICE] + placement.staged_bytes(Tier.DEVICE)
         self._limit = min(placement.gather_bytes, budget[Tier.DEVICE] - self._reserved_bytes) // layout.page_size
         # State.
@@ -128,7 +129,7 @@ class _Scheduler:
             )
             for stay in self._full[unit] + self._shards[unit]:
                 self._occupancy.add(compute_instant(stay.trigger), compute_instant(stay.end), stay.pages)
-            for demand in gradient_demands(self._uses, unit, self._placement.gradients[unit]):
+            for demand in gradient_demands(self._uses, unit, self._placement.gradients[unit], self._entered):
                 demand.add_to(self._occupancy)
         if self._occupancy.peak() > self._limit:
             raise device_capacity_error(
@@ -155,7 +156,7 @@ class _Scheduler:
             if shards:
                 self._advance(shards[stay.position], floor=max(early - 1, 0))
         for unit in range(len(self._placement.homes)):
-            for linger in gradient_linger(self._uses, unit, self._placement.gradients[unit]):
+            for linger in gradient_linger(self._uses, unit, self._placement.gradients[unit], self._entered):
                 if self._occupancy.peak(linger.first, linger.last) + linger.pages <= self._limit:
                     linger.add_to(self._occupancy)
 
