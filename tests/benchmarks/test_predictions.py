@@ -1,11 +1,11 @@
-"""The planner's cases: what their runs decide tick by tick is what the forecast of them on paper decides."""
+"""The planner's cases: what their runs decide tick by tick is what a virtual run of them decides."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from kit.decisions import Listens, on_paper
+from kit.decisions import Listens, in_virtual_run
 from kit.fits import quiet_trainer
 
 from benchmarks.cases.planner import RUNS, options_of_runs
@@ -32,7 +32,8 @@ def test_decision_by_decision(size: str, name: str, disk: Path) -> None:
         AngelPTMStrategy(**options["settings"]), precision=options["precision"], max_steps=4, callbacks=[seen]
     )
     trainer.fit(GPT(**options["model"]), datamodule=TextBytes(**options["data"]))
-    assert seen.issued == on_paper(seen)
+    theirs, _ = in_virtual_run(seen)
+    assert seen.issued == theirs
     # Everything computes in the tier where it is kept.
     assert {each.operation for each in seen.issued} == {Operation.COMPUTE}
     assert len(seen.issued) == 4 * len(seen.blueprint.trace.ticks)
