@@ -114,7 +114,9 @@ def test_under_a_cap_a_fit_ends_as_without_or_with_a_sentence(ask: Ask, name: st
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CASES)
 def test_under_any_cap_a_fit_ends_as_without_or_with_a_sentence(ask: Ask, name: str) -> None:
-    check(ask, name, (600, 400, 300, 250, 200, 175, 150, 125, 110, 95, 80, 65, 50), fresh=True)
+    # Below, the wide models are killed in configure_model, before there are pages: their weights alone take 65 MiB.
+    below = (65, 50) if name in ("small", "large batch", "large vocabulary", "no disk", "true 16 bits") else ()
+    check(ask, name, (600, 400, 300, 250, 200, 175, 150, 125, 110, 95, 80, *below), fresh=True)
 
 
 # -- whole processes ------------------------------------------------------------------------------------------------------
