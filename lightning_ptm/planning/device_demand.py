@@ -67,17 +67,37 @@ def parameter_demands(
             yield Demand(compute_instant(fetched), compute_instant(span.first), shard_pages)
 
 
-def entered_gradients(layout: ModelLayout, uses: Uses) -> Mapping[int, int]:
-    """Returns the pages of the gradients that a backward begins to write, by the tick in which it begins."""
-    found: dict[int, int] = {}
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """Pages of the gradients that a backward begins to write in a tick.
+
+    Args:
+        full: pages of the whole gradients.
+        sums: pages through which they are added to sums, if these wait in a tier without addresses.
+    """
+
+    full: int = 0
+    sums: int = 0
+
+
+def entered_gradients(layout: ModelLayout, uses: Uses) -> Mapping[int, Entered]:
+    """Returns the gradients that a backward begins to write, by the tick in which it begins."""
+
+    def pages(size: int) -> int:
+        return -(-size // layout.page_size)
+
+    found: dict[int, Entered] = {}
     for unit, use in enumerate(uses.units):
-        pages = sum(-(-flat.padded_bytes // layout.page_size) for flat in layout.flats_of(unit) if flat.trainable)
+        flats = [flat for flat in layout.flats_of(unit) if flat.trainable]
+        full = sum(pages(flat.padded_bytes) for flat in flats)
+        sums = sum(pages(flat.gradient_bytes) for flat in flats if not flat.shared)
         for written in use.backward:
-            found[written.first] = found.get(written.first, 0) + pages
+            before = found.get(written.first, Entered())
+            found[written.first] = Entered(before.full + full, before.sums + sums)
     return found
 
 
-def gradient_demands(uses: Uses, unit: int, gradients: Gradients, entered: Mapping[int, int]) -> Iterator[Demand]:
+def gradient_demands(uses: Uses, unit: int, gradients: Gradients, entered: Mapping[int, Entered]) -> Iterator[Demand]:
     """Returns the demands of a unit's gradients.
 
     In each backward pass they last from the first tick that may write the gradients until these are at home or used up.
@@ -117,7 +137,7 @@ def full_gradient_demands(uses: Uses, unit: int, gradients: Gradients) -> Iterat
             yield Demand(compute_instant(written.first), trigger_instant(end + 1), pages)
 
 
-def _entering_demands(uses: Uses, unit: int, gradients: Gradients, entered: Mapping[int, int]) -> Iterator[Demand]:
+def _entering_demands(uses: Uses, unit: int, gradients: Gradients, entered: Mapping[int, Entered]) -> Iterator[Demand]:
     """Returns the demands of gradients that leave after the parameters of the next unit have come.
 
     The gradient of a unit's input, which ends its backward, starts that of the next unit, and a unit's gradients are
@@ -129,10 +149,9 @@ def _entering_demands(uses: Uses, unit: int, gradients: Gradients, entered: Mapp
     added = 0 if passing else gradients.beside(reduces=False)
     for written in gradient_spans(uses.units[unit], passing=passing):
         tick = written.end + 1
-        begun = entered.get(tick, 0)
-        # A sum takes at least the pages of what is added.
-        more = max(0, leaving - begun) + max(0, added - begun)
-        if more and tick < uses.tick_count:
+        begun = entered.get(tick, Entered())
+        more = leaving + added - begun.full - (begun.sums if added else 0)
+        if more > 0 and tick < uses.tick_count:
             yield Demand(compute_instant(tick), compute_instant(tick), more)
 
 
@@ -147,7 +166,7 @@ def gradient_spans(use: UnitUse, *, passing: bool) -> tuple[Span, ...]:
     return (Span(use.backward[0].first, use.backward[-1].end),)
 
 
-def gradient_linger(uses: Uses, unit: int, gradients: Gradients, entered: Mapping[int, int]) -> Iterator[Demand]:
+def gradient_linger(uses: Uses, unit: int, gradients: Gradients, entered: Mapping[int, Entered]) -> Iterator[Demand]:
     """Returns the demands of the tick in which a unit's gradients still leave while the next tick computes, in addition
     to `gradient_demands`.
 

@@ -190,10 +190,11 @@ class Reduction:
             self._postponed.remove(unit)
 
     def _with_room(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except CapacityError:
-            # Gradients of earlier units may still be in flight, and gathered units can be released.
-            self._in_flight.settle()
-            self._release_idle_units()
-            act()
+        # Gradients of earlier units may still be in flight, for which a plan need not have room. Units that it keeps or has
+        # fetched ahead are released only if that is not enough: they would be fetched again when they are needed.
+        for make_room in (self._in_flight.settle, self._release_idle_units):
+            try:
+                return act()
+            except CapacityError:
+                make_room()
+        act()
