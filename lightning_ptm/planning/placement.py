@@ -264,6 +264,9 @@ class _Problem:
             tier = self._take(self._slower_tiers(self._wishes.parameter), Kind.PARAMETER, size)
             if tier is None:
                 missing.append((unit, max(size)))
+            elif tier is not away:  # gradients on disk need more of the device than those in RAM
+                self._remove(self._demands(unit, away))
+                self._add(self._demands(unit, tier))
             homes.append(away if tier is None else tier)
         if missing:
             raise self._no_home_error(missing, Kind.PARAMETER, self._slower_tiers(self._wishes.parameter))
@@ -300,16 +303,16 @@ class _Problem:
         for unit, (parameter, master) in enumerate(zip(parameter_homes, master_homes, strict=True)):
             assumed, home = self._gradient_home(parameter), self._gradient_home(parameter, master)
             size = self._bytes.gradients(unit)
-            if home is not assumed and any(size):
-                self._remove(self._demands(unit, parameter))
-                self._add(self._demands(unit, parameter, home))
-                if self._keep_gradients:
-                    self._give(assumed, Kind.PARAMETER, tuple(-each for each in size))  # given with them
             if home is not parameter and not home.computes and any(size):
                 tier = self._take(self._slower_tiers(None), Kind.GRADIENT, size)
                 if tier is None:
                     missing.append((unit, max(size)))
                 home = home if tier is None else tier
+            if home is not assumed and any(size):  # after the choice: what a tier needs on the device differs
+                self._remove(self._demands(unit, parameter))
+                self._add(self._demands(unit, parameter, home))
+                if self._with_gradients(parameter):
+                    self._give(parameter, Kind.PARAMETER, tuple(-each for each in size))  # given with them
             homes.append(home)
         if missing:
             raise self._no_home_error(missing, Kind.GRADIENT, self._slower_tiers(None))
