@@ -305,3 +305,21 @@ def test_sums_that_wait_without_addresses_take_their_pages_again_where_they_are_
         raise AssertionError("no device is large enough")
 
     assert least(True) - least(False) == more
+
+
+def test_units_that_go_to_disk_are_counted_with_what_their_gradients_need() -> None:
+    """Sums of gradients on disk pass through a buffer on the device; those in RAM, which has room for one unit, do not."""
+    layout = even_layout([1, 2, 4])
+    trace = sequential_trace(layout)
+    for device in range(1, 40):
+        budget = pages(device, host=2, disk=1000)
+        try:
+            found = placed(
+                layout, budget, wishes=PlacementWishes(master=DISK), keep_gradients=True, sums_gradients=True
+            )
+        except CapacityError:
+            continue
+        assert DISK in {each.gradient for each in found.homes}
+        simulate(layout, found, schedule(layout, found, trace, budget), trace, budget)
+        return
+    raise AssertionError("no budget is large enough")
