@@ -105,7 +105,8 @@ def _memory(found: Prediction, blueprint: Blueprint) -> list[BytesPanel]:
 
 
 def _bytes_per_tick(found: Prediction, blueprint: Blueprint) -> dict[Tier, Sequence[int]]:
-    """Bytes of pages per tick: the plan's upper bound or, if some units are in no plan, what the run reaches."""
+    """Bytes that pages take at each tick, by tier: the plan's upper bound or, if some units are in no plan, the predicted
+    bytes (in RAM and on disk their total at every tick)."""
     if not blueprint.by_need:
         simulation = simulate(blueprint.layout, blueprint.placement, found.plan, blueprint.trace, blueprint.budget)
         return {tier: simulation.tier(tier).bytes_per_tick for tier in blueprint.budget}

@@ -111,7 +111,8 @@ class SpanCorruption(TextBytes):
             that of a window before corruption.
 
     Raises:
-        ConfigError: a window has too few bytes or too many spans; otherwise as TextBytes.
+        ConfigError: noise_density is not between 0 and 1, mean_span is below 1, a window has fewer than 2 bytes, or there
+            are too few sentinels for its spans; otherwise as TextBytes.
     """
 
     loss_unit = "nats/target token"

@@ -130,7 +130,7 @@ def activation_bytes(
     gradients of two of its inputs.
 
     Args:
-        to_host: whether saved tensors are offloaded to RAM (`activations="host"`): in addition to the unit that computes, the
+        to_host: whether saved tensors are offloaded to RAM (`offload_activations="host"`): in addition to the unit that computes, the
             device then has the saved tensors of the unit before it, which are copied out during the next forward, and copied
             back before their backward.
         around: by unit, the recomputed unit around it, with which it is recomputed: both are in memory at once.
@@ -176,7 +176,8 @@ def activation_bytes(
 def host_activation_bytes(
     works: Sequence[UnitWork], recomputed: frozenset[int], around: Mapping[int, int] | None = None
 ) -> int:
-    """Returns the bytes offloaded to RAM in a forward and copied back in the backward (`activations="host"`)."""
+    """Returns the bytes of all units but the root that are offloaded to RAM in a forward and copied back in the backward
+    (`offload_activations="host"`)."""
     return sum(_kept_bytes(works, recomputed, around or {})[1:])
 
 

@@ -3,7 +3,7 @@
 Lightning's handlers communicate and save wherever the signal interrupts a rank: in the middle of a step, or of a collective,
 in which the others then hang. Owns the requests that were received and not yet handled.
 
-I1: handlers only record the signal. I2: all ranks act at the same point if any rank has received one. I3: a signal that
+I1: handlers only record the signal, and pass the first SIGTERM on. I2: all ranks act at the same point if any rank has received one. I3: a signal that
 arrives while ranks agree is handled the next time.
 """
 
@@ -39,7 +39,7 @@ class Signals:
         self._number: Any = None
 
     def end(self, number: Any, frame: Any) -> None:
-        """Handles SIGTERM."""
+        """Records SIGTERM for `settle`; the first one is also passed on to the launcher's processes."""
         launcher = self._trainer.strategy.launcher
         if launcher is not None and not self._passed_on:
             self._passed_on = True
@@ -47,7 +47,7 @@ class Signals:
         self._asked |= _END
 
     def put_back(self, number: Any, frame: Any) -> None:
-        """Handles SLURM's signal."""
+        """Records SLURM's signal for `settle`."""
         self._asked |= _REQUEUE
         self._number = number
 

@@ -434,7 +434,8 @@ class Executor:
             self._at_tick()
 
     def use(self, unit: int) -> None:
-        """Takes a reference on `unit` for a reader outside of ticks; `leave` must follow."""
+        """Takes a reference on `unit` and opens its parameters, for a reader outside of ticks; fetches nothing. `leave` must
+        follow."""
         self._refcounts.take(unit)
         self._stores[unit].open()
         self._called.add(unit)
