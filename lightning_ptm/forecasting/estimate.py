@@ -130,9 +130,9 @@ def activation_bytes(
     gradients of two of its inputs.
 
     Args:
-        to_host: whether saved tensors are offloaded to RAM (`offload_activations="host"`): in addition to the unit that computes, the
-            device then has the saved tensors of the unit before it, which are copied out during the next forward, and copied
-            back before their backward.
+        to_host: whether saved tensors are offloaded to RAM (`offload_activations="host"`): in addition to the unit that
+            computes, the device then has the saved tensors of the unit before it, which are copied out during the next
+            forward, and copied back before their backward.
         around: by unit, the recomputed unit around it, with which it is recomputed: both are in memory at once.
     """
     around = around or {}

@@ -3,8 +3,8 @@
 Lightning's handlers communicate and save wherever the signal interrupts a rank: in the middle of a step, or of a collective,
 in which the others then hang. Owns the requests that were received and not yet handled.
 
-I1: handlers only record the signal, and pass the first SIGTERM on. I2: all ranks act at the same point if any rank has received one. I3: a signal that
-arrives while ranks agree is handled the next time.
+I1: handlers only record the signal, and pass the first SIGTERM on. I2: all ranks act at the same point if any
+rank has received one. I3: a signal that arrives while ranks agree is handled the next time.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 The optimizer trial and the page-by-page updates call `step` far more often than training does. They call it on clones, so
 that counters, caches or logs that the class keeps on its object do not change on the user's.
 
-I1: plain data in attributes is copied (but large tables, `is_large`, which steps only read), and so are bound methods of the optimizer and partials of them; every other object
-    (functions, modules, handles, process groups) is shared with the user's optimizer. The user's optimizer is never written.
+I1: plain data in attributes is copied (but large tables, `is_large`, which steps only read), and so are bound methods of
+    the optimizer and partials of them; every other object (functions, modules, handles, process groups) is shared with the
+    user's optimizer. The user's optimizer is never written.
 I2: the class is the user's own, and so is the state that it keeps outside of its objects; trial/side_effects.py refuses
     classes whose steps change such state.
 """

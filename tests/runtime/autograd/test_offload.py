@@ -1,5 +1,5 @@
-"""`offload_activations="host"`: which saved tensors go and come back, by hand; whole runs on a CPU, whose "device" is RAM like all
-else, so that no memory comes free, but every number has gone there and back; and what is refused."""
+"""`offload_activations="host"`: which saved tensors go and come back, by hand; whole runs on a CPU, whose "device" is RAM
+like all else, so that no memory comes free, but every number has gone there and back; and what is refused."""
 
 from __future__ import annotations
 
