@@ -14,7 +14,7 @@ CASES: Mapping[str, Case] = {
 }
 
 OF_README = ("in_memory-124M", "two_ranks-124M", "deepspeed-124M", "lock_free-64", "lock_free-256", "scale-3.0B")
-"""Those that README.md's figures come from."""
+"""Cases whose figures are in README.md."""
 
 OF_VERSIONS = ("in_memory-25M", "in_memory-124M", "two_ranks-124M", "disk_masters-124M", "lock_free-64", "memory-124M")
 """Those in which a version of this project is compared with another, unless others are named."""

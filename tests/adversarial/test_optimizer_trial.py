@@ -110,7 +110,7 @@ REFUSED: list[tuple[Callable[[], Optimizer], str]] = [
     ),
     (lambda: own.OfTheModel(nn.Linear(2, 2)), r"attribute 'model' \(Linear\)"),
     (lambda: own.OwnRate(parameters()), "its own learning rate"),
-    (lambda: own.KeepsForNobody(parameters()), "'steps' in its state, which belongs to no parameter"),
+    (lambda: own.KeepsStateOfNoParameter(parameters()), "'steps' in its state, which belongs to no parameter"),
     (lambda: own.LateState(parameters()), "its state slow in step 3"),
 ]
 

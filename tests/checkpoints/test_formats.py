@@ -28,7 +28,7 @@ def test_the_setting_names_each_format_that_runs_write() -> None:
         assert Checkpoints(state_dict_type=name).from_pages is each.from_pages
 
 
-def test_a_folder_with_an_index_is_sharded_whoever_may_have_written_it(folder: Path) -> None:
+def test_a_folder_with_an_index_is_a_sharded_checkpoint_of_any_writer(folder: Path) -> None:
     for plugin in (False, True):
         assert formats.of_checkpoint(folder, may_be_of_plugin=plugin) is formats.SHARDED
     assert formats.of_weights(folder) is formats.SHARDED

@@ -271,7 +271,7 @@ class OwnRate(ByParameter):
             group["lr"] = min(group["lr"] * 1.5, 0.1)
 
 
-class KeepsForNobody(ByParameter):
+class KeepsStateOfNoParameter(ByParameter):
     """Counts in its state, for no parameter."""
 
     def before(self) -> None:

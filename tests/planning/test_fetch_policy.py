@@ -397,7 +397,7 @@ def test_a_plan_is_gone_through_to_its_end_and_what_is_behind_it() -> None:
 
 
 @pytest.mark.parametrize("other", [(9, F), (7, B)])
-def test_whoever_has_left_the_order_does_not_come_back(other: tuple[int, Phase]) -> None:
+def test_an_iteration_that_left_the_plan_does_not_return_to_it(other: tuple[int, Phase]) -> None:
     plan_cursor = PlanCursor()
     plan_cursor.begin(plan(7, 8), trace(7, 8), may_repeat=False)
     assert fetched(plan_cursor.step(*other)) == []

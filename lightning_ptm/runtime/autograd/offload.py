@@ -1,4 +1,4 @@
-"""Offload of saved activations to RAM: which ones leave, and when they return (`offload_activations="host"`).
+"""Offload of saved activations to RAM (`offload_activations="host"`): which are copied out, and when they are copied back.
 
 Owns the decisions; memory/activation_buffers.py moves the bytes. Calls of units come in forward order, reads of saved
 tensors in backward order. The tensors that one call saves start to leave during the call and are gone from the device
@@ -52,7 +52,7 @@ class _Call:
 
 
 class Offload:
-    """Offload of the activations of one engine.
+    """Offloads the activations of one engine to RAM, and prefetches them for the backward pass.
 
     Args:
         mover: copies storages.

@@ -266,7 +266,7 @@ def test_closed_hooks_leave_the_modules_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("recompute", [frozenset(), frozenset({1})])
-def test_a_copy_of_a_module_tells_nobody(recompute: frozenset[int]) -> None:
+def test_a_copy_of_a_module_reports_no_events(recompute: frozenset[int]) -> None:
     with hooked(recompute=recompute) as (units, heard, _):
         other: OnePage = copy.deepcopy(units[0])
         assert torch.equal(other(x()), other.weight[0, :8] + other.bias[:8]) and heard.heard() == []
@@ -368,7 +368,7 @@ def test_whatever_stream_is_the_callers_a_pass_begins_and_ends_on_the_runs() -> 
     assert heard.heard() == ENDS and heard.aside == []
 
 
-def test_a_pass_that_fails_is_given_up_and_nobody_hears_of_gradients() -> None:
+def test_a_failed_pass_is_dropped_and_reports_no_gradients() -> None:
     driven = Driven()
     it, heard = driven.it, driven.heard
     with pytest.raises(ValueError, match="in the pass"), it.of_the_loss(nullcontext()):
@@ -380,7 +380,7 @@ def test_a_pass_that_fails_is_given_up_and_nobody_hears_of_gradients() -> None:
         assert heard.heard() == BEGINS
 
 
-def test_a_forgotten_pass_tells_nobody() -> None:
+def test_a_forgotten_pass_reports_no_events() -> None:
     driven = Driven()
     driven.it.announced = True
     driven.it.start()

@@ -184,7 +184,9 @@ def test_a_shard_that_an_all_gather_reads_stays_until_it_is_done() -> None:
         assert (flat.state, made.device_pages_free) == (RELEASED, made.free_at_first)
 
 
-def test_a_shard_that_nobody_gathers_is_given_up_when_it_is_there(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_is_not_gathered_is_released_when_its_fetch_ends(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The pages of the shard go to another tensor then, with no copy in flight."""
     with parts(OnePage(double=True), (), home=Tier.DISK, disk=disk, world_size=2) as made:
         (flat,) = made.flats
