@@ -1,4 +1,4 @@
-"""`lightning-ptm probe`, launched on a number of ranks: what this machine can do, as a plan is told.
+"""Side of a case: runs `lightning-ptm probe` on a number of ranks and returns the rates that it measured.
 
 Options: `folder` on the disk; `ranks`; `quick`. A step is one probe. A turn's extra number is the hardware file that it
 wrote.
