@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -179,9 +178,6 @@ class Packed:
         return self.binding.layout.slots[self.slot].spec.name
 
 
-_grad_of = attrgetter("grad")
-
-
 class FlatBinding:
     """Link between one flat of a unit and its parameters, which are in the order of the layout's slots.
 
@@ -253,11 +249,6 @@ class FlatBinding:
     def bound(self) -> bool:
         """Whether the parameters are views of the flat."""
         return self._base is not None
-
-    def gradients(self) -> list[Tensor | None]:
-        """Returns `.grad` of each parameter, including closed ones."""
-        with torch.DisableTorchFunctionSubclass():
-            return list(map(_grad_of, self.parameters))
 
     def bind(self, full: Tensor) -> None:
         """Makes the parameters views of `full`, a 1-D tensor of at least padded_numel elements."""
