@@ -446,7 +446,8 @@ class Engine:
         computes_only = mode is Mode.FORWARD and self.blueprint.may_be_outside
         for binding in self._bindings:
             binding.check(computes_only=computes_only)
-        self.values.check_known()
+        if self.values.unknown:
+            self.values.check_known()
         self.updates.check_stepped()
         if mode is Mode.TRAIN:
             self.changes.check_frozen()
