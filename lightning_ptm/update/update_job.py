@@ -20,7 +20,6 @@ import torch
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.planning import chunks
 from lightning_ptm.planning.chunks import chunk_bounds_of
-from lightning_ptm.planning.placement_data import arithmetic_tier as tier_of_arithmetic
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.flat_states import FlatStates, StateLayout
 from lightning_ptm.update.gradient_source import (
@@ -215,7 +214,7 @@ def arithmetic_tier(states: FlatStates, target: PagedTensor | None, staging_tier
                 "the arithmetic tier of a flat without master states is its target's tier, and no target is given"
             )
         home = target.tier
-    return tier_of_arithmetic(home, staging_tier)
+    return home.updated_in(staging_tier)
 
 
 def state_columns(states: FlatStates) -> list[JobColumn]:

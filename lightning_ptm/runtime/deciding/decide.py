@@ -22,7 +22,7 @@ from lightning_ptm.planning.capacity_words import format_bytes, place_in_words, 
 from lightning_ptm.planning.expert_split import ExpertSplit
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, build_layout
 from lightning_ptm.planning.placement import place
-from lightning_ptm.planning.placement_data import Budget, Placement, PlacementWishes, arithmetic_tier
+from lightning_ptm.planning.placement_data import Budget, Placement, PlacementWishes
 from lightning_ptm.planning.sharding import ModelSharding, shared_by_all
 from lightning_ptm.planning.tier_paths import check_added_tiers
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
@@ -348,7 +348,7 @@ def _tried_where_updated(request: Request, asked: _Asked, model: _Model, placeme
         homes = placement.homes[flat.unit]
         stateless = model.master_dtypes[flat.index] is None and not known.slots
         home = homes.parameter if stateless else homes.master
-        computes = arithmetic_tier(home, placement.staging_tier).computes
+        computes = home.updated_in(placement.staging_tier).computes
         device = request.backend.device if computes else torch.device("cpu")
         if known.device == device:
             return known
