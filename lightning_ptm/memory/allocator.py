@@ -39,7 +39,7 @@ from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.reused_extents import ReusedExtents, gaps
 from lightning_ptm.memory.streams import copy_streams
 from lightning_ptm.memory.tiers import check_settings, disk_region, regions
-from lightning_ptm.memory.transfer import Copier, Copy, CopyMachine, Link, LinkStats, Transfer, checked_copy
+from lightning_ptm.memory.transfer import Copier, Copy, CopyMachine, Link, LinkStats, Transfer
 from lightning_ptm.progress import Progress
 from lightning_ptm.terms import TIERS, Tier
 
@@ -255,7 +255,7 @@ class Allocator:
         """
         with self._lock:
             self._check_usable(source, target)
-            copy = checked_copy(source, target, source_start, target_start, numel, whole_blocks=whole_blocks)
+            copy = Copy(source, target, source_start, target_start, numel, whole_blocks=whole_blocks)
             self._copier.begin(copy)
         return self._copier.launch(copy)
 
@@ -266,7 +266,7 @@ class Allocator:
         """
         with self._lock:
             self._check_usable(source, target)
-            copy = checked_copy(source, target, 0, target_start, None, after=self._last_uses(target))
+            copy = Copy(source, target, target_start=target_start, after=self._last_uses(target))
             self._copier.begin(copy)
         return self._copier.launch(copy)
 
@@ -441,7 +441,7 @@ class Allocator:
             tensor.place(tier, arriving.pages, view)
 
         try:
-            copy = Copy(tensor, arriving, 0, 0, tensor.nbytes, settle)
+            copy = Copy(tensor, arriving, settle=settle)
             self._copier.begin(copy)
         except InternalError:
             self._vacate(arriving)

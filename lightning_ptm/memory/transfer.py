@@ -284,13 +284,13 @@ class StreamTransfer(Transfer):
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A copy of `length_bytes` bytes, from `Copier.begin` to its end. Starts are counted from each tensor's first byte."""
+    """A copy of `numel` elements, from `Copier.begin` to its end; None: as many as both tensors have from their starts."""
 
     source: PagedTensor
     target: PagedTensor
-    source_start_bytes: int
-    target_start_bytes: int
-    length_bytes: int
+    source_start: int = 0
+    target_start: int = 0
+    numel: int | None = None
     settle: Settle | None = None
     """Callback at the end of the copy."""
     whole_blocks: bool = False
@@ -298,7 +298,12 @@ class Copy:
     after: Sequence[DeviceEvent] | None = None
     """Marks that the stream part of the copy waits for; None: it waits for the launching thread's current stream."""
 
-    # Written by the Copier.
+    # Written by the Copier. Starts are counted from each tensor's first byte.
+    source_start_bytes: int = 0
+    target_start_bytes: int = 0
+    length_bytes: int = 0
+    on_disk: bool = False
+    """Whether one of its sides is on disk, so that I/O threads carry it out."""
     meters: Sequence[LinkMeter] = ()
     """The meters that have counted the begin of the copy."""
     began_s: float = 0.0
@@ -310,43 +315,6 @@ class Copy:
     """The length in whole blocks."""
     tail_is_free: bool = False
     """Whether its last block may be written whole, also because the range ends where the target's elements end."""
-
-
-def checked_copy(
-    source: PagedTensor,
-    target: PagedTensor,
-    source_start: int,
-    target_start: int,
-    numel: int | None,
-    *,
-    whole_blocks: bool = False,
-    after: Sequence[DeviceEvent] | None = None,
-) -> Copy:
-    """Returns a copy of elements, checked.
-
-    Raises:
-        UsageError: dtypes differ, a range is outside its tensor or overlaps itself, or a disk range does not begin on a
-            block.
-    """
-    if source.dtype != target.dtype:
-        raise UsageError(f"cannot copy {source.name} ({source.dtype}) to {target.name} ({target.dtype}): cast first")
-    if numel is None:
-        numel = min(source.numel - source_start, target.numel - target_start)
-    item_bytes = source.dtype.itemsize
-    for tensor, start in ((source, source_start), (target, target_start)):
-        if start < 0 or numel < 0 or start + numel > tensor.numel:
-            raise UsageError(f"elements {start} to {start + numel} are not in {tensor.name}, which has {tensor.numel}")
-        if not tensor.tier.addressable and start * item_bytes % BLOCK_BYTES:
-            raise UsageError(
-                f"a copy of {tensor.name} begins at its element {start}: on disk ranges begin at multiples of "
-                f"{BLOCK_BYTES // item_bytes} elements ({BLOCK_BYTES} bytes)"
-            )
-    if source is target and abs(source_start - target_start) < numel:
-        raise UsageError(
-            f"a copy of {numel} elements within {source.name} overlaps itself; copy through another tensor"
-        )
-    start_bytes = source_start * item_bytes, target_start * item_bytes
-    return Copy(source, target, *start_bytes, numel * item_bytes, whole_blocks=whole_blocks, after=after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,13 +390,13 @@ class Copier:
         """Holds the bytes of a copy (lock held). Call `launch` afterwards, without the lock.
 
         Raises:
+            UsageError: dtypes differ, a range is outside its tensor or overlaps itself, or a disk range does not begin
+                on a block; nothing is held.
             InternalError: another transfer holds some of the bytes; nothing is held.
         """
         if self._streamed:
             self._reap()
-        copy.block_bytes = round_up(copy.length_bytes)
-        stop_bytes = copy.target_start_bytes + copy.length_bytes
-        copy.tail_is_free = copy.whole_blocks or stop_bytes == copy.target.nbytes
+        _measure(copy)
         try:
             self._hold(copy)
         except InternalError:
@@ -439,7 +407,7 @@ class Copier:
         link = self._links.get((source, target))
         if link is None:
             link = self._links[source, target] = LinkMeter()
-        if not (source.addressable and target.addressable):
+        if copy.on_disk:
             copy.meters = (link, self._all_links, self._disk)
         elif not self._on_stream(copy):  # a copy on a stream measures its own time
             copy.meters = (link, self._all_links)
@@ -448,17 +416,17 @@ class Copier:
 
     def launch(self, copy: Copy) -> Transfer:
         """Starts the bytes of a copy (lock not held) and returns the handle to wait on."""
-        source, target = copy.source.tier, copy.target.tier
         try:
-            if not (source.addressable and target.addressable):
+            if copy.on_disk:
                 jobs = disk_jobs(copy, self._machine)
             else:
-                completion = self._machine.stream(source, target).launch(ram_pairs(copy, self._machine), copy.after)
+                stream = self._machine.stream(copy.source.tier, copy.target.tier)
+                completion = stream.launch(ram_pairs(copy, self._machine), copy.after)
         except BaseException as error:
             self._end(copy, None, error)
             raise
         finish = partial(self._end, copy, None)
-        if not (source.addressable and target.addressable):
+        if copy.on_disk:
             transfer = Transfer(len(jobs), finish)
             if jobs:
                 assert self._io is not None  # jobs exist only with a disk tier
@@ -520,6 +488,8 @@ class Copier:
         source, target = copy.source, copy.target
         source_stop = copy.source_start_bytes + copy.length_bytes
         target_stop = copy.target_start_bytes + copy.length_bytes
+        copy.block_bytes = round_up(copy.length_bytes)
+        copy.tail_is_free = copy.whole_blocks or target_stop == target.nbytes
         # The rest of a last block is held, too. Ranges on disk begin on a block.
         if not source.tier.addressable:
             source_stop = copy.source_start_bytes + copy.block_bytes
@@ -589,6 +559,31 @@ class Copier:
         """Finishes the copies whose CUDA events have completed."""
         if self._streamed:
             self._streamed = [transfer for transfer in self._streamed if not transfer.done()]
+
+
+def _measure(copy: Copy) -> None:
+    """Checks a copy and computes its bytes. Raises UsageError as `Copier.begin`."""
+    source, target, numel = copy.source, copy.target, copy.numel
+    if source.dtype != target.dtype:
+        raise UsageError(f"cannot copy {source.name} ({source.dtype}) to {target.name} ({target.dtype}): cast first")
+    if numel is None:
+        numel = min(source.numel - copy.source_start, target.numel - copy.target_start)
+    item_bytes = source.dtype.itemsize
+    for tensor, start in ((source, copy.source_start), (target, copy.target_start)):
+        if start < 0 or numel < 0 or start + numel > tensor.numel:
+            raise UsageError(f"elements {start} to {start + numel} are not in {tensor.name}, which has {tensor.numel}")
+        if not tensor.tier.addressable and start * item_bytes % BLOCK_BYTES:
+            raise UsageError(
+                f"a copy of {tensor.name} begins at its element {start}: on disk ranges begin at multiples of "
+                f"{BLOCK_BYTES // item_bytes} elements ({BLOCK_BYTES} bytes)"
+            )
+    if source is target and abs(copy.source_start - copy.target_start) < numel:
+        raise UsageError(
+            f"a copy of {numel} elements within {source.name} overlaps itself; copy through another tensor"
+        )
+    copy.source_start_bytes, copy.target_start_bytes = copy.source_start * item_bytes, copy.target_start * item_bytes
+    copy.length_bytes = numel * item_bytes
+    copy.on_disk = not (source.tier.addressable and target.tier.addressable)
 
 
 def ram_pairs(copy: Copy, machine: CopyMachine) -> list[Pair]:

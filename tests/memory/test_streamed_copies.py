@@ -84,7 +84,7 @@ class Bench:
 
     def copy(self, source: PagedTensor, target: PagedTensor) -> Transfer:
         with self.lock:
-            copy = Copy(source, target, 0, 0, PAGE)
+            copy = Copy(source, target)
             self.copier.begin(copy)
         return self.copier.launch(copy)
 
