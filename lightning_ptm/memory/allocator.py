@@ -253,11 +253,15 @@ class Allocator:
                 tensor is released or being moved; the allocator is closed.
             InternalError: another transfer writes the source's bytes or uses the target's; nothing is started.
         """
+        return self.copy_all((Copy(source, target, source_start, target_start, numel, whole_blocks=whole_blocks),))[0]
+
+    def copy_all(self, copies: Sequence[Copy]) -> list[Transfer]:
+        """Starts copies as `copy` does, in order. Those with a side on disk are one transfer, which ends with the last of
+        them. Raises as `copy`."""
         with self._lock:
-            self._check_usable(source, target)
-            copy = Copy(source, target, source_start, target_start, numel, whole_blocks=whole_blocks)
-            self._copier.begin(copy)
-        return self._copier.launch(copy)
+            self._check_usable(*(tensor for copy in copies for tensor in (copy.source, copy.target)))
+            self._copier.begin_all(copies)
+        return self._copier.launch(copies)
 
     def fill(self, source: PagedTensor, target: PagedTensor, target_start: int = 0) -> Transfer:
         """Copies a complete source to a device tensor that nothing uses yet; waits only for the last use of its pages.
@@ -268,7 +272,7 @@ class Allocator:
             self._check_usable(source, target)
             copy = Copy(source, target, target_start=target_start, after=self._last_uses(target))
             self._copier.begin(copy)
-        return self._copier.launch(copy)
+        return self._copier.launch((copy,))[0]
 
     def move(self, tensor: PagedTensor, tier: Tier) -> Transfer:
         """Starts to move a tensor to another tier (the paper's Tensor.move).
@@ -285,7 +289,7 @@ class Allocator:
             if tier is tensor.tier:
                 return Transfer()
             copy = self._begin_move(tensor, tier, contiguous=False)
-        return self._copier.launch(copy)
+        return self._copier.launch((copy,))[0]
 
     def merge(self, tensor: PagedTensor) -> None:
         """Makes a tensor contiguous (the paper's Tensor.merge). Blocks until it is.
@@ -299,7 +303,7 @@ class Allocator:
             if tensor.is_contiguous:
                 return
             copy = self._begin_move(tensor, tensor.tier, contiguous=True)
-        self._copier.launch(copy).wait()
+        self._copier.launch((copy,))[0].wait()
 
     def discard(self, tensor: PagedTensor, start: int = 0, numel: int | None = None) -> None:
         """Discards the contents of a tensor, or of `numel` elements from `start` on; the system gets the RAM back.

@@ -414,27 +414,44 @@ class Copier:
         copy.began_s = perf_counter()
         LinkMeter.begin(copy.meters, copy.length_bytes, copy.began_s)
 
-    def launch(self, copy: Copy) -> Transfer:
-        """Starts the bytes of a copy (lock not held) and returns the handle to wait on."""
+    def begin_all(self, copies: Sequence[Copy]) -> None:
+        """Holds the bytes of several copies, of all or of none. Raises as `begin`."""
+        begun = []
         try:
-            if copy.on_disk:
-                jobs = disk_jobs(copy, self._machine)
-            else:
-                stream = self._machine.stream(copy.source.tier, copy.target.tier)
-                completion = stream.launch(ram_pairs(copy, self._machine), copy.after)
+            for copy in copies:
+                self.begin(copy)
+                begun.append(copy)
         except BaseException as error:
-            self._end(copy, None, error)
+            self._end(begun, None, error)
             raise
-        finish = partial(self._end, copy, None)
-        if copy.on_disk:
-            transfer = Transfer(len(jobs), finish)
+
+    def launch(self, copies: Sequence[Copy]) -> list[Transfer]:
+        """Starts the bytes of copies (lock not held).
+
+        Returns:
+            The handles to wait on: one for each copy between addressable tiers, and one for all others together.
+        """
+        transfers, left = [], list(copies)
+        try:
+            for copy in copies:
+                if not copy.on_disk:
+                    stream = self._machine.stream(copy.source.tier, copy.target.tier)
+                    completion = stream.launch(ram_pairs(copy, self._machine), copy.after)
+                    left.remove(copy)
+                    if self._on_stream(copy):
+                        transfers.append(self._track(copy, completion))
+                    else:
+                        transfers.append(Transfer(0, partial(self._end, (copy,), None)))
+            jobs = [job for copy in left for job in disk_jobs(copy, self._machine)]
+        except BaseException as error:
+            self._end(left, None, error)
+            raise
+        if left:
+            transfers.append(Transfer(len(jobs), partial(self._end, left, None)))
             if jobs:
                 assert self._io is not None  # jobs exist only with a disk tier
-                self._io.submit(jobs, transfer.piece_finished)
-            return transfer
-        if self._on_stream(copy):
-            return self._track(copy, completion)
-        return Transfer(0, finish)
+                self._io.submit(jobs, transfers[-1].piece_finished)
+        return transfers
 
     def unless_busy(self, action: Callable[[], Result]) -> Result:
         """Runs `action` (lock held). If it meets busy pages, waits for copies already ordered on a stream, and retries.
@@ -516,7 +533,7 @@ class Copier:
             if error is None:
                 for meter in (self._links[copy.source.tier, copy.target.tier], self._all_links):
                     meter.add(copy.length_bytes, seconds_s)
-            self._end(copy, copy.began_s + seconds_s, error)
+            self._end((copy,), copy.began_s + seconds_s, error)
 
         def free_device_bytes() -> None:
             if copy.source.tier.computes and copy.leaving is not None:
@@ -536,24 +553,26 @@ class Copier:
             transfer.wait(host=False)  # the copy runs on the current stream, so later work there is ordered after it
         return transfer
 
-    def _end(self, copy: Copy, end_s: float | None, error: BaseException | None) -> None:
-        """Ends a copy. `end_s`: when it ended; None: now."""
+    def _end(self, copies: Sequence[Copy], end_s: float | None, error: BaseException | None) -> None:
+        """Ends copies. `end_s`: when they ended; None: now."""
         with self._lock:
             end_s = perf_counter() if end_s is None else end_s
-            if copy.meters:
-                LinkMeter.end(copy.meters, end_s)
-            if self._events.active:  # before the end of a move: the tensor still has its old tier
-                track = f"{copy.source.tier.name}_to_{copy.target.tier.name}".lower()
-                # One of the two tensors is often a buffer. The name of the one farther from compute, the home, says more.
-                home = max(copy.source, copy.target, key=lambda tensor: tensor.tier.distance)
-                event = Event(EventKind.COPY, track, home.name, copy.began_s, end_s, bytes=copy.length_bytes)
-                self._events.emit(event)
-            for hold in (copy.leaving, copy.arriving):
-                if hold is not None:
-                    hold.end()
-            copy.leaving = copy.arriving = None
-            if copy.settle is not None:
-                copy.settle(error)
+            for copy in copies:
+                if copy.meters:
+                    LinkMeter.end(copy.meters, end_s)
+                if self._events.active:  # before the end of a move: the tensor still has its old tier
+                    track = f"{copy.source.tier.name}_to_{copy.target.tier.name}".lower()
+                    # One of the two tensors is often a buffer. The name of the one farther from compute, the home, says more.
+                    home = max(copy.source, copy.target, key=lambda tensor: tensor.tier.distance)
+                    event = Event(EventKind.COPY, track, home.name, copy.began_s, end_s, bytes=copy.length_bytes)
+                    self._events.emit(event)
+            for copy in copies:
+                for hold in (copy.leaving, copy.arriving):
+                    if hold is not None:
+                        hold.end()
+                copy.leaving = copy.arriving = None
+                if copy.settle is not None:
+                    copy.settle(error)
 
     def _reap(self) -> None:
         """Finishes the copies whose CUDA events have completed."""

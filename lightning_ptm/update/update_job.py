@@ -170,9 +170,9 @@ class Awaited:
         self._left = list(self.all)
         """The transfers that had not ended at the last check."""
 
-    def add(self, pending: Pending) -> None:
-        self.all.append(pending)
-        self._left.append(pending)
+    def add(self, pending: Sequence[Pending]) -> None:
+        self.all += pending
+        self._left += pending
 
     def done(self) -> bool:
         """Whether all have ended, successfully or not."""

@@ -86,7 +86,7 @@ class Bench:
         with self.lock:
             copy = Copy(source, target)
             self.copier.begin(copy)
-        return self.copier.launch(copy)
+        return self.copier.launch((copy,))[0]
 
 
 @pytest.fixture
