@@ -426,7 +426,7 @@ class Copier:
             raise
 
     def launch(self, copies: Sequence[Copy]) -> list[Transfer]:
-        """Starts the bytes of copies (lock not held).
+        """Starts the transfers of the copies' bytes. The caller must not hold the lock.
 
         Returns:
             The handles to wait on: one for each copy between addressable tiers, and one for all others together.
