@@ -152,7 +152,7 @@ class GuardPolicy:
             self._in_step = False
         self.computing = self._in_step or self._in_backward
         for store in self._closing if not self.computing else ():
-            if not self._used(store.unit.index):
+            if store.opened and not self._used(store.unit.index):
                 store.close()
 
     def updates_begin(self) -> None:
@@ -162,7 +162,7 @@ class GuardPolicy:
         """
         self.waited_for.clear()
         for store in self._closing:
-            if store.late and not self._used(store.unit.index):
+            if store.late and store.opened and not self._used(store.unit.index):
                 store.close()
 
     def waited(self, store: UnitStore) -> None:
@@ -405,7 +405,7 @@ class Executor:
 
     def _close_unused(self, unit: int) -> None:
         store = self._stores[unit]
-        if store.closing and not self.guard_policy.computing and not self._refcounts.used(unit):
+        if store.closing and store.opened and not self.guard_policy.computing and not self._refcounts.used(unit):
             store.close()
         if self._tracing:
             self._tracer.observe()
