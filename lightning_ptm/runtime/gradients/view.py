@@ -426,9 +426,9 @@ class GradView:
         Raises:
             UsageError: several ranks share the gradient, or the update will clip it.
         """
+        grads = self._grads() if self._shown else ()
         for slot, shown in tuple(self._shown.items()):
-            parameter = self._parameters[slot]
-            grad = parameter.grad
+            parameter, grad = self._parameters[slot], grads[slot]
             if grad is shown:
                 values = shown._fetched_values
                 # Values are compared, since a write through a view leaves no other trace.
