@@ -30,8 +30,7 @@ from lightning_ptm.update.gradient_source import (
     Transform,
 )
 from lightning_ptm.update.merged_steps import MergedSteps, merge
-from lightning_ptm.update.shadow import GroupValues, ShadowOptimizer
-from lightning_ptm.update.trial.traits import ScalarState
+from lightning_ptm.update.shadow import GroupValues, ScalarState, ShadowOptimizer
 from lightning_ptm.update.weight_prediction import WeightPrediction
 
 if TYPE_CHECKING:
