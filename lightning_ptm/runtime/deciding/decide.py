@@ -65,9 +65,8 @@ from lightning_ptm.runtime.deciding.unpaged_optimizers import Traits, check_shar
 from lightning_ptm.runtime.deciding.unpaged_runs import all_in_ram, is_all_in_ram, may_be_outside, may_be_unpaged
 from lightning_ptm.runtime.machine.machine import Machine, this_machine
 from lightning_ptm.runtime.tensors.parts import split_of
-from lightning_ptm.runtime.units.discovery import Unit, discover, with_vectors_at_root
+from lightning_ptm.runtime.units.discovery import Unit, discover, overlap, with_vectors_at_root
 from lightning_ptm.runtime.units.divided_experts import DividedExperts, divide, expert_layers, experts_of
-from lightning_ptm.runtime.units.module_parameters import overlap
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.trial.traits import GroupTraits, OptimizerTraits
 
