@@ -260,7 +260,7 @@ class Allocator:
         them. Raises as `copy`."""
         with self._lock:
             self._check_usable(*(tensor for copy in copies for tensor in (copy.source, copy.target)))
-            self._copier.begin_all(copies)
+            self._copier.begin(copies)
         return self._copier.launch(copies)
 
     def fill(self, source: PagedTensor, target: PagedTensor, target_start: int = 0) -> Transfer:
@@ -271,7 +271,7 @@ class Allocator:
         with self._lock:
             self._check_usable(source, target)
             copy = Copy(source, target, target_start=target_start, after=self._last_uses(target))
-            self._copier.begin(copy)
+            self._copier.begin((copy,))
         return self._copier.launch((copy,))[0]
 
     def move(self, tensor: PagedTensor, tier: Tier) -> Transfer:
@@ -446,7 +446,7 @@ class Allocator:
 
         try:
             copy = Copy(tensor, arriving, settle=settle)
-            self._copier.begin(copy)
+            self._copier.begin((copy,))
         except InternalError:
             self._vacate(arriving)
             raise

@@ -4,7 +4,7 @@ Ranges on disk begin on a block; their end need not be on one. If the range ends
 block is transferred whole, since only padding follows it in the page; likewise if the caller allows it. Otherwise the last
 block goes through a staging buffer, so that the target's next elements keep their values.
 
-I1: `Copier.begin` holds all bytes of a copy before the first of them moves; if it cannot, it holds none and raises
+I1: `Copier.begin` holds all bytes of its copies before the first of them moves; if it cannot, it holds none and raises
     InternalError.
 I2: the lock is the Allocator's. `begin` and the code that runs at a copy's end hold it; under it no byte moves and no
     thread is awaited. Only a CUDA event may be waited for (`unless_busy`), since its completion needs no lock.
@@ -386,44 +386,35 @@ class Copier:
         """All links together."""
         self._streamed: list[StreamTransfer] = []
 
-    def begin(self, copy: Copy) -> None:
-        """Holds the bytes of a copy (lock held). Call `launch` afterwards, without the lock.
+    def begin(self, copies: Sequence[Copy]) -> None:
+        """Holds the bytes of copies (lock held). Call `launch` afterwards, without the lock.
 
         Raises:
             UsageError: dtypes differ, a range is outside its tensor or overlaps itself, or a disk range does not begin
                 on a block; nothing is held.
-            InternalError: another transfer holds some of the bytes; nothing is held.
+            InternalError: another transfer holds some of the bytes, or two of the copies conflict; nothing is held.
         """
         if self._streamed:
             self._reap()
-        _measure(copy)
+        for copy in copies:
+            _measure(copy)
         try:
-            self._hold(copy)
+            self._hold(copies)
         except InternalError:
             if not self._finish_ordered():
                 raise
-            self._hold(copy)
-        source, target = copy.source.tier, copy.target.tier
-        link = self._links.get((source, target))
-        if link is None:
-            link = self._links[source, target] = LinkMeter()
-        if copy.on_disk:
-            copy.meters = (link, self._all_links, self._disk)
-        elif not self._on_stream(copy):  # a copy on a stream measures its own time
-            copy.meters = (link, self._all_links)
-        copy.began_s = perf_counter()
-        LinkMeter.begin(copy.meters, copy.length_bytes, copy.began_s)
-
-    def begin_all(self, copies: Sequence[Copy]) -> None:
-        """Holds the bytes of several copies, of all or of none. Raises as `begin`."""
-        begun = []
-        try:
-            for copy in copies:
-                self.begin(copy)
-                begun.append(copy)
-        except BaseException as error:
-            self._end(begun, None, error)
-            raise
+            self._hold(copies)
+        for copy in copies:
+            source, target = copy.source.tier, copy.target.tier
+            link = self._links.get((source, target))
+            if link is None:
+                link = self._links[source, target] = LinkMeter()
+            if copy.on_disk:
+                copy.meters = (link, self._all_links, self._disk)
+            elif not self._on_stream(copy):  # a copy on a stream measures its own time
+                copy.meters = (link, self._all_links)
+            copy.began_s = perf_counter()
+            LinkMeter.begin(copy.meters, copy.length_bytes, copy.began_s)
 
     def launch(self, copies: Sequence[Copy]) -> list[Transfer]:
         """Starts the transfers of the copies' bytes. The caller must not hold the lock.
@@ -442,7 +433,7 @@ class Copier:
                         transfers.append(self._track(copy, completion))
                     else:
                         transfers.append(Transfer(0, partial(self._end, (copy,), None)))
-            jobs = [job for copy in left for job in disk_jobs(copy, self._machine)]
+            jobs = disk_jobs(left, self._machine) if left else []
         except BaseException as error:
             self._end(left, None, error)
             raise
@@ -499,31 +490,33 @@ class Copier:
         """Whether a copy between two addressable tiers still runs when its launch has returned."""
         return self._machine.has_own_memory and (copy.source.tier.computes or copy.target.tier.computes)
 
-    def _hold(self, copy: Copy) -> None:
-        if not copy.length_bytes:
-            return
-        source, target = copy.source, copy.target
-        source_stop = copy.source_start_bytes + copy.length_bytes
-        target_stop = copy.target_start_bytes + copy.length_bytes
-        copy.block_bytes = round_up(copy.length_bytes)
-        copy.tail_is_free = copy.whole_blocks or target_stop == target.nbytes
-        # The rest of a last block is held, too. Ranges on disk begin on a block.
-        if not source.tier.addressable:
-            source_stop = copy.source_start_bytes + copy.block_bytes
-            if copy.tail_is_free:
-                target_stop += -target_stop % BLOCK_BYTES
-        if not target.tier.addressable:
-            target_stop = copy.target_start_bytes + copy.block_bytes
-        try:
-            copy.leaving = source.pages.begin(copy.source_start_bytes, source_stop, PageEvent.LEAVE)
-            copy.arriving = target.pages.begin(copy.target_start_bytes, target_stop, PageEvent.ARRIVE)
-        except InternalError as error:
-            if copy.leaving is not None:
-                copy.leaving.end()
-                copy.leaving = None
-            raise InternalError(
-                f"copying {source.name} to {target.name}: {error}; wait for the transfer that holds them"
-            ) from None
+    def _hold(self, copies: Sequence[Copy]) -> None:
+        held: list[Hold] = []
+        for copy in copies:
+            if not copy.length_bytes:
+                continue
+            source, target = copy.source, copy.target
+            source_stop = copy.source_start_bytes + copy.length_bytes
+            target_stop = copy.target_start_bytes + copy.length_bytes
+            copy.block_bytes = round_up(copy.length_bytes)
+            copy.tail_is_free = copy.whole_blocks or target_stop == target.nbytes
+            # The rest of a last block is held, too. Ranges on disk begin on a block.
+            if not source.tier.addressable:
+                source_stop = copy.source_start_bytes + copy.block_bytes
+                if copy.tail_is_free:
+                    target_stop += -target_stop % BLOCK_BYTES
+            if not target.tier.addressable:
+                target_stop = copy.target_start_bytes + copy.block_bytes
+            try:
+                held.append(source.pages.begin(copy.source_start_bytes, source_stop, PageEvent.LEAVE))
+                held.append(target.pages.begin(copy.target_start_bytes, target_stop, PageEvent.ARRIVE))
+            except InternalError as error:
+                for hold in held:
+                    hold.end()
+                raise InternalError(
+                    f"copying {source.name} to {target.name}: {error}; wait for the transfer that holds them"
+                ) from None
+            copy.leaving, copy.arriving = held[-2:]
 
     def _track(self, copy: Copy, completion: Completion) -> Transfer:
         """Returns the handle of a copy on a CUDA stream (I3)."""
@@ -621,56 +614,68 @@ def ram_pairs(copy: Copy, machine: CopyMachine) -> list[Pair]:
     ]
 
 
-def disk_jobs(copy: Copy, machine: CopyMachine) -> list[tuple[int, IoJob]]:
-    """Returns the jobs of a copy with a side on disk, each at most a page, and the disk path (lane) of each."""
+def disk_jobs(copies: Sequence[Copy], machine: CopyMachine) -> list[tuple[int, IoJob]]:
+    """Returns the jobs of copies with a side on disk, each at most a page, and the disk path (lane) of each."""
     disk = machine.disk
     if disk is None:
         return []  # a tier without bytes has only tensors without elements
+    jobs: list[tuple[int, IoJob]] = []  # each with the page on disk in which it begins
+    for copy in copies:
+        reading = not copy.source.tier.addressable
+        if reading and not copy.target.tier.addressable:
+            jobs += _disk_to_disk(copy, disk)
+            continue
+        on_disk, in_ram = (copy.source, copy.target) if reading else (copy.target, copy.source)
+        disk_start, ram_start = copy.source_start_bytes, copy.target_start_bytes
+        if not reading:
+            disk_start, ram_start = ram_start, disk_start
+        region = machine.regions[in_ram.tier]
+
+        # At the start of the range, the bytes that go directly between disk and RAM; the others go through staging. A
+        # tensor's own start is on a block.
+        direct_bytes = 0
+        if isinstance(region, HostRegion) and ram_start % BLOCK_BYTES == 0:
+            direct_bytes = copy.length_bytes // BLOCK_BYTES * BLOCK_BYTES
+            if copy.tail_is_free:
+                direct_bytes = copy.block_bytes
+            # A chunk rarely begins at a page border, and a disk is slower with two transfers of half the length.
+            direct = on_disk.pages.between(disk_start, disk_start + direct_bytes)
+            ram_at = ram_start
+            for piece in page_pieces(direct, machine.page_size, joined=disk.is_one_file):
+                size = piece.stop_bytes - piece.start_bytes
+                views = []
+                for part in in_ram.pages.between(ram_at, ram_at + size):
+                    views.append(region.memory[part.start_bytes : part.stop_bytes])
+                job = Straight(disk, piece.start_bytes, views, reading)
+                jobs.append((piece.start_bytes // machine.page_size, job))
+                ram_at += size
+        if direct_bytes < copy.length_bytes:
+            jobs += _bounced(copy, disk_start + direct_bytes, ram_start + direct_bytes, machine, disk)
+    return [(disk.lane(page), job) for page, job in jobs]
+
+
+def _bounced(
+    copy: Copy, disk_start: int, ram_start: int, machine: CopyMachine, disk: DiskRegion
+) -> list[tuple[int, IoJob]]:
+    """Returns the jobs of a copy's last bytes, from these starts on, which go through staging between disk and RAM."""
     reading = not copy.source.tier.addressable
-    if reading and not copy.target.tier.addressable:
-        return _disk_to_disk(copy, disk)
     on_disk, in_ram = (copy.source, copy.target) if reading else (copy.target, copy.source)
-    disk_start, ram_start = copy.source_start_bytes, copy.target_start_bytes
-    if not reading:
-        disk_start, ram_start = ram_start, disk_start
     region = machine.regions[in_ram.tier]
+    stream = machine.stream(Tier.HOST, in_ram.tier) if reading else machine.stream(in_ram.tier, Tier.HOST)
+    after = (stream.mark(),) if copy.after is None else copy.after
+    first = copy.source_start_bytes if reading else copy.target_start_bytes
+    bounced = on_disk.pages.between(disk_start, first + copy.length_bytes)
     jobs: list[tuple[int, IoJob]] = []
-
-    # At the start of the range, the bytes that go directly between disk and RAM; the others go through staging. A
-    # tensor's own start is on a block.
-    direct_bytes = 0
-    if isinstance(region, HostRegion) and ram_start % BLOCK_BYTES == 0:
-        direct_bytes = copy.length_bytes // BLOCK_BYTES * BLOCK_BYTES
-        if copy.tail_is_free:
-            direct_bytes = copy.block_bytes
-        # A chunk rarely begins at a page border, and a disk is slower with two transfers of half the length.
-        direct = on_disk.pages.between(disk_start, disk_start + direct_bytes)
-        ram_at = ram_start
-        for piece in page_pieces(direct, machine.page_size, joined=disk.is_one_file):
-            size = piece.stop_bytes - piece.start_bytes
-            views = []
-            for part in in_ram.pages.between(ram_at, ram_at + size):
-                views.append(region.memory[part.start_bytes : part.stop_bytes])
-            jobs.append(
-                (disk.lane(piece.start_bytes // machine.page_size), Straight(disk, piece.start_bytes, views, reading))
-            )
-            ram_at += size
-
-    if direct_bytes < copy.length_bytes:
-        stream = machine.stream(Tier.HOST, in_ram.tier) if reading else machine.stream(in_ram.tier, Tier.HOST)
-        after = (stream.mark(),) if copy.after is None else copy.after
-        bounced = on_disk.pages.between(disk_start + direct_bytes, disk_start + copy.length_bytes)
-        ram_at = ram_start + direct_bytes
-        for piece in page_pieces(bounced, machine.page_size, joined=False):
-            size = piece.stop_bytes - piece.start_bytes
-            parts = [region.tensor[e.start_bytes : e.stop_bytes] for e in in_ram.pages.between(ram_at, ram_at + size)]
-            job: IoJob = (
-                ReadBounced(disk, piece, parts, stream, after)
-                if reading
-                else WriteBounced(disk, piece, parts, stream, after, keep_tail=not copy.tail_is_free)
-            )
-            jobs.append((disk.lane(piece.start_bytes // machine.page_size), job))
-            ram_at += size
+    for piece in page_pieces(bounced, machine.page_size, joined=False):
+        size = piece.stop_bytes - piece.start_bytes
+        parts = [region.tensor[e.start_bytes : e.stop_bytes] for e in in_ram.pages.between(ram_start, ram_start + size)]
+        job: IoJob = (
+            ReadBounced(disk, piece, parts, stream, after)
+            if reading
+            else WriteBounced(disk, piece, parts, stream, after, keep_tail=not copy.tail_is_free)
+        )
+        jobs.append((piece.start_bytes // machine.page_size, job))
+        ram_start += size
     return jobs
 
 
@@ -682,8 +687,7 @@ def _disk_to_disk(copy: Copy, disk: DiskRegion) -> list[tuple[int, IoJob]]:
     )
     keep_tail = not copy.tail_is_free
     return [
-        (disk.lane(source.start_bytes // disk.page_size), DiskToDisk(disk, source, target, keep_tail))
-        for source, target in pairs
+        (source.start_bytes // disk.page_size, DiskToDisk(disk, source, target, keep_tail)) for source, target in pairs
     ]
 
 

@@ -85,7 +85,7 @@ class Bench:
     def copy(self, source: PagedTensor, target: PagedTensor) -> Transfer:
         with self.lock:
             copy = Copy(source, target)
-            self.copier.begin(copy)
+            self.copier.begin((copy,))
         return self.copier.launch((copy,))[0]
 
 
