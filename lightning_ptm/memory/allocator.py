@@ -33,8 +33,7 @@ from lightning_ptm.memory.device_work import DeviceEvent
 from lightning_ptm.memory.disk import FileOps
 from lightning_ptm.memory.disk_probe import threads_per_path
 from lightning_ptm.memory.io import IoQueue
-from lightning_ptm.memory.page_table import PageTable
-from lightning_ptm.memory.paged_tensor import PagedTensor, page_pieces, round_up
+from lightning_ptm.memory.paged_tensor import PagedTensor, PageTable, page_pieces, round_up
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.reused_extents import ReusedExtents, gaps
 from lightning_ptm.memory.streams import copy_streams

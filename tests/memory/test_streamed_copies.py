@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lightning_ptm.errors import InternalError
-from lightning_ptm.memory.page_table import PageTable
-from lightning_ptm.memory.paged_tensor import PagedTensor
+from lightning_ptm.memory.paged_tensor import PagedTensor, PageTable
 from lightning_ptm.memory.region import HostRegion
 from lightning_ptm.memory.streams import CopyStreams, Pair
 from lightning_ptm.memory.transfer import Copier, Copy, CopyMachine, Transfer
