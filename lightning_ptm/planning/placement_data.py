@@ -97,11 +97,6 @@ class Gradients:
         return (row for row in self.rows if reduces in (None, row.reduces))
 
 
-def arithmetic_tier(home: Tier, staging_tier: Tier) -> Tier:
-    """Returns the tier in which states with this home are updated: their home, or staging."""
-    return home if home.updates else staging_tier
-
-
 @dataclass(frozen=True, slots=True)
 class PlacementWishes:
     """Homes that the user asked for, for all units; None leaves the choice to placement."""

@@ -52,9 +52,8 @@ from lightning_ptm.runtime.tensors.autograd_graphs import (
     run_before_output_hooks,
     tensors_in,
 )
-from lightning_ptm.runtime.units.binding import FlatBinding
+from lightning_ptm.runtime.units.binding import PageViews
 from lightning_ptm.runtime.units.discovery import Unit
-from lightning_ptm.runtime.units.page_views import PageViews
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.terms import Phase
 from lightning_ptm.torch_internals import (
@@ -439,7 +438,7 @@ class Hooks:
         listener: BackwardListener,
         recompute: frozenset[int],
         stream: ComputeStream,
-        views: PageViews[FlatBinding],
+        views: PageViews,
         offload: Offload | None = None,
     ) -> None:
         self.stream = stream

@@ -16,7 +16,6 @@ import torch
 from lightning_ptm.errors import InternalError
 from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, with_room
 from lightning_ptm.planning.layout import FlatLayout, round_up
-from lightning_ptm.planning.placement_data import arithmetic_tier
 from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.deciding.state_tensors import (
     buffer_numel,
@@ -243,7 +242,7 @@ def _place_of_update(blueprint: Blueprint, flat: FlatLayout, update: int) -> Tie
     homes = blueprint.placement.homes[flat.unit]
     kept = columns(blueprint, flat.index, update=update)
     stateless = not any(column.what in (What.MASTERS, What.STATES) for column in kept)
-    return arithmetic_tier(homes.parameter if stateless else homes.master, blueprint.placement.staging_tier)
+    return (homes.parameter if stateless else homes.master).updated_in(blueprint.placement.staging_tier)
 
 
 def _staged(
