@@ -395,10 +395,11 @@ class Engine:
             at_tick=self.heap.within_step if self.heap is not None else None,
         )
         self._undo.callback(self.executor.abandon)
-        for mode, trace in ((Mode.TRAIN, blueprint.trace), (Mode.FORWARD, forward_trace(blueprint.layout))):
-            trace = blueprint.planned(trace)
-            if mode is Mode.FORWARD or self._optimizers:
-                self.executor.plans.adopt(mode, planner.plan(mode, trace), trace)
+        trace = blueprint.planned(blueprint.trace)
+        mode = Mode.TRAIN if self._optimizers else Mode.FORWARD
+        self.executor.plans.adopt(mode, planner.plan(mode, trace), trace)
+        if mode is Mode.TRAIN:
+            self.executor.plans.plan_later(Mode.FORWARD, blueprint.planned(forward_trace(blueprint.layout)))
         self.offload = None
         if blueprint.activations_to_host:
             self.offload = activations_offload(self.module, self.backend, self.stream, self.allocator, self.events)
