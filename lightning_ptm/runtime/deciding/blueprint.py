@@ -23,6 +23,7 @@ from lightning_ptm.planning.placement_data import Budget, Placement
 from lightning_ptm.planning.sharding import ModelSharding
 from lightning_ptm.planning.trace import Trace
 from lightning_ptm.runtime.deciding.gradient_route import GradientRoute, Until
+from lightning_ptm.runtime.deciding.state_tensors import StateTensor
 from lightning_ptm.runtime.deciding.unpaged_optimizers import Traits
 from lightning_ptm.runtime.machine.heap import Freed
 from lightning_ptm.runtime.tensors.parts import Boxes
@@ -101,6 +102,7 @@ class Blueprint:
         copies: whether each flat's compute parameters are copies of more precise ones (the master weights or the user's).
         routes: route of each flat's gradient from backward to update; None for frozen flats.
         traits: traits of the optimizers of each flat, in their order and in the updated dtype; empty for frozen flats.
+        state_tensors: state tensors of each flat's shard.
         unified: whether RAM is the device tier (CPU without a device budget).
         lock_free: resources of lock-free updates; None for synchronous updates.
         saves_in_background: whether checkpoints are written in the background while training continues.
@@ -124,6 +126,7 @@ class Blueprint:
     gradient_dtypes: tuple[torch.dtype, ...]
     routes: tuple[GradientRoute | None, ...]
     traits: tuple[tuple[OptimizerTraits, ...], ...]
+    state_tensors: tuple[tuple[StateTensor, ...], ...]
     master_bytes_per_element: tuple[int, ...]
     unified: bool
     budget: Budget

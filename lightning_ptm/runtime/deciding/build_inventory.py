@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,12 +19,13 @@ from lightning_ptm.planning.layout import FlatLayout, round_up
 from lightning_ptm.planning.placement_data import arithmetic_tier
 from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.deciding.state_tensors import (
+    StateTensor,
     buffer_numel,
     buffer_numels,
-    columns,
     row_of,
     scratch,
     staging_row,
+    streamed,
 )
 from lightning_ptm.runtime.machine.heap import Freed
 from lightning_ptm.runtime.machine.machine import SHORT_RAM_BYTES
@@ -166,7 +167,7 @@ def _states(blueprint: Blueprint) -> Iterator[Row]:
 
 
 def _homes(blueprint: Blueprint, flat: FlatLayout, home: Tier, prefix: str, *whats: What) -> Iterator[Row]:
-    for column in columns(blueprint, flat.index):
+    for column in blueprint.state_tensors[flat.index]:
         if column.what in whats:
             yield row_of(
                 column.what,
@@ -229,9 +230,11 @@ def _staging(blueprint: Blueprint) -> Iterator[Row]:
     beside: Counter[tuple[Tier, torch.dtype, int]] = Counter()
     numels = buffer_numels(blueprint)
     for flat in blueprint.trained_flats():
-        for update in range(len(flat.optimizers)):
-            most |= _staged(blueprint, flat, numels, update)
-            place, found = _place_of_update(blueprint, flat, update), scratch(blueprint, flat, numels)
+        found = scratch(blueprint, flat, numels)
+        for number in flat.optimizers:
+            kept = streamed(blueprint.state_tensors[flat.index], number)
+            place = _place_of_update(blueprint, flat, kept)
+            most |= _staged(blueprint, flat, numels, kept, place)
             beside |= Counter({(place, *key): count for key, count in found.items()})
     counts = Counter({key: count * blueprint.staging_chunks for key, count in most.items()})
     counts.update(beside)
@@ -239,19 +242,27 @@ def _staging(blueprint: Blueprint) -> Iterator[Row]:
         yield staging_row(tier, dtype, numel, count)
 
 
-def _place_of_update(blueprint: Blueprint, flat: FlatLayout, update: int) -> Tier:
+def _place_of_update(blueprint: Blueprint, flat: FlatLayout, kept: Sequence[StateTensor]) -> Tier:
     homes = blueprint.placement.homes[flat.unit]
-    kept = columns(blueprint, flat.index, update=update)
     stateless = not any(column.what in (What.MASTERS, What.STATES) for column in kept)
     return arithmetic_tier(homes.parameter if stateless else homes.master, blueprint.placement.staging_tier)
 
 
 def _staged(
-    blueprint: Blueprint, flat: FlatLayout, numels: Mapping[torch.dtype, int], update: int
+    blueprint: Blueprint,
+    flat: FlatLayout,
+    numels: Mapping[torch.dtype, int],
+    kept: Sequence[StateTensor],
+    place: Tier,
 ) -> Counter[tuple[Tier, torch.dtype, int]]:
     """Predicts `update.update_job.Progress.staged`, the rule that a run follows. The updater takes only buffers that it
-    needs; a test checks that it takes no more than these."""
-    homes, kept = blueprint.placement.homes[flat.unit], columns(blueprint, flat.index, update=update)
+    needs; a test checks that it takes no more than these.
+
+    Args:
+        kept: state tensors that the update streams.
+        place: tier of its arithmetic.
+    """
+    homes = blueprint.placement.homes[flat.unit]
     tiers = {
         What.MASTERS: homes.master,
         What.STATES: homes.master,
@@ -259,7 +270,6 @@ def _staged(
         # A queued one (lock-free) is in RAM already.
         What.GRADIENTS: blueprint.route(flat).own_pages,
     }
-    place = _place_of_update(blueprint, flat, update)
     return Counter(
         (place, column.dtype, buffer_numel(blueprint, flat, numels, column))
         for column in kept
@@ -272,7 +282,7 @@ def save_rows(blueprint: Blueprint) -> Iterator[Row]:
     the background, else for each save."""
     longest: dict[torch.dtype, int] = {}
     for flat in blueprint.layout.flats:
-        homes, kept = blueprint.placement.homes[flat.unit], columns(blueprint, flat.index)
+        homes, kept = blueprint.placement.homes[flat.unit], blueprint.state_tensors[flat.index]
         tiers = {What.MASTERS: homes.master, What.STATES: homes.master, What.PARAMETERS: homes.parameter}
         if any(column.what is What.MASTERS for column in kept):
             del tiers[What.PARAMETERS]  # a rounded copy of the master weights; not saved

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -60,7 +60,14 @@ from lightning_ptm.runtime.deciding.specs import (
     unit_specs,
     with_whole_updates,
 )
-from lightning_ptm.runtime.deciding.state_tensors import chunk_bytes, chunk_count, own_state_bytes, scratch_bytes
+from lightning_ptm.runtime.deciding.state_tensors import (
+    StateTensor,
+    chunk_bytes,
+    chunk_count,
+    own_state_bytes,
+    scratch_bytes,
+    state_tensors,
+)
 from lightning_ptm.runtime.deciding.unpaged_optimizers import Traits, check_shared, reasons
 from lightning_ptm.runtime.deciding.unpaged_runs import all_in_ram, is_all_in_ram, may_be_outside, may_be_unpaged
 from lightning_ptm.runtime.machine.machine import Machine, this_machine
@@ -181,7 +188,7 @@ class _Asked:
     known: Traits
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)  # without slots, for the cached properties
 class _Model:
     """Second stage: the layout of this rank's part of the model in flats; see Blueprint.
 
@@ -196,6 +203,10 @@ class _Model:
     traits: tuple[tuple[OptimizerTraits, ...], ...]
     per_element: tuple[int, ...]
     trace: Trace
+
+    @cached_property
+    def state_tensors(self) -> tuple[tuple[StateTensor, ...], ...]:
+        return tuple(state_tensors(self, flat) for flat in self.layout.flats)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -284,8 +295,8 @@ def _fitting(
             placement = _place(request, machine, asked, model, room)
         except CapacityError as error:
             raise (CapacityError(excess) if excess else error) from None
-        tried = _tried_where_updated(request, asked, model, placement)
-        blueprint = _blueprint(request, asked, tried, room, placement, outside=outside)
+        traits = _tried_where_updated(request, asked, model, placement)
+        blueprint = _blueprint(request, asked, model, traits, room, placement, outside=outside)
         blueprint = with_inventory(blueprint, request.settings, machine)
         pools = {tier: blueprint.inventory.pool_bytes(tier) for tier in budget}
         too_many = {tier: max(0, pools[tier] - budget[tier]) for tier in budget}
@@ -337,8 +348,10 @@ def _updates_on(request: Request, asked: _Asked) -> torch.device:
     return request.backend.device if asked.unified or on_device else torch.device("cpu")
 
 
-def _tried_where_updated(request: Request, asked: _Asked, model: _Model, placement: Placement) -> _Model:
-    """Returns the model with the traits of each flat's optimizers on the device where its homes make it update.
+def _tried_where_updated(
+    request: Request, asked: _Asked, model: _Model, placement: Placement
+) -> tuple[tuple[OptimizerTraits, ...], ...]:
+    """Returns the traits of each flat's optimizers on the device where its homes make it update.
 
     Raises:
         OptimizerRefusedError: an optimizer does not work there, or keeps other states there.
@@ -365,11 +378,10 @@ def _tried_where_updated(request: Request, asked: _Asked, model: _Model, placeme
             found, groups=tuple(dataclasses.replace(one, slots=other.slots) for one, other in groups)
         )
 
-    traits = tuple(
+    return tuple(
         tuple(there(flat, number, known) for number, known in zip(flat.optimizers, every, strict=True))
         for flat, every in zip(model.layout.flats, model.traits, strict=True)
     )
-    return dataclasses.replace(model, traits=traits)
 
 
 def _keep_the_same(one: GroupTraits, other: GroupTraits) -> bool:
@@ -494,7 +506,14 @@ def _place(request: Request, machine: Machine, asked: _Asked, model: _Model, roo
 
 
 def _blueprint(
-    request: Request, asked: _Asked, model: _Model, room: _Room, placement: Placement, *, outside: bool
+    request: Request,
+    asked: _Asked,
+    model: _Model,
+    traits: tuple[tuple[OptimizerTraits, ...], ...],
+    room: _Room,
+    placement: Placement,
+    *,
+    outside: bool,
 ) -> Blueprint:
     """Returns the blueprint without the inventory and what depends on it."""
     training = bool(request.optimizers)
@@ -509,7 +528,8 @@ def _blueprint(
         ),
         gradient_dtypes=model.gradient_dtypes,
         routes=_routes(request, asked, model, room, placement),
-        traits=model.traits,
+        traits=traits,
+        state_tensors=model.state_tensors,
         master_bytes_per_element=model.per_element,
         unified=asked.unified,
         budget=room.budget,

@@ -41,7 +41,7 @@ from lightning_ptm.runtime.updates.lock_free import LockFreeUpdates
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
 from lightning_ptm.runtime.updates.updates import SynchronousUpdates, UpdateScheduler
 from lightning_ptm.terms import Tier
-from lightning_ptm.update.flat_states import FlatStates, lay_out_states, layout_groups
+from lightning_ptm.update.flat_states import FlatStates, layout_groups
 from lightning_ptm.update.trial.traits import OptimizerTraits
 from lightning_ptm.update.updater import Updater
 
@@ -197,8 +197,9 @@ class RunPages:
         master = next(iter(self._of_flat(What.MASTERS, flat)), None)
         tensors = iter(self._of_flat(What.STATES, flat))
         for number, known in zip(flat.optimizers, traits, strict=True):
+            kept = (each for each in self._blueprint.state_tensors[flat.index] if each.optimizer == number)
+            slots = {each.name: next(tensors) for each in kept}
             groups = layout_groups(flat, number)
-            slots = {layout.name: next(tensors) for layout in lay_out_states(flat, known, groups)}
             yield number, FlatStates(flat, rank, known, master=master, slots=slots, groups=groups)
 
     def _supply(self, flat: FlatLayout) -> PageSupply:

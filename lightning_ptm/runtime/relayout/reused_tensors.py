@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_ptm.memory.paged_tensor import PagedTensor
 from lightning_ptm.memory.reused_extents import ReusedExtents, frames_of
 from lightning_ptm.planning.inventory import Lifetime, Row, What, pages_of
-from lightning_ptm.runtime.deciding.state_tensors import StateTensor, columns
+from lightning_ptm.runtime.deciding.state_tensors import StateTensor
 from lightning_ptm.runtime.relayout.gathered_flats import geometry
 from lightning_ptm.terms import Tier
 
@@ -71,7 +71,7 @@ def reused_tensors(
         old = handed.flats.get(geometry(flat, [by_name[slot.spec.name] for slot in flat.slots]))
         if old is None:
             continue
-        kept = columns(blueprint, flat.index)
+        kept = blueprint.state_tensors[flat.index]
         for what in _OF_FLATS:
             of_rows = zip(
                 rows[what].get(flat.index, ()), (column for column in kept if column.what is what), strict=True
