@@ -273,7 +273,7 @@ class Engine:
             file_ops=inputs.file_ops,
             events=self.events,
             progress=self.bars,
-            uses={tier: blueprint.inventory.in_words(tier, blueprint.unified) for tier in blueprint.budget},
+            uses=lambda tier: blueprint.inventory.in_words(tier, blueprint.unified),
             reused_extents=kept.reused_extents,
         )
         self._undo.callback(self._close_pages)
