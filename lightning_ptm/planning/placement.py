@@ -27,7 +27,6 @@ from lightning_ptm.planning.device_demand import (
     Demand,
     entered_gradients,
     gradient_demands,
-    gradient_linger,
     parameter_demands,
 )
 from lightning_ptm.planning.home_bytes import Bytes, HomeBytes, less, together
@@ -222,7 +221,7 @@ class _Problem:
         most_pages = sum(
             2 * self._layout.full_pages(unit, in_place=home.computes)
             + self._layout.gathered_pages(unit)
-            + 2 * (passing.full() + max(passing.beside(), sum(row.shard for row in passing.rows)))
+            + 2 * (passing.all.full + max(passing.all.beside, sum(row.shard for row in passing.rows)))
             for unit, (home, passing) in enumerate(zip(parameter_homes, gradients, strict=True))
         )
         return Placement(
@@ -375,9 +374,10 @@ class _Problem:
     def _demands(self, unit: int, parameter_home: Tier, gradient_home: Tier | None = None) -> list[Demand]:
         gradients = self._gradients(unit, gradient_home or self._gradient_home(parameter_home))
         demands = list(parameter_demands(self._layout, self._uses, unit, parameter_home, comfortable=self._comfortable))
-        demands += gradient_demands(self._uses, unit, gradients, self._entered)
+        of_gradients = gradient_demands(self._uses, unit, gradients, self._entered)
+        demands += of_gradients.least
         if self._comfortable:
-            demands += gradient_linger(self._uses, unit, gradients, self._entered)
+            demands += of_gradients.linger
         return demands
 
     def _gradients(self, unit: int, home: Tier) -> Gradients:

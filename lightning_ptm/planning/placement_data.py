@@ -66,11 +66,19 @@ class GradientRow:
     shard: int
     sum: int
 
-    @property
-    def beside(self) -> int:
-        """Pages in addition to the whole gradient while it leaves. The buffer of a reduced gradient takes no more pages
-        than the whole gradient, which is gone by then."""
-        return max(self.shard if self.reduces else 0, self.sum)
+
+@dataclass(frozen=True, slots=True)
+class GradientPages:
+    """Device pages of the gradients of several flats in a backward pass.
+
+    Args:
+        full: pages of the whole gradients.
+        beside: pages in addition while they leave. The buffer of a reduced gradient takes no more pages than the whole
+            gradient, which is gone by then.
+    """
+
+    full: int
+    beside: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +92,24 @@ class Gradients:
 
     pass_through: bool
     rows: tuple[GradientRow, ...]
+    # Derived, once: placement and the scheduler ask for them at each choice.
+    reduced: GradientPages = field(init=False, repr=False, compare=False)
+    """Those that ranks reduce."""
+    unreduced: GradientPages = field(init=False, repr=False, compare=False)
+    """Those that are this rank's alone."""
 
-    def full(self, *, reduces: bool | None = None) -> int:
-        """Returns the device pages of whole gradients; of those that ranks reduce, or do not, or of all (None)."""
-        return sum(row.full for row in self._of(reduces))
+    def __post_init__(self) -> None:
+        reduced, unreduced = ([row for row in self.rows if row.reduces is each] for each in (True, False))
+        full, beside = sum([row.full for row in reduced]), sum([max(row.shard, row.sum) for row in reduced])
+        object.__setattr__(self, "reduced", GradientPages(full, beside))
+        full, beside = sum([row.full for row in unreduced]), sum([row.sum for row in unreduced])
+        object.__setattr__(self, "unreduced", GradientPages(full, beside))
 
-    def beside(self, *, reduces: bool | None = None) -> int:
-        """Returns the device pages in addition while they leave. Argument as `full`."""
-        return sum(row.beside for row in self._of(reduces))
-
-    def _of(self, reduces: bool | None) -> Iterator[GradientRow]:
-        return (row for row in self.rows if reduces in (None, row.reduces))
+    @property
+    def all(self) -> GradientPages:
+        """Those of all flats."""
+        one, other = self.reduced, self.unreduced
+        return GradientPages(one.full + other.full, one.beside + other.beside)
 
 
 def arithmetic_tier(home: Tier, staging_tier: Tier) -> Tier:

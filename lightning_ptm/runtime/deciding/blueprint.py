@@ -177,7 +177,8 @@ class Blueprint:
             2 * layout.full_pages(unit, in_place=in_place) + (0 if in_place else layout.gathered_pages(unit))
             for unit, in_place in at_home.items()
         )
-        gradients = (each.full() + each.beside() for each in map(self.placement.gradients.__getitem__, self.by_need))
+        passing = (self.placement.gradients[unit].all for unit in self.by_need)
+        gradients = (each.full + each.beside for each in passing)
         return (max(pages, default=0) + max(gradients, default=0)) * layout.page_size
 
     def updates_late(self, unit: int, *, has_own_memory: bool) -> bool:

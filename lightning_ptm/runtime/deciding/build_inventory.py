@@ -317,7 +317,7 @@ def _outside_bytes(blueprint: Blueprint) -> int:
     if blueprint.layout.shared or placement.keeps_gradients:
         return 0
     per_unit = [
-        gradients.full() if homes.gradient.computes else 0
+        gradients.all.full if homes.gradient.computes else 0
         for homes, gradients in zip(placement.homes, placement.gradients, strict=True)
     ]
     return (per_unit[0] + 2 * max(per_unit[1:], default=0)) * blueprint.layout.page_size
