@@ -114,7 +114,7 @@ def decide_here(
         raise with_remedies(error, request, machine, alone) from error
 
 
-def check_parameters(request: Request, communicator: Communicator, ranks_on_host: int) -> CheckedParameters:
+def check_parameters(request: Request, communicator: Communicator) -> CheckedParameters:
     """Checks, before the re-layout of a run in progress, that pages can hold its parameters as they are now and that its
     optimizers can update them there. Does not check memory, which the present pages still use. Not collective.
 
@@ -124,9 +124,8 @@ def check_parameters(request: Request, communicator: Communicator, ranks_on_host
     Raises:
         ConfigError: as `decide_here`.
     """
-    machine = this_machine(request.backend, request.settings.disk_paths, ranks_on_host)
     world_size, rank = communicator.world_size, communicator.rank
-    asked = _ask(request, machine, world_size, rank, outside=False)
+    asked = _ask(request, world_size, rank, request.backend.has_own_memory, outside=False)
     return CheckedParameters(asked, _lay_out(request, asked, world_size, rank))
 
 
@@ -244,7 +243,8 @@ def _decide(
     outside: bool = False,
     checked: CheckedParameters | None = None,
 ) -> Blueprint:
-    asked = _ask(request, machine, world_size, rank, outside=outside) if checked is None else checked.asked
+    own_memory = machine.device_has_own_memory
+    asked = _ask(request, world_size, rank, own_memory, outside=outside) if checked is None else checked.asked
 
     def decided(asked: _Asked) -> Blueprint:
         known = None if checked is None or asked is not checked.asked else checked.model
@@ -322,14 +322,18 @@ def _updated_elsewhere(request: Request, asked: _Asked, refusing: torch.device) 
     return dataclasses.replace(asked, wishes=dataclasses.replace(asked.wishes, master=home))
 
 
-def _ask(request: Request, machine: Machine, world_size: int, rank: int, *, outside: bool) -> _Asked:
+def _ask(request: Request, world_size: int, rank: int, device_has_own_memory: bool, *, outside: bool) -> _Asked:
     settings = request.settings
-    if settings.offload_activations == "host":
-        _check_device_of_its_own(machine)
+    if settings.offload_activations == "host" and not device_has_own_memory:
+        raise ConfigError(
+            "offload_activations='host' moves activations from the device's memory to RAM, and this run computes on a CPU, "
+            "whose activations are in RAM already (the device tier that device_memory makes holds pages only), so no memory "
+            "would be freed; use recompute='all', or offload_activations='none'"
+        )
     split = split_of(request.boxes, world_size, settings.expert_parallel_size, rank)
     units, experts = _units(request, split)
     holders = shared_by_all(split.mesh) if experts is None else experts.holders
-    unified = not machine.device_has_own_memory and settings.device_bytes is None
+    unified = not device_has_own_memory and settings.device_bytes is None
     lock_free = settings.lock_free_updates is not None and bool(request.optimizers)
     wishes = wishes_of(settings, unified, lock_free=lock_free)
     unpaged: dict[int, ConfigError | None] = {}
@@ -576,15 +580,6 @@ def _routes(
             of_flat = route(placement.homes[flat.unit].gradient, gradient, use)
         found.append(of_flat)
     return tuple(found)
-
-
-def _check_device_of_its_own(machine: Machine) -> None:
-    if not machine.device_has_own_memory:
-        raise ConfigError(
-            "offload_activations='host' moves activations from the device's memory to RAM, and this run computes on a CPU, "
-            "whose activations are in RAM already (the device tier that device_memory makes holds pages only), so no memory "
-            "would be freed; use recompute='all', or offload_activations='none'"
-        )
 
 
 def _units(request: Request, split: ExpertSplit) -> tuple[tuple[Unit, ...], DividedExperts | None]:

@@ -242,7 +242,7 @@ class Engine:
         )
         divided = blueprint.holders.in_parts or blueprint.experts is not None
         self.state_dicts: StateDicts = StateDicts(
-            [module for module in self.module.modules() if not self.summon.always_readable(module)],
+            self.summon.not_always_readable(),
             list(self.module.modules()),
             self.summon.readable,
             self.summon.writable,

@@ -416,6 +416,21 @@ class SummonFullParams:
     def always_readable(self, module: nn.Module) -> bool:
         return all(self._stores[unit].readable for unit in self._units_in([module]))
 
+    def not_always_readable(self) -> list[nn.Module]:
+        """Returns the modules some of whose parameters, or of their submodules', cannot be read at all times."""
+        hidden = {id(item.parameter) for each in self._stores if not each.readable for item in each.unit.parameters}
+        found: dict[int, bool] = {}
+        """By id of a module: a metric compares and hashes by its values."""
+
+        def walk(module: nn.Module) -> bool:
+            if id(module) not in found:
+                inside = [walk(child) for child in module.children()]
+                found[id(module)] = any(inside) or not hidden.isdisjoint(map(id, module.parameters(recurse=False)))
+            return found[id(module)]
+
+        walk(self._module)
+        return [module for module in self._module.modules() if found[id(module)]]
+
     def _check_memory(self) -> None:
         """Raises UsageError if gathered parameters share memory: each would get pages of its own."""
         looked_at = self._known.changed() and not self._blueprint.outside
