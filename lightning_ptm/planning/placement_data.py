@@ -18,6 +18,10 @@ class Budget(Mapping[Tier, int]):
 
     bytes_of: Mapping[Tier, int]
 
+    def __post_init__(self) -> None:
+        ordered = dict(sorted(self.bytes_of.items(), key=lambda item: item[0].distance))
+        object.__setattr__(self, "bytes_of", ordered)
+
     def __getitem__(self, tier: Tier) -> int:
         return self.bytes_of.get(tier, 0)
 
@@ -25,7 +29,7 @@ class Budget(Mapping[Tier, int]):
         return tier in self.bytes_of
 
     def __iter__(self) -> Iterator[Tier]:
-        return iter(sorted(self.bytes_of, key=lambda tier: tier.distance))
+        return iter(self.bytes_of)
 
     def __len__(self) -> int:
         return len(self.bytes_of)
