@@ -313,7 +313,7 @@ class Engine:
         self.values: ParameterValues = ParameterValues(self.gathered_flats, self.bars, mixed=blueprint.mixed)
         self.optimizer_values: OptimizerValues = OptimizerValues(self.gathered_flats, self.bars)
         self.sharded_kinds = AllShardedStates(self.gathered_flats, self.optimizer_values, self.values.original_of)
-        trained = (binding for binding in self.gathered_flats.bindings() if binding.layout.trainable)
+        trained = (binding for binding in self.gathered_flats.bindings if binding.layout.trainable)
         note(self.module, {id(parameter) for binding in trained for parameter in binding.parameters})
         self.gathered_parameters: GatheredParameters = GatheredParameters(
             self.gathered_flats, self.values, trained_in(self.module)

@@ -80,7 +80,7 @@ class OptimizerValues:
     def _states_of(self, optimizer: int) -> Iterator[tuple[UnitStore, FlatBinding, FlatUpdate | None, _Updated]]:
         """Yields the flats of an optimizer; FlatUpdate is None for those that this rank does not hold."""
         scalars = self.scalars()
-        for store, binding, flat in self._gathered_flats.flats():
+        for store, binding, flat in self._gathered_flats.flats:
             if optimizer not in binding.layout.optimizers:
                 continue
             key = (binding.layout.index, optimizer)

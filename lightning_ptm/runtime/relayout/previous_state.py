@@ -247,7 +247,7 @@ class PreviousState:
         self._boxes: dict[int, TensorSlice] = {}
         self._apart: dict[int, tuple[int, torch.dtype, tuple[int, ...]]] = {}
         """By id of a parameter that not all ranks hold: the rank that broadcasts it, its dtype and its shape."""
-        for store, binding, flat in gathered_flats.flats():
+        for store, binding, flat in gathered_flats.flats:
             self._remember_apart(gathered_flats, store, binding, flat)
             if flat is None:
                 continue
