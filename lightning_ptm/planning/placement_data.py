@@ -103,11 +103,12 @@ class Gradients:
     """Those that are this rank's alone."""
 
     def __post_init__(self) -> None:
-        reduced, unreduced = ([row for row in self.rows if row.reduces is each] for each in (True, False))
-        full, beside = sum([row.full for row in reduced]), sum([max(row.shard, row.sum) for row in reduced])
-        object.__setattr__(self, "reduced", GradientPages(full, beside))
-        full, beside = sum([row.full for row in unreduced]), sum([row.sum for row in unreduced])
-        object.__setattr__(self, "unreduced", GradientPages(full, beside))
+        full, beside = {True: 0, False: 0}, {True: 0, False: 0}
+        for row in self.rows:
+            full[row.reduces] += row.full
+            beside[row.reduces] += max(row.shard if row.reduces else 0, row.sum)
+        object.__setattr__(self, "reduced", GradientPages(full[True], beside[True]))
+        object.__setattr__(self, "unreduced", GradientPages(full[False], beside[False]))
 
     @property
     def all(self) -> GradientPages:
