@@ -114,6 +114,8 @@ class Blueprint:
         may_be_outside: whether the run could work without pages.
         changes_default_dtype: see Request.
         inventory: everything that the run allocates in each tier.
+        save_rows: buffers through which a save reads states from disk: rows of the inventory where saves are written in the
+            background, else allocated for each save.
         freed_memory: what the C allocator does with freed memory; CPU only.
         gradient_room_bytes: bound of gradients that wait for updates during the backward pass (on a CPU, in `.grad`).
     """
@@ -143,6 +145,7 @@ class Blueprint:
     may_be_outside: bool
     changes_default_dtype: bool = False
     inventory: Inventory = EMPTY
+    save_rows: tuple[Row, ...] = ()
     freed_memory: Freed = Freed.STAYS
     gradient_room_bytes: int = 0
 

@@ -20,8 +20,8 @@ from lightning_ptm.planning.placement_data import arithmetic_tier
 from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.deciding.state_tensors import (
     StateTensor,
-    buffer_numel,
     buffer_numels,
+    buffers,
     row_of,
     scratch,
     staging_row,
@@ -54,7 +54,7 @@ def build_inventory(blueprint: Blueprint) -> Inventory:
         *_states(blueprint),
         *_kept_gradients(blueprint),
         *_staging(blueprint),
-        *(save_rows(blueprint) if blueprint.saves_in_background else ()),
+        *(blueprint.save_rows if blueprint.saves_in_background else ()),
         *(lock_free.spares if lock_free is not None else ()),
         *_later_gradients(blueprint),
     ]
@@ -69,6 +69,7 @@ def with_inventory(blueprint: Blueprint, settings: Settings, machine: Machine) -
     Decided are the spare staging buffers, the C allocator's policy for freed memory, and the limit of gradients that
     wait for updates.
     """
+    blueprint = dataclasses.replace(blueprint, save_rows=tuple(_save_rows(blueprint)))
     if machine.device_has_own_memory and not blueprint.placement.streams:
         blueprint = _with_spare_staging(blueprint, settings)
     inventory = build_inventory(blueprint)
@@ -270,16 +271,12 @@ def _staged(
         # A queued one (lock-free) is in RAM already.
         What.GRADIENTS: blueprint.route(flat).own_pages,
     }
-    return Counter(
-        (place, column.dtype, buffer_numel(blueprint, flat, numels, column))
-        for column in kept
-        if tiers[column.what] not in (None, place)
-    )
+    moved = [column for column in kept if tiers[column.what] not in (None, place)]
+    return Counter({(place, *key): count for key, count in buffers(blueprint, flat, numels, moved).items()})
 
 
-def save_rows(blueprint: Blueprint) -> Iterator[Row]:
-    """Yields the buffers through which a save reads states from disk: allocated for the whole run where saves are written in
-    the background, else for each save."""
+def _save_rows(blueprint: Blueprint) -> Iterator[Row]:
+    """Yields `Blueprint.save_rows`."""
     longest: dict[torch.dtype, int] = {}
     for flat in blueprint.layout.flats:
         homes, kept = blueprint.placement.homes[flat.unit], blueprint.state_tensors[flat.index]
@@ -298,7 +295,7 @@ def save_rows(blueprint: Blueprint) -> Iterator[Row]:
 def _transit_pages(blueprint: Blueprint) -> int:
     """Returns the pages that `PageIOBuffers.for_now` needs: one per dtype that a save reads, unless saves have buffers for
     the whole run."""
-    return max(_TRANSIT_PAGES, 0 if blueprint.saves_in_background else sum(1 for _ in save_rows(blueprint)))
+    return max(_TRANSIT_PAGES, 0 if blueprint.saves_in_background else len(blueprint.save_rows))
 
 
 def _gathered_bytes(blueprint: Blueprint) -> int:

@@ -166,7 +166,7 @@ def chunk_bytes(flats: Flats) -> int:
     numels = buffer_numels(flats)
     for flat in flats.layout.flats:
         for (_, tensors), number in itertools.product(_of_owners(flats, flat), flat.optimizers):
-            most |= Counter((each.dtype, buffer_numel(flats, flat, numels, each)) for each in streamed(tensors, number))
+            most |= buffers(flats, flat, numels, streamed(tensors, number))
     rows = (staging_row(Tier.HOST, dtype, numel, count) for (dtype, numel), count in most.items())
     return _alone_bytes(flats, rows)
 
@@ -199,13 +199,16 @@ def _alone_bytes(flats: Flats, rows: Iterable[Row]) -> int:
     return pages_of((dataclasses.replace(row, shares_pages=False) for row in rows), page) * page
 
 
-def buffer_numel(flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int], column: StateTensor) -> int:
-    """Returns the elements of a staging buffer of a state tensor.
+def buffers(
+    flats: Flats, flat: FlatLayout, numels: Mapping[torch.dtype, int], tensors: Iterable[StateTensor]
+) -> Counter[tuple[torch.dtype, int]]:
+    """Returns the staging buffers (dtype, elements) of some of a flat's state tensors, for one chunk.
 
     Args:
         numels: result of `buffer_numels`.
     """
-    return numels[column.dtype] if flat.updated_whole else column.chunk(chunk_numel(flats.layout.page_size))
+    chunk, whole = chunk_numel(flats.layout.page_size), flat.updated_whole
+    return Counter([(each.dtype, numels[each.dtype] if whole else each.chunk(chunk)) for each in tensors])
 
 
 def staging_row(tier: Tier, dtype: torch.dtype, numel: int, count: int) -> Row:

@@ -38,7 +38,7 @@ from lightning_ptm.runtime.autograd.backward_actions import BackwardActions
 from lightning_ptm.runtime.autograd.hooks import Hooks
 from lightning_ptm.runtime.autograd.recompute import recomputed_units
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
-from lightning_ptm.runtime.deciding.build_inventory import save_rows, taken_dtype
+from lightning_ptm.runtime.deciding.build_inventory import taken_dtype
 from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.deciding.planner import Planner, check_layout
 from lightning_ptm.runtime.engine.module_changes import ModuleChanges
@@ -344,7 +344,7 @@ class Engine:
                 flat.gradient.reserve()
         for row in blueprint.inventory.of(What.STAGING):
             self.updater.take_staging(row.tier, taken_dtype(row), row.count, row.numel)
-        save_sizes = [(taken_dtype(row), row.numel) for row in save_rows(blueprint)]
+        save_sizes = [(taken_dtype(row), row.numel) for row in blueprint.save_rows]
         save_buffers = pages.buffers_for_saves() if blueprint.saves_in_background else None
         self.snapshots = Snapshots(self.allocator, self.updater, save_buffers, save_sizes, self._settle)
         self.updates: UpdateScheduler = update_scheduler(
