@@ -180,6 +180,9 @@ class OptimizerValues:
             for flat in flats:
                 if handed is not None:
                     for name in flat.states.everywhere:
+                        paged = flat.states.slots.get(name)
+                        if paged is not None and pages.allocator.is_reused(paged):
+                            continue
                         target = self._gathered_flats.states_map(flat, name)
                         handed.write_states(target, flat, name, before, pages, seen)
                 self._load_flat(flat, states, seen, keep=handed is not None)

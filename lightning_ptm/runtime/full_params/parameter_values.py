@@ -175,9 +175,11 @@ class ParameterValues:
                     handed.precise(id(parameter), flat.communicator) if original is None else original
                 )
         flats = self._gathered_flats
-        if flats.master(flat) is not None:
+        master, is_reused = flats.master(flat), flats.pages.allocator.is_reused
+        if master is not None and not is_reused(master):
             handed.write_precise(flats.precise_map(flat), flat, flats.pages, seen)
-        handed.write_values(flats.values_map(flat), flat, flats.pages, seen)
+        if not is_reused(flat.home):
+            handed.write_values(flats.values_map(flat), flat, flats.pages, seen)
         if not keep:  # else it is the same tensor and takes no more memory
             handed.forget_originals([id(each) for each in known])
 

@@ -402,8 +402,6 @@ class PreviousState:
             pages: writes the new elements.
             keep: elements in neither keep what new pages have; else they get 0.
         """
-        if target.elements is not None and pages.allocator.is_reused(page_io.in_pages(target.elements)):
-            return
         communicator, tensors = flat.communicator, dict(tensors)
         for key, held in sources.items():  # stored in another order or shape than in the new pages
             if held.stride(key) != target.stride(key) or held.shape(key) != target.shape(key):
