@@ -324,12 +324,8 @@ def _updated_elsewhere(request: Request, asked: _Asked, refusing: torch.device) 
 
 def _ask(request: Request, world_size: int, rank: int, device_has_own_memory: bool, *, outside: bool) -> _Asked:
     settings = request.settings
-    if settings.offload_activations == "host" and not device_has_own_memory:
-        raise ConfigError(
-            "offload_activations='host' moves activations from the device's memory to RAM, and this run computes on a CPU, "
-            "whose activations are in RAM already (the device tier that device_memory makes holds pages only), so no memory "
-            "would be freed; use recompute='all', or offload_activations='none'"
-        )
+    if settings.offload_activations == "host":
+        _check_device_of_its_own(device_has_own_memory)
     split = split_of(request.boxes, world_size, settings.expert_parallel_size, rank)
     units, experts = _units(request, split)
     holders = shared_by_all(split.mesh) if experts is None else experts.holders
@@ -399,7 +395,8 @@ def _keep_the_same(one: GroupTraits, other: GroupTraits) -> bool:
 def _lay_out(request: Request, asked: _Asked, world_size: int, rank: int) -> _Model:
     device = _updates_on(request, asked)
     elsewhere = asked.holders.remote_units(rank)
-    specs = unit_specs(asked.units, request, asked.unpaged)
+    with torch.DisableTorchFunctionSubclass():  # a question to a closed parameter would go through Python
+        specs = unit_specs(asked.units, request, asked.unpaged)
     scaled = request.mixed and request.compute is torch.float16
     check_shared(specs, lock_free=asked.lock_free, scaled=scaled)
     specs = with_whole_updates(request, specs, asked.known, asked.holders, lock_free=asked.lock_free, device=device)
@@ -580,6 +577,15 @@ def _routes(
             of_flat = route(placement.homes[flat.unit].gradient, gradient, use)
         found.append(of_flat)
     return tuple(found)
+
+
+def _check_device_of_its_own(device_has_own_memory: bool) -> None:
+    if not device_has_own_memory:
+        raise ConfigError(
+            "offload_activations='host' moves activations from the device's memory to RAM, and this run computes on a CPU, "
+            "whose activations are in RAM already (the device tier that device_memory makes holds pages only), so no memory "
+            "would be freed; use recompute='all', or offload_activations='none'"
+        )
 
 
 def _units(request: Request, split: ExpertSplit) -> tuple[tuple[Unit, ...], DividedExperts | None]:

@@ -272,10 +272,12 @@ def write_initial_values(
     allowed = blueprint.budget[ram] - blueprint.pool_bytes[ram]
     # Evaluated last: `free_host_bytes` reads a dozen system files.
     room = not (trains and any(blueprint.traits)) and 2 * precise_bytes < free_host_bytes() and precise_bytes <= allowed
-    built = [not any(item.parameter.is_meta for item in store.unit.parameters) for store in stores]
+    with torch.DisableTorchFunctionSubclass():  # a question to a closed parameter would go through Python
+        built = [not any(item.parameter.is_meta for item in store.unit.parameters) for store in stores]
     first.buffers()
     with values.taking_over() as seen:
-        for store, complete in _made(first, stores):
+        made = ((store, list(store.bindings)) for store in stores) if all(built) else _made(first, stores)
+        for store, complete in made:
             was_built = built[store.unit.index]
             values.take_over(
                 store,
