@@ -77,8 +77,8 @@ class GradientPages:
 
     Args:
         full: pages of the whole gradients.
-        beside: pages in addition while they leave. The buffer of a reduced gradient takes no more pages than the whole
-            gradient, which is gone by then.
+        beside: pages in addition while they leave the device. For a reduced gradient, the buffer of a sum is not
+            counted: it takes no more pages than the whole gradient, which is released before.
     """
 
     full: int
