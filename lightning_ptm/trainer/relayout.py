@@ -141,7 +141,7 @@ def _refuse(run: Run) -> None:
             defined slice for each rank.
     """
     engine, builder = run.engine, run.builder
-    for binding in engine.gathered_flats.bindings():
+    for binding in engine.gathered_flats.bindings:
         if not binding.lent:
             binding.check()
     known = {id(parameter) for _, parameter in engine.gathered_flats.names()}

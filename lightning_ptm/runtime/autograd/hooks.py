@@ -539,14 +539,13 @@ class Hooks:
         if not self._stores[unit.index].readable:
             for owner in self._separately_called(unit):
                 self._guard(owner, unit.index)
-        for item in unit.parameters:
-            if item.parameter.requires_grad:
-                self._handles.append(
-                    item.parameter.register_post_accumulate_grad_hook(partial(self._after_accumulation, unit.index))
-                )
-                self._handles.append(
-                    item.parameter.register_hook(partial(self._before_accumulation, unit.index, item.parameter))
-                )
+        with torch.DisableTorchFunctionSubclass():  # a question to a closed parameter would go through Python
+            for parameter in (item.parameter for item in unit.parameters if item.parameter.requires_grad):
+                after, before = self._after_accumulation, self._before_accumulation
+                self._handles += [
+                    parameter.register_post_accumulate_grad_hook(partial(after, unit.index)),
+                    parameter.register_hook(partial(before, unit.index, parameter)),
+                ]
 
     def _separately_called(self, unit: Unit) -> Iterable[nn.Module]:
         """Modules whose calls read the unit's parameters and may come from outside the unit's forward."""

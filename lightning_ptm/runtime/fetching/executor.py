@@ -192,12 +192,17 @@ class PlanSelection:
         self._made: dict[Mode, tuple[Plan, Trace]] = {}
         self._traced: dict[Mode, Trace] = {}
         self._due: list[tuple[Mode, Trace]] = []
+        self._first: dict[Mode, Trace] = {}
         self.remade = 0
         """Number of plans made from traces. Others read it."""
 
     def adopt(self, mode: Mode, plan: Plan, trace: Trace) -> None:
         """Uses `plan`, which was made for `trace`, from the next iteration of `mode` on."""
         self._made[mode] = (plan, trace)
+
+    def plan_later(self, mode: Mode, trace: Trace) -> None:
+        """Leaves the plan for `trace` to the first iteration of `mode`, which may never come."""
+        self._first[mode] = trace
 
     def planned(self, mode: Mode) -> tuple[Plan, Trace] | None:
         """Returns the plan in use, and the trace that it was made for."""
@@ -221,8 +226,16 @@ class PlanSelection:
         """
         self._traced.pop(mode, None)
 
-    def make(self) -> None:
-        """Makes the plans of the queued traces. Collective."""
+    def make(self, beginning: Mode | None = None) -> None:
+        """Makes the plans of the queued traces. Collective.
+
+        Args:
+            beginning: mode of the iteration that begins, whose first plan is made if it was left to that iteration.
+        """
+        if beginning is not None and beginning in self._first:
+            made = self._replan(beginning, self._first.pop(beginning))
+            if made is not None:
+                self._made[beginning] = made
         due, self._due = self._due, []
         for mode, trace in due:
             made = self._replan(mode, trace)
@@ -316,7 +329,7 @@ class Executor:
             all_ranks: whether all ranks take part, so that collectives are allowed.
         """
         if all_ranks:
-            self.plans.make()
+            self.plans.make(beginning=mode)
         self.end(all_ranks=all_ranks)
         self._mode = mode
         self.guard_policy.begin_iteration()

@@ -788,6 +788,17 @@ def test_what_fits_in_no_plan_leaves_the_old_one() -> None:
     assert it.plans.planned(TRAIN) == (Plan((), 1), planned_trace(0)) and it.plans.remade == 0
 
 
+def test_a_plan_is_left_to_the_first_iteration_that_needs_it() -> None:
+    it = Planner()
+    it.plans.plan_later(FORWARD, planned_trace(0, 1))
+    it.plans.make(beginning=TRAIN)
+    assert it.asked == [] and it.plans.planned(FORWARD) is None
+    it.plans.make(beginning=FORWARD)
+    it.plans.make(beginning=FORWARD)
+    assert it.asked == [(FORWARD, planned_trace(0, 1))] and it.plans.remade == 0
+    assert it.plans.planned(FORWARD) == (Plan((), 2), planned_trace(0, 1)) and it.plans.trace(FORWARD) is None
+
+
 def test_of_equal_forward_passes_one_is_planned() -> None:
     it = Planner()
     for mode in (TRAIN, FORWARD):
