@@ -85,7 +85,7 @@ def forecast(
     if hardware is None:
         node = _as_of_now(machines.parsed(quick_measure(_disk_paths(document, settings)), _THIS_MACHINE))
     else:
-        node = machines.read(machines.find(hardware))
+        node = machines.look_up(hardware)
     goal = device_memory if device_memory in ("best", "least") else None
     if device_memory is not None and goal is None:
         try:

@@ -314,7 +314,7 @@ def test_the_picture_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
         main([*arguments, "--batch-size", "50000"])  # what does not fit is shown, too
     assert {HOMES, ACTIVATIONS, OVER} <= colours_of(plot)
     with pytest.raises(SystemExit, match=r"ends in \.png"):
-        main(["plan", "gpt", "--hardware", "h200_x1", "--plot", str(tmp_path / "out.svg")])
+        main(["plan", "gpt", "--hardware", "h200", "--plot", str(tmp_path / "out.svg")])
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(tmp_path: Path) -> None:
@@ -474,21 +474,21 @@ def test_what_does_not_fit_says_which_number_decides(tmp_path: Path, capsys: pyt
     ("arguments", "words"),
     [
         (["--hardware", "no-such"], "no hardware file 'no-such'"),
-        (["--hardware", "h200_x1", "--nodes", "0"], "nodes is 0"),
+        (["--hardware", "h200", "--nodes", "0"], "nodes is 0"),
         (["--hardware", "a100_40gb_x8", "--nodes", "1000000000"], "nodes is 1000000000, .* lower it"),
-        (["--hardware", "h200_x1", "--batch-size", "9" * 30], "batch_size is .?9{30}.*from 1 to 1073741824"),
-        (["--hardware", "h200_x1", "--nodes", "2"], "inter_node_bytes_per_s is missing"),
-        (["--hardware", "h200_x1", "--batch-size", "0"], "batch_size is .?0"),
-        (["--hardware", "h200_x1", "--batch-size", "some"], "batch_size is 'some'"),
-        (["--hardware", "h200_x1", "--largest", "meta"], "largest is 'meta', and .* has True for it"),
+        (["--hardware", "h200", "--batch-size", "9" * 30], "batch_size is .?9{30}.*from 1 to 1073741824"),
+        (["--hardware", "h200", "--nodes", "2"], "inter_node_bytes_per_s is missing"),
+        (["--hardware", "h200", "--batch-size", "0"], "batch_size is .?0"),
+        (["--hardware", "h200", "--batch-size", "some"], "batch_size is 'some'"),
+        (["--hardware", "h200", "--largest", "meta"], "largest is 'meta', and .* has True for it"),
         (
-            ["--hardware", "h200_x1", "--device-memory", "beast"],
+            ["--hardware", "h200", "--device-memory", "beast"],
             "'beast' is not a size.*or say 'best' or 'least'",
         ),
         (["--hardware", "v100_32gb_x8"], "has no bfloat16"),
-        (["--hardware", "h200_x1", "--strategy", "{page_sice: 1}"], "did you mean 'page_size'"),
+        (["--hardware", "h200", "--strategy", "{page_sice: 1}"], "did you mean 'page_size'"),
         (
-            ["--hardware", "h200_x1", "--strategy", "{expert_parallel_size: 2}"],
+            ["--hardware", "h200", "--strategy", "{expert_parallel_size: 2}"],
             "does not divide the number of ranks, 1",
         ),
     ],
@@ -504,7 +504,7 @@ def test_a_config_without_data_is_refused(tmp_path: Path) -> None:
         yaml.safe_dump({name: value for name, value in yaml.safe_load(path.read_text()).items() if name != "data"})
     )
     with pytest.raises(ConfigError, match="names no data"):
-        forecast(path, "h200_x1")
+        forecast(path, "h200")
 
 
 class Curve(torch.nn.Module):

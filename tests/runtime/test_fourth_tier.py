@@ -134,7 +134,7 @@ def test_the_plan_prints_it(tmp_path: Path) -> None:
             }
         )
     )
-    found, blueprint = forecast(config, "h200_x1")
+    found, blueprint = forecast(config, "h200")
     assert list(blueprint.budget) == [Tier.DEVICE, Tier.HOST, STREAMED, Tier.DISK]
     assert found.homes["master"]["slow"] == sum(
         flat.shard_numel * blueprint.master_bytes_per_element[flat.index]
