@@ -248,9 +248,9 @@ def plan(
     """
     from lightning_ptm.commands.picture import draw_plan
     from lightning_ptm.commands.plan import forecast, without_collections
-    from lightning_ptm.commands.report import as_json, render
     from lightning_ptm.commands.timeline import check_timeline, write_timeline
     from lightning_ptm.drawing import check_target, save
+    from lightning_ptm.forecasting.report import as_json, render
 
     if plot is not None:
         check_target(plot, "plot")

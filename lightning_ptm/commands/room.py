@@ -10,13 +10,11 @@ from lightning_ptm.config import format_bytes
 from lightning_ptm.forecasting.counting import UnitWork, anatomy
 from lightning_ptm.forecasting.estimate import activation_bytes, estimate, host_activation_bytes, resized, sample_count
 from lightning_ptm.forecasting.node import Node
+from lightning_ptm.forecasting.report import LARGEST_BATCH
 from lightning_ptm.runtime.autograd.recompute import recomputed_around
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.engine.predicted_memory import PredictedMemory
 from lightning_ptm.terms import Tier
-
-LARGEST_BATCH = 1 << 20
-"""Most samples of a rank that are considered."""
 
 
 class Sizes:

@@ -68,8 +68,8 @@ WITH_DEVICES = "with_devices"
 """The key of the fields that depend on how many devices a node has: by their number, what else the node has."""
 FIELDS = tuple(field.name for field in dataclasses.fields(Node) if field.name not in ("source", "name"))
 _MAY_BE_ABSENT = tuple(field.name for field in dataclasses.fields(Node) if field.default is None)
-"""Fields that not every machine has (a disk, links between devices), or that `lightning-ptm probe` measures and data sheets do
-not contain."""
+"""Fields that not every machine has (a disk, links between devices), or that `lightning-ptm probe` measures and data
+sheets do not contain."""
 
 
 def installed() -> list[str]:
@@ -166,8 +166,8 @@ def parsed(text: str, path: Path, devices: int | None = None) -> Node:
 
 
 def _with_devices(document: dict[str, Any], path: Path, devices: int | None) -> dict[str, Any]:
-    """A document of the node with so many devices: where the file has no node with that number, it has the RAM, cores and disk of
-    the next smaller one."""
+    """A document of the node with so many devices: where the file has no node with that number, it has the RAM, cores and
+    disk of the next smaller one."""
     nodes = document.pop(WITH_DEVICES, None)
     if nodes is None:
         return document if devices is None else document | {"ranks_per_node": devices}

@@ -22,7 +22,6 @@ from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.cli import main
 from lightning_ptm.commands.picture import ACTIVATIONS, HELD, HOMES, OPERATIONS
 from lightning_ptm.commands.plan import forecast
-from lightning_ptm.commands.report import render
 from lightning_ptm.commands.search import largest_value
 from lightning_ptm.commands.timeline import write_timeline
 from lightning_ptm.data import TextBytes
@@ -32,6 +31,7 @@ from lightning_ptm.forecasting.counting import UnitWork
 from lightning_ptm.forecasting.estimate import activation_bytes, estimate, host_activation_bytes
 from lightning_ptm.forecasting.hardware import find
 from lightning_ptm.forecasting.rates import Activity
+from lightning_ptm.forecasting.report import render
 from lightning_ptm.models import GPT, T5, T5MoE
 from lightning_ptm.models.base import LanguageModel
 from lightning_ptm.planning.trace import Tick, Trace

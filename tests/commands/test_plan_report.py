@@ -13,9 +13,9 @@ from test_plan import config, cpu_file
 
 from lightning_ptm.commands import plan as planning
 from lightning_ptm.commands.plan import _round, forecast
-from lightning_ptm.commands.report import as_json, render
 from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.forecasting.rates import LinkUse, Stall, Timing
+from lightning_ptm.forecasting.report import as_json, render
 from lightning_ptm.terms import Link, Operation
 
 MIB = 1 << 20

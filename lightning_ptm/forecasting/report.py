@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from lightning_ptm.commands.room import LARGEST_BATCH
 from lightning_ptm.config import format_bytes
 from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.forecasting.rates import LinkUse, Timing
 from lightning_ptm.terms import Link
 
+LARGEST_BATCH = 1 << 20
+"""Most samples of a rank that are considered."""
 _NOTHING_S = 1e-9
 _OF_A_PASS = (Link.DISK_READ, Link.DISK_WRITE, Link.UPDATE_HOST)
 """Links of lock-free updates, which may serve several steps."""
