@@ -1,7 +1,8 @@
-"""`lightning-ptm plan gpt3_175b --hardware a100_40gb_x8 --nodes 32`: whether a run would fit on described machines, where its
-states would be stored, and how long a step would take.
+"""`lightning_ptm.plan` and `lightning-ptm plan`: whether a run would fit on described machines, where its states would be
+stored, and how long a step would take.
 
-Reads the config and the machine; question.py answers. Allocates no parameter.
+Reads the machine and what is to be trained, a config (`forecast_config`) or a module (`forecast_module`); question.py
+answers. Allocates no parameter.
 """
 
 from __future__ import annotations
@@ -13,19 +14,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+
 from lightning_ptm.commands.configured import read_config
+from lightning_ptm.commands.own_module import trained, with_adapters
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.probe import quick_measure
+from lightning_ptm.commands.proposals import ADAPTER_RANK
 from lightning_ptm.commands.question import Question
+from lightning_ptm.commands.sample_batch import meta_batch
 from lightning_ptm.commands.search import largest_value, with_argument
 from lightning_ptm.config import Settings, format_bytes, parse_bytes
-from lightning_ptm.errors import ConfigError
+from lightning_ptm.errors import CapacityError, ConfigError
 from lightning_ptm.forecasting import hardware as machines
 from lightning_ptm.forecasting.node import Node
 from lightning_ptm.forecasting.prediction import Prediction
 from lightning_ptm.forecasting.rates import Activity
 from lightning_ptm.runtime.deciding.blueprint import Blueprint
 
+THIS = "this"
+"""The name of this machine as hardware."""
 _THIS_MACHINE = Path("this machine")
 
 _MOST_RANKS = 1 << 20
@@ -47,6 +57,139 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Where:
+    """The machines of a plan.
+
+    Args:
+        hardware: a hardware file, or the name of one in configs/hardware/; None or `this`: this machine, measured.
+        devices: devices of a machine; None: those of the file.
+        nodes: machines of this kind.
+        ram, disk: see `with_ram_and_disk`; a disk is one that pages may use.
+    """
+
+    hardware: str | None = None
+    devices: int | None = None
+    nodes: int = 1
+    ram: str | int | None = None
+    disk: str | None = None
+
+    def node(self, disk_paths: tuple[Path, ...]) -> Node:
+        """One of the machines.
+
+        Args:
+            disk_paths: folders of the disk tier, measured on this machine.
+
+        Raises:
+            ConfigError: there are none such, or they lack a rate that a run on them needs.
+        """
+        _check_nodes(self.nodes)
+        if self.devices is not None and self.devices < 1:
+            raise ConfigError(f"devices is {self.devices}, and a run needs at least 1; raise it")
+        if self.hardware is None or self.hardware == THIS:
+            node = _as_of_now(machines.parsed(quick_measure(disk_paths), _THIS_MACHINE, self.devices))
+        else:
+            node = machines.look_up(self.hardware, self.devices)
+        node = machines.with_ram_and_disk(node, self.ram, self.disk)
+        _check_nodes(self.nodes, node.ranks_per_node)
+        node.rates(self.nodes)  # raises if a rate is missing, before anything is built
+        return node
+
+
+def plan(
+    module: nn.Module,
+    batch: Any,
+    hardware: str | None = None,
+    devices: int = 1,
+    *,
+    nodes: int = 1,
+    precision: str = "32-true",
+    dtype: str | torch.dtype | None = None,
+    batch_size: str | int | None = None,
+    ram: str | int | None = None,
+    disk: str | None = None,
+    accumulate_grad_batches: int = 1,
+    gradient_clip_val: float | None = None,
+    **settings: Any,
+) -> Prediction:
+    """Tells whether a module fits on machines that you do not have, or on this one, and how fast a step would be.
+
+    The module and the state of random generators stay as they are, and no tensor is copied. What does not fit is no error:
+    see `Prediction.fits` and `Prediction.proposals`. `print` shows a sentence and tables; `to_dict` has their numbers.
+
+    Args:
+        module: a LightningModule, or a module whose output has a `loss` or is summed, with Adam; on any device, or built
+            under `torch.device("meta")`.
+        batch: a sample batch, or its shapes: `(8, 2048)`, `"8x2048:int64"`, `{"input_ids": (8, 2048), ...}`.
+        hardware: such as `rtx4090`: a name in configs/hardware/, or the path of a hardware file; None or `this`: this
+            machine.
+        devices: devices of a machine.
+        nodes: machines of this kind.
+        precision, accumulate_grad_batches, gradient_clip_val: the Trainer's.
+        dtype: of a batch of shapes; None: float32.
+        batch_size: samples a rank; `auto` finds the largest that fits; None: those of the batch.
+        ram: RAM of a machine, such as `64GiB`, in place of the file's.
+        disk: a disk that pages may use: a size, a rate or both, such as `2TB, 3GB/s`.
+        settings: of the strategy, such as `recompute="all"`.
+
+    Raises:
+        ConfigError: an argument is invalid, or the module cannot compute on the meta device.
+    """
+    found, _ = forecast_module(
+        module,
+        meta_batch(batch, dtype),
+        Where(hardware, devices, nodes, ram, disk),
+        batch_size,
+        settings,
+        {
+            "precision": precision,
+            "accumulate_grad_batches": accumulate_grad_batches,
+            "gradient_clip_val": gradient_clip_val,
+        },
+    )
+    return found
+
+
+def forecast_module(
+    module: nn.Module,
+    batch: Any,
+    where: Where,
+    batch_size: str | int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    record: list[Activity] | None = None,
+    device_memory: str | None = None,
+) -> tuple[Prediction, Blueprint | None]:
+    """The prediction for a module, and its blueprint; None if states fit in no placement.
+
+    Args:
+        batch: on the meta device.
+        trainer: arguments of the Trainer.
+        record: as `steady` takes it.
+
+    Raises:
+        ConfigError: as in `plan`.
+    """
+    wanted = _wanted_batch(batch_size)
+    changed, goal = _with_device_memory(settings or {}, device_memory)
+    node = where.node(_disk_paths({}, changed))
+    _check_goal(goal, node)
+    _offer_disk(changed, {}, where)
+    kept = trainer or {}
+    with without_collections(), isolate_rng():
+        model, assumed = trained(module)
+
+        def adapted() -> PlannedRun:
+            other, _ = trained(module)
+            if not with_adapters(other, ADAPTER_RANK):
+                raise ConfigError("it has no linear layer that could have an adapter")
+            return PlannedRun(other, batch, kept, changed, node)
+
+        run = PlannedRun(model, batch, kept, changed, node)
+        question = Question(run, type(module).__name__, node, where.nodes, wanted, adapted, assumed, _looked_at(node))
+        return question.final(goal, record)
+
+
 def forecast(
     config_file: str | Path,
     hardware: str | None,
@@ -58,55 +201,113 @@ def forecast(
     device_memory: str | None = None,
     largest: str | None = None,
 ) -> tuple[Prediction, Blueprint]:
-    """The prediction that `plan` prints, and its blueprint; arguments as in `plan`, `record` as `steady` takes it.
+    """`forecast_config` for runs whose states fit.
+
+    Raises:
+        ConfigError: as in `forecast_config`.
+        CapacityError: model states fit in no placement; names the limiting number.
+    """
+    found, blueprint = forecast_config(
+        config_file,
+        Where(hardware, nodes=nodes),
+        batch_size,
+        strategy,
+        record=record,
+        device_memory=device_memory,
+        largest=largest,
+    )
+    if blueprint is None:
+        raise CapacityError(found.reason)
+    return found, blueprint
+
+
+def forecast_config(
+    config_file: str | Path,
+    where: Where,
+    batch_size: str | int | None = None,
+    strategy: Mapping[str, Any] | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    record: list[Activity] | None = None,
+    device_memory: str | None = None,
+    largest: str | None = None,
+) -> tuple[Prediction, Blueprint | None]:
+    """The prediction for a config, and its blueprint; None if states fit in no placement.
+
+    Args:
+        batch_size, strategy, device_memory, largest: as for the command `plan`.
+        trainer: arguments of the Trainer in place of the config's.
+        record: as `steady` takes it.
 
     Raises:
         ConfigError: a config, hardware file or argument is invalid.
-        CapacityError: model states fit in no placement; names the limiting number.
     """
-    _check_nodes(nodes)
     wanted = _wanted_batch(batch_size)
-    settings = dict(strategy or {})
-    document = read_config(Path(config_file))
-    if hardware is None:
-        node = _as_of_now(machines.parsed(quick_measure(_disk_paths(document, settings)), _THIS_MACHINE))
-    else:
-        node = machines.look_up(hardware)
-    goal = device_memory if device_memory in ("best", "least") else None
-    if device_memory is not None and goal is None:
-        try:
-            settings["device_memory"] = parse_bytes(device_memory, name="device_memory")
-        except ConfigError as error:
-            raise ConfigError(f"{error}; or say 'best' or 'least'") from error
-    if goal is not None and not node.has_own_memory:
-        raise ConfigError(
-            f"device_memory is {goal!r}, and {node.name} is a CPU, whose device tier is RAM; leave it out, or give a size"
-        )
-    _check_nodes(nodes, node.ranks_per_node)
-    node.rates(nodes)  # raises if a rate is missing, before anything is built
-    name, looked_at = Path(config_file).name, _free(node) if node.source == _THIS_MACHINE else ""
+    settings, goal = _with_device_memory(strategy or {}, device_memory)
+    document = dict(read_config(Path(config_file)))
+    document["trainer"] = {**(document.get("trainer") or {}), **(trainer or {})}
+    node = where.node(_disk_paths(document, settings))
+    _check_goal(goal, node)
+    _offer_disk(settings, document, where)
+    name = Path(config_file).name
+
+    def question(document: Mapping[str, Any]) -> Question:
+        run = PlannedRun.of_config(document, config_file, settings, node)
+
+        def adapted() -> PlannedRun:
+            return PlannedRun.of_config(document, config_file, settings, node, adapter_rank=ADAPTER_RANK)
+
+        return Question(run, name, node, where.nodes, wanted, adapted, looked_at=_looked_at(node))
+
     if largest is None:
-        run = PlannedRun(document, config_file, settings, node)
-        return Question(run, name, node, nodes, wanted, looked_at).final(goal, record)
+        return question(document).final(goal, record)
 
     asked: list[int] = []
 
     def ask(value: int) -> Question:
         try:
-            run = PlannedRun(with_argument(document, largest, value, config_file), config_file, settings, node)
+            made = question(with_argument(document, largest, value, config_file))
         except ConfigError as error:
             raise ConfigError(
                 f"largest is {largest!r}, and the model cannot have {value}: {error}; name an argument that may be any whole "
                 f"number, such as layers"
             ) from error
         asked.append(value)
-        return Question(run, name, node, nodes, wanted, looked_at)
+        return made
 
     first = with_argument(document, largest, None, config_file)["model"]["init_args"][largest]
     value = largest_value(first, lambda value: ask(value).fits(search=goal is not None))
     value = value or min(asked)
     found, blueprint = ask(value).final(goal, record)
     return dataclasses.replace(found, chosen={largest: value} | found.chosen), blueprint
+
+
+def _with_device_memory(settings: Mapping[str, Any], device_memory: str | None) -> tuple[dict[str, Any], str | None]:
+    """Settings with the one that `device_memory` gives, and the goal of a search for it."""
+    changed = dict(settings)
+    if device_memory is None or device_memory in ("best", "least"):
+        return changed, device_memory
+    try:
+        changed["device_memory"] = parse_bytes(device_memory, name="device_memory")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or say 'best' or 'least'") from error
+    return changed, None
+
+
+def _check_goal(goal: str | None, node: Node) -> None:
+    if goal is not None and not node.has_own_memory:
+        raise ConfigError(
+            f"device_memory is {goal!r}, and {node.name} is a CPU, whose device tier is RAM; leave it out, or give a size"
+        )
+
+
+def _offer_disk(changed: dict[str, Any], document: Mapping[str, Any], where: Where) -> None:
+    """Lets pages use a disk that was asked for."""
+    if where.disk not in (None, "none") and not _disk_paths(document, changed):
+        changed["disk_path"] = "/nvme"
+
+
+def _looked_at(node: Node) -> str:
+    return _free(node) if node.source == _THIS_MACHINE else ""
 
 
 def _disk_paths(document: Mapping[str, Any], changed: Mapping[str, Any]) -> tuple[Path, ...]:

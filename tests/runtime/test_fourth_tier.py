@@ -17,7 +17,7 @@ from kit.outcomes import Outcome
 from lightning_ptm import AngelPTMStrategy
 from lightning_ptm.commands.plan import forecast
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.forecasting.report import render
+from lightning_ptm.forecasting.prediction import render
 from lightning_ptm.runtime.deciding.decide import decide
 from lightning_ptm.terms import Link, Tier
 
