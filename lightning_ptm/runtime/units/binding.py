@@ -153,8 +153,8 @@ ENDED = "ended with its run, which could not put them back into the module; load
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
-    """Reference to a saved tensor that is a view of a parameter's pages; autograd saves it in place of the tensor (section 4
-    of the design).
+    """Reference to a saved tensor that is a view of a parameter's pages; autograd saves it in place of the tensor
+    (docs/design/saved_tensors.md).
 
     Attributes:
         binding, slot: flat and slot of the parameter.
@@ -373,7 +373,7 @@ class FlatBinding:
             else "its values are in pages and not gathered"
         )
         return UsageError(
-            f"{name} was read or written while its module does not compute, and {kept}; read and edit weights "
+            f"{name} was read or written outside of its module's forward, and {kept}; read and edit weights "
             "inside `with trainer.strategy.gathered(module):` (write=False if you only read), or use "
             "module.state_dict(); to compute with it, call the module that it belongs to, or make a larger "
             "module a unit (units=[...])"
