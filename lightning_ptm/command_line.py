@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -295,14 +295,16 @@ def _of_another_model(error: RuntimeError) -> str:
     )
 
 
-def run_trainer(args: list[str] | None, parser_settings: dict[str, Any]) -> None:
+def run_trainer(args: list[str] | None, descriptions: Mapping[str, str]) -> None:
     """Runs a subcommand of LightningCLI with `args`, or the process's. Our own errors end the process with status 1.
+
+    `descriptions` says in a line what each subcommand does.
 
     REFUSALS are reported without a traceback, unless an error in the user's code caused them (an optimizer that fails when
     it is tried); other errors come with their traceback.
     """
     try:
-        command_line(args, parser_kwargs=parser_settings)
+        command_line(args, parser_kwargs=_helps(descriptions))
     except (*REFUSALS, PageIOError) as error:
         if _of_users_code(error) or (isinstance(error, PageIOError) and error.page is not None):
             raise
@@ -315,6 +317,14 @@ def run_trainer(args: list[str] | None, parser_settings: dict[str, Any]) -> None
         if not (advice := _of_another_model(error)):
             raise
         _stop(args, advice)
+
+
+def _helps(descriptions: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Arguments for LightningCLI's parsers. They would begin their help with a usage of hundreds of options."""
+    return {
+        name: {"usage": f"lightning-ptm {name} [options]", "description": description}
+        for name, description in descriptions.items()
+    }
 
 
 def _stop(args: list[str] | None, advice: str) -> NoReturn:
