@@ -30,9 +30,11 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-import lightning_ptm.commands.configured  # noqa: F401  our models and data are known by their bare names
+import lightning_ptm.callbacks  # type: ignore[import-not-found,unused-ignore]  # in a checkout it is another folder
+import lightning_ptm.commands.configured  # noqa: F401  our classes are known by their bare names
+from lightning_ptm.commands.class_names import subclasses_of, unknown_class, unknown_class_among
 from lightning_ptm.commands.config_names import resolve_config_names
-from lightning_ptm.commands.mistakes import in_short, nearest, subclasses_of
+from lightning_ptm.commands.mistakes import in_short, nearest
 from lightning_ptm.config import Settings
 from lightning_ptm.data import TextBytes
 from lightning_ptm.errors import AngelPTMError, CapacityError, CheckpointError, ConfigError, PageIOError, some
@@ -67,6 +69,9 @@ class Parser(LightningArgumentParser):
     """LightningCLI's parser, which reports a usage error in one line, without usage text, and does not need `--data`, since a
     LightningModule may have its own dataloaders."""
 
+    subcommand = ""
+    """The one that is parsed; set in the parser of all subcommands."""
+
     def add_lightning_class_args(
         self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
     ) -> list[str]:
@@ -94,6 +99,8 @@ class Parser(LightningArgumentParser):
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         name = parser.prog.replace(" [options]", "")
+        if not name.endswith(self.subcommand):
+            name = f"{name} {self.subcommand}"
         options = [option for action in options_of(parser) for option in action.option_strings]
         sys.stderr.write(f"{name}: {in_short(message, options)} (see {name} --help)\n")
         self.exit(2)
@@ -111,6 +118,10 @@ class PTMCommandLine(LightningCLI):
             arguments = resolve_config_names(sys.argv[1:] if args is None else args)
         except ConfigError as error:
             parser.error(str(error))
+        if isinstance(parser, Parser):
+            parser.subcommand = next((each for each in arguments if each in self.subcommands()), "")
+        if problem := unknown_class_among(arguments):
+            parser.error(problem)
         self.config = parser.parse_args(arguments)
 
     def _parse_ckpt_path(self) -> None:
@@ -184,6 +195,8 @@ class PTMCommandLine(LightningCLI):
             ours_first = sorted(known, key=lambda name: not name.startswith(AngelPTMStrategy.strategy_name))
             near = nearest(given, known) or f"; there are {some(ours_first, 8)}"
             self.parser.error(f"there is no {part} {given!r}{near}")
+        if problem := unknown_class(kind, given):
+            self.parser.error(f"--trainer.{part}: {problem}")
         parser = ArgumentParser(exit_on_error=False)
         parser.add_subclass_arguments(kind, part)
         try:

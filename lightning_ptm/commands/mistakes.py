@@ -50,12 +50,6 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def subclasses_of(kind: type) -> set[type]:
-    """All subclasses defined in this process, at any depth."""
-    below: list[type] = kind.__subclasses__()
-    return {*below, *(deeper for each in below for deeper in subclasses_of(each))}
-
-
 def _instead(message: str, options: Sequence[str]) -> str:
     if (found := _UNKNOWN.search(message)) is None:
         return ""
