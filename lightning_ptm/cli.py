@@ -47,6 +47,8 @@ def main(args: Sequence[str] | None = None) -> None:
         print(_help(), end="")
     elif "--version" in options:
         print(f"{lightning_ptm.__version__} (torch {version('torch')}, lightning {version('lightning')})")
+    elif arguments[:1] == ["--print_completion"]:
+        _print_completion(arguments[1:])
     elif not arguments:
         _refuse(f"give a command: {', '.join(commands)}")
     elif not arguments[0].startswith("-") and arguments[0] not in commands:
@@ -81,9 +83,21 @@ commands (each with its own --help):
 {commands}
 
 options:
-  -h, --help        Prints this help.
-  --version         Prints the versions of lightning-ptm, torch and Lightning.
+  -h, --help               Prints this help.
+  --version                Prints the versions of lightning-ptm, torch and Lightning.
+  --print_completion bash  Prints a script for completion in bash:
+                           lightning-ptm --print_completion bash > ~/.lightning-ptm.bash
+                           echo 'source ~/.lightning-ptm.bash' >> ~/.bashrc
 """
+
+
+def _print_completion(shell: Sequence[str]) -> None:
+    if list(shell) != ["bash"]:
+        _refuse("the script is for bash: lightning-ptm --print_completion bash; zsh reads it after bashcompinit")
+    from lightning_ptm.command_line import trainer_parsers
+    from lightning_ptm.commands.completion import bash_script
+
+    print(bash_script(trainer_parsers(), COMMANDS), end="")
 
 
 def _find_modules_of_the_current_folder() -> None:

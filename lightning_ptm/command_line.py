@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, capture_parser
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -266,6 +266,13 @@ def command_line(args: ArgsType = None, **settings: Any) -> PTMCommandLine:
         args=args,
         **settings,
     )
+
+
+def trainer_parsers() -> dict[str, ArgumentParser]:
+    """The parsers of LightningCLI's subcommands."""
+    parser = capture_parser(lambda: command_line([]))
+    (found,) = (dict(action.choices) for action in options_of(parser) if isinstance(action.choices, Mapping))
+    return found
 
 
 def _modules_of(error: BaseException) -> list[str]:

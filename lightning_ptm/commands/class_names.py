@@ -43,6 +43,12 @@ def subclasses_of(kind: type) -> set[type]:
     return {*below, *(deeper for each in below for deeper in subclasses_of(each))}
 
 
+def names_of(kind: type) -> list[str]:
+    """Names by which jsonargparse knows the subclasses of `kind`."""
+    names = {each.__name__ for each in subclasses_of(kind) if not inspect.isabstract(each)}
+    return sorted(name for name in names if not name.startswith("_"))
+
+
 def unknown_class(kind: type, given: object) -> str:
     """Returns that `given` names no subclass of `kind`, with names that do; empty if it may name one."""
     if not isinstance(given, str) or not all(part.isidentifier() for part in given.split(".")):
@@ -51,11 +57,10 @@ def unknown_class(kind: type, given: object) -> str:
         return ""
     module_name, _, name = given.rpartition(".")
     if not module_name:
-        known = sorted(each.__name__ for each in subclasses_of(kind) if not inspect.isabstract(each))
-        if name in known or name == kind.__name__:
+        if name in {kind.__name__, *(each.__name__ for each in subclasses_of(kind))}:
             return ""
         problem = f"there is no {kind.__name__} {name!r} (one of yours is named with its module: my_module.{name})"
-        return f"{problem}{_instead(name, known)}"
+        return f"{problem}{_instead(name, names_of(kind))}"
     try:
         module = importlib.import_module(module_name)
         if hasattr(module, name):
@@ -80,7 +85,7 @@ def _is_subclass(value: object, kind: type) -> bool:
 def unknown_class_among(arguments: Sequence[str]) -> str:
     """Returns what is wrong with the first unknown class that a command line or one of its config files names; empty if
     none is known to be wrong."""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         option, equals, value = argument.partition("=")
         value = value if equals else following
         if option in CONFIG_OPTIONS:
