@@ -452,7 +452,7 @@ class Allocator:
     def _check_usable(self, *tensors: PagedTensor) -> None:
         """Raises UsageError if the allocator is closed, or a tensor is released or being moved."""
         if self._closed:
-            raise UsageError("the page allocator is closed: the engine has been torn down; start a new fit")
+            raise UsageError("this run is closed: its pages are freed; start a new fit, validate, test or predict")
         for tensor in tensors:
             if tensor.is_released:
                 raise UsageError(f"{tensor.name} is released; allocate it again")

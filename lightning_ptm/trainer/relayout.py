@@ -30,8 +30,8 @@ from lightning_ptm.trainer.teardown import end, having_states
 log = logging.getLogger(__name__)
 
 _CUT_OFF = (
-    "the run was cut short during a re-layout, after parameters were added, replaced or unfrozen, so the states of its "
-    "optimizers are incomplete; resume from an earlier checkpoint"
+    "the run was cut short while pages were laid out again, after parameters were added, replaced or unfrozen, so the "
+    "states of its optimizers are incomplete; resume from an earlier checkpoint"
 )
 
 

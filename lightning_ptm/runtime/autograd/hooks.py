@@ -189,9 +189,9 @@ class BackwardPass:
                     self._listener.unit_backward_ended(index)
                 case Action.REFUSE:
                     raise UsageError(
-                        f"unit {self._names[index] or 'root'} got a gradient after its backward had ended and its update may "
-                        "have begun, as a backward pass inside another one causes it, so gradients would be wrong; start the "
-                        "second backward after the first has ended"
+                        f"unit {self._names[index] or 'root'} got a gradient after its backward had ended and its "
+                        "update may have begun, so gradients would be wrong; a backward pass that is started inside "
+                        "another one causes this: start the second backward after the first has ended"
                     )
 
     @not_compiled
