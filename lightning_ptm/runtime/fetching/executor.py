@@ -290,6 +290,7 @@ class Executor:
         self._read = read
         self._at_tick = at_tick
         self._by_need = frozenset(by_need)
+        self._gathers = any(store.sharded for store in stores)
 
         def agree(unit: int) -> None:
             agreement.request(NeededCollective(Operation.GATHER, unit))
@@ -375,8 +376,13 @@ class Executor:
         if timing.open_tick is not None:
             timing.end_tick()
         self.occasions += 1
-        index = self.fetching.enter(unit, phase)
         store = self._stores[unit]
+        if self._gathers:  # the all-gathers that begin here wait for shards from disk, and for the other ranks
+            started = perf_counter()
+            index = self.fetching.enter(unit, phase)
+            timing.stalled("fetch", store.unit.name, started, perf_counter())
+        else:
+            index = self.fetching.enter(unit, phase)
         if not store.opened:
             store.open()
         if phase is Phase.FORWARD:
@@ -484,10 +490,10 @@ class Executor:
             self._finish_update(unit)
         else:
             self._finish_between_steps(unit)
-        if self.fetching.waiting:
-            self.fetching.pump()
         after_update = perf_counter()
         timing.stalled("update", store.unit.name, started, after_update)
+        if self.fetching.waiting:
+            self.fetching.pump()
         self.guard_policy.waited(store)
         if not store.flats:
             return

@@ -20,8 +20,10 @@ from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.trace import Tick, Trace
+from lightning_ptm.runtime.fetching import executor as executor_module
 from lightning_ptm.runtime.fetching.executor import ComputeTiming, Executor, GuardPolicy, PlanSelection
 from lightning_ptm.runtime.fetching.tracer import Tracer
+from lightning_ptm.runtime.units.store import FlatStore
 from lightning_ptm.terms import Kind, Mode, Operation, Phase, Tier
 
 F, B = Phase.FORWARD, Phase.BACKWARD
@@ -815,3 +817,23 @@ def test_a_changed_order_forgets_the_trace_and_keeps_the_plan() -> None:
     it.plans.order_changed(TRAIN)
     it.plans.order_changed(TRAIN)
     assert it.plans.trace(TRAIN) is None and it.plans.planned(TRAIN) is not None
+
+
+def test_a_wait_for_a_shard_is_one_for_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An all-gather that is prefetched at another unit's tick waits there until this rank's shard has come from disk."""
+    now_s = [0.0]
+    shard_tensor = FlatStore._shard_tensor
+
+    def slow(flat: FlatStore) -> torch.Tensor:
+        now_s[0] += 0.5
+        return shard_tensor(flat)
+
+    monkeypatch.setattr(executor_module, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(FlatStore, "_shard_tensor", slow)
+    with run(double=True) as made:
+        made.executor.plans.adopt(FORWARD, plan("fetch 1, fetch 2 | | | | "), trace((1, F), (2, F), (3, F)))
+        made.executor.begin(FORWARD, trace=False)
+        made.forward(1)
+        assert made.executor.compute_timing.stall_s == {"fetch": 1.0, "update": 0.0}
+        made.forward(2)
+        assert made.executor.compute_timing.stall_s == {"fetch": 1.0, "update": 0.0}
