@@ -1,6 +1,6 @@
 """Table of everything that a run allocates in each tier; the Blueprint owns it, and set-up allocates by it.
 
-Decides nothing and allocates nothing. Knows how tensors fill pages (the rule of memory/page_table.py), not what they mean.
+Decides nothing and allocates nothing. Knows how tensors fill pages (the rule of memory/paged_tensor.py), not what they mean.
 
 I1: rows with lifetime RUN are in the order in which set-up allocates them, so that the pages they fill can be counted; rows
     with later lifetimes are after them.

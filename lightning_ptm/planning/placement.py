@@ -437,7 +437,7 @@ class _Problem:
             reserved_bytes=_whole_pages(self._budget[Tier.DEVICE], self._layout.page_size) - left,
             unified=self._unified,
             limit_bytes=self._budget[Tier.DEVICE],
-            further=", give a disk_path"
+            further=" or give a disk_path"
             if only_ram
             else "",  # no other text tells a user with RAM alone of the disk tier
             uses=self._given[Tier.DEVICE],

@@ -117,11 +117,6 @@ class Gradients:
         return PassingPages(one.full + other.full, one.beside + other.beside)
 
 
-def arithmetic_tier(home: Tier, staging_tier: Tier) -> Tier:
-    """Returns the tier in which states with this home are updated: their home, or staging."""
-    return home if home.updates else staging_tier
-
-
 @dataclass(frozen=True, slots=True)
 class PlacementWishes:
     """Homes that the user asked for, for all units; None leaves the choice to placement."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptm.checkpoints import gathering, optimizer_states, restore
-from lightning_ptm.checkpoints.optimizer_states import guard, plain_optimizer, unguard
+from lightning_ptm.checkpoints.optimizer_states import guard, plain_optimizer, renew, unguard
 from lightning_ptm.checkpoints.save_queue import Interruption, SaveQueue
 from lightning_ptm.comm import Communicator, Gathering, ProcessGroupCommunicator
 from lightning_ptm.errors import UsageError, one_line, some
@@ -52,7 +52,6 @@ from lightning_ptm.trainer.optimizer_steps import OptimizerStep
 from lightning_ptm.trainer.ranks import SetUp
 from lightning_ptm.trainer.same_batches import take_first_rank_s_values
 from lightning_ptm.trainer.signals import Signals
-from lightning_ptm.trainer.stale_optimizers import renew
 
 _in_progress: weakref.WeakSet[Engine] = weakref.WeakSet()
 """Engines of all runs in progress in this process."""

@@ -25,8 +25,9 @@ import torch
 
 from lightning_ptm.errors import InternalError, UsageError
 from lightning_ptm.terms import ALIGN_NUMEL, Tier
+from lightning_ptm.update.shadow import ScalarState, frozen_scalars
 from lightning_ptm.update.state_encoding import VALUES_DTYPE, EncodedTensor
-from lightning_ptm.update.trial.traits import OptimizerTraits, ScalarState, Shape, frozen_scalars
+from lightning_ptm.update.trial.traits import OptimizerTraits, Shape
 
 if TYPE_CHECKING:
     from lightning_ptm.memory.allocator import Allocator

@@ -256,8 +256,12 @@ def wishes_of(settings: Settings, unified: bool, *, lock_free: bool) -> Placemen
         return PlacementWishes(parameter=tier(settings.offload_parameters), master=tier(settings.offload_optimizer))
     if settings.offload_parameters == "device" and not unified:
         raise ConfigError(
-            "lock_free=True keeps compute parameters in RAM, and offload_parameters is 'device'; leave it at 'auto'"
+            "lock_free=True keeps compute parameters in RAM, and offload_parameters is 'device', so no plan has both; "
+            "leave offload_parameters at 'auto', or use lock_free=False"
         )
     if settings.wanted_offload_optimizer == "device" and not unified:
-        raise ConfigError("lock_free=True updates on the CPU, and offload_optimizer is 'device'; use 'disk' or 'host'")
+        raise ConfigError(
+            "lock_free=True updates on the CPU, and offload_optimizer is 'device', so no plan has both; use "
+            "offload_optimizer='disk' or 'host', or lock_free=False"
+        )
     return PlacementWishes(parameter=ram_tier(unified=unified), master=tier(settings.wanted_offload_optimizer))

@@ -16,7 +16,6 @@ import torch
 from lightning_ptm.errors import InternalError
 from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, with_room
 from lightning_ptm.planning.layout import FlatLayout, round_up
-from lightning_ptm.planning.placement_data import arithmetic_tier
 from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.deciding.state_tensors import (
     StateTensor,
@@ -246,7 +245,7 @@ def _staging(blueprint: Blueprint) -> Iterator[Row]:
 def _place_of_update(blueprint: Blueprint, flat: FlatLayout, kept: Sequence[StateTensor]) -> Tier:
     homes = blueprint.placement.homes[flat.unit]
     stateless = not any(column.what in (What.MASTERS, What.STATES) for column in kept)
-    return arithmetic_tier(homes.parameter if stateless else homes.master, blueprint.placement.staging_tier)
+    return (homes.parameter if stateless else homes.master).updated_in(blueprint.placement.staging_tier)
 
 
 def _staged(

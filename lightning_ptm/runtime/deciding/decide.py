@@ -22,7 +22,7 @@ from lightning_ptm.planning.capacity_words import format_bytes, place_in_words, 
 from lightning_ptm.planning.expert_split import ExpertSplit
 from lightning_ptm.planning.layout import FlatLayout, ModelLayout, build_layout
 from lightning_ptm.planning.placement import place
-from lightning_ptm.planning.placement_data import Budget, Placement, PlacementWishes, arithmetic_tier
+from lightning_ptm.planning.placement_data import Budget, Placement, PlacementWishes
 from lightning_ptm.planning.sharding import ModelSharding, shared_by_all
 from lightning_ptm.planning.tier_paths import check_added_tiers
 from lightning_ptm.planning.trace import Trace, forward_trace, sequential_trace
@@ -72,9 +72,8 @@ from lightning_ptm.runtime.deciding.unpaged_optimizers import Traits, check_shar
 from lightning_ptm.runtime.deciding.unpaged_runs import all_in_ram, is_all_in_ram, may_be_outside, may_be_unpaged
 from lightning_ptm.runtime.machine.machine import Machine, this_machine
 from lightning_ptm.runtime.tensors.parts import split_of
-from lightning_ptm.runtime.units.discovery import Unit, discover, with_vectors_at_root
+from lightning_ptm.runtime.units.discovery import Unit, discover, overlap, with_vectors_at_root
 from lightning_ptm.runtime.units.divided_experts import DividedExperts, divide, expert_layers, experts_of
-from lightning_ptm.runtime.units.module_parameters import overlap
 from lightning_ptm.terms import Tier
 from lightning_ptm.update.trial.traits import GroupTraits, OptimizerTraits
 
@@ -361,7 +360,7 @@ def _tried_where_updated(
         homes = placement.homes[flat.unit]
         stateless = model.master_dtypes[flat.index] is None and not known.slots
         home = homes.parameter if stateless else homes.master
-        computes = arithmetic_tier(home, placement.staging_tier).computes
+        computes = home.updated_in(placement.staging_tier).computes
         device = request.backend.device if computes else torch.device("cpu")
         if known.device == device:
             return known

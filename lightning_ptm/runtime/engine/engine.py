@@ -41,7 +41,7 @@ from lightning_ptm.runtime.deciding.blueprint import Blueprint
 from lightning_ptm.runtime.deciding.build_inventory import taken_dtype
 from lightning_ptm.runtime.deciding.gradient_route import Waits
 from lightning_ptm.runtime.deciding.planner import Planner, check_layout
-from lightning_ptm.runtime.engine.module_changes import ModuleChanges
+from lightning_ptm.runtime.engine.module_changes import KnownParameters, ModuleChanges
 from lightning_ptm.runtime.engine.set_up import (
     RunPages,
     activations_offload,
@@ -68,7 +68,6 @@ from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.runtime.relayout.reused_tensors import ReusedTensors, reused_tensors
 from lightning_ptm.runtime.tensors.device_moves import move_buffers_and_metrics
 from lightning_ptm.runtime.units.binding import FlatBinding
-from lightning_ptm.runtime.units.module_parameters import KnownParameters
 from lightning_ptm.runtime.units.parameter_guard import DIVIDED_IN_A_RUN
 from lightning_ptm.runtime.updates.clipping import Clipping
 from lightning_ptm.runtime.updates.reduction import Reduction
@@ -235,7 +234,7 @@ class Engine:
             self.values,
             gathered_parameters,
             self.barriers,
-            self._known,
+            self._known.changed,
             self._settle,
             ranks_here=inputs.ranks_here,
             before_edits=inputs.before_edits,
@@ -447,7 +446,8 @@ class Engine:
         computes_only = mode is Mode.FORWARD and self.blueprint.may_be_outside
         for binding in self._bindings:
             binding.check(computes_only=computes_only)
-        self.values.check_known()
+        if self.values.unknown:
+            self.values.check_known()
         self.updates.check_stepped()
         if mode is Mode.TRAIN:
             self.changes.check_frozen()

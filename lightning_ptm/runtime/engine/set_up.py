@@ -34,8 +34,7 @@ from lightning_ptm.runtime.machine.machine import free_host_bytes
 from lightning_ptm.runtime.relayout.previous_state import PreviousState
 from lightning_ptm.runtime.relayout.reused_tensors import ReusedTensors
 from lightning_ptm.runtime.tensors.page_io import PageIOBuffers
-from lightning_ptm.runtime.units.binding import Fingerprint, FlatBinding
-from lightning_ptm.runtime.units.page_views import PageViews
+from lightning_ptm.runtime.units.binding import Fingerprint, FlatBinding, PageViews
 from lightning_ptm.runtime.units.store import FlatStore, UnitStore
 from lightning_ptm.runtime.updates.lock_free import LockFreeUpdates
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate
@@ -90,7 +89,7 @@ class RunPages:
         self._stream = stream
         self._checks_all = checks_all
         self._reused_tensors = reused_tensors or ReusedTensors()
-        self.views: PageViews[FlatBinding] = PageViews(allocator.holds)
+        self.views: PageViews = PageViews(allocator.holds)
         """Views of pages that are the parameters' storages."""
         self._gradient_pages: GradientPages | None = None
         """Pages of gradients that are queued for lock-free updates; `take_gradient_pages` sets it, before `flats`."""

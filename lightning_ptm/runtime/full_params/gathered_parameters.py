@@ -35,7 +35,7 @@ from lightning_ptm.runtime.ranks.barriers import BarrierReason, Barriers
 from lightning_ptm.runtime.relayout.gathered_flats import flats_of
 from lightning_ptm.runtime.tensors.parts import cut
 from lightning_ptm.runtime.units.binding import ENDED, FlatBinding
-from lightning_ptm.runtime.units.module_parameters import KnownParameters, overlap
+from lightning_ptm.runtime.units.discovery import overlap
 from lightning_ptm.runtime.units.store import FlatStore, UnitStore
 from lightning_ptm.torch_internals import parameters_in
 
@@ -320,6 +320,7 @@ class SummonFullParams:
     """Gathers full parameters into the user's module, for a `with` block.
 
     Args:
+        exchanged: returns whether parameters of the module were added, removed or exchanged since set-up.
         settle: drains all updates, on all ranks, and releases gathered flats; gets the name of the operation.
         ranks_here: number of ranks that share this machine's RAM.
         before_edits: called before a block whose edits are kept.
@@ -333,7 +334,7 @@ class SummonFullParams:
         values: ParameterValues,
         gathered_parameters: GatheredParameters,
         barriers: Barriers,
-        known: KnownParameters,
+        exchanged: Callable[[], bool],
         settle: Callable[[str], None],
         *,
         ranks_here: int,
@@ -345,7 +346,7 @@ class SummonFullParams:
         self._values = values
         self._gathered_parameters = gathered_parameters
         self._barriers = barriers
-        self._known = known
+        self._exchanged = exchanged
         self._settle = settle
         self._ranks_here = ranks_here
         self._before_edits = before_edits
@@ -433,7 +434,7 @@ class SummonFullParams:
 
     def _check_memory(self) -> None:
         """Raises UsageError if gathered parameters share memory: each would get pages of its own."""
-        looked_at = self._known.changed() and not self._blueprint.outside
+        looked_at = self._exchanged() and not self._blueprint.outside
         shared = overlap(self._module, self._module.parameters()) if looked_at else None
         if shared is not None:
             raise UsageError(

@@ -69,9 +69,9 @@ class ParameterValues:
         self._originals: dict[int, Tensor] = {}
         self._narrow: set[int] = set()
         """Ids of frozen parameters that the user has in the dtype of their pages."""
-        self._unknown: dict[int, str] = {}
+        self.unknown: dict[int, str] = {}
         """Names, by id, of parameters whose values an earlier run has not restored, and that have not been loaded
-        since."""
+        since. Others read it."""
         self.of_files: set[int] = set()
         """Ids of frozen parameters whose values equal those of the files that provided them."""
 
@@ -198,7 +198,7 @@ class ParameterValues:
         for slot in built:
             parameter = binding.parameters[slot]
             if isinstance(parameter, GuardedParameter):
-                self._unknown[id(parameter)] = binding.layout.slots[slot].spec.name
+                self.unknown[id(parameter)] = binding.layout.slots[slot].spec.name
                 binding.arrangement.view(whole, slot).fill_(float("nan"))
                 continue
             binding.arrangement.view(whole, slot).copy_(parameter.detach())
@@ -287,16 +287,12 @@ class ParameterValues:
         given, self._originals = self._originals, {}
         return given
 
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """Names of parameters whose values ended with an earlier run, and that have not been loaded since."""
-        return tuple(self._unknown.values())
-
     def check_known(self) -> None:
-        """Raises UsageError if there are such parameters."""
-        if self._unknown:
+        """Raises UsageError if there are parameters of which an earlier run has not restored the values (`unknown`)."""
+        if self.unknown:
+            names = [*self.unknown.values()]
             raise UsageError(
-                f"the values of {', '.join(self.unknown[:3])}{'...' if len(self._unknown) > 3 else ''} ended with an "
+                f"the values of {', '.join(names[:3])}{'...' if len(names) > 3 else ''} ended with an "
                 "earlier run, which could not restore them (tuning=Tuning(restore_weights=False), or too little "
                 "RAM), so this run has nothing to start from; give it a ckpt_path, or load the weights before it"
             )
@@ -319,7 +315,7 @@ class ParameterValues:
                         "so nothing was loaded; build the model with the sizes that it was saved with"
                     )
         for known in values:
-            self._unknown.pop(known, None)
+            self.unknown.pop(known, None)
         self.of_files -= values.keys()
         total_bytes = sum(
             self._gathered_flats.bytes_of_homes(flat) for _, flat, _ in self._given(values) if flat is not None

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ptm.errors import CapacityError, InternalError
-from lightning_ptm.memory.page_table import PageTable
-from lightning_ptm.memory.paged_tensor import TRANSITIONS, Extent, Hold, PageEvent, Pages
+from lightning_ptm.memory.paged_tensor import TRANSITIONS, Extent, Hold, PageEvent, Pages, PageTable
 from lightning_ptm.terms import BLOCK_BYTES, PageState, Tier
 
 PAGE = 65536
