@@ -12,6 +12,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -508,7 +509,7 @@ class Settings:
         """Whether pages store any optimizer state in another dtype than the optimizer computes in."""
         return any(word != "auto" for word in (self.state_dtypes.values() or [self.optimizer_state_dtype]))
 
-    @property
+    @cached_property
     def disk_paths(self) -> tuple[Path, ...]:
         if self.disk_path is None:
             return ()

@@ -329,11 +329,11 @@ class UnitStore:
 
     def __post_init__(self) -> None:
         self.bindings = (*(flat.binding for flat in self.flats), *self.elsewhere)
-        self.moving = tuple(flat for flat in self.flats if not flat.resident)
-        self.sharded = tuple(flat for flat in self.flats if flat.shared)
+        self.moving = tuple([flat for flat in self.flats if not flat.resident])
+        self.sharded = tuple([flat for flat in self.flats if flat.shared])
         self.resident = not self.moving
-        guards = (flat.binding.parameter_guard for flat in self.flats)
-        self.closing = tuple(guard for guard in guards if guard.closes)
+        guards = [flat.binding.parameter_guard for flat in self.flats]
+        self.closing = tuple([guard for guard in guards if guard.closes])
         self.opened = not self.closing
         self.readable = self.resident and not self.elsewhere and not self.closing
 
