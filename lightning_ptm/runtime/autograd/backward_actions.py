@@ -137,6 +137,7 @@ class BackwardActions:
     def backward_ended(self) -> None:
         self._executor.compute_timing.end_tick()
         self._passes += 1
+        self._executor.pass_ended()
         self._updates.graph_ended()
         self._barriers.reach(self._passes)
         self._update_last()
