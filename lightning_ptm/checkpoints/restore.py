@@ -67,7 +67,7 @@ def decide(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False
 
 
 def _read_at_once(engine: Engine, left_out: Collection[FlatBinding]) -> int:
-    """RAM that the largest flat takes for a moment beside its parameters, where it is read from a file."""
+    """Returns the RAM that restoring takes besides the parameters: the largest flat whose values are on disk."""
     flats = (flat for store in engine.stores for flat in store.flats if flat.binding not in left_out)
     homes = (engine.gathered_flats.precise_home(flat) for flat in flats)
     return max((home.numel * home.dtype.itemsize for home in homes if not in_pages(home).tier.addressable), default=0)

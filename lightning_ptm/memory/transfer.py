@@ -447,7 +447,7 @@ class Copier:
         LinkMeter.begin(copy.meters, copy.length_bytes, copy.began_s)
 
     def launch(self, copy: Copy) -> Transfer:
-        """Starts the bytes of a copy (lock not held) and returns the handle to wait on."""
+        """Starts the transfer of a copy's bytes; returns the handle to wait on. The caller must not hold the lock."""
         source, target = copy.source.tier, copy.target.tier
         try:
             if not (source.addressable and target.addressable):

@@ -276,7 +276,7 @@ class FlatLayout:
 
     @property
     def owning_ranks(self) -> Sequence[int]:
-        """Ranks that own parameters of the flat, in order; (0,) where shards do not differ."""
+        """Ranks that own whole parameters of the flat, in order. (0,) if `shares` is empty: rank 0 represents all."""
         return sorted({self.owner(slot.start) for slot in self.slots}) if self.shares else (0,)
 
     @property

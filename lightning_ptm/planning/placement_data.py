@@ -68,8 +68,8 @@ class GradientRow:
 
     @property
     def beside(self) -> int:
-        """Pages in addition to the whole gradient while it leaves. The buffer of a reduced gradient takes no more pages
-        than the whole gradient, which is gone by then."""
+        """Pages in addition to the whole gradient while it leaves the device. For a reduced gradient, the buffer of a
+        sum is not counted: it takes no more pages than the whole gradient, which is released before."""
         return max(self.shard if self.reduces else 0, self.sum)
 
 
@@ -90,7 +90,7 @@ class Gradients:
         return sum(row.full for row in self._of(reduces))
 
     def beside(self, *, reduces: bool | None = None) -> int:
-        """Returns the device pages in addition while they leave. Argument as `full`."""
+        """Returns the device pages that gradients take, in addition to `full`, while they leave; `reduces` as there."""
         return sum(row.beside for row in self._of(reduces))
 
     def _of(self, reduces: bool | None) -> Iterator[GradientRow]:

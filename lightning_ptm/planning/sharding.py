@@ -107,9 +107,9 @@ class UnitShardGroup:
 
 
 def sharing_along(mesh: Mesh, axes: Collection[Axis], scaled_by: int = 1) -> tuple[UnitShardGroup, ...]:
-    """Returns the classes of a unit that ranks share which differ along `axes` alone: one for each group of such ranks.
+    """Returns, for each group of ranks that differ along `axes` alone, the sharding classes of a unit that they share.
 
-    Whichever ranks hold the unit, its gradients are those of all ranks' losses. The losses of a tensor group are one
+    Whichever ranks hold the unit, its gradients belong to the losses of all ranks. The losses of a tensor group are one
     loss: a whole gradient counts for each rank of the group; a slice of a gradient, or a summand of one, counts once
     for the group.
     """

@@ -389,7 +389,7 @@ def _is_slot(value: Any) -> bool:
 
 
 def _nan_loss() -> torch.Tensor:
-    """The closure for a class that insists on one: gradients are there, and the loss is no longer known."""
+    """A closure for a class that requires one: gradients are computed already, and the loss is not known any more."""
     return torch.tensor(torch.nan)
 
 

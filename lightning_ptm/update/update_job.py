@@ -162,7 +162,7 @@ class ColumnPart:
 
 
 class Awaited:
-    """Transfers and other things that must end. Each is asked until it has ended, and then no more."""
+    """Transfers and reductions that a job waits for. Each is polled until it has ended, and not again afterwards."""
 
     __slots__ = ("_left", "all")
 

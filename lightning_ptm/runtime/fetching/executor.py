@@ -453,7 +453,7 @@ class Executor:
             self._close_unused(unit)
 
     def end_backward(self, unit: int) -> None:
-        """Ends the backward as `leave_backward`, and the hold of the unit."""
+        """Does what `leave_backward` does, and ends the hold of the unit."""
         self.leave_backward(unit)
         self._refcounts.unhold(unit)
         if not self._refcounts.referenced(unit):

@@ -236,8 +236,8 @@ class GatheredParameters:
         """Gives every parameter storage of its own with its precise value, as before the run.
 
         Args:
-            left_out: flats for which RAM has no room. Only those of their parameters come back whose original tensor is
-                in RAM.
+            left_out: flats for which RAM has no room. Of their parameters, only those whose original tensor is still in
+                RAM get their values back.
             absent: why the other parameters of these flats have no values, and what to do.
         """
         slots = {

@@ -192,7 +192,7 @@ class InFlight:
         return freed
 
     def settle(self) -> None:
-        """Waits for all of them."""
+        """Waits for the transfers and reductions of all gradients in flight."""
         for shard in tuple(self._shards):
             shard.settle()
 

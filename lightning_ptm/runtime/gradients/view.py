@@ -2,8 +2,8 @@
 gradients.
 
 The only file that assigns `.grad` of parameters in pages (but for moves of a parameter to another device, which take
-its `.grad` along). Owns the placeholders, the sums of passes that are kept beside `.grad`, and whether the update will
-clip. The pages belong to store.py, what they hold to state.py.
+its `.grad` along). Owns the placeholders, the sums of passes that are not in `.grad` because they need a wider dtype
+(`GradView.postpone`), and whether the update will clip. The pages belong to store.py, what they hold to state.py.
 
 I1: from the end of a backward pass to the next, `.grad` of a parameter whose gradient is in pages shows it. Changes by
     the user (edits, assignments, None) are applied to the pages before these are used (`apply_edits`).
@@ -300,7 +300,7 @@ class GradView:
                 self._binding.arrangement.check_dense(slot, grad)
 
     def lay_out(self, full: Tensor) -> None:
-        """Copies the gradients that are not collected into `full`, with those of earlier passes beside `.grad`."""
+        """Copies into `full` the gradients that are not collected yet, with the separate sums (`postpone`) added."""
         view = self._binding.arrangement.view
         for slot, grad in enumerate(self.gradients()):
             sum_ = self._sums.get(slot)
@@ -324,7 +324,7 @@ class GradView:
         self._sums = {}
 
     def zero_sums(self) -> None:
-        """Sets the sums beside `.grad` to zero."""
+        """Sets the separate sums (`postpone`) to zero."""
         for sum_ in self._sums.values():
             sum_.zero_()
 
@@ -403,7 +403,7 @@ class GradView:
         return given
 
     def apply_assigned(self, given: Sequence[tuple[int, Tensor]]) -> None:
-        """Writes assigned gradients to the pages, in place of those that are there."""
+        """Overwrites gradients in the pages with those that the user has assigned to `.grad`."""
         self.check_dense()
         for slot, grad in given:
             self._shard.add_to_slot(slot, grad, replaces=True)

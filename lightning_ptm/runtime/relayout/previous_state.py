@@ -163,7 +163,7 @@ class Resharder:
     def _exchanged(
         self, planned: Sequence[Move], sources: Mapping[int, ShardMap], communicator: Communicator, *, last_read: bool
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yields as `moved`, for moves between ranks."""
+        """Yields what `reshard` yields, where some elements move between ranks. Collective."""
         here = communicator.rank
         dtype = reduce(torch.promote_types, {held.dtype for held in sources.values()})
         found = list(rounds(planned, self._pages.allocator.page_size // dtype.itemsize))

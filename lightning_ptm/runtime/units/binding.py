@@ -153,8 +153,8 @@ ENDED = "ended with its run, which could not put them back into the module; load
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
-    """Reference to a saved tensor that is a view of a parameter's pages; autograd saves it in place of the tensor (section 4
-    of the design).
+    """Reference to a saved tensor that is a view of a parameter's pages; autograd saves it in place of the tensor
+    (docs/design/saved_tensors.md).
 
     Attributes:
         binding, slot: flat and slot of the parameter.

@@ -1,9 +1,8 @@
 """Lock-free updates, compute side: compute hands gradients off, adopts newer parameters and does not wait for the disk.
 
-Implements section 4.3 of the paper, with changes (see docs/design/lock_free_updates.md). Owns the number of steps,
-the end of the
-warm-up, and whether the parameters in use equal the master parameters. Adoption of versions is in versions.py, counters
-of gradients and versions in flat_counters.py, and the buffers belong to the buffering thread
+Implements section 4.3 of the paper, with changes (see docs/design/lock_free_updates.md). Owns the number of steps, the
+end of the warm-up, and whether the parameters in use equal the master parameters. Adoption of versions is in
+versions.py, counters of gradients and versions in flat_counters.py, and the buffers belong to the buffering thread
 (update/buffering_thread.py).
 
 I1: during the warm-up, parameters that are read lack no gradient: results equal those of a synchronous run.

@@ -35,8 +35,8 @@ class SlotTraits:
     """One state tensor of parameters (`exp_avg`, `momentum_buffer`...).
 
     Attributes:
-        dtype: that the optimizer computes it in.
-        encoding: how it lies in pages; None: as it is.
+        dtype: dtype in which the optimizer computes it.
+        encoding: its encoding in pages; None: it is stored in `dtype`.
     """
 
     name: str

@@ -27,7 +27,7 @@ ON_HOST: dict[str, Any] = {"machine": CLUSTER, "ranks": 3, "offload_parameters":
 
 
 class Ranks:
-    """Three ranks in one process: what each puts in, all of them see."""
+    """Three ranks as threads of one process: `swap` gives each rank the values of all."""
 
     world_size = 3
 
