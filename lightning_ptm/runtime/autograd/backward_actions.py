@@ -104,6 +104,10 @@ class BackwardActions:
         """
         self._reduction.add_up(unit, parameter)
 
+    def call_begins(self, unit: int) -> None:
+        """Checks that a unit that is called in the pass has the weights from before it."""
+        self._updates.check_before_updates(f"call {self._units[unit].name or 'the root module'}", self._flats[unit])
+
     def unit_backward_ended(self, unit: int) -> None:
         """Reduces or offloads a unit's complete gradients, and starts the update of the unit before it.
 

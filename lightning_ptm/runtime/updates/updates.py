@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -226,6 +226,28 @@ class UpdateScheduler(abc.ABC):
         """Whether only some flats have the update of a step that is in progress or was abandoned, so that the
         parameters belong to no step."""
         return self._torn or self.in_mid_step
+
+    def check_before_updates(self, deed: str, flats: Iterable[FlatUpdate] | None = None) -> None:
+        """Checks that a hook in the backward pass comes before the updates that run in this pass.
+
+        Args:
+            deed: what the hook does with them.
+            flats: default: all.
+
+        Raises:
+            UsageError: one of them has its update, which a plain Trainer makes after the pass.
+        """
+        if self._armed is None or not in_backward():
+            return
+        chosen = flats if flats is not None else (flat for of_unit in self._flats for flat in of_unit)
+        handed = next((flat for flat in chosen if flat.gradient.handed), None)
+        if handed is not None:
+            raise UsageError(
+                f"a hook in the backward pass does this: {deed}; {handed.store.layout.slots[0].spec.name} has been "
+                "updated in this pass already, and a plain Trainer updates nothing before its end; do it before or after "
+                "the backward pass, or define on_before_optimizer_step in the module or a callback: then all updates "
+                "come after the pass"
+            )
 
     def check_stepped(self) -> None:
         """Raises UsageError if units were updated during a backward pass for a step that was never taken.
