@@ -38,8 +38,7 @@ from lightning_ptm.memory.streams import ComputeStream
 from lightning_ptm.runtime.autograd.offload import Offload, SavedView
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.tensors.autograd_graphs import double_backward, in_backward
-from lightning_ptm.runtime.units.binding import FlatBinding, Packed
-from lightning_ptm.runtime.units.page_views import PageViews
+from lightning_ptm.runtime.units.binding import Packed, PageViews
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.torch_internals import (
     RecomputationHook,
@@ -111,7 +110,7 @@ class SavedTensors:
         stores: Sequence[UnitStore],
         executor: Executor,
         stream: ComputeStream,
-        views: PageViews[FlatBinding],
+        views: PageViews,
         offload: Offload | None = None,
     ) -> None:
         self._stores = stores
