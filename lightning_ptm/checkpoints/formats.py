@@ -39,7 +39,13 @@ def of_checkpoint(path: Path, *, may_be_of_plugin: bool = False) -> Format:
 
 def of_weights(path: Path) -> WeightFormat:
     """Returns the format in which `weights=` reads a path."""
-    return SHARDED if SHARDED.recognises(path) else PRETRAINED
+    if SHARDED.recognises(path):
+        return SHARDED
+    if (path / ".metadata").is_file():
+        from lightning_ptm.checkpoints.dcp import DcpFormat  # imports much of torch.distributed
+
+        return DcpFormat()
+    return PRETRAINED
 
 
 def open_checkpoint(path: Path, *, weights_only: bool = True) -> Opened:
