@@ -36,10 +36,8 @@ from lightning_ptm.checkpoints.protocol import FileTensor, WeightFormat
 from lightning_ptm.checkpoints.sharded import load
 from lightning_ptm.errors import CheckpointError
 from lightning_ptm.progress import Progress
+from lightning_ptm.storage.index import DCP_METADATA
 from lightning_ptm.storage.user_errors import unread
-
-METADATA = ".metadata"
-"""The file that DCP writes last."""
 
 _MODELS = ("model", "state_dict")
 """First component of weights' names in checkpoints that have optimizers, too, such as those of Lightning's strategies."""
@@ -82,7 +80,7 @@ class _Reader(FileSystemReader):
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        file = Path(self.path) / METADATA
+        file = Path(self.path) / DCP_METADATA
         try:
             with file.open("rb") as stream:
                 metadata = _Records(stream).load()

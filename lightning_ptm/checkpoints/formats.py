@@ -14,6 +14,7 @@ from lightning_ptm.checkpoints.pretrained import PretrainedFormat
 from lightning_ptm.checkpoints.protocol import Format, WeightFormat
 from lightning_ptm.checkpoints.sharded import ShardedFormat
 from lightning_ptm.errors import CheckpointError
+from lightning_ptm.storage.index import DCP_METADATA
 from lightning_ptm.storage.user_errors import is_file, is_folder
 
 FULL = FullFormat()
@@ -41,7 +42,7 @@ def of_weights(path: Path) -> WeightFormat:
     """Returns the format in which `weights=` reads a path."""
     if SHARDED.recognises(path):
         return SHARDED
-    if (path / ".metadata").is_file():
+    if is_file(path / DCP_METADATA):
         from lightning_ptm.checkpoints.dcp import DcpFormat  # imports much of torch.distributed
 
         return DcpFormat()

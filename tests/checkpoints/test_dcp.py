@@ -11,15 +11,15 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from kit.fits import fit
+from kit.fits import fit, quiet_trainer
 from kit.models import Linears
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ptm import sharded
-from lightning_ptm.checkpoints.dcp import METADATA
 from lightning_ptm.config import Weights
 from lightning_ptm.errors import CheckpointError, ConfigError
+from lightning_ptm.storage.index import DCP_METADATA
 
 Data = DataLoader[Any]
 
@@ -81,7 +81,7 @@ class RunsCode:
 
 def test_metadata_that_would_run_code_is_refused(strategy_at: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / METADATA).write_bytes(pickle.dumps(RunsCode()))
+    (tmp_path / DCP_METADATA).write_bytes(pickle.dumps(RunsCode()))
     with pytest.raises(CheckpointError, match="system, which could run code"):
         fit(Linears(), _data(), strategy_at("ram", weights=Weights(path=tmp_path)), max_steps=1)
     assert not (tmp_path / "was_run").exists()
@@ -99,3 +99,10 @@ def test_names_that_differ_are_refused(strategy_at: Any, tmp_path: Path) -> None
     _saved_by_dcp(tmp_path / "dcp", wrapped=False)
     with pytest.raises(ConfigError, match=r"stem\.weight"):
         fit(Linears(stem=64), _data(), strategy_at("ram", weights=Weights(path=tmp_path / "dcp")), max_steps=1)
+
+
+def test_a_run_does_not_continue_from_it(strategy_at: Any, tmp_path: Path) -> None:
+    _saved_by_dcp(tmp_path / "dcp", wrapped=True)
+    trainer = quiet_trainer(strategy_at("ram"), max_steps=1)
+    with pytest.raises(CheckpointError, match=r"only its weights can be loaded, .* AngelPTMStrategy\(weights="):
+        trainer.fit(Linears(), _data(), ckpt_path=tmp_path / "dcp")
