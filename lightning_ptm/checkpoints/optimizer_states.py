@@ -427,8 +427,8 @@ def _take_states(engine: Engine, optimizer: Optimizer, states: Mapping[int, Mapp
     if lacking:
         raise ConfigError(
             f"the {type(optimizer).__name__} was given the states {', '.join(lacking)}, for which this run has no "
-            "pages, since it had other settings when the run began or has others now; return a new optimizer with the "
-            "settings of these states from configure_optimizers"
+            "pages: they are of other settings (amsgrad, momentum) than the optimizer began this run with; return a "
+            "new optimizer with the settings of these states from configure_optimizers"
         )
     engine.drain("load optimizer state")
     index = engine.updates.groups.index_of(optimizer)

@@ -20,7 +20,7 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -60,7 +60,7 @@ class Allocator:
         file_ops: the file calls, for tests of failing disks.
         events: gets an event for every copy.
         progress: progress bar of the reservation of the disk tier.
-        uses: by tier, what its pages are for, quoted in the error when there are too few.
+        uses: returns what the pages of a tier are for, quoted in the error when there are too few.
         reused_extents: pages that the previous allocator leaves on disk; of the same paths and page size.
     Raises:
         ConfigError: a setting that cannot work, or a disk path that cannot be used.
@@ -81,7 +81,7 @@ class Allocator:
         file_ops: FileOps | None = None,
         events: Events | None = None,
         progress: Progress | None = None,
-        uses: Mapping[Tier, str] | None = None,
+        uses: Callable[[Tier], str] | None = None,
         reused_extents: ReusedExtents | None = None,
     ) -> None:
         if backend.has_bytes:
@@ -103,10 +103,8 @@ class Allocator:
         self._io_threads = 0
         self._marks: dict[int, DeviceEvent] = {}
         """By frame of a device with its own memory: the stream's position when the frame was last given back."""
-        self._uses = uses or {}
-        self._tables = {
-            tier: PageTable(tier, count, page_size, self._uses.get(tier, "")) for tier, count in frames.items()
-        }
+        self._uses = uses
+        self._tables = {tier: PageTable(tier, count, page_size, uses) for tier, count in frames.items()}
         with contextlib.ExitStack() as undo:
             made = regions(backend, {tier: count * page_size for tier, count in frames.items()}, undo, pin=pin_host)
             for region in made.values() if poison else ():
@@ -353,7 +351,7 @@ class Allocator:
         Returns the previous allocator's I/O threads per path: with data on the pages they cannot be measured again.
         """
         tier = next(tier for tier, table in self._tables.items() if table.capacity_bytes and not tier.addressable)
-        table = PageTable(tier, owned[-1].stop, self.page_size, self._uses.get(tier, ""))
+        table = PageTable(tier, owned[-1].stop, self.page_size, self._uses)
         self._tables[tier] = table
         for gap in gaps(owned):
             table.pool.leave_out(gap.start, len(gap))
@@ -455,7 +453,7 @@ class Allocator:
     def _check_usable(self, *tensors: PagedTensor) -> None:
         """Raises UsageError if the allocator is closed, or a tensor is released or being moved."""
         if self._closed:
-            raise UsageError("the page allocator is closed: the engine has been torn down; start a new fit")
+            raise UsageError("this run is closed: its pages are freed; start a new fit, validate, test or predict")
         for tensor in tensors:
             if tensor.is_released:
                 raise UsageError(f"{tensor.name} is released; allocate it again")

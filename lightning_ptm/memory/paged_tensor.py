@@ -36,7 +36,7 @@ from __future__ import annotations
 import bisect
 import enum
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -227,10 +227,12 @@ class PagePool:
         tier: named in errors.
         total_frames: pages of the tier.
         page_size: bytes of a page, for errors only.
-        uses: what the frames are for, for errors only.
+        uses: returns what the frames of a tier are for, for errors only.
     """
 
-    def __init__(self, tier: Tier, total_frames: int, page_size: int, uses: str = "") -> None:
+    def __init__(
+        self, tier: Tier, total_frames: int, page_size: int, uses: Callable[[Tier], str] | None = None
+    ) -> None:
         self.tier = tier
         self.total_frames = total_frames
         self.page_size = page_size
@@ -350,9 +352,10 @@ class PagePool:
         where = f"the {self.tier.name.lower()} tier has {self._free_frames} of {self.total_frames} pages free"
         if longest_run is not None and count <= self._free_frames:
             where += f", {longest_run} of them side by side"
+        uses = "" if self._uses is None else self._uses(self.tier)
         return CapacityError(
             f"{name} needs {count} page{'' if count == 1 else 's'} ({format_bytes(count * size)}), and {where}; "
-            f"raise {setting_of(self.tier)}{f' ({self._uses})' if self._uses else ''}"
+            f"raise {setting_of(self.tier)}{f' ({uses})' if uses else ''}"
         )
 
 
@@ -383,10 +386,12 @@ class PageTable:
         tier: named in errors.
         total_frames: pages of the tier.
         page_size: bytes of a page.
-        uses: what the pages are for, quoted in errors.
+        uses: returns what the pages of a tier are for, quoted in errors.
     """
 
-    def __init__(self, tier: Tier, total_frames: int, page_size: int, uses: str = "") -> None:
+    def __init__(
+        self, tier: Tier, total_frames: int, page_size: int, uses: Callable[[Tier], str] | None = None
+    ) -> None:
         self.tier = tier
         self.page_size = page_size
         self.pool = PagePool(tier, total_frames, page_size, uses)

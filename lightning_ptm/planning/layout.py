@@ -22,7 +22,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -424,12 +424,8 @@ class ModelLayout:
         Args:
             in_place: the unit's home is the device, so unshared flats are used in place, unless they are quantized.
         """
-        return self._run_pages(
-            flat for flat in self.flats_of(unit) if flat.shared or not in_place or flat.code is not None
-        )
-
-    def _run_pages(self, flats: Iterable[FlatLayout]) -> int:
-        return sum(round_up(flat.padded_bytes, self.page_size) // self.page_size for flat in flats)
+        flats = [flat for flat in self.flats_of(unit) if flat.shared or not in_place or flat.code is not None]
+        return sum([-(-flat.padded_bytes // self.page_size) for flat in flats])
 
     @property
     def whole_numel(self) -> int:

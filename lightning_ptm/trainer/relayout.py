@@ -29,8 +29,8 @@ from lightning_ptm.trainer.teardown import end, having_states
 log = logging.getLogger(__name__)
 
 _CUT_OFF = (
-    "the run was cut short during a re-layout, after parameters were added, replaced or unfrozen, so the states of its "
-    "optimizers are incomplete; resume from an earlier checkpoint"
+    "the run was cut short while pages were laid out again, after parameters were added, replaced or unfrozen, so the "
+    "states of its optimizers are incomplete; resume from an earlier checkpoint"
 )
 
 
@@ -141,7 +141,7 @@ def _refuse(run: Run) -> None:
             defined slice for each rank.
     """
     engine, builder = run.engine, run.builder
-    for binding in engine.gathered_flats.bindings():
+    for binding in engine.gathered_flats.bindings:
         if not binding.lent:
             binding.check()
     known = {id(parameter) for _, parameter in engine.gathered_flats.names()}

@@ -279,7 +279,11 @@ class Run:
 
     def watch(self, *, relayout: bool = False) -> None:
         """Installs the hooks of the run, and shows warnings about its configuration. Call it after Lightning has made its
-        wrappers of the optimizers."""
+        wrappers of the optimizers.
+
+        Args:
+            relayout: whether the run is laid out again; the machine is the same then.
+        """
         builder, engine, trainer = self.builder, self.engine, self.trainer
         precision, fitting = builder.precision, self.fits
         scaled = precision.loss_scale is not None
@@ -303,7 +307,8 @@ class Run:
             lightning_hooks.one_rank(trainer, self.signals)
         if builder.groups.data is not None:
             lightning_hooks.metrics(self.module, builder.groups.data)
-        warn_of_threads(builder.place.ranks_here)
+        if not relayout:
+            warn_of_threads(builder.place.ranks_here)
         if builder.between.wide_matmuls:
             warn_of_wide_matmuls_uncompiled(self.module)
         if fitting:

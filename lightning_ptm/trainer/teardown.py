@@ -158,7 +158,8 @@ class _Teardown:
                 return path
         raise CheckpointError(
             "the trained weights are lost: RAM has no room for them, and they could not be written to disk "
-            f"({'; '.join(failures)}); make room in one of these folders, or save during the run (ModelCheckpoint)"
+            f"({'; '.join(failures)}); before the next run, make room in one of these folders, or save during it "
+            f"(ModelCheckpoint)"
         )
 
     def _give_back(self, back: restore.RestoredWeights, path: str) -> None:

@@ -163,8 +163,8 @@ def _own_shapes(flat: FlatLayout, traits: OptimizerTraits, groups: Sequence[int 
 def layout_groups(flat: FlatLayout, optimizer: int | None = None) -> tuple[int | None, ...]:
     """Returns the parameter group of each of a flat's parameters, within one of its optimizers (None: the first)."""
     number = flat.slots[0].spec.optimizer if optimizer is None else optimizer
-    groups = (slot.spec.group_in(number) for slot in flat.slots)
-    return tuple(group if group >= 0 else None for group in groups)
+    groups = [slot.spec.group_in(number) for slot in flat.slots]
+    return tuple([group if group >= 0 else None for group in groups])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -192,12 +192,17 @@ class PlanSelection:
         self._made: dict[Mode, tuple[Plan, Trace]] = {}
         self._traced: dict[Mode, Trace] = {}
         self._due: list[tuple[Mode, Trace]] = []
+        self._first: dict[Mode, Trace] = {}
         self.remade = 0
         """Number of plans made from traces. Others read it."""
 
     def adopt(self, mode: Mode, plan: Plan, trace: Trace) -> None:
         """Uses `plan`, which was made for `trace`, from the next iteration of `mode` on."""
         self._made[mode] = (plan, trace)
+
+    def plan_later(self, mode: Mode, trace: Trace) -> None:
+        """Leaves the plan for `trace` to the first iteration of `mode`, which may never come."""
+        self._first[mode] = trace
 
     def planned(self, mode: Mode) -> tuple[Plan, Trace] | None:
         """Returns the plan in use, and the trace that it was made for."""
@@ -221,8 +226,16 @@ class PlanSelection:
         """
         self._traced.pop(mode, None)
 
-    def make(self) -> None:
-        """Makes the plans of the queued traces. Collective."""
+    def make(self, beginning: Mode | None = None) -> None:
+        """Makes the plans of the queued traces. Collective.
+
+        Args:
+            beginning: mode of the iteration that begins, whose first plan is made if it was left to that iteration.
+        """
+        if beginning is not None and beginning in self._first:
+            made = self._replan(beginning, self._first.pop(beginning))
+            if made is not None:
+                self._made[beginning] = made
         due, self._due = self._due, []
         for mode, trace in due:
             made = self._replan(mode, trace)
@@ -277,6 +290,7 @@ class Executor:
         self._read = read
         self._at_tick = at_tick
         self._by_need = frozenset(by_need)
+        self._gathers = any(store.sharded for store in stores)
 
         def agree(unit: int) -> None:
             agreement.request(NeededCollective(Operation.GATHER, unit))
@@ -316,7 +330,7 @@ class Executor:
             all_ranks: whether all ranks take part, so that collectives are allowed.
         """
         if all_ranks:
-            self.plans.make()
+            self.plans.make(beginning=mode)
         self.end(all_ranks=all_ranks)
         self._mode = mode
         self.guard_policy.begin_iteration()
@@ -350,6 +364,7 @@ class Executor:
         """Drops a failed iteration, and the references of its calls."""
         self.compute_timing.drop_tick()
         self._mode = None
+        self.pass_ended()
         self.fetching.abandon()
         self.guard_policy.abandon()
 
@@ -362,8 +377,13 @@ class Executor:
         if timing.open_tick is not None:
             timing.end_tick()
         self.occasions += 1
-        index = self.fetching.enter(unit, phase)
         store = self._stores[unit]
+        if self._gathers:  # the all-gathers that begin here wait for shards from disk, and for the other ranks
+            started = perf_counter()
+            index = self.fetching.enter(unit, phase)
+            timing.stalled("fetch", store.unit.name, started, perf_counter())
+        else:
+            index = self.fetching.enter(unit, phase)
         if not store.opened:
             store.open()
         if phase is Phase.FORWARD:
@@ -402,6 +422,13 @@ class Executor:
         """Does what `leave_backward` does, and ends the hold of the unit."""
         self.leave_backward(unit)
         self._refcounts.unhold(unit)
+        if not self._refcounts.referenced(unit):
+            self._stores[unit].read_in_place = False
+
+    def pass_ended(self) -> None:
+        """Ends the reads of `read_in_place`."""
+        for store in self._stores:
+            store.read_in_place = False
 
     def _close_unused(self, unit: int) -> None:
         store = self._stores[unit]
@@ -431,6 +458,12 @@ class Executor:
         self._refcounts.hold(unit)
         self.require(unit)
         self.fetching.mark_used(unit)
+
+    def read_in_place(self, unit: int) -> None:
+        """Keeps the pages of `unit` where they are, with their values, until its backward or the pass ends."""
+        if not self._refcounts.referenced(unit):
+            self.hold(unit)
+        self._stores[unit].read_in_place = True
 
     def keep_held(self, unit: int, *, held: bool) -> None:
         """Continues or ends the hold of `unit`; fetches it again where it was evicted since its backward ended."""
@@ -471,10 +504,10 @@ class Executor:
             self._finish_update(unit)
         else:
             self._finish_between_steps(unit)
-        if self.fetching.waiting:
-            self.fetching.pump()
         after_update = perf_counter()
         timing.stalled("update", store.unit.name, started, after_update)
+        if self.fetching.waiting:
+            self.fetching.pump()
         self.guard_policy.waited(store)
         if not store.flats:
             return

@@ -175,9 +175,11 @@ class ParameterValues:
                     handed.precise(id(parameter), flat.communicator) if original is None else original
                 )
         flats = self._gathered_flats
-        if flats.master(flat) is not None:
+        master, is_reused = flats.master(flat), flats.pages.allocator.is_reused
+        if master is not None and not is_reused(master):
             handed.write_precise(flats.precise_map(flat), flat, flats.pages, seen)
-        handed.write_values(flats.values_map(flat), flat, flats.pages, seen)
+        if not is_reused(flat.home):
+            handed.write_values(flats.values_map(flat), flat, flats.pages, seen)
         if not keep:  # else it is the same tensor and takes no more memory
             handed.forget_originals([id(each) for each in known])
 
@@ -245,7 +247,7 @@ class ParameterValues:
             last_read: frees the RAM of master weights, which no user object refers to, when they have been read.
             left_out: flats that are not read.
         """
-        flats = [each for each in self._gathered_flats.flats() if each[1] not in left_out]
+        flats = [each for each in self._gathered_flats.flats if each[1] not in left_out]
         sizes = [self.precise_bytes(binding, flat) for _, binding, flat in flats]
         with self._progress.bar("gathering weights", sum(sizes)) as seen:
             for (store, binding, flat), size_bytes in zip(flats, sizes, strict=True):
@@ -337,7 +339,7 @@ class ParameterValues:
     def _given(
         self, values: Mapping[int, Tensor]
     ) -> Iterator[tuple[FlatBinding, FlatStore | None, list[Tensor | None]]]:
-        for _, binding, flat in self._gathered_flats.flats():
+        for _, binding, flat in self._gathered_flats.flats:
             given = [values.get(id(parameter)) for parameter in binding.parameters]
             if any(value is not None for value in given):
                 yield binding, flat, given

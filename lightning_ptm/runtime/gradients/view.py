@@ -515,7 +515,7 @@ class GradView:
         slots = self._still_left() if self._record.state is GradientState.USED else self._mixed
         if slots:
             raise UsageError(
-                f"the gradient of {self._names[slots[0]]} was used by a step and not forgotten before the next "
+                f"the gradient of {self._names[slots[0]]} was used by a step and not zeroed before the next "
                 "backward pass or step, which would add to it, but it is no longer stored; call zero_grad of the "
                 "optimizer, set accumulate_grad_batches at the start of an epoch, or override optimizer_zero_grad, "
                 "with which gradients are kept until then"

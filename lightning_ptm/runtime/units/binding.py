@@ -583,7 +583,7 @@ class FlatBinding:
             else "its values are in pages and not gathered"
         )
         return UsageError(
-            f"{name} was read or written while its module does not compute, and {kept}; read and edit weights "
+            f"{name} was read or written outside of its module's forward, and {kept}; read and edit weights "
             "inside `with trainer.strategy.gathered(module):` (write=False if you only read), or use "
             "module.state_dict(); to compute with it, call the module that it belongs to, or make a larger "
             "module a unit (units=[...])"

@@ -73,8 +73,8 @@ def _named_by_user(root: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     if missing:
         present = sorted({type(module).__name__ for module in root.modules() if module is not root})
         raise ConfigError(
-            f"units={list(names)!r}: no module of the model has the class {', '.join(missing)}, so it would have "
-            f"no units; use some of its classes: {', '.join(present)}"
+            f"units={list(names)!r}: no module of the model has the class {', '.join(missing)}, which would be no "
+            f"unit; use some of its classes: {', '.join(present)}"
         )
     return found
 

@@ -20,8 +20,10 @@ from lightning_ptm.events import Event, EventKind, Events
 from lightning_ptm.memory.backend import CpuBackend
 from lightning_ptm.planning.plan import Plan, Task
 from lightning_ptm.planning.trace import Tick, Trace
+from lightning_ptm.runtime.fetching import executor as executor_module
 from lightning_ptm.runtime.fetching.executor import ComputeTiming, Executor, GuardPolicy, PlanSelection
 from lightning_ptm.runtime.fetching.tracer import Tracer
+from lightning_ptm.runtime.units.store import FlatStore
 from lightning_ptm.terms import Kind, Mode, Operation, Phase, Tier
 
 F, B = Phase.FORWARD, Phase.BACKWARD
@@ -264,6 +266,7 @@ LEASES: dict[str, tuple[Callable[[Executor], None], Callable[[Executor], None]]]
     "the end of a backward": (lambda it: it.enter(1, B), lambda it: it.end_backward(1)),
     "one who reads": (lambda it: reads(it, 1), lambda it: it.leave(1)),
     "one who holds": (lambda it: it.hold(1), lambda it: it.keep_held(1, held=False)),
+    "one who reads in place": (lambda it: it.read_in_place(1), lambda it: it.end()),
     "the end of a held backward": (lambda it: it.hold(1), lambda it: it.end_backward(1)),
     "the iteration": (lambda it: it.hold(1), lambda it: it.end()),
     "one that failed": (lambda it: it.enter(1, B), lambda it: it.abandon()),
@@ -285,6 +288,20 @@ def test_a_leased_unit_is_not_given_up(lease: str) -> None:
         give_back(it.executor)
         it.parts.logged()
         assert it.forward(2) == [["release 1", "fetch 2"]]
+
+
+def test_pages_are_read_in_place_until_the_backward_or_the_pass_ends() -> None:
+    with run() as it:
+        it.executor.begin(TRAIN, trace=False)
+        first, second = it.parts.stores[1:3]
+        it.executor.enter(1, B)
+        it.executor.read_in_place(1)
+        it.executor.read_in_place(2)
+        assert first.read_in_place and second.read_in_place and it.executor.held(2)
+        it.executor.end_backward(1)
+        assert not first.read_in_place and second.read_in_place
+        it.executor.pass_ended()
+        assert not second.read_in_place
 
 
 def test_a_unit_is_leased_as_often_as_it_is_called() -> None:
@@ -788,6 +805,17 @@ def test_what_fits_in_no_plan_leaves_the_old_one() -> None:
     assert it.plans.planned(TRAIN) == (Plan((), 1), planned_trace(0)) and it.plans.remade == 0
 
 
+def test_a_plan_is_left_to_the_first_iteration_that_needs_it() -> None:
+    it = Planner()
+    it.plans.plan_later(FORWARD, planned_trace(0, 1))
+    it.plans.make(beginning=TRAIN)
+    assert it.asked == [] and it.plans.planned(FORWARD) is None
+    it.plans.make(beginning=FORWARD)
+    it.plans.make(beginning=FORWARD)
+    assert it.asked == [(FORWARD, planned_trace(0, 1))] and it.plans.remade == 0
+    assert it.plans.planned(FORWARD) == (Plan((), 2), planned_trace(0, 1)) and it.plans.trace(FORWARD) is None
+
+
 def test_of_equal_forward_passes_one_is_planned() -> None:
     it = Planner()
     for mode in (TRAIN, FORWARD):
@@ -804,3 +832,23 @@ def test_a_changed_order_forgets_the_trace_and_keeps_the_plan() -> None:
     it.plans.order_changed(TRAIN)
     it.plans.order_changed(TRAIN)
     assert it.plans.trace(TRAIN) is None and it.plans.planned(TRAIN) is not None
+
+
+def test_a_wait_for_a_shard_is_one_for_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An all-gather that is prefetched at another unit's tick waits there until this rank's shard has come from disk."""
+    now_s = [0.0]
+    shard_tensor = FlatStore._shard_tensor
+
+    def slow(flat: FlatStore) -> torch.Tensor:
+        now_s[0] += 0.5
+        return shard_tensor(flat)
+
+    monkeypatch.setattr(executor_module, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(FlatStore, "_shard_tensor", slow)
+    with run(double=True) as made:
+        made.executor.plans.adopt(FORWARD, plan("fetch 1, fetch 2 | | | | "), trace((1, F), (2, F), (3, F)))
+        made.executor.begin(FORWARD, trace=False)
+        made.forward(1)
+        assert made.executor.compute_timing.stall_s == {"fetch": 1.0, "update": 0.0}
+        made.forward(2)
+        assert made.executor.compute_timing.stall_s == {"fetch": 1.0, "update": 0.0}

@@ -79,7 +79,7 @@ def test_released_parameters_are_closed_and_keep_shape_and_class() -> None:
         with torch._C.DisableTorchFunctionSubclass():
             assert parameter.isnan().all() and not any(parameter.stride())
     with pytest.raises(
-        UsageError, match=r"p0 was read or written while .* its values are in pages and not gathered; read and edit"
+        UsageError, match=r"p0 was read or written outside .* its values are in pages and not gathered; read and edit"
     ):
         binding.parameters[0] + 1
     binding.bind(full())
