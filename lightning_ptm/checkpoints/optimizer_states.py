@@ -231,12 +231,13 @@ def unguard(optimizer: Optimizer) -> bool:
     return True
 
 
-def check_guarded(optimizer: Optimizer) -> None:
-    """Checks an optimizer before a step.
+def check_can_step(optimizer: Optimizer) -> None:
+    """Checks an optimizer before a step of a run.
 
     Raises:
-        UsageError: its `state` was replaced.
+        UsageError: its states were lost, or its `state` was replaced.
     """
+    check_not_stale(optimizer)
     if not isinstance(optimizer.state, PagedStates):
         raise UsageError(
             f"state of {type(optimizer).__name__} was replaced during a run, where it is in pages: {_WRITE}"
@@ -268,7 +269,8 @@ def plain_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-_STALE: WeakSet[Optimizer] = WeakSet()
+STALE: WeakSet[Optimizer] = WeakSet()
+"""The stale optimizers. Read by others."""
 _WATCHED: WeakSet[Optimizer] = WeakSet()
 """Optimizers that have the hooks."""
 
@@ -276,13 +278,13 @@ _WATCHED: WeakSet[Optimizer] = WeakSet()
 def mark_stale(optimizers: Iterable[Optimizer]) -> None:
     """Marks optimizers as stale: their states are lost."""
     for optimizer in optimizers:
-        _STALE.add(optimizer)
+        STALE.add(optimizer)
         # On the object, where copy and pickle look first; a weak reference, so that the optimizer can be freed.
         vars(optimizer)["__reduce_ex__"] = partial(_reduce_stale, ref(optimizer))
         if optimizer not in _WATCHED:
             _WATCHED.add(optimizer)
-            optimizer.register_step_pre_hook(_check_stale)
-            optimizer.register_state_dict_pre_hook(_check_stale)
+            optimizer.register_step_pre_hook(check_not_stale)
+            optimizer.register_state_dict_pre_hook(check_not_stale)
             optimizer.register_load_state_dict_post_hook(_look_for_states)
 
 
@@ -303,20 +305,13 @@ def _all_stale(optimizers: list[Optimizer]) -> StaleInCopies:
 
 def renew(optimizer: Optimizer) -> None:
     """Marks an optimizer as having states again."""
-    _STALE.discard(optimizer)
+    STALE.discard(optimizer)
     vars(optimizer).pop("__reduce_ex__", None)
 
 
-def refuse_stale(optimizers: Iterable[Optimizer]) -> None:
-    """Raises:
-    UsageError: one of the optimizers is stale.
-    """
-    for optimizer in optimizers:
-        _check_stale(optimizer)
-
-
-def _check_stale(optimizer: Optimizer, *_: Any) -> None:
-    if optimizer in _STALE:
+def check_not_stale(optimizer: Optimizer, *_: Any) -> None:
+    """Raises UsageError if the optimizer is stale."""
+    if optimizer in STALE:
         raise UsageError(
             f"the states of this {type(optimizer).__name__} were lost at the end of an earlier run, since RAM had no room "
             f"for a copy (of states on disk, half of the free RAM), so it cannot continue; give fit a ckpt_path, or "

@@ -40,7 +40,7 @@ from lightning_ptm.checkpoints import after_run
 from lightning_ptm.checkpoints.auto_resume import AutoResume
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
 from lightning_ptm.checkpoints.gathering import stream_weights
-from lightning_ptm.checkpoints.optimizer_states import StaleInCopies, plain_optimizer, refuse_stale
+from lightning_ptm.checkpoints.optimizer_states import StaleInCopies
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.errors import ConfigError, UsageError, one_line
@@ -592,7 +592,6 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_stale(map(plain_optimizer, self.optimizers))
         with self._iteration(Mode.TRAIN):
             return super().training_step(*args, **kwargs)
 
