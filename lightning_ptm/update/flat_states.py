@@ -302,7 +302,7 @@ class FlatStates:
         self.segments = shard_segments(flat, rank)
         self.whole = dict(flat.whole_slots()) if traits.whole else {}
         """Slots of the parameters that this rank updates whole, by index in the flat, with their starts in its shard."""
-        self.slot_names = tuple(tuple(slot.name for slot in group.slots) for group in traits.groups)
+        self.slot_names = tuple([tuple([slot.name for slot in group.slots]) for group in traits.groups])
         """Names of the slots of each parameter group."""
         self._segment_stops = [segment.stop for segment in self.segments]
         self._within: dict[tuple[int, int], tuple[Segment, ...]] = {}

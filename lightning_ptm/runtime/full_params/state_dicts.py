@@ -55,18 +55,18 @@ class StateDicts:
         self._writable = writable
         self._uncopied = uncopied
         self._inside = False
-        self._restore = [
-            replace(
-                each,
-                state_dict=_StateDict(self._take, each, each.state_dict),
-                load_state_dict=_LoadStateDict(self._load, each, each.load_state_dict),
-            )
+        ours: dict[int, dict[str, _Method]] = {
+            id(each): {
+                "state_dict": _StateDict(self._take, each, each.state_dict),
+                "load_state_dict": _LoadStateDict(self._load, each, each.load_state_dict),
+            }
             for each in modules
-        ]
+        }
         self._copied = list(copied)
+        self._restore = []
         for each in self._copied:
-            ours = {"__deepcopy__": _DeepCopy(self._copy, each), "__reduce_ex__": _Reduce(self._copy, each)}
-            self._restore.append(replace(each, **ours))
+            copies = {"__deepcopy__": _DeepCopy(self._copy, each), "__reduce_ex__": _Reduce(self._copy, each)}
+            self._restore.append(replace(each, **ours.get(id(each), {}), **copies))
 
     def close(self) -> None:
         """Restores the modules' own methods."""

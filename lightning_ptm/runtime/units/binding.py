@@ -100,8 +100,9 @@ class Arrangement:
     @classmethod
     def of(cls, layout: FlatLayout, parameters: Sequence[Tensor]) -> Arrangement:
         """Returns the arrangement of parameters, one for each slot."""
-        shapes = tuple(tuple(parameter.shape) for parameter in parameters)
-        return cls(layout, shapes, tuple(slot.spec.order for slot in layout.slots))
+        with torch.DisableTorchFunctionSubclass():  # a question to a closed parameter would go through Python
+            shapes = tuple([tuple(parameter.shape) for parameter in parameters])
+        return cls(layout, shapes, tuple([slot.spec.order for slot in layout.slots]))
 
     @property
     def boxes(self) -> list[TensorSlice | None]:
@@ -431,11 +432,11 @@ class FlatBinding:
         self.arrangement = Arrangement.of(layout, parameters)
         self._shapes = self.arrangement.shapes
         self._sizes = tuple(map(torch.Size, self._shapes))
-        self._numels = tuple(slot.numel for slot in layout.slots)
-        self._offsets = tuple(slot.start * dtype.itemsize for slot in layout.slots)
+        self._numels = tuple([slot.numel for slot in layout.slots])
+        self._offsets = tuple([slot.start * dtype.itemsize for slot in layout.slots])
         """Bytes from the flat's first to each parameter's."""
         nan = torch.full((), float("nan"), dtype=dtype, device=device)
-        self._nothing = tuple(nan.expand(shape) for shape in self._shapes)
+        self._nothing = tuple([nan.expand(shape) for shape in self._shapes])
         self._nowhere = (nan.data_ptr(),) * len(parameters)
         self._is_copy = is_copy
         self._views = (views or PageViews()).of_flat(self)
