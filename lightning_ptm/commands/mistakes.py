@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from lightning_ptm.errors import some
 from lightning_ptm.setting_hints import unknown_setting
-from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 _LEFT_OUT = (
     *(
@@ -66,6 +65,8 @@ def _instead(message: str, options: Sequence[str]) -> str:
     module, _, class_name = path.rpartition(".")
     kind = getattr(sys.modules.get(module), class_name, None)
     known = [] if kind is None else list(inspect.signature(kind).parameters)
+    from lightning_ptm.trainer.strategy import AngelPTMStrategy  # half of a second, which `params` need not wait
+
     if kind is AngelPTMStrategy:
         return f"; {hint}" if (hint := unknown_setting(name, known)) else ""
     return nearest(name, known) or (f"; its settings are {some(known, 20)}" if known else "")
