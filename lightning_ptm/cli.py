@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import difflib
 import inspect as introspection
+import itertools
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from json import dumps
@@ -18,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import lightning_ptm
-from lightning_ptm.commands.config_names import config_anywhere, config_first, names_module
+from lightning_ptm.commands.config_names import names_module
 from lightning_ptm.commands.garbage import without_collections
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import AngelPTMError, ConfigError, some
@@ -27,12 +30,12 @@ if TYPE_CHECKING:
     from lightning_ptm.forecasting.rates import Activity
 
 _TRAINER_COMMANDS = {
-    "fit": "Runs the full optimization routine.",
-    "validate": "Perform one evaluation epoch over the validation set.",
-    "test": "Perform one evaluation epoch over the test set. It's separated from fit to make sure you never run on your",
-    "predict": "Run inference on your data. This will call the model forward function to compute predictions. Useful to",
+    "fit": "Trains a model.",
+    "validate": "Evaluates a model on its validation data.",
+    "test": "Evaluates a model on its test data.",
+    "predict": "Runs a model on its prediction data.",
 }
-"""LightningCLI's subcommands, with the first lines of their docstrings as it shows them."""
+"""LightningCLI's subcommands."""
 
 
 _WITHOUT_COLLECTIONS = ("params", "plan")
@@ -44,13 +47,18 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if args is None else args)
     _find_modules_of_the_current_folder()
     commands = [*_TRAINER_COMMANDS, *COMMANDS]
+    options = list(itertools.takewhile(lambda each: each not in commands, arguments))
     if arguments and arguments[0] in _WITHOUT_COLLECTIONS:
         with without_collections():
             _run(*arguments)
     elif arguments and arguments[0] in COMMANDS:
         _run(*arguments)
-    elif arguments[:1] in (["-h"], ["--help"], ["--version"]):
-        _answer(arguments[0])
+    elif {"-h", "--help"} & set(options):
+        print(_help(), end="")
+    elif "--version" in options:
+        print(f"{lightning_ptm.__version__} (torch {version('torch')}, lightning {version('lightning')})")
+    elif arguments[:1] == ["--print_completion"]:
+        _print_completion(arguments[1:])
     elif not arguments:
         _refuse(f"give a command: {', '.join(commands)}")
     elif not arguments[0].startswith("-") and arguments[0] not in commands:
@@ -60,7 +68,46 @@ def main(args: Sequence[str] | None = None) -> None:
     else:
         from lightning_ptm.command_line import run_trainer
 
-        run_trainer(None if args is None else arguments, parser_settings())
+        run_trainer(None if args is None else arguments, _TRAINER_COMMANDS)
+
+
+def _help() -> str:
+    """The help of the console script: a line for each command."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    lines = {**_TRAINER_COMMANDS, **{name: introspection.getdoc(command) or "" for name, command in COMMANDS.items()}}
+    firsts = {name: text.partition("\n")[0] for name, text in lines.items()}
+    return _HELP.format(
+        commands="\n".join(
+            textwrap.fill(first, width, initial_indent=f"  {name:<11}", subsequent_indent=" " * 13)
+            for name, first in firsts.items()
+        )
+    )
+
+
+_HELP = """\
+usage: lightning-ptm COMMAND ...
+
+Trains models larger than GPU and RAM with PyTorch Lightning.
+
+commands (each with its own --help):
+{commands}
+
+options:
+  -h, --help               Prints this help.
+  --version                Prints the versions of lightning-ptm, torch and Lightning.
+  --print_completion bash  Prints a script for completion in bash:
+                           lightning-ptm --print_completion bash > ~/.lightning-ptm.bash
+                           echo 'source ~/.lightning-ptm.bash' >> ~/.bashrc
+"""
+
+
+def _print_completion(shell: Sequence[str]) -> None:
+    if list(shell) != ["bash"]:
+        _refuse("the script is for bash: lightning-ptm --print_completion bash; zsh reads it after bashcompinit")
+    from lightning_ptm.command_line import trainer_parsers
+    from lightning_ptm.commands.completion import bash_script
+
+    print(bash_script(trainer_parsers(), COMMANDS), end="")
 
 
 def _find_modules_of_the_current_folder() -> None:
@@ -72,65 +119,18 @@ def _find_modules_of_the_current_folder() -> None:
 
 
 def _run(name: str, *given: str) -> None:
-    from jsonargparse import auto_cli
+    from lightning_ptm.commands.command_parser import CommandParser
 
-    command, rest = COMMANDS[name], list(given)
+    command = COMMANDS[name]
     try:
-        parameter = introspection.signature(command).parameters.get("config_file")
-        if parameter is not None:
-            rest = config_first(rest) if parameter.default is parameter.empty else config_anywhere(rest)
-        rest = _flags_set(list(map(_with_underscores, rest)), command)
-        auto_cli(command, args=rest, prog=f"lightning-ptm {name}")
+        command(**CommandParser(name, command).arguments(given))
     except AngelPTMError as error:
         sys.exit(f"lightning-ptm {name}: {error}")
-
-
-def _with_underscores(argument: str) -> str:
-    """Converts `--shard-size=1GB` to `--shard_size=1GB`, the spelling of parameters."""
-    option, equals, value = argument.partition("=")
-    return option.replace("-", "_").replace("__", "--", 1) + equals + value if option.startswith("--") else argument
-
-
-def _flags_set(arguments: Sequence[str], command: Callable[..., None]) -> list[str]:
-    """Converts a lone `--json` to `--json=true`."""
-    flags = {
-        f"--{name}"
-        for name, parameter in introspection.signature(command, eval_str=True).parameters.items()
-        if parameter.annotation is bool
-    }
-    following = [*arguments, "--"][1:]
-    return [
-        f"{argument}=true" if argument in flags and after.lower() not in ("true", "false") else argument
-        for argument, after in zip(arguments, following, strict=True)
-    ]
 
 
 def _refuse(problem: str) -> NoReturn:
     print(f"lightning-ptm: {problem} (see lightning-ptm --help)", file=sys.stderr)
     sys.exit(2)
-
-
-def parser_settings() -> dict[str, Any]:
-    """Arguments for the parser of all subcommands: an epilog with our commands, and the version."""
-    firsts = [f"{name}: {(command.__doc__ or name).strip().splitlines()[0]}" for name, command in COMMANDS.items()]
-    return {
-        "epilog": f"There are also (each with its own --help): {' '.join(firsts)}",
-        "version": f"{lightning_ptm.__version__} (torch {version('torch')}, lightning {version('lightning')})",
-    }
-
-
-def _answer(option: str) -> None:
-    """Prints help or the version as LightningCLI would, and ends the process with status 0. A test compares the two."""
-    from jsonargparse import ActionConfigFile, ArgumentParser  # type: ignore[attr-defined,unused-ignore]
-
-    parser = ArgumentParser(description="Lightning Trainer command line tool", **parser_settings())
-    parser.add_argument(
-        "-c", "--config", action=ActionConfigFile, help="Path to a configuration file in json or yaml format."
-    )
-    subcommands = parser.add_subcommands()
-    for name, first_line in _TRAINER_COMMANDS.items():
-        subcommands.add_subcommand(name, ArgumentParser(), help=first_line)
-    parser.parse_args([option])
 
 
 def export(
@@ -142,10 +142,10 @@ def export(
     strip: str | None = None,
     weights_only: bool = True,
 ) -> None:
-    """Write a checkpoint's weights as safetensors files that `from_pretrained` loads.
+    """Writes a checkpoint's weights as safetensors files.
 
-    A tensor with several names (tied weights) is written once, under the first of them. Memory use does not grow with the
-    model, checksums are verified while reading, and the folder appears only when it is complete.
+    `from_pretrained` loads them. A tensor with several names (tied weights) is written once, under the first of them. Memory
+    use does not grow with the model, checksums are verified while reading, and the folder appears only when it is complete.
 
     Args:
         checkpoint: a sharded checkpoint (a folder), or a full one (a file).
@@ -184,7 +184,7 @@ def export(
 
 
 def inspect(checkpoint: Path, *, verify: bool = True, weights_only: bool = True) -> None:
-    """Print what is in a checkpoint, and compare its bytes with their checksums.
+    """Prints what a checkpoint contains, and verifies its checksums.
 
     Ends with status 1 if they differ, or if there is no readable checkpoint.
 
@@ -213,7 +213,7 @@ def inspect(checkpoint: Path, *, verify: bool = True, weights_only: bool = True)
 
 
 def params(config_file: str) -> None:
-    """Counts the parameters of a config's model and the bytes of its model states, without allocating them.
+    """Counts a config's parameters and the bytes of its model states, without building the model.
 
     Args:
         config_file: A config file of `fit`; a bare name is looked up among the installed ones.
@@ -316,10 +316,10 @@ def plan_command(
 
 
 def probe(disk: str | list[str] | None = None, quick: bool = False) -> None:
-    """Measure this machine and print a hardware file for `lightning-ptm plan --hardware`.
+    """Measures this machine, for `lightning-ptm plan --hardware`.
 
-    Run it on an otherwise idle machine. Collectives are measured between the ranks that torchrun launches, as in
-    `torchrun --nproc-per-node 2 $(which lightning-ptm) probe`, also over several nodes.
+    Prints a hardware file. Run it on an otherwise idle machine. Collectives are measured between the ranks that torchrun
+    launches, as in `torchrun --nproc-per-node 2 $(which lightning-ptm) probe`, also over several nodes.
 
     Args:
         disk: folder for the disk tier, or a list of several; without it the machine counts as one without a disk.
@@ -340,5 +340,4 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan_command,
     "probe": probe,
 }
-"""Commands by name. A parameter `config_file` is given as `--config NAME`, which is looked up as for `fit`, or, if it is the
-first parameter and has no default, as `NAME`."""
+"""Commands by name. Their parameters are their options, the first line of their docstring is in the help."""
