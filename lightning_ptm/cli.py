@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import lightning_ptm
 from lightning_ptm.commands.config_names import names_module
+from lightning_ptm.commands.garbage import without_collections
 from lightning_ptm.config import format_bytes
 from lightning_ptm.errors import AngelPTMError, ConfigError, some
 
@@ -37,13 +38,20 @@ _TRAINER_COMMANDS = {
 """LightningCLI's subcommands."""
 
 
+_WITHOUT_COLLECTIONS = ("params", "plan")
+"""Commands that end in seconds, of which imports take most."""
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """The console script: runs one of COMMANDS, or a subcommand of LightningCLI. Our own errors end it with status 1."""
     arguments = list(sys.argv[1:] if args is None else args)
     _find_modules_of_the_current_folder()
     commands = [*_TRAINER_COMMANDS, *COMMANDS]
     options = list(itertools.takewhile(lambda each: each not in commands, arguments))
-    if arguments and arguments[0] in COMMANDS:
+    if arguments and arguments[0] in _WITHOUT_COLLECTIONS:
+        with without_collections():
+            _run(*arguments)
+    elif arguments and arguments[0] in COMMANDS:
         _run(*arguments)
     elif {"-h", "--help"} & set(options):
         print(_help(), end="")
@@ -264,7 +272,7 @@ def plan_command(
     """
     from lightning_ptm.commands.own_module import named
     from lightning_ptm.commands.picture import draw_plan
-    from lightning_ptm.commands.plan import Where, forecast_config, forecast_module, without_collections
+    from lightning_ptm.commands.plan import Where, forecast_config, forecast_module
     from lightning_ptm.commands.sample_batch import meta_batch
     from lightning_ptm.commands.timeline import check_timeline, write_timeline
     from lightning_ptm.drawing import check_target, save
@@ -276,27 +284,24 @@ def plan_command(
     record: list[Activity] | None = [] if timeline is not None or plot is not None else None
     where = Where(hardware, devices, nodes, ram, disk)
     trainer = {} if precision is None else {"precision": precision}
-    with without_collections():
-        if names_module(config_file):
-            if batch is None:
-                raise ConfigError(f"{config_file} needs the shapes of a batch; give them, as in --batch 8x2048:int64")
-            if largest is not None:
-                raise ConfigError(
-                    f"--largest is for configs, and {config_file} is none; give sizes as --init.NAME=VALUE"
-                )
-            module = named(config_file, init or {})
-            found, blueprint = forecast_module(
-                module, meta_batch(batch, dtype), where, batch_size, strategy, trainer, record, device_memory
+    if names_module(config_file):
+        if batch is None:
+            raise ConfigError(f"{config_file} needs the shapes of a batch; give them, as in --batch 8x2048:int64")
+        if largest is not None:
+            raise ConfigError(f"--largest is for configs, and {config_file} is none; give sizes as --init.NAME=VALUE")
+        module = named(config_file, init or {})
+        found, blueprint = forecast_module(
+            module, meta_batch(batch, dtype), where, batch_size, strategy, trainer, record, device_memory
+        )
+    else:
+        if batch is not None or dtype is not None or init is not None:
+            raise ConfigError(
+                f"--batch, --dtype and --init are for a model of yours (my_module:MyModel), and {config_file} is a "
+                f"config, which has its own; give --batch-size, or change the config"
             )
-        else:
-            if batch is not None or dtype is not None or init is not None:
-                raise ConfigError(
-                    f"--batch, --dtype and --init are for a model of yours (my_module:MyModel), and {config_file} is a "
-                    f"config, which has its own; give --batch-size, or change the config"
-                )
-            found, blueprint = forecast_config(
-                config_file, where, batch_size, strategy, trainer, record, device_memory, largest
-            )
+        found, blueprint = forecast_config(
+            config_file, where, batch_size, strategy, trainer, record, device_memory, largest
+        )
     print(dumps(found.to_dict(), indent=2) if json else found)
     if plot is not None and blueprint is not None:
         save(draw_plan(found, blueprint, record or []), plot)

@@ -8,9 +8,7 @@ answers. Allocates no parameter.
 from __future__ import annotations
 
 import dataclasses
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +17,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_ptm.commands.configured import read_config
+from lightning_ptm.commands.garbage import without_collections
 from lightning_ptm.commands.own_module import trained, with_adapters
 from lightning_ptm.commands.planned_run import PlannedRun
 from lightning_ptm.commands.probe import quick_measure
@@ -42,19 +41,6 @@ _MOST_RANKS = 1 << 20
 """Groups of ranks are lists of them, so time and memory of planning grow with the ranks."""
 _MOST_SAMPLES = 1 << 30
 """Most samples of a rank; with more, byte counts may exceed what tensors can have."""
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Disables garbage collection: a hundred thousand modules and tasks live to the end, and scanning them takes a third of
-    the time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
