@@ -150,24 +150,36 @@ class Text:
 # -- the code -------------------------------------------------------------------------------------------------------------
 
 
-def parsed() -> dict[str, ast.Module]:
-    """The modules of both packages by name, such as `runtime/gradients/view`."""
-    trees = {}
-    for folder, prefix in ((ROOT / "lightning_ptm", ""), (ROOT / "callbacks", "callbacks/")):
-        for path in sorted(folder.rglob("*.py")):
-            trees[prefix + path.relative_to(folder).with_suffix("").as_posix()] = ast.parse(path.read_text())
-    return trees
+@dataclass(frozen=True, slots=True)
+class Code:
+    """The modules of both packages by name, such as `runtime/gradients/view`, and their functions by name."""
+
+    modules: dict[str, ast.Module]
+    functions: dict[str, list[tuple[str, ast.FunctionDef]]]
+
+    @classmethod
+    def read(cls) -> Code:
+        """Parses all files."""
+        code = cls({}, {})
+        for folder, prefix in ((ROOT / "lightning_ptm", ""), (ROOT / "callbacks", "callbacks/")):
+            for path in sorted(folder.rglob("*.py")):
+                name = prefix + path.relative_to(folder).with_suffix("").as_posix()
+                code.modules[name] = ast.parse(path.read_text())
+                for node in ast.walk(code.modules[name]):
+                    if isinstance(node, ast.FunctionDef):
+                        code.functions.setdefault(node.name, []).append((name, node))
+        return code
 
 
-def texts(trees: dict[str, ast.Module]) -> list[Text]:
+def texts(code: Code) -> list[Text]:
     """The texts that users can meet, each once, in the order of modules and lines."""
     found: dict[tuple[str, str], Text] = {}
-    for module, tree in trees.items():
+    for module, tree in code.modules.items():
         if module.startswith(NOT_MET):
             continue
         for name, function, value in raised(tree):
             exception = SUBCLASSES.get(name, name)
-            for text in worded(trees, module, function, value):
+            for text in worded(code, module, function, value):
                 if len(re.findall(r"\w+", re.sub(r"\{[^}]*\}", "", text))) > 4:  # else it passes on another error
                     found.setdefault((exception, text), Text(exception, module, *parted(text)))
     return list(found.values())
@@ -186,39 +198,38 @@ def raised(tree: ast.Module) -> Iterator[tuple[str, ast.AST, ast.expr]]:
     yield from within(tree, tree)
 
 
-def worded(trees: dict[str, ast.Module], module: str, function: ast.AST, value: ast.expr) -> Iterator[str]:
+def worded(code: Code, module: str, function: ast.AST, value: ast.expr) -> Iterator[str]:
     """Yields the texts that an expression can have: its own, its name's, or those that the function it calls returns."""
     match value:
         case ast.JoinedStr() | ast.Constant():
-            yield template(trees, module, value)
+            yield template(code, module, value)
         case ast.Name():
-            known = assigned(trees, module, value.id)
+            known = assigned(code, module, value.id)
             for text in assignments(function, value.id) if known is None else [known]:
-                yield from worded(trees, module, function, text)
+                yield from worded(code, module, function, text)
         case ast.IfExp():
-            yield from worded(trees, module, function, value.body)
-            yield from worded(trees, module, function, value.orelse)
+            yield from worded(code, module, function, value.body)
+            yield from worded(code, module, function, value.orelse)
         case ast.Call(func=ast.Attribute(value=text, attr="format")):
-            yield from worded(trees, module, function, text)
+            yield from worded(code, module, function, text)
         case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
-            for other, tree in trees.items():
-                for node in ast.walk(tree) if other == module or name[0] != "_" else ():
-                    if isinstance(node, ast.FunctionDef) and node.name == name:
-                        for each in ast.walk(node):
-                            if isinstance(each, ast.Return) and isinstance(each.value, (ast.JoinedStr, ast.Constant)):
-                                yield template(trees, other, each.value)
+            for other, node in code.functions.get(name, ()):
+                if other == module or name[0] != "_":
+                    for each in ast.walk(node):
+                        if isinstance(each, ast.Return) and isinstance(each.value, (ast.JoinedStr, ast.Constant)):
+                            yield template(code, other, each.value)
             for argument in value.args:
                 if isinstance(argument, (ast.Name, ast.JoinedStr)):
-                    yield from worded(trees, module, function, argument)
+                    yield from worded(code, module, function, argument)
 
 
-def assigned(trees: dict[str, ast.Module], module: str, name: str) -> ast.expr | None:
+def assigned(code: Code, module: str, name: str) -> ast.expr | None:
     """The value of a name of a module, also of one that the module imports from another of these modules."""
-    for node in trees[module].body:
+    for node in code.modules[module].body:
         if isinstance(node, ast.ImportFrom) and any(each.name == name for each in node.names):
             other = (node.module or "").removeprefix("lightning_ptm.").replace(".", "/")
-            return assigned(trees, other, name) if other in trees else None
-    return next(iter(assignments(trees[module], name, deep=False)), None)
+            return assigned(code, other, name) if other in code.modules else None
+    return next(iter(assignments(code.modules[module], name, deep=False)), None)
 
 
 def assignments(node: ast.AST, name: str, *, deep: bool = True) -> list[ast.expr]:
@@ -232,7 +243,7 @@ def assignments(node: ast.AST, name: str, *, deep: bool = True) -> list[ast.expr
     ]
 
 
-def template(trees: dict[str, ast.Module], module: str, value: ast.expr) -> str:
+def template(code: Code, module: str, value: ast.expr) -> str:
     """The text of a literal, with a name in braces for each value."""
     if isinstance(value, ast.Constant):
         return " ".join(str(value.value).split())
@@ -242,9 +253,9 @@ def template(trees: dict[str, ast.Module], module: str, value: ast.expr) -> str:
             parts.append(str(part.value))
             continue
         inner = part.value if isinstance(part, ast.FormattedValue) else part
-        constant = assigned(trees, module, inner.id) if isinstance(inner, ast.Name) else None
+        constant = assigned(code, module, inner.id) if isinstance(inner, ast.Name) else None
         if isinstance(constant, (ast.Constant, ast.JoinedStr)):
-            parts.append(template(trees, module, constant))
+            parts.append(template(code, module, constant))
         elif name := placeholder(inner):
             parts.append(f"{{{name}}}")
     return " ".join("".join(parts).split())
@@ -359,10 +370,12 @@ def table(rows: Sequence[Text], order: Sequence[str]) -> list[str]:
 
 def page() -> str:
     """The whole page."""
-    trees = parsed()
-    order, found = settings(trees["config"]), texts(trees)
+    code = Code.read()
+    order, found = settings(code.modules["config"]), texts(code)
     documented = {
-        node.name: ast.get_docstring(node) or "" for node in trees["errors"].body if isinstance(node, ast.ClassDef)
+        node.name: ast.get_docstring(node) or ""
+        for node in code.modules["errors"].body
+        if isinstance(node, ast.ClassDef)
     }
     lines = [INTRODUCTION]
     for exception, builtin in EXCEPTIONS.items():
