@@ -11,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import io
 import os
 import re
 import shlex
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,6 +32,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ptm import AngelPTMStrategy, callbacks
 from lightning_ptm.cli import COMMANDS, main
 from lightning_ptm.config import Checkpoints, Debug, LockFree, Settings, TensorParallel, Tuning, Weights
 from lightning_ptm.setting_hints import SETTING_HINTS
@@ -164,6 +168,39 @@ def test_every_setting_hint_has_a_row() -> None:
     text = (DOCS / "moving.md").read_text()
     for habit in SETTING_HINTS:
         assert any(f"`{name}`" in text for name in habit.names), habit.names
+
+
+# -- what is generated from the code --------------------------------------------------------------------------------------
+
+
+def script_of_docs(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script  # dataclasses look their module up
+    spec.loader.exec_module(script)
+    return script
+
+
+def test_the_page_of_errors_has_the_texts_of_the_code() -> None:
+    script = script_of_docs("troubleshooting_page")
+    text = script.page()
+    no_cure = [line for line in text.splitlines() if line.endswith("|  |")]
+    assert not no_cure, "say in the text, or in CURES, what to do"
+    assert text == script.PAGE.read_text(), "the page is out of date: run python docs/troubleshooting_page.py"
+
+
+def test_the_reference_has_all_public_classes_and_commands() -> None:
+    script = script_of_docs("reference_page")
+    text = script.page()
+    described = {AngelPTMStrategy, *NESTED_SETTINGS, *(getattr(callbacks, name) for name in callbacks.__all__)}
+    headings = set(re.findall(r"^### (\w+)$", text, re.MULTILINE))
+    assert {cls.__name__ for cls in described} | set(COMMANDS) | {
+        "ConfigError",
+        "gathered",
+        "gradient_norm",
+    } <= headings
+    assert "- `max_staleness`: How many optimizer steps" in text
 
 
 # -- what runs ------------------------------------------------------------------------------------------------------------

@@ -622,7 +622,7 @@ class AngelPTMStrategy(ParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Context of backward passes whose gradients are reduced later: Lightning enters it for all micro-batches of a step
-        but the last, and manual optimization may. See `Settings.reduce_gradients`."""
+        but the last, and manual optimization may. See `Tuning.reduce_gradients`."""
         with self._in_progress().without_reduction():
             yield
 
@@ -631,7 +631,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
         For backward passes in manual optimization whose gradients are reduced together with those of a later one, or by
         the step. During a run the module has it, too (`trainer.model.no_sync()`). How often ranks reduce is
-        `Settings.reduce_gradients`; in automatic optimization, `accumulate_grad_batches` does all of it.
+        `Tuning.reduce_gradients`; in automatic optimization, `accumulate_grad_batches` does all of it.
         """
         return self.block_backward_sync()
 
