@@ -70,7 +70,11 @@ class Parser(LightningArgumentParser):
     LightningModule may have its own dataloaders."""
 
     subcommand = ""
-    """The one that is parsed; set in the parser of all subcommands."""
+    """The one that is parsed, which errors name; known to the parser of all subcommands."""
+
+    def parses(self, subcommand: str) -> None:
+        """Notes the subcommand that is parsed next."""
+        self.subcommand = subcommand
 
     def add_lightning_class_args(
         self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
@@ -119,7 +123,7 @@ class PTMCommandLine(LightningCLI):
         except ConfigError as error:
             parser.error(str(error))
         if isinstance(parser, Parser):
-            parser.subcommand = next((each for each in arguments if each in self.subcommands()), "")
+            parser.parses(next((each for each in arguments if each in self.subcommands()), ""))
         if problem := unknown_class_among(arguments):
             parser.error(problem)
         self.config = parser.parse_args(arguments)

@@ -72,7 +72,7 @@ def trained(module: nn.Module) -> tuple[LightningModule, list[str]]:
     def configure() -> Any:
         return optimizers() if callable(optimizers) else torch.optim.Adam(_trainable(model))
 
-    model.configure_optimizers = configure  # type: ignore[method-assign]
+    vars(model)["configure_optimizers"] = configure
     with torch.device("meta"):
         model.configure_model()
     return model, assumed
@@ -88,8 +88,8 @@ def with_adapters(model: nn.Module, rank: int) -> bool:
     model.requires_grad_(False)
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     for linear in linears:
-        linear.lora_down = nn.Parameter(torch.empty(rank, linear.in_features, device="meta"))
-        linear.lora_up = nn.Parameter(torch.empty(linear.out_features, rank, device="meta"))
+        linear.register_parameter("lora_down", nn.Parameter(torch.empty(rank, linear.in_features, device="meta")))
+        linear.register_parameter("lora_up", nn.Parameter(torch.empty(linear.out_features, rank, device="meta")))
         linear.register_forward_hook(_add_adapter)
     return bool(linears)
 

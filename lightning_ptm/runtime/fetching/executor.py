@@ -423,12 +423,12 @@ class Executor:
         self.leave_backward(unit)
         self._refcounts.unhold(unit)
         if not self._refcounts.referenced(unit):
-            self._stores[unit].read_in_place = False
+            self._stores[unit].end_reads_in_place()
 
     def pass_ended(self) -> None:
         """Ends the reads of `read_in_place`."""
         for store in self._stores:
-            store.read_in_place = False
+            store.end_reads_in_place()
 
     def _close_unused(self, unit: int) -> None:
         store = self._stores[unit]
@@ -463,7 +463,7 @@ class Executor:
         """Keeps the pages of `unit` where they are, with their values, until its backward or the pass ends."""
         if not self._refcounts.referenced(unit):
             self.hold(unit)
-        self._stores[unit].read_in_place = True
+        self._stores[unit].begin_reads_in_place()
 
     def keep_held(self, unit: int, *, held: bool) -> None:
         """Continues or ends the hold of `unit`; fetches it again where it was evicted since its backward ended."""

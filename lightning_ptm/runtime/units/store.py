@@ -313,7 +313,7 @@ class UnitStore:
         closing: guards of the flats whose parameters may be read only while the unit computes.
         opened: whether these parameters are marked as used; True if there are none.
         readable: whether its parameters may be read at any time and then have their precise values.
-        read_in_place: whether the backward in progress reads its pages themselves, not names (written by the executor).
+        read_in_place: whether the backward in progress reads its pages themselves, not names (changed by the executor).
     """
 
     unit: Unit
@@ -338,6 +338,14 @@ class UnitStore:
         self.closing = tuple([guard for guard in guards if guard.closes])
         self.opened = not self.closing
         self.readable = self.resident and not self.elsewhere and not self.closing
+
+    def begin_reads_in_place(self) -> None:
+        """Sets `read_in_place`."""
+        self.read_in_place = True
+
+    def end_reads_in_place(self) -> None:
+        """Clears `read_in_place`."""
+        self.read_in_place = False
 
     @property
     def lent(self) -> bool:
