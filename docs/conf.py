@@ -24,6 +24,8 @@ extensions = ["myst_parser"]
 html_theme = "furo"
 html_title = f"{project} {version}"
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3  # as the sites that show Markdown make them
 

@@ -150,7 +150,7 @@ class Checkpoints:
         on_failure: What happens when a checkpoint cannot be written: `stop` the run with the error, or `warn` and go on.
             Earlier checkpoints are kept either way.
         resume: `auto`: a fit without a `ckpt_path` goes on from the newest complete checkpoint, full or sharded, in the
-            folders of the Trainer's checkpoint callbacks, and starts anew where there is none; so a run that was killed is
+            folders of the Trainer's checkpoint callbacks, or from scratch if there is none; so a run that was killed is
             started again by the same command. `never`: only from a checkpoint that it is given.
     """
 
@@ -217,8 +217,8 @@ class Tuning:
             16-bit arithmetic, where that takes 10 to 100 times as long. Pages and all other operators stay 16-bit; units
             are then computed without torch.compile.
         reduce_gradients: With several ranks and accumulation: `each_backward` reduces (and so shards) gradients after every
-            micro-batch; `each_step` lets them add up, whole, on each rank first, and reduces once: less traffic for
-            2 bytes a parameter of memory beside the pages. The sums differ by their rounding.
+            micro-batch; `each_step` sums unsharded gradients on each rank and reduces them once a step: less traffic,
+            at the cost of 2 bytes of memory per parameter outside pages. The results differ by rounding.
         restore_weights: After a run, put full weights back into the module's parameters if RAM holds them; else those that
             were trained, and if it does not hold these, write them to disk.
     """

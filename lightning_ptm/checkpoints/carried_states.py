@@ -54,9 +54,10 @@ class CarriedStates(abc.ABC):
     """
 
     def __init__(self, engine: Engine, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
-        self._names = {id(parameter): name for name, parameter in engine.gathered_flats.names()}
-        self._references = {id(parameter): weakref.ref(parameter) for _, parameter in engine.gathered_flats.names()}
-        parameters = [parameter for _, parameter in engine.gathered_flats.names()]
+        names = engine.gathered_flats.names()
+        self._names = {id(parameter): name for name, parameter in names}
+        self._references = {id(parameter): weakref.ref(parameter) for _, parameter in names}
+        parameters = [parameter for _, parameter in names]
         engine.drain("states before a re-layout")
         self._removed = [_drop_removed(engine, module, plain_optimizer(each)) for each in optimizers]
         """By optimizer, (id, name) of parameters whose states are dropped."""

@@ -145,8 +145,8 @@ def load_rest(
     for name, item in named.items():
         if id(item) in shapes and id(item) not in known and id(item) not in missing:
             raise ConfigError(
-                f"{name} is not in the checkpoint under this name, and a hook of the module provides it during "
-                "loading, which does not reach pages; rename the checkpoint's keys in on_load_checkpoint"
+                f"{name} is not in the checkpoint under this name; a hook of the module provides it during loading, "
+                "and values that hooks provide do not reach pages; rename the checkpoint's keys in on_load_checkpoint"
             )
     return missing_names
 
@@ -320,9 +320,10 @@ class DeferredState:
 def load_before_pages(
     module: LightningModule, state: Mapping[str, Any], boxes: Boxes = MappingProxyType({}), *, strict: bool
 ) -> DeferredState:
-    """Loads a state dict as torch does into all tensors that have storage. Values for tensors on the meta device or
-    behind a parameter guard are deferred. Values that are rounded to the module's dtype are kept in full, so that no
-    precision is lost.
+    """Loads a state dict as torch does into all tensors that have storage.
+
+    Values of parameters on the meta device, and of guarded ones (parameter_guard.py), are deferred. Values that are
+    rounded to the module's dtype are kept in full, so that no precision is lost.
 
     Args:
         boxes: slices of parameters that are parts of larger ones; the state dict has the larger ones.

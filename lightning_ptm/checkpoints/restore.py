@@ -37,7 +37,7 @@ class RestoredWeights(enum.Enum):
 
 def _needed(engine: Engine, ranks_here: int, *, whole: bool) -> tuple[int, int]:
     """Returns the RAM of this machine that all weights take, and that trained ones take."""
-    every, left_out = list(engine.gathered_flats.bindings()), engine.gathered_parameters.untrained()
+    every, left_out = list(engine.gathered_flats.bindings), engine.gathered_parameters.untrained()
     trained = [each for each in every if each not in left_out]
     # The user's original tensors, which pages have rounded, are in RAM already.
     total = engine.precise_bytes(with_other_parts=whole) - engine.values.bytes_of_originals()
@@ -67,7 +67,7 @@ def decide(engine: Engine, *, wanted: bool, ranks_here: int, whole: bool = False
 
 
 def _read_at_once(engine: Engine, left_out: Collection[FlatBinding]) -> int:
-    """RAM that the largest flat takes for a moment beside its parameters, where it is read from a file."""
+    """Returns the RAM that restoring takes besides the parameters: the largest flat whose values are on disk."""
     flats = (flat for store in engine.stores for flat in store.flats if flat.binding not in left_out)
     homes = (engine.gathered_flats.precise_home(flat) for flat in flats)
     return max((home.numel * home.dtype.itemsize for home in homes if not in_pages(home).tier.addressable), default=0)

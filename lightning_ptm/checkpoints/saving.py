@@ -233,8 +233,8 @@ def parts_of(
 
 
 def _with(part: SnapshotPart, other: SnapshotPart) -> SnapshotPart:
-    """Joins two parts with the same pages, whose flat has parameters of several units. Such flats have 1-D parameters,
-    which are not cut, so that nothing of them is exchanged."""
+    """Joins two parts that read the same pages: their flat has parameters of several units, whose files differ. These
+    parameters are 1-D. Tensor parallelism exchanges only rows of parameters cut by columns, so none of theirs."""
 
     def put(start: int, values: Tensor) -> None:
         part.put(start, values)

@@ -129,7 +129,7 @@ class ShardedFormat(Format, WeightFormat):
 
 
 def _share_of(share: slice, optimizers: bool, index: Index) -> Sequence[StateFile]:
-    """Returns the files that a rank verifies, of those that are needed."""
+    """Returns this rank's share of the files that a load needs: each rank verifies only its share."""
     return [file for file in index.files if optimizers or file.kind == PARAMETERS][share]
 
 

@@ -24,7 +24,7 @@ _LONG_S = 5.0
 """Seconds that a rank waits before it uses the store. The others may only be slow, so the value decides nothing."""
 
 Exchanged = tuple[int, Sequence[str]]
-"""The number of a tensor group, and in words a rank's exchanges since the group last met, and what it does now."""
+"""Index of a rank's tensor group, and descriptions of its exchanges since the group last gathered."""
 
 OF_A_BATCH = "batch "
 """Prefix of words that describe what the ranks compute; all other words describe exchanges."""

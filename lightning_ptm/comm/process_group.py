@@ -1,4 +1,4 @@
-"""Collectives of pages between several ranks over torch.distributed, one stripe of a flat at a time.
+"""Collectives of pages between several ranks over torch.distributed, one collective for each stripe of a flat.
 
 The process groups are in process_groups.py, and direct connections between ranks of one machine in intra_node.py. Ranks
 that share only a part of the states have a communicator of their own (`ProcessGroupCommunicator.subgroup`): its ranks

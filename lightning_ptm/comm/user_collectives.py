@@ -2,14 +2,14 @@
 
 A callback is called before such a collective is issued, so that ranks can agree on it first.
 
-Owns kernels that are registered above those of torch's collectives, until `close`. Every call passes there, whichever
-function makes it (one imported by name, a functional collective, a compiled block). Knows calls and process groups, not
-what ranks do.
+Owns kernels that torch's dispatcher runs before its own for collectives, until `close`. Every call reaches them,
+whichever function makes it (one imported by name, a functional collective, a compiled block). Knows calls and process
+groups, not what ranks do.
 
 I1: the callback is called before any part of the collective is done, and the collective is issued in the calling
     thread.
 I2: not intercepted are collectives of the package's own groups, of groups of one rank, and of threads that a user
-    started: these wait for themselves, and compute does not depend on their order.
+    started: such a thread waits for its own collectives, and compute does not depend on their order.
 I3: point-to-point messages are not intercepted.
 """
 

@@ -1,6 +1,6 @@
 """Handle of a started collective.
 
-I1: it keeps every buffer alive until it has been waited on, once.
+I1: it keeps its buffers alive until the first `wait` returns; later calls of `wait` return at once.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from lightning_ptm.errors import some
 from lightning_ptm.setting_hints import unknown_setting
-from lightning_ptm.trainer.strategy import AngelPTMStrategy
 
 _LEFT_OUT = (
     *(
@@ -52,12 +51,6 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def subclasses_of(kind: type) -> set[type]:
-    """All subclasses defined in this process, at any depth."""
-    below: list[type] = kind.__subclasses__()
-    return {*below, *(deeper for each in below for deeper in subclasses_of(each))}
-
-
 def _of_the_other_package(message: str) -> str:
     """A suffix for a class of pytorch_lightning that is refused as no subclass; else empty."""
     for path in re.findall(r"\w+(?:\.\w+)+", message) if _NO_SUBCLASS in message else ():
@@ -66,7 +59,7 @@ def _of_the_other_package(message: str) -> str:
         if isinstance(kind, type) and any(base.__module__.startswith("pytorch_lightning.") for base in kind.__mro__):
             return (
                 f"; {name} is a class of pytorch_lightning, and lightning-ptm takes those of lightning.pytorch: change its "
-                f"imports, or use pytorch_lightning.cli.LightningCLI with --trainer.strategy={AngelPTMStrategy.strategy_name}"
+                "imports, or use pytorch_lightning.cli.LightningCLI with --trainer.strategy=angel_ptm"
             )
     return ""
 
@@ -80,6 +73,6 @@ def _instead(message: str, options: Sequence[str]) -> str:
     module, _, class_name = path.rpartition(".")
     kind = getattr(sys.modules.get(module), class_name, None)
     known = [] if kind is None else list(inspect.signature(kind).parameters)
-    if kind is AngelPTMStrategy:
+    if class_name == "AngelPTMStrategy":  # not imported, which takes seconds
         return f"; {hint}" if (hint := unknown_setting(name, known)) else ""
     return nearest(name, known) or (f"; its settings are {some(known, 20)}" if known else "")

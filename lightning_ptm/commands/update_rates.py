@@ -155,13 +155,13 @@ class _Bench:
         return found.bytes / max(found.busy_s, 1e-9)
 
     def chunk_s(self) -> float:
-        """`UpdateRates.chunk_s` of the passes of `arithmetic_bytes_per_s`."""
+        """Returns `UpdateRates.chunk_s`, measured by the passes of `arithmetic_bytes_per_s` before."""
         return max(median(self._beside_s), 1e-9)
 
     def beside(
         self, seconds: float, cores: int, compute: Callable[[], object], *, forecast: bool
     ) -> tuple[float, float]:
-        """`UpdateRates.beside_bytes_per_s` and `beside_loss`: of passes in a thread."""
+        """Measures `UpdateRates.beside_bytes_per_s` and `beside_loss`: updates in a thread while `compute` runs."""
         alone = _per_s(compute, seconds)
         self.updater.run_in_thread(cores)
         try:

@@ -28,7 +28,7 @@ def beside_compute(
     accumulate: int,
     among_ranks_s: float,
 ) -> SharedCoreTiming:
-    """Returns the timing of a step among many.
+    """Returns the mean timing of a lock-free step while the update thread shares the CPU with compute.
 
     Args:
         trace: ticks of a micro-batch, with their seconds.

@@ -1,9 +1,9 @@
 """Simulation of lock-free updates on a CPU: step times when the update thread and compute share the cores.
 
-Owns the clock of consecutive steps. The classes that a real run uses, too, decide which gradients wait for which job, which
-version compute may read and which chunk is next (planning/version_policy.py, planning/chunks.py). Compute adopts a version
-only while it is not reading the one before. Each second of the thread's arithmetic makes compute longer by `loss` seconds, as
-compute's cores work in lockstep.
+Owns the clock of consecutive steps. The same classes as in a real run (planning/version_policy.py, planning/chunks.py)
+decide which gradients wait for which job, which version compute may read and which chunk is next. Compute adopts a new
+version of a flat only while it does not read the previous one. Each second of the update thread's arithmetic makes
+compute longer by `loss` seconds, since the cores that compute uses wait for each other.
 """
 
 from __future__ import annotations

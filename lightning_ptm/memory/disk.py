@@ -263,7 +263,7 @@ class DiskRegion:
         self._successor = self._predecessor = None
 
     def transfer(self, reading: bool, start_bytes: int, views: Sequence[memoryview]) -> None:
-        """`read` or `write`."""
+        """Implements `read` (with `reading`) and `write`."""
         call = self._ops.preadv if reading else self._ops.pwritev
         frame, offset_bytes = divmod(start_bytes, self.page_size)
         file = self._files[frame % len(self.paths)]

@@ -27,10 +27,9 @@ class ComputeStream:
     """The stream that a run computes on, and on which the runtime queues all of its own work.
 
     Users may call a unit on another stream. The runtime's work for that call (fetches, releases, gradient offload) is
-    still
-    queued on the compute stream: the compute stream first waits for the other stream, and the other stream then waits
-    for the compute stream. So pages and blocks that one call frees can be reused by the next, on whatever stream it
-    runs. The price: units called on several streams compute one after the other.
+    still queued on the compute stream: the compute stream first waits for the other stream, and the other stream then
+    waits for the compute stream. So pages and blocks that one call frees can be reused by the next, on whatever stream
+    it runs. The price: units called on several streams compute one after the other.
 
     Args:
         backend: the device.
@@ -52,6 +51,8 @@ class ComputeStream:
     @property
     def here(self) -> bool:
         """Whether the compute stream is the current stream of this thread."""
+        if isinstance(self._stream, CurrentStream):
+            return True  # a device without streams
         now = self._backend.current_stream()
         return now is self._stream or now == self._stream
 

@@ -78,16 +78,15 @@ class ShardGroup:
     ranks: tuple[int, ...]
     losses: int
     scaled_by: int = 1
+    # Derived, once: they are asked for in every backward.
+    divisor: float = field(init=False, repr=False, compare=False)
+    """The divisor of the sum of the ranks' gradients."""
+    needs_no_reduction: bool = field(init=False, repr=False, compare=False)
+    """Whether a rank's gradient is the run's gradient, without any reduction."""
 
-    @property
-    def divisor(self) -> float:
-        """The divisor of the sum of the ranks' gradients."""
-        return self.losses / self.scaled_by
-
-    @property
-    def needs_no_reduction(self) -> bool:
-        """Whether a rank's gradient is the run's gradient, without any reduction."""
-        return self.losses == len(self.ranks) == 1
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "divisor", self.losses / self.scaled_by)
+        object.__setattr__(self, "needs_no_reduction", self.losses == len(self.ranks) == 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +106,9 @@ class UnitShardGroup:
 
 
 def sharing_along(mesh: Mesh, axes: Collection[Axis], scaled_by: int = 1) -> tuple[UnitShardGroup, ...]:
-    """Returns the classes of a unit that ranks share which differ along `axes` alone: one for each group of such ranks.
+    """Returns, for each group of ranks that differ along `axes` alone, the sharding classes of a unit that they share.
 
-    Whichever ranks hold the unit, its gradients are those of all ranks' losses. The losses of a tensor group are one
+    Whichever ranks hold the unit, its gradients belong to the losses of all ranks. The losses of a tensor group are one
     loss: a whole gradient counts for each rank of the group; a slice of a gradient, or a summand of one, counts once
     for the group.
     """

@@ -54,13 +54,14 @@ class GradientEvent(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GradientAct:
-    """A decision of the policy, for listeners.
+    """One event in a flat's queue of contributions, as reported to listeners.
 
     Attributes:
-        event: what happened.
+        event: kind of the event.
         flat: index of the flat.
-        steps: number of contributions.
-        is_forecast: whether versions forecast these contributions.
+        steps: number of contributions that arrive (WAITS, ADDED), that a job takes (BEGINS) or has applied (PUBLISHED).
+        is_forecast: WAITS, ADDED: whether compute will read the newest version with this contribution forecast;
+            PUBLISHED: whether the version is used with a forecast of the pending contributions.
     """
 
     event: GradientEvent

@@ -185,7 +185,7 @@ class Builder:
         if self.between.page_bytes is not None:
             settings = dataclasses.replace(settings, page_size=self.between.page_bytes)
         request = dataclasses.replace(self.request(settings, cut), rearranges=True)
-        return check_parameters(request, communicator, self.place.ranks_here)
+        return check_parameters(request, communicator)
 
     def _chosen(self, settings: Settings, communicator: Communicator) -> Settings:
         """Resolves settings of "auto", once for all runs of this strategy."""

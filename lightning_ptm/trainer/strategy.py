@@ -39,7 +39,7 @@ from typing_extensions import override
 from lightning_ptm.checkpoints import after_run
 from lightning_ptm.checkpoints.auto_resume import AutoResume
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
-from lightning_ptm.checkpoints.optimizer_states import plain_optimizer
+from lightning_ptm.checkpoints.optimizer_states import StaleInCopies, plain_optimizer, refuse_stale
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.config import Settings, listing_settings
 from lightning_ptm.errors import ConfigError, UsageError, one_line
@@ -93,7 +93,6 @@ from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.pruning import refuse_pruning
 from lightning_ptm.trainer.ranks import RankGroups, RankPlace, SetUp
 from lightning_ptm.trainer.run import Run, no_pages, refuse_in_another_run
-from lightning_ptm.trainer.stale_optimizers import StaleInCopies, refuse_stale
 from lightning_ptm.trainer.teardown import end, having_states
 from lightning_ptm.trainer.weight_averaging import refuse_parts, refuse_sharded
 

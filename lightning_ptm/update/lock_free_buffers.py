@@ -1,9 +1,9 @@
 """Lock-free mode's buffers: gradients that wait for the updater, and parameter versions that wait for compute.
 
 Section 4.3 and Algorithm 2 of the paper, with corrections (see docs/design/lock_free_updates.md). Owns the gradients
-and the pages of new
-versions; planning/version_policy.py decides which job takes which gradients, and which job is next. Passive, and driven by
-one thread (buffering_thread.py; the test itself in tests). Two threads use `VersionSlot`, one all other classes.
+and the pages of new versions; planning/version_policy.py decides which job takes which gradients, and which job is
+next. Has no thread of its own: one thread calls it (buffering_thread.py; in tests, the test's own). Two threads use
+`VersionSlot`, one thread uses all other classes.
 I1: a contribution is in one state, as `VersionPolicy` counts it: waiting, taken by one job, or applied.
 I2: compute never reads a half-written version. A job writes pages that no other thread reads. They are published together,
     when all are written; the pages that they replace are used again only after compute has given them back.

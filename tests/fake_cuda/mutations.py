@@ -249,7 +249,7 @@ def _in_child(place: Place | None, stages: Sequence[Stage]) -> str | None:
 
 
 class Servers:
-    """One of each kind, from the first place on that needs it."""
+    """Server processes, one per kind (`Stage.server`) except `ranks`, each started by the first `ask` that needs it."""
 
     def __init__(self) -> None:
         self._running: dict[str, subprocess.Popen[str]] = {}

@@ -92,7 +92,8 @@ def test_updates_on_the_cores_that_compute_take_their_time_from_it(late: bool) -
 def test_a_disk_that_reads_and_writes_at_once_is_as_fast_as_both_together(
     both: float | None, expected_s: float
 ) -> None:
-    """Reads alone take 20 s, and so do writes; `both` is how many times as many bytes pass when they go on together."""
+    """Reads alone take 20 s, and so do writes. `both` is the total rate of concurrent reads and writes, relative to the
+    rate of either alone (None: not given)."""
     budget = pages(100, disk=1000)
     placement = placed(LAYOUT, budget, trace=TRACE, wishes=PlacementWishes(master=Tier.DISK), unified=True)
     plan = done(LAYOUT, placement, TRACE, budget)

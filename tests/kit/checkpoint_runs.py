@@ -1,4 +1,4 @@
-"""Runs that save and go on, for the tests of checkpoints."""
+"""Runs that save a checkpoint, and runs that resume from it, for the tests of checkpoints."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ptm.memory.page_table import PageTable
+from lightning_ptm.memory.paged_tensor import PageTable
 from lightning_ptm.planning.inventory import Inventory, Lifetime, Row, What, pages_of, with_room
 from lightning_ptm.terms import BLOCK_BYTES, TIERS, Tier
 

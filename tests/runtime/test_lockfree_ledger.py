@@ -262,7 +262,7 @@ def test_the_audit_can_be_read_before_in_and_after_a_run(strategy_at) -> None:
 
 @pytest.mark.parametrize("drain", ["gathered", "validation", "end"])
 def test_a_count_that_does_not_add_up_ends_the_run(strategy_at, drain) -> None:
-    """One gradient more is said to have been produced than ever came."""
+    """The count of received gradients is one too high: the audit at a drain notices it and ends the run."""
 
     def after(trainer: L.Trainer, batch: int) -> None:
         strategy = trainer.strategy

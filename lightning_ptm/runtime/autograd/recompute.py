@@ -330,10 +330,12 @@ def _restore_containers(containers: Iterable[tuple[Any, Any]]) -> None:
 
 
 class _StateBefore:
-    """State of modules before a call: references to their objects, and copies of tensors that a forward may write to.
+    """Snapshot of modules before a call, so that the recomputed forward finds the same state (`as_before`, I3).
+
+    It has references to the objects of the modules, and copies of the tensors that a forward may write to.
 
     Args:
-        contents: the contents as they are now.
+        contents: what the modules hold when the snapshot is taken.
     """
 
     def __init__(self, contents: _ModuleContents) -> None:

@@ -1,7 +1,7 @@
 """Saved-tensor hooks that put names in place of page memory into the autograd graph, so that pages may be released.
 
-Owns the saved-tensor hooks in force during steps and calls of units (section 4 of the design). Does not decide when
-pages move.
+Owns the saved-tensor hooks in force during steps and calls of units (docs/design/saved_tensors.md). Does not decide
+when pages move.
 
 I1: a saved tensor whose storage is in pages is packed by name (parameter, offset, shape, strides, dtype). When the
     backward reads it, it is taken from wherever the parameter is then, whichever unit computes and whichever saves it.
@@ -38,8 +38,7 @@ from lightning_ptm.memory.streams import ComputeStream
 from lightning_ptm.runtime.autograd.offload import Offload, SavedView
 from lightning_ptm.runtime.fetching.executor import Executor
 from lightning_ptm.runtime.tensors.autograd_graphs import double_backward, in_backward
-from lightning_ptm.runtime.units.binding import FlatBinding, Packed
-from lightning_ptm.runtime.units.page_views import PageViews
+from lightning_ptm.runtime.units.binding import Packed, PageViews
 from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.torch_internals import (
     RecomputationHook,
@@ -111,7 +110,7 @@ class SavedTensors:
         stores: Sequence[UnitStore],
         executor: Executor,
         stream: ComputeStream,
-        views: PageViews[FlatBinding],
+        views: PageViews,
         offload: Offload | None = None,
     ) -> None:
         self._stores = stores
@@ -120,7 +119,7 @@ class SavedTensors:
         self._views = views
         self._offload = offload
         self.releases_parameters = any(store.moving for store in stores)
-        """Whether any parameter is ever released. Others read it."""
+        """Whether the run ever releases parameters; read from outside this class, too."""
         self._staying = {id(flat.binding) for store in stores for flat in store.flats if flat.resident}
         # state
         self._scopes: list[_Scope] = []

@@ -145,8 +145,9 @@ class VirtualRun:
     # -- the iteration ------------------------------------------------------------------------------------------------
 
     def run(self, plan: Plan, trace: Trace, planned: Trace | None = None, *, steps: bool = True) -> list[int]:
-        """Runs one iteration; returns the peak pages of each tick, and of the time after the last, beside those that are
-        taken once.
+        """Runs one iteration; returns the peak number of device pages in each tick, and then after the last tick.
+
+        Pages that are allocated once for the whole run are not counted.
 
         Args:
             trace: ticks of the iteration, including those of units that no plan contains.
@@ -381,7 +382,7 @@ class _Updates:
 
 
 class _AllAlike:
-    """Stand-in for agreement and barriers: all ranks ask for the same, and are there."""
+    """Stand-in for agreement and barriers: assumes that all ranks make the same requests, and never waits."""
 
     def request(self, request: NeededCollective) -> Decision:
         return Decision(request, unanimous=True, flags=request.flag)

@@ -4,7 +4,7 @@ Owns what is recorded of the gradient: its state, and for which parameters of th
 gradients.md says who sends which event.
 
 What autograd or the user has put into `.grad` is no state: both change it without notice, so view.py looks at it when
-it matters. While a gradient is EMPTY here, `.grad` and the sums beside it are all there is.
+it matters. While the state is EMPTY, a gradient is only in `.grad` or in the sums of view.py (`GradView.postpone`).
 
 I1: an event that is illegal in a state raises and changes nothing.
 I2: a gradient is handed to one update of a step, and one that a step has used is not handed again, unless it stays for

@@ -4,10 +4,11 @@ Owns whether the ranks of this rank's group may exchange without agreeing first.
 take part in a round of agreement (comm/agreement.py), so no other rank may need it there. Ranks of a group run the same
 module on the same batch: calls of units, reductions, boundaries and exchanges of tokens come in the same order on all
 of them, and none of them passes one before the others. The ranks differ only in which units each has fetched, and so in
-when each asks all ranks for an all-gather. A rank may ask only on *occasions* (`Executor.occasions`), which are the
-same for all ranks of a group. So one round, a gathering of the group after the last occasion, shows each rank of the
-group that the others have asked for all they need. Until the next occasion they exchange without a round. Ranks of
-other groups take no part: they wait in their next round until these ranks reach theirs.
+when each asks all ranks for an all-gather. A rank may ask only at *occasions*: points in the module's calls that all
+ranks of a group reach in the same order (`Executor.occasions` counts them). So one round, a gathering of the group
+after the last occasion, shows each rank of the group that the others have asked for all they need. Until the next
+occasion they exchange without a round. Ranks of other groups take no part: they wait in their next round until these
+ranks reach theirs.
 
 I1: between an occasion and the next exchange there is a gathering of the group. It detects ranks that come to different
     exchanges, or that have exchanged something else since the gathering before: each rank sends a digest of all its
@@ -15,8 +16,8 @@ I1: between an occasion and the next exchange there is a gathering of the group.
     with each exchange, and compare it before they read (comm/shm_collectives.py I1). Exchanges after the last gathering
     of a pass are compared at the end of the pass (runtime/ranks/barriers.py I3), before the step; an update that begins
     during the backward may have used them by then.
-I2: anything that the user's code may request on one rank alone comes after an occasion and before another, or counts as
-    one (`meet_again`).
+I2: a collective that the user's code may request on one rank alone is requested between two occasions, or announced by
+    `meet_again`, which makes the group gather again before its next exchange.
 I3: by I1 and I2, exchanges and all other collectives are issued in the same order on all ranks that take part in both.
 """
 

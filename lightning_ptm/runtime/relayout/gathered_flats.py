@@ -150,30 +150,25 @@ class GatheredFlats:
         """By index of the flat and number of the optimizer."""
         self._with_same_parts = communicators.along(holders.common.parts.axes)
         self._first = {flat: self.updates[flat, number] for flat, number in reversed(self.updates)}
+        self.flats = tuple([(store, *each) for store in stores for each in flats_of(store)])
+        """Flats of all units in order, on every rank; FlatStore is None for flats that this rank does not share."""
+        self.bindings = tuple([binding for _, binding, _ in self.flats])
 
     # -- contents -----------------------------------------------------------------------------------------------------
 
-    def flats(self) -> Iterator[tuple[UnitStore, FlatBinding, FlatStore | None]]:
-        """Yields the flats of all units in order, on every rank; FlatStore is None for flats that this rank does not
-        share."""
-        for store in self.stores:
-            for binding, flat in flats_of(store):
-                yield store, binding, flat
-
-    def bindings(self) -> Iterator[FlatBinding]:
-        return (binding for _, binding, _ in self.flats())
-
-    def names(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields (name, parameter) of every parameter, each once."""
-        for binding in self.bindings():
-            for slot, parameter in zip(binding.layout.slots, binding.parameters, strict=True):
-                yield slot.spec.name, parameter
+    def names(self) -> list[tuple[str, nn.Parameter]]:
+        """Returns (name, parameter) of every parameter, each once."""
+        return [
+            (slot.spec.name, parameter)
+            for binding in self.bindings
+            for slot, parameter in zip(binding.layout.slots, binding.parameters, strict=True)
+        ]
 
     def shapes(self) -> dict[int, tuple[int, ...]]:
         """Returns the shape that each parameter has in checkpoints, by id of the parameter."""
         return {
             id(parameter): slot.spec.whole_shape
-            for binding in self.bindings()
+            for binding in self.bindings
             for slot, parameter in zip(binding.layout.slots, binding.parameters, strict=True)
         }
 

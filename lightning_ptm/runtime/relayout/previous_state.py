@@ -163,7 +163,7 @@ class Resharder:
     def _exchanged(
         self, planned: Sequence[Move], sources: Mapping[int, ShardMap], communicator: Communicator, *, last_read: bool
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yields as `moved`, for moves between ranks."""
+        """Yields what `reshard` yields, where some elements move between ranks. Collective."""
         here = communicator.rank
         dtype = reduce(torch.promote_types, {held.dtype for held in sources.values()})
         found = list(rounds(planned, self._pages.allocator.page_size // dtype.itemsize))
@@ -247,7 +247,7 @@ class PreviousState:
         self._boxes: dict[int, TensorSlice] = {}
         self._apart: dict[int, tuple[int, torch.dtype, tuple[int, ...]]] = {}
         """By id of a parameter that not all ranks hold: the rank that broadcasts it, its dtype and its shape."""
-        for store, binding, flat in gathered_flats.flats():
+        for store, binding, flat in gathered_flats.flats:
             self._remember_apart(gathered_flats, store, binding, flat)
             if flat is None:
                 continue
@@ -402,8 +402,6 @@ class PreviousState:
             pages: writes the new elements.
             keep: elements in neither keep what new pages have; else they get 0.
         """
-        if target.elements is not None and pages.allocator.is_reused(page_io.in_pages(target.elements)):
-            return
         communicator, tensors = flat.communicator, dict(tensors)
         for key, held in sources.items():  # stored in another order or shape than in the new pages
             if held.stride(key) != target.stride(key) or held.shape(key) != target.shape(key):

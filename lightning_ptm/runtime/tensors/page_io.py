@@ -87,7 +87,7 @@ class PageIO:
 
     @contextlib.contextmanager
     def buffers(self, tensors: Sequence[PagedTensor]) -> Iterator[PageIOBuffers]:
-        """Context with buffers for those of the tensors that are on disk."""
+        """Context with the buffers in RAM through which the tensors on disk are read and written; others need none."""
         sizes = [(tensor.dtype, tensor.numel) for tensor in tensors if not tensor.tier.addressable]
         pages = max((-(-numel * dtype.itemsize // self.allocator.page_size) for dtype, numel in sizes), default=0)
         most, kept = min(BUFFERS, pages), None
@@ -287,8 +287,8 @@ class PageIO:
                 _end(transfer for _, transfer in leaving)
 
     def _change_codes(self, coded: QuantizedTensor, put: Callable[[Tensor, int], None], *, keep: bool) -> None:
-        """Changes a quantized tensor on disk, as `_change`: the codes of a page of values seldom begin at a disk block,
-        so that all codes are written at once."""
+        """Does what `_change` does, for a quantized tensor on disk. The codes of a page of values seldom begin at a
+        disk block, so all codes are written at once."""
         step = self.step_of(coded)
         codes = self.read(coded.paged) if keep else torch.empty(coded.paged.numel, dtype=torch.uint8)
         for start in range(0, coded.numel, step):

@@ -441,7 +441,7 @@ def contiguous_device_pages(allocator: Allocator, name: str, numel: int, dtype: 
         pages = len(tensor.pages.frames)
         allocator.release(tensor)
         raise CapacityError(
-            f"{name} needs {pages} contiguous device pages and the free ones are scattered; other units are released "
-            f"first; raise device_memory (host_memory on a CPU-only machine) if this repeats"
+            f"{name} needs {pages} contiguous device pages and the free ones are scattered; raise device_memory "
+            f"(host_memory on a CPU-only machine)"
         )
     return tensor

@@ -1,9 +1,8 @@
 """Lock-free updates, compute side: compute hands gradients off, adopts newer parameters and does not wait for the disk.
 
-Implements section 4.3 of the paper, with changes (see docs/design/lock_free_updates.md). Owns the number of steps,
-the end of the
-warm-up, and whether the parameters in use equal the master parameters. Adoption of versions is in versions.py, counters
-of gradients and versions in flat_counters.py, and the buffers belong to the buffering thread
+Implements section 4.3 of the paper, with changes (see docs/design/lock_free_updates.md). Owns the number of steps, the
+end of the warm-up, and whether the parameters in use equal the master parameters. Adoption of versions is in
+versions.py, counters of gradients and versions in flat_counters.py, and the buffers belong to the buffering thread
 (update/buffering_thread.py).
 
 I1: during the warm-up, parameters that are read lack no gradient: results equal those of a synchronous run.
@@ -189,8 +188,8 @@ class LockFreeUpdates(UpdateScheduler):
             raise UsageError(
                 "weights were read (gathered, a state dict, or a parameter that changed groups) between a forward "
                 f"and its backward: {newer[0].flat.store.layout.slots[0].spec.name} has updates that are not applied "
-                "yet, and the graph needs the version from before them; with lock_free=True, read weights before the "
-                "forward or after the backward"
+                "yet, and the backward needs the values that the forward has used; with lock_free=True, read weights "
+                "before the forward or after the backward"
             )
         self.versions.release_all_reads()
         self._buffering.drain(self.versions.adopt_all)

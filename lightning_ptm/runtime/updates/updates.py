@@ -29,8 +29,8 @@ from lightning_ptm.runtime.units.store import UnitStore
 from lightning_ptm.runtime.updates.optimizer_groups import FlatUpdate, OptimizerGroups
 from lightning_ptm.update.flat_states import FlatStates
 from lightning_ptm.update.gradient_source import ParameterGradients, Transform
-from lightning_ptm.update.shadow import GroupValues, ShadowOptimizer, snapshot
-from lightning_ptm.update.trial.traits import ScalarState, same_value
+from lightning_ptm.update.shadow import GroupValues, ScalarState, ShadowOptimizer, snapshot
+from lightning_ptm.update.trial.traits import same_value
 from lightning_ptm.update.update_job import JobHandle, UpdateJob, check_every_gradient
 from lightning_ptm.update.updater import Updater
 

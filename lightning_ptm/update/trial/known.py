@@ -64,8 +64,6 @@ def is_known(optimizer: Optimizer, dtype: torch.dtype, device: torch.device | No
     """Whether the optimizer is of one of torch's own element-wise classes, whose kernels are right for the dtype and
     exist on the device. torch 2.13's fused SGD stores wrong 16-bit momentum, so a trial decides about kernels of 16
     bit.
-
-    torch 2.13's fused SGD stores wrong 16-bit momentum, so a trial decides about kernels of 16 bit.
     """
     graphs = any(group.get("capturable") for group in optimizer.param_groups)
     if graphs and device is not None and device.type not in devices_of_captured_steps():

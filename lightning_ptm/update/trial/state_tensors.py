@@ -95,8 +95,8 @@ def elementwise_slots(reference: ReferenceRun, members: Sequence[int]) -> tuple[
 def whole_parameter_slots(
     reference: ReferenceRun, members: Sequence[int]
 ) -> tuple[tuple[SlotTraits, ...], dict[Shape, StateShapes]]:
-    """States of several elements that parameters at these places have, in whatever shapes, the same in every step: each name
-    once, and their shapes by that of the parameter."""
+    """Returns the states with several elements that the parameters at indices `members` keep, one entry per name, and
+    the shapes of these states by shape of the parameter. Every step must keep the same states."""
     found: dict[str, SlotTraits] = {}
     shapes: dict[Shape, StateShapes] = {}
     for place in members:
@@ -127,7 +127,13 @@ def whole_parameter_slots(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupChanges:
-    """Keys of parameter groups whose numbers steps change, those that steps make, and those of lists and dictionaries."""
+    """Keys of parameter groups that steps change, or whose values are containers, found by a trial.
+
+    Attributes:
+        advanced: keys whose numbers a step changes.
+        created: keys that a step creates.
+        containers: keys whose values are lists or dictionaries.
+    """
 
     advanced: tuple[str, ...]
     created: frozenset[str]

@@ -92,7 +92,7 @@ class MomentumTower(Tower):
 
 
 class SkipsAnother(Tower):
-    """Each rank leaves out another block; the first one all have, and rank 0 comes to its end in the backward earlier."""
+    """Each rank skips a different block. All use block 0, and rank 0 reaches the end of its backward first."""
 
     def order(self, rank: int, step: int) -> Iterable[int]:
         return (0, 1 + rank % 2)
