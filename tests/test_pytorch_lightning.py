@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ptm
 import lightning_ptm.pytorch_lightning as theirs
-from lightning_ptm import UsageError
+from lightning_ptm import ConfigError, UsageError
 from lightning_ptm.pytorch_lightning import callbacks, renamed
-from lightning_ptm.trainer import stale_optimizers, strategy
+from lightning_ptm.trainer import device_mesh, strategy
 
 PACKAGES: dict[str, ModuleType] = {"lightning": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
 STRATEGIES: dict[str, Any] = {"lightning": lightning_ptm.AngelPTMStrategy, "pytorch_lightning": theirs.AngelPTMStrategy}
@@ -138,13 +138,26 @@ def test_the_command_line_of_pytorch_lightning_knows_the_class_by_its_short_name
     assert callbacks.PageMonitor in map(type, made.callbacks)
 
 
+def test_modules_of_pytorch_lightning_are_planned_for_by_its_plan() -> None:
+    class Module(type(module_of("pytorch_lightning"))):  # type: ignore[misc]
+        def forward(self, vectors: Tensor) -> Any:
+            return self.blocks(vectors)
+
+    found = theirs.plan(Module(), torch.ones(2, 64), hardware="rtx4090")
+    assert "torch.optim.adamw.AdamW" in str(found) and "assumed" not in str(found)
+    with pytest.raises(
+        ConfigError, match=r"of pytorch_lightning, .*`from lightning_ptm\.pytorch_lightning import plan`"
+    ):
+        lightning_ptm.plan(Module(), torch.ones(2, 64), hardware="rtx4090")
+
+
 def test_classes_are_copies_and_what_knows_no_lightning_is_the_same() -> None:
     assert theirs.AngelPTMStrategy is not lightning_ptm.AngelPTMStrategy
     assert issubclass(callbacks.PageMonitor, pytorch_lightning.Callback)
     for name in ("AngelPTMStrategy", "AngelPTMPrecision", "Checkpoints"):
         assert pickle.loads(pickle.dumps(getattr(theirs, name))) is getattr(theirs, name)
     assert theirs.Checkpoints is lightning_ptm.Checkpoints
-    assert theirs.trainer.run.renew is stale_optimizers.renew
+    assert theirs.trainer.ranks.last_mesh is device_mesh.last_mesh
     assert theirs.trainer.strategy.__file__ == strategy.__file__
     assert set(lightning_ptm.__all__) <= set(dir(theirs))
     with pytest.raises(AttributeError, match="has no attribute 'nosuch'"):

@@ -23,10 +23,19 @@ from typing import Any
 
 import lightning_ptm
 
-_LOADED_AGAIN = ("callbacks", "checkpoints", "sharded", "trainer")
-"""The packages and modules of lightning_ptm that import Lightning and that a program can import. The command line and its
-models are for lightning.pytorch."""
-_SHARED = r"trainer\.(?:device_mesh|other_front_ends|registered|stale_optimizers)"
+_LOADED_AGAIN = (
+    "callbacks",
+    "checkpoints",
+    "command_line",
+    "commands",
+    "data",
+    "forecasting",
+    "models",
+    "sharded",
+    "trainer",
+)
+"""The packages and modules of lightning_ptm that import Lightning."""
+_SHARED = r"trainer\.(?:device_mesh|other_front_ends|registered)"
 """Modules among them that import no Lightning and own what a process has once."""
 _NAMES = (
     (re.compile(r"\blightning\.pytorch\b"), "pytorch_lightning"),

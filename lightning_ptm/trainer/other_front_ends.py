@@ -77,6 +77,16 @@ def check_callbacks(callbacks: Iterable[object], lightnings: type) -> None:
             )
 
 
+def check_planned(module: object, lightnings: type) -> None:
+    """Checks that a module to be planned for is of the planner's package. Arguments and errors as for `check_trainer`."""
+    own, other = _packages(lightnings)
+    if _is_of(other, module):
+        raise ConfigError(
+            f"{type(module).__name__} is a module of {other}, and this `plan` is for those of {own}: write "
+            f"`from {PACKAGES[other]} import plan`"
+        )
+
+
 def refuse_fabric(name: str) -> NoReturn:
     """Raises ConfigError for a use in Fabric, which has read an attribute that only its own strategies have."""
     raise ConfigError(_FABRIC.format(name=name))
