@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from lightning_ptm.checkpoints.optimizer_states import opened, parameters_of, plain_optimizer
 from lightning_ptm.checkpoints.saving import Saving
-from lightning_ptm.checkpoints.sharded import check
+from lightning_ptm.checkpoints.sharded import check, mapped_tensors
 from lightning_ptm.comm import SoloCommunicator
 from lightning_ptm.errors import some
 from lightning_ptm.runtime.engine.engine import Engine
@@ -319,11 +319,8 @@ class StatesInFiles(CarriedStates):
             communicator = engine.communicator
             with engine.barriers.errors_on_all_ranks():
                 check(folder, folder.index.files[communicator.rank :: communicator.world_size], engine.bars)
-        for file in folder.index.files:
-            known = folder.files[file.name]
-            mapped = Mapped(known.path, known.layout)
-            for name in mapped.names():
-                yield file.kind, name, partial(self._read, file.kind, name, mapped)
+        for kind, name, mapped in mapped_tensors(folder):
+            yield kind, name, partial(self._read, kind, name, mapped)
 
     @override
     def given(self) -> Given:

@@ -86,14 +86,12 @@ _NOTHING = Entered()
 def entered_gradients(layout: ModelLayout, uses: Uses) -> Mapping[int, Entered]:
     """Returns the gradients that a backward begins to write, by the tick in which it begins."""
 
-    def pages(size: int) -> int:
-        return -(-size // layout.page_size)
-
+    page = layout.page_size
     found: dict[int, Entered] = {}
     for unit, use in enumerate(uses.units):
         flats = [flat for flat in layout.flats_of(unit) if flat.trainable]
-        full = sum(pages(flat.padded_bytes) for flat in flats)
-        sums = sum(pages(flat.gradient_bytes) for flat in flats if not flat.shared)
+        full = sum([-(-flat.padded_bytes // page) for flat in flats])
+        sums = sum([-(-flat.gradient_bytes // page) for flat in flats if not flat.shared])
         for written in use.backward:
             before = found.get(written.first, _NOTHING)
             found[written.first] = Entered(before.full + full, before.sums + sums)

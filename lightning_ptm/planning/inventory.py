@@ -10,7 +10,7 @@ I2: a tier's pool is the sum of its rows: those allocated at set-up, those alloc
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -92,12 +92,16 @@ class Inventory:
         """Returns the rows of one purpose."""
         return tuple(row for row in self.rows if row.what is what)
 
-    def of_flats(self, what: What) -> dict[int, list[Row]]:
-        """Returns the rows of one purpose by flat, without the rows of no flat."""
-        found: dict[int, list[Row]] = {}
-        for row in self.of(what):
+    def of_flat(self, what: What, flat: int) -> Sequence[Row]:
+        """Returns the rows of one purpose that belong to one flat."""
+        return self._by_flat.get((what, flat), ())
+
+    @cached_property
+    def _by_flat(self) -> Mapping[tuple[What, int], list[Row]]:
+        found: dict[tuple[What, int], list[Row]] = {}
+        for row in self.rows:
             if row.flat is not None:
-                found.setdefault(row.flat, []).append(row)
+                found.setdefault((row.what, row.flat), []).append(row)
         return found
 
     @cached_property

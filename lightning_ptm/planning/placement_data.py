@@ -72,7 +72,7 @@ class GradientRow:
 
 
 @dataclass(frozen=True, slots=True)
-class GradientPages:
+class PassingPages:
     """Device pages of the gradients of several flats in a backward pass.
 
     Args:
@@ -97,9 +97,9 @@ class Gradients:
     pass_through: bool
     rows: tuple[GradientRow, ...]
     # Derived, once: placement and the scheduler ask for them at each choice.
-    reduced: GradientPages = field(init=False, repr=False, compare=False)
+    reduced: PassingPages = field(init=False, repr=False, compare=False)
     """Those that ranks reduce."""
-    unreduced: GradientPages = field(init=False, repr=False, compare=False)
+    unreduced: PassingPages = field(init=False, repr=False, compare=False)
     """Those that are this rank's alone."""
 
     def __post_init__(self) -> None:
@@ -107,14 +107,14 @@ class Gradients:
         for row in self.rows:
             full[row.reduces] += row.full
             beside[row.reduces] += max(row.shard if row.reduces else 0, row.sum)
-        object.__setattr__(self, "reduced", GradientPages(full[True], beside[True]))
-        object.__setattr__(self, "unreduced", GradientPages(full[False], beside[False]))
+        object.__setattr__(self, "reduced", PassingPages(full[True], beside[True]))
+        object.__setattr__(self, "unreduced", PassingPages(full[False], beside[False]))
 
     @property
-    def all(self) -> GradientPages:
+    def all(self) -> PassingPages:
         """Those of all flats."""
         one, other = self.reduced, self.unreduced
-        return GradientPages(one.full + other.full, one.beside + other.beside)
+        return PassingPages(one.full + other.full, one.beside + other.beside)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from typing_extensions import override
 from lightning_ptm.checkpoints import after_run
 from lightning_ptm.checkpoints.auto_resume import AutoResume
 from lightning_ptm.checkpoints.file_io import FileCheckpointIO
+from lightning_ptm.checkpoints.gathering import stream_weights
 from lightning_ptm.checkpoints.optimizer_states import StaleInCopies, plain_optimizer, refuse_stale
 from lightning_ptm.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_ptm.config import Settings, listing_settings
@@ -706,6 +707,24 @@ class AngelPTMStrategy(ParallelStrategy):
         """
         # Outside of runs the parameters are full already.
         return nullcontext() if self._run is None else self._run.gathered(*modules, write=write)
+
+    def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, value) of each weight, for whoever serves or stores them: the names of the module's `state_dict`, a
+        tied weight under its first name, values as `gathered` shows them (fp32 under mixed precision), on the CPU, and at
+        last the persistent buffers.
+
+        RAM holds the weights of one unit of one dtype (a flat) at a time: a value is a view of it, so clone what you keep.
+        Collective: all ranks get all values, and all take as many of them. Waits for all updates first.
+
+        Args:
+            dtype: of floating point values; default: as they are.
+
+        Raises:
+            UsageError: no run is in progress; it is called inside of `gathered`; the module computes before the last
+                value was taken.
+        """
+        run = self._in_progress()
+        return stream_weights(run.engine, run.module, dtype)
 
     def statistics(self) -> Statistics:
         """Returns the bytes copied, waiting times and updates of this rank since the run began. Cheap; see also

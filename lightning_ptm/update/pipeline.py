@@ -111,7 +111,8 @@ class StagingPool:
         Raises:
             CapacityError: the tier has too few pages.
         """
-        while sum(buffer.numel == numel for buffer in self._owned.get((tier, dtype), ())) < count:
+        owned = [buffer.numel for buffer in self._owned.get((tier, dtype), ())].count(numel)
+        for _ in range(owned, count):
             self.give_back(self._allocate(tier, dtype, numel))
 
     def take(self, tier: Tier, dtype: torch.dtype, numel: int) -> PagedTensor:

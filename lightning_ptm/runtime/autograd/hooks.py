@@ -100,6 +100,9 @@ class BackwardListener(Protocol):
     def another_gradient(self, unit: int, parameter: Tensor) -> None:
         """A further gradient is about to be added to the parameter's `.grad` in this pass."""
 
+    def call_begins(self, unit: int) -> None:
+        """A call of `unit` begins in this pass: it is recomputed, or a hook calls it."""
+
     def unit_backward_ended(self, unit: int) -> None:
         """All gradients of `unit` that this backward pass computes are in `.grad` of its parameters."""
 
@@ -623,6 +626,7 @@ class Hooks:
                 refuse_derivative(self._units[index].name)
             return None
         if in_backward():
+            self._listener.call_begins(index)
             self._recompute_starts(index)
             if torch.is_grad_enabled() and not inside_checkpoint():
                 self._calls.blind_call_recomputed(index)

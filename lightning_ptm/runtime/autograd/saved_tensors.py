@@ -193,9 +193,7 @@ class SavedTensors:
             found = self._pack_by_name(None, tensor)
             if found is None:
                 return keep(tensor)
-            unit = found.binding.layout.unit
-            if not self._executor.referenced(unit):
-                self._executor.hold(unit)
+            self._executor.read_in_place(found.binding.layout.unit)
             # If no gradient needs the tensor, the checkpoint stores it for as long as the graph, so it is neither
             # copied nor counted as a use.
             return keep(found.binding.unpack(found, copied=False, counted=False))

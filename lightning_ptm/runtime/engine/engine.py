@@ -590,6 +590,7 @@ class Engine:
         """
         self.stream.begin()  # what follows reads and writes pages on the caller's stream
         if not at_end:
+            self.updates.check_before_updates(f"read or write weights or states ({deed})")
             self.gathered_parameters.check_written()
         self.updates.finish_all()
         for store in self.stores:

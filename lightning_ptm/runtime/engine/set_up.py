@@ -44,8 +44,6 @@ from lightning_ptm.update.flat_states import FlatStates, layout_groups
 from lightning_ptm.update.trial.traits import OptimizerTraits
 from lightning_ptm.update.updater import Updater
 
-_OF_FLATS = (What.PARAMETERS, What.MASTERS, What.STATES)
-
 
 class RunPages:
     """Factory of the objects that hold a unit's model states on this rank. Each method raises CapacityError if a tier has too
@@ -93,8 +91,6 @@ class RunPages:
         self._reused_tensors = reused_tensors or ReusedTensors()
         self.views: PageViews = PageViews(allocator.holds)
         """Views of pages that are the parameters' storages."""
-        self._of_flats = {what: blueprint.inventory.of_flats(what) for what in _OF_FLATS}
-
         self._gradient_pages: GradientPages | None = None
         """Pages of gradients that are queued for lock-free updates; `take_gradient_pages` sets it, before `flats`."""
 
@@ -214,7 +210,7 @@ class RunPages:
         return taken
 
     def _of_flat(self, what: What, flat: FlatLayout) -> list[PagedTensor]:
-        rows = self._of_flats[what].get(flat.index, ())
+        rows = self._blueprint.inventory.of_flat(what, flat.index)
         before = self._reused_tensors.of(what, flat.index, len(rows))
         return [
             tensor

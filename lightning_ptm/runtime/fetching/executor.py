@@ -364,6 +364,7 @@ class Executor:
         """Drops a failed iteration, and the references of its calls."""
         self.compute_timing.drop_tick()
         self._mode = None
+        self.pass_ended()
         self.fetching.abandon()
         self.guard_policy.abandon()
 
@@ -421,6 +422,13 @@ class Executor:
         """Does what `leave_backward` does, and ends the hold of the unit."""
         self.leave_backward(unit)
         self._refcounts.unhold(unit)
+        if not self._refcounts.referenced(unit):
+            self._stores[unit].read_in_place = False
+
+    def pass_ended(self) -> None:
+        """Ends the reads of `read_in_place`."""
+        for store in self._stores:
+            store.read_in_place = False
 
     def _close_unused(self, unit: int) -> None:
         store = self._stores[unit]
@@ -450,6 +458,12 @@ class Executor:
         self._refcounts.hold(unit)
         self.require(unit)
         self.fetching.mark_used(unit)
+
+    def read_in_place(self, unit: int) -> None:
+        """Keeps the pages of `unit` where they are, with their values, until its backward or the pass ends."""
+        if not self._refcounts.referenced(unit):
+            self.hold(unit)
+        self._stores[unit].read_in_place = True
 
     def keep_held(self, unit: int, *, held: bool) -> None:
         """Continues or ends the hold of `unit`; fetches it again where it was evicted since its backward ended."""

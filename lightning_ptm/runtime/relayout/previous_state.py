@@ -252,7 +252,7 @@ class PreviousState:
             if flat is None:
                 continue
             keys = tuple(map(id, binding.parameters))
-            self._axes |= dict.fromkeys(keys, gathered_flats.holders.of_flat(flat.layout).axes)
+            self._axes |= dict.fromkeys(keys, gathered_flats.sharing(flat).axes)
             self._precise |= dict.fromkeys(keys, gathered_flats.precise_map(flat))
             self._values |= dict.fromkeys(keys, gathered_flats.values_map(flat))
             updates = [gathered_flats.updates[flat.layout.index, number] for number in flat.layout.optimizers]

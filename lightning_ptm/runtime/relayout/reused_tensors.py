@@ -64,7 +64,6 @@ def reused_tensors(
     if tier is None or tuple(disk_paths) != handed.disk_paths or allocator.page_size != blueprint.layout.page_size:
         return ReusedTensors()
     numbers = [next((at for at, old in enumerate(handed.optimizers) if old is each), None) for each in optimizers]
-    rows = {what: blueprint.inventory.of_flats(what) for what in _OF_FLATS}
     found: dict[tuple[What, int], Sequence[PagedTensor | None]] = {}
     for flat in blueprint.layout.flats:
         by_name = {item.name: id(item.parameter) for item in blueprint.units[flat.unit].parameters}
@@ -73,9 +72,8 @@ def reused_tensors(
             continue
         kept = blueprint.state_tensors[flat.index]
         for what in _OF_FLATS:
-            of_rows = zip(
-                rows[what].get(flat.index, ()), (column for column in kept if column.what is what), strict=True
-            )
+            rows = blueprint.inventory.of_flat(what, flat.index)
+            of_rows = zip(rows, [column for column in kept if column.what is what], strict=True)
             found[what, flat.index] = [_same(row, _old(old, column, numbers)) for row, column in of_rows]
     kept_tensors = [tensor for each in found.values() for tensor in each if tensor is not None]
     page, taken, new = blueprint.layout.page_size, len(frames_of(kept_tensors)), _new_rows(blueprint, tier, found)

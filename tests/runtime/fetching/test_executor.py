@@ -266,6 +266,7 @@ LEASES: dict[str, tuple[Callable[[Executor], None], Callable[[Executor], None]]]
     "the end of a backward": (lambda it: it.enter(1, B), lambda it: it.end_backward(1)),
     "one who reads": (lambda it: reads(it, 1), lambda it: it.leave(1)),
     "one who holds": (lambda it: it.hold(1), lambda it: it.keep_held(1, held=False)),
+    "one who reads in place": (lambda it: it.read_in_place(1), lambda it: it.end()),
     "the end of a held backward": (lambda it: it.hold(1), lambda it: it.end_backward(1)),
     "the iteration": (lambda it: it.hold(1), lambda it: it.end()),
     "one that failed": (lambda it: it.enter(1, B), lambda it: it.abandon()),
@@ -287,6 +288,20 @@ def test_a_leased_unit_is_not_given_up(lease: str) -> None:
         give_back(it.executor)
         it.parts.logged()
         assert it.forward(2) == [["release 1", "fetch 2"]]
+
+
+def test_pages_are_read_in_place_until_the_backward_or_the_pass_ends() -> None:
+    with run() as it:
+        it.executor.begin(TRAIN, trace=False)
+        first, second = it.parts.stores[1:3]
+        it.executor.enter(1, B)
+        it.executor.read_in_place(1)
+        it.executor.read_in_place(2)
+        assert first.read_in_place and second.read_in_place and it.executor.held(2)
+        it.executor.end_backward(1)
+        assert not first.read_in_place and second.read_in_place
+        it.executor.pass_ended()
+        assert not second.read_in_place
 
 
 def test_a_unit_is_leased_as_often_as_it_is_called() -> None:
