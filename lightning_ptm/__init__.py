@@ -15,7 +15,7 @@ if sys.platform != "linux":
         f"in WSL2 on Windows, in a Linux container or virtual machine on macOS"
     )
 
-from lightning_ptm.trainer.other_front_ends import refuse_elsewhere
+from lightning_ptm.trainer.other_front_ends import refuse_fabric_for
 from lightning_ptm.trainer.registered import NAMES, register
 
 if TYPE_CHECKING:
@@ -73,15 +73,15 @@ _HOMES = {
 }
 """The public names by the modules that they come from: what type checkers read above."""
 
-_HOME_OF = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
+HOME_OF = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
 
-__all__ = [*_HOME_OF, "__version__"]
+__all__ = [*HOME_OF, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     """A public name or a module of this package, imported at its first use."""
-    if name in _HOME_OF:
-        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    if name in HOME_OF:
+        value = getattr(importlib.import_module(HOME_OF[name]), name)
         globals()[name] = value  # from now on it is found without this function
         return value
     module = f"{__name__}.{name}"
@@ -99,4 +99,4 @@ def __dir__() -> list[str]:
 
 
 register()
-refuse_elsewhere(NAMES)
+refuse_fabric_for(NAMES)

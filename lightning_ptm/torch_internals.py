@@ -86,6 +86,7 @@ def _is_assigned(owner: Any, name: str) -> bool:
 def _missing(owner: Any, path: str) -> ConfigError:
     place = owner if isinstance(owner, str) else _name_of(owner)
     package = place.partition(".")[0]
+    package = {"lightning_fabric": "pytorch-lightning"}.get(package, package).replace("_", "-")  # as it is installed
     tested = next((each for each in _requirements() if re.match(rf"{package}(?![\w-])", each)), package)
     return ConfigError(
         f"{package} {metadata.version(package)} has no {place}.{path}, a private name that lightning_ptm uses, so it cannot "

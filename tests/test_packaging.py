@@ -105,6 +105,7 @@ def test_a_wheel_says_that_it_is_typed_and_has_the_configs(tmp_path: Path) -> No
     (wheel,) = tree.glob("*.whl")
     files = set(zipfile.ZipFile(wheel).namelist())
     assert {"lightning_ptm/py.typed", "lightning_ptm/configs/gpt.yaml", "lightning_ptm/callbacks/__init__.py"} <= files
+    assert "lightning_ptm/pytorch_lightning/callbacks.pyi" in files
     metadata = zipfile.ZipFile(wheel).read(next(name for name in files if name.endswith("/METADATA"))).decode()
     assert "Classifier: Typing :: Typed" in metadata and "\nProject-URL: Paper, https://arxiv.org/" in metadata
 

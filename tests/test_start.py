@@ -83,7 +83,7 @@ def test_public_names_are_those_that_type_checkers_read() -> None:
     read = {
         alias.name: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
-    assert read == lightning_ptm._HOME_OF
+    assert read == lightning_ptm.HOME_OF
     assert sorted(lightning_ptm.__all__) == sorted([*read, "__version__"])
 
 

@@ -25,6 +25,7 @@ _LEFT_OUT = (
 )
 """Beginnings of lines that list the types that jsonargparse has tried."""
 
+_NO_SUBCLASS = "does not correspond to a subclass of"
 _UNKNOWN = re.compile(
     r"(?:class_path '([\w.]+)':\s+(?:Validation failed: )?)?(?:[Uu]nrecognized arguments:|[Oo]ption|[Kk]ey) '?-*([\w.]+)'?"
     r"(?: is not (?:accepted|expected)|=|\s|$)"
@@ -41,13 +42,26 @@ def in_short(message: str, options: Sequence[str] = ()) -> str:
     sentences = [
         line if line.endswith(":") else f"{line};" for line in lines if line and not line.startswith(_LEFT_OUT)
     ]
-    return f"{' '.join(sentences).rstrip(';')}{_instead(message, options)}"
+    return f"{' '.join(sentences).rstrip(';')}{_of_the_other_package(message) or _instead(message, options)}"
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """A suffix `; did you mean 'x'?`; empty if no known name is similar."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _of_the_other_package(message: str) -> str:
+    """A suffix for a class of pytorch_lightning that is refused as no subclass; else empty."""
+    for path in re.findall(r"\w+(?:\.\w+)+", message) if _NO_SUBCLASS in message else ():
+        module, _, name = path.rpartition(".")
+        kind = getattr(sys.modules.get(module), name, None)
+        if isinstance(kind, type) and any(base.__module__.startswith("pytorch_lightning.") for base in kind.__mro__):
+            return (
+                f"; {name} is a class of pytorch_lightning, and lightning-ptm takes those of lightning.pytorch: change its "
+                "imports, or use pytorch_lightning.cli.LightningCLI with --trainer.strategy=angel_ptm"
+            )
+    return ""
 
 
 def _instead(message: str, options: Sequence[str]) -> str:

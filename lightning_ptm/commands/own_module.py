@@ -21,6 +21,7 @@ from lightning_ptm.commands.meta_twin import meta_twin
 from lightning_ptm.commands.mistakes import nearest
 from lightning_ptm.errors import AngelPTMError, ConfigError
 from lightning_ptm.torch_internals import tree_leaves
+from lightning_ptm.trainer.other_front_ends import check_planned
 
 NO_OPTIMIZER = "optimizer: assumed Adam, as the module has no configure_optimizers"
 NO_LOSS = "loss: assumed to be `.loss` of the output or else the sum of it, as the module has no training_step"
@@ -53,8 +54,9 @@ def trained(module: nn.Module) -> tuple[LightningModule, list[str]]:
     """Returns a LightningModule on the meta device for a module, which stays as it is, and what was assumed.
 
     Raises:
-        ConfigError: see `meta_twin`.
+        ConfigError: it is of the other package of Lightning; see also `meta_twin`.
     """
+    check_planned(module, LightningModule)
     twin, assumed = meta_twin(module), list[str]()
     optimizers = getattr(twin, "configure_optimizers", None)
     if isinstance(twin, LightningModule) and is_overridden("training_step", twin):

@@ -1,9 +1,9 @@
-"""Error messages for users of Lightning's other front ends: `pytorch_lightning` (the same code, renamed) and Fabric.
+"""Error messages for what is not of the Trainer's package, and for users of Fabric.
 
-Classes of the packages lightning and pytorch_lightning are unrelated, so a strategy for one does not work with the other, and
-some of it would be wrong without an error (the base class would not clip the gradients of a pytorch_lightning module). The
-strategy's names and class are therefore registered with each front end, and raise an explanation. Modules are not imported
-here unless the user has imported them.
+Classes of the packages lightning and pytorch_lightning are unrelated, so a strategy or a callback of one does not work with
+the Trainer of the other, and some of it would be wrong without an error (the strategy's base class would not clip the
+gradients, a callback that swaps weights would not be recognized). Modules are not imported here unless the user has imported
+them.
 """
 
 from __future__ import annotations
@@ -13,61 +13,78 @@ from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
 from lightning_ptm.errors import ConfigError
-from lightning_ptm.trainer.registered import after_import
+from lightning_ptm.trainer.registered import PACKAGES, after_import
 
 Class = TypeVar("Class", bound=type)
 
-_TWIN = (
-    "this Trainer is of the package pytorch_lightning, and {name} works with that of lightning, which is the same code under "
-    "another name: write `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`, for the "
-    "LightningModule and callbacks, too"
-)
 _FABRIC = (
     "Fabric leaves the loop to you, and {name} has to know where a step begins and ends: use it with "
     "lightning.pytorch.Trainer(strategy={name!r}), where manual optimization (automatic_optimization = False) leaves you "
     "backward and step"
 )
-
-_FRONT_ENDS = {
-    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", _FABRIC),
-    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", _FABRIC),
-    "pytorch_lightning.strategies": ("StrategyRegistry", _TWIN),
-}
-"""Modules with another front end's strategy registry: the registry's name, and the error message."""
+_FABRICS = ("lightning.fabric.strategies", "lightning_fabric.strategies")
 
 
-def refuse_elsewhere(names: Iterable[str]) -> None:
-    """Registers these names with the other front ends, now or when they are imported, so that their use is an error."""
+def refuse_fabric_for(names: Iterable[str]) -> None:
+    """Registers these names with Fabric, now or when it is imported, so that their use is an error."""
     chosen = tuple(names)
 
     def introduce(module: ModuleType) -> None:
-        registry, sentence = _FRONT_ENDS[module.__name__]
         for name in chosen:
-            getattr(module, registry).register(name, _refusal(sentence, name), description="", override=True)
+            module.STRATEGY_REGISTRY.register(name, _refusal(name), description="", override=True)
 
-    for name in _FRONT_ENDS:
-        after_import(name, introduce)
+    for fabric in _FABRICS:
+        after_import(fabric, introduce)
 
 
 def asked_elsewhere(strategy: Class) -> Class:
-    """Class decorator: makes other front ends accept the class as a strategy, so that they reach a call that raises."""
-    for name in _FRONT_ENDS:
+    """Class decorator: makes all of them accept the class as a strategy, so that they reach a call that raises."""
+    for name in (*_FABRICS, *(f"{package}.strategies" for package in PACKAGES)):
         after_import(name, lambda module: module.Strategy.register(strategy))
     return strategy
 
 
-def check_front_end(thing: object, name: str) -> None:
-    """Checks that a Trainer's part, such as its accelerator, is a class of the package lightning.
+def check_trainer(accelerator: object, lightnings: type, name: str) -> None:
+    """Checks that a Trainer is of the strategy's package, by its accelerator.
 
     Args:
+        lightnings: a class of Lightning that the strategy's module has imported.
         name: the strategy's name.
 
     Raises:
-        ConfigError: it is a class of pytorch_lightning; says what to import instead.
+        ConfigError: it is of the other package; says what to import instead.
     """
-    packages = {base.__module__.partition(".")[0] for base in type(thing).__mro__}
-    if "pytorch_lightning" in packages:
-        raise ConfigError(_TWIN.format(name=name))
+    own, other = _packages(lightnings)
+    if _is_of(other, accelerator):
+        raise ConfigError(
+            f"this Trainer is of the package {other}, and this AngelPTMStrategy is for that of {own}, whose classes are "
+            f"others: write `from {PACKAGES[other]} import AngelPTMStrategy`, or strategy={name!r}, which works with both"
+        )
+
+
+def check_callbacks(callbacks: Iterable[object], lightnings: type) -> None:
+    """Checks that callbacks are of the strategy's package. Arguments and errors as for `check_trainer`."""
+    own, other = _packages(lightnings)
+    for callback in callbacks:
+        if _is_of(other, callback):
+            kind = type(callback)
+            ours = kind.__module__.startswith("lightning_ptm.")
+            instead = f"{PACKAGES[own]}.callbacks import {kind.__name__}" if ours else f"{own}.callbacks import ..."
+            raise ConfigError(
+                f"the Trainer is of the package {own}, and its callback {kind.__name__} ({kind.__module__}) is, or derives "
+                f"from, a class of {other}, which neither the Trainer nor the strategy recognizes: write "
+                f"`from {instead}` instead"
+            )
+
+
+def check_planned(module: object, lightnings: type) -> None:
+    """Checks that a module to be planned for is of the planner's package. Arguments and errors as for `check_trainer`."""
+    own, other = _packages(lightnings)
+    if _is_of(other, module):
+        raise ConfigError(
+            f"{type(module).__name__} is a module of {other}, and this `plan` is for those of {own}: write "
+            f"`from {PACKAGES[other]} import plan`"
+        )
 
 
 def refuse_fabric(name: str) -> NoReturn:
@@ -75,8 +92,18 @@ def refuse_fabric(name: str) -> NoReturn:
     raise ConfigError(_FABRIC.format(name=name))
 
 
-def _refusal(sentence: str, name: str) -> Callable[..., NoReturn]:
+def _packages(lightnings: type) -> tuple[str, str]:
+    """The package of a class of Lightning, and the other one."""
+    first, second = PACKAGES
+    return (first, second) if lightnings.__module__.startswith(f"{first}.") else (second, first)
+
+
+def _is_of(package: str, thing: object) -> bool:
+    return any(f"{base.__module__}.".startswith(f"{package}.") for base in type(thing).__mro__)
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
     def refuse(**settings: Any) -> NoReturn:
-        raise ConfigError(sentence.format(name=name))
+        refuse_fabric(name)
 
     return refuse

@@ -1,4 +1,4 @@
-"""Registration of the strategy's names for `Trainer(strategy=...)`, without importing Lightning or torch.
+"""Registration of the strategy's names for `Trainer(strategy=...)` of either package, without importing Lightning or torch.
 
 Lightning has no entry point for strategies, and importing its registry imports torch and all of Lightning, which would make
 `lightning-ptm --help` take seconds instead of a fraction of one. So an import hook registers the names once the registry's
@@ -37,27 +37,36 @@ NAMES: Mapping[str, Named] = {
 }
 
 
+PACKAGES: Mapping[str, str] = {
+    "lightning.pytorch": "lightning_ptm",
+    "pytorch_lightning": "lightning_ptm.pytorch_lightning",
+}
+"""The two packages of the Trainer, and the package from which each gets its strategy and callbacks."""
+
+
 def register() -> None:
     """Makes the names known to `Trainer(strategy=...)`, and the class to LightningCLI."""
-    after_import("lightning.pytorch.strategies", _offer)
+    for package, ours in PACKAGES.items():
+        _register(package, ours)
+
+
+def _register(package: str, ours: str) -> None:
+    after_import(f"{package}.strategies", lambda strategies: _offer(strategies, ours))
     # jsonargparse finds and lists a class by its short name only after it has been imported. Importing it needs all of
-    # lightning.pytorch, which is complete only once lightning.pytorch.cli is.
-    after_import("lightning.pytorch.cli", lambda module: _class())
+    # the package, which is complete only once its cli is.
+    after_import(f"{package}.cli", lambda module: _class(ours))
 
 
-def _offer(strategies: ModuleType) -> None:
+def _offer(strategies: ModuleType, ours: str) -> None:
+    def make(**settings: Any) -> Any:
+        return _class(ours)(**settings)
+
     for name, named in NAMES.items():
-        strategies.StrategyRegistry.register(
-            name, _make, description=named.description, override=True, **named.settings
-        )
+        strategies.StrategyRegistry.register(name, make, description=named.description, override=True, **named.settings)
 
 
-def _make(**settings: Any) -> Any:
-    return _class()(**settings)
-
-
-def _class() -> type[Any]:
-    strategy: type[Any] = importlib.import_module("lightning_ptm.trainer.strategy").AngelPTMStrategy
+def _class(ours: str) -> type[Any]:
+    strategy: type[Any] = importlib.import_module(f"{ours}.trainer.strategy").AngelPTMStrategy
     return strategy
 
 

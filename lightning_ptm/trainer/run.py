@@ -7,7 +7,6 @@ I1: `leave` removes everything that the run has installed in other objects, what
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -30,7 +29,7 @@ from lightning_ptm.events import Events, Listener
 from lightning_ptm.parallel.cutting import CutModule
 from lightning_ptm.planning.tensor_slices import TensorSlice
 from lightning_ptm.runtime.deciding.decide import CheckedParameters
-from lightning_ptm.runtime.engine.engine import Engine
+from lightning_ptm.runtime.engine.engine import IN_PROGRESS, Engine
 from lightning_ptm.runtime.engine.inspection import Statistics, collect, states_in_words, together
 from lightning_ptm.runtime.full_params.first_values import Given
 from lightning_ptm.runtime.ranks.activation_exchange import ActivationExchange
@@ -53,9 +52,6 @@ from lightning_ptm.trainer.ranks import SetUp
 from lightning_ptm.trainer.same_batches import take_first_rank_s_values
 from lightning_ptm.trainer.signals import Signals
 
-_in_progress: weakref.WeakSet[Engine] = weakref.WeakSet()
-"""Engines of all runs in progress in this process."""
-
 
 def refuse_in_another_run(module: nn.Module) -> None:
     """Checks that no run in progress has the module.
@@ -63,7 +59,7 @@ def refuse_in_another_run(module: nn.Module) -> None:
     Raises:
         UsageError: weights of the module are in pages of another run, in whose hook this one begins.
     """
-    for engine in tuple(_in_progress):
+    for engine in tuple(IN_PROGRESS):
         names = [] if engine.closed else engine.gathered_parameters.names_of_copies(module.parameters())
         if names:
             raise UsageError(
@@ -246,7 +242,7 @@ class Run:
             # A checkpoint in progress has the weights before the edit.
             before_edits=self.saves.finish,
         )
-        _in_progress.add(engine)
+        IN_PROGRESS.add(engine)
         if exchanging is not None:
             self._connect_tensor_group(exchanging, engine)
         self.interruption = Interruption(engine, self.module, self.saves)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
@@ -89,7 +89,7 @@ from lightning_ptm.trainer.internals import (
     seed_workers,
     trainer_of,
 )
-from lightning_ptm.trainer.other_front_ends import asked_elsewhere, check_front_end, refuse_fabric
+from lightning_ptm.trainer.other_front_ends import asked_elsewhere, check_callbacks, check_trainer, refuse_fabric
 from lightning_ptm.trainer.precision import AngelPTMPrecision
 from lightning_ptm.trainer.pruning import refuse_pruning
 from lightning_ptm.trainer.ranks import RankGroups, RankPlace, SetUp
@@ -274,7 +274,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator | None) -> None:
-        check_front_end(accelerator, self.strategy_name)  # the first attribute that a Trainer sets
+        check_trainer(accelerator, Accelerator, self.strategy_name)  # the first attribute that a Trainer sets
         self._accelerator = accelerator
 
     @property
@@ -337,6 +337,7 @@ class AngelPTMStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        check_callbacks(self._module.trainer.callbacks, Callback)  # type: ignore[attr-defined]
         super().setup_environment()
         size = self.settings.tensor_parallel_size
         ranks = self.num_nodes * self.num_processes

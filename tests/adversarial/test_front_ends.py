@@ -1,4 +1,5 @@
-"""Lightning's other front ends, `pytorch_lightning` and Fabric, answer with what to use, whoever is imported first."""
+"""The Trainers of both packages take the strategy by its names; what is of the other package, and Fabric, is answered with
+what to use, whatever is imported first."""
 
 from __future__ import annotations
 
@@ -6,45 +7,107 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import lightning.fabric
 import lightning.pytorch
+import lightning.pytorch.callbacks
 import lightning.pytorch.cli
+import lightning_fabric as fabric
 import pytest
+import pytorch_lightning as pl
+import pytorch_lightning.callbacks
+import pytorch_lightning.cli
+import torch
+from kit.fits import quiet_trainer
+from kit.models import Linears
 from lightning.pytorch import strategies
 
+import lightning_ptm.callbacks
+import lightning_ptm.pytorch_lightning.callbacks
 from lightning_ptm import AngelPTMStrategy, ConfigError
-from lightning_ptm.trainer.registered import _AfterImport, register
+from lightning_ptm.pytorch_lightning import AngelPTMStrategy as OfTheOther
+from lightning_ptm.trainer.registered import NAMES, _AfterImport, register
 
-pl = pytest.importorskip("pytorch_lightning")
-fabric = pytest.importorskip("lightning_fabric")
-
-NAMES = ["angel_ptm", "angel_ptm_host", "angel_ptm_disk", "angel_ptm_lock_free"]
-TWIN = r"is of the package pytorch_lightning, and angel_ptm\w* works .*: write `import lightning.pytorch as pl`"
 FABRIC = r"Fabric leaves the loop to you, .*: use it with lightning.pytorch.Trainer\(strategy='angel_ptm"
+ONE_CPU: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_twin_says_what_to_import(name: str) -> None:
-    with pytest.raises(ConfigError, match=TWIN):
-        pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False)
+def test_each_name_is_the_strategy_of_the_trainer_s_package(name: str) -> None:
+    ours, theirs = (front.Trainer(strategy=name, **ONE_CPU).strategy for front in (lightning.pytorch, pl))
+    assert (type(ours), type(theirs)) == (AngelPTMStrategy, OfTheOther)
+    assert isinstance(theirs, pl.strategies.ParallelStrategy) and ours.settings == theirs.settings
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "auto"])
-def test_the_twin_says_so_for_an_object_and_before_anything_is_set_up(accelerator: str) -> None:
-    with pytest.raises(ConfigError, match=TWIN):
-        pl.Trainer(strategy=AngelPTMStrategy(), accelerator=accelerator, devices=1, logger=False)
+@pytest.mark.parametrize(
+    ("trainer", "strategy", "message"),
+    [
+        (
+            pl.Trainer,
+            AngelPTMStrategy,
+            "of the package pytorch_lightning, and this AngelPTMStrategy is for that of lightning.pytorch, .*: write "
+            "`from lightning_ptm.pytorch_lightning import AngelPTMStrategy`, or strategy='angel_ptm', which works with both",
+        ),
+        (
+            lightning.pytorch.Trainer,
+            OfTheOther,
+            "of the package lightning.pytorch, and this AngelPTMStrategy is for that of pytorch_lightning, .*: write "
+            "`from lightning_ptm import AngelPTMStrategy`, or strategy='angel_ptm', which works with both",
+        ),
+    ],
+)
+def test_a_strategy_of_the_other_package_is_refused_before_anything_is_set_up(
+    trainer: Any, strategy: Any, message: str, accelerator: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer(**{**ONE_CPU, "accelerator": accelerator}, strategy=strategy())
+
+
+class Users(pytorch_lightning.callbacks.Callback):
+    """A user's own callback."""
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (
+            lightning_ptm.pytorch_lightning.callbacks.GradNormMonitor(),
+            r"of the package lightning.pytorch, and its callback GradNormMonitor \(lightning_ptm.pytorch_lightning.callbacks."
+            r"grad_norm\) .* class of pytorch_lightning, .*: write `from lightning_ptm.callbacks import GradNormMonitor`",
+        ),
+        (
+            pytorch_lightning.callbacks.StochasticWeightAveraging(1e-2),
+            r"callback StochasticWeightAveraging .*: write `from lightning.pytorch.callbacks import ...` instead",
+        ),
+        (Users(), r"callback Users .*: write `from lightning.pytorch.callbacks import ...` instead"),
+    ],
+)
+def test_a_callback_of_the_other_package_is_refused(callback: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        quiet_trainer("angel_ptm", max_steps=1, callbacks=[callback]).fit(Linears(), [torch.randn(2, 64)])
+
+
+def test_a_callback_of_lightning_in_a_trainer_of_pytorch_lightning_is_refused() -> None:
+    class Module(pl.LightningModule):
+        def validation_step(self, batch: Any, index: int) -> None:
+            """Never called."""
+
+    trainer = pl.Trainer(strategy="angel_ptm", callbacks=[lightning_ptm.callbacks.PlanPrinter()], **ONE_CPU)
+    with pytest.raises(ConfigError, match=r"from lightning_ptm\.pytorch_lightning\.callbacks import PlanPrinter`"):
+        trainer.validate(Module(), [torch.randn(2, 64)])
 
 
 @pytest.mark.parametrize("front", [lightning.fabric, fabric], ids=["lightning.fabric", "lightning_fabric"])
-@pytest.mark.parametrize("given", [*NAMES, "object"])
-def test_fabric_says_what_to_use(front: object, given: str) -> None:
-    strategy = AngelPTMStrategy() if given == "object" else given
+@pytest.mark.parametrize("given", [*NAMES, AngelPTMStrategy, OfTheOther])
+def test_fabric_says_what_to_use(front: object, given: Any) -> None:
+    strategy = given if isinstance(given, str) else given()
     with pytest.raises(ConfigError, match=FABRIC):
         front.Fabric(strategy=strategy, accelerator="cpu", devices=1)  # type: ignore[attr-defined]
 
 
-def test_a_module_of_the_twins_in_our_trainer_is_refused_by_lightning() -> None:
+def test_a_module_of_the_other_package_is_refused_by_lightning() -> None:
     trainer = lightning.pytorch.Trainer(strategy="angel_ptm", accelerator="cpu", devices=1, logger=False)
     with pytest.raises(TypeError, match="single import style"):
         trainer.fit(pl.LightningModule())

@@ -44,6 +44,7 @@ def my_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     (tmp_path / "my_syntax.py").write_text("class Net(:\n")
     (tmp_path / "my_raising.py").write_text("raise ValueError('a mistake of mine')\n")
     (tmp_path / "other_kind.yaml").write_text("model: {class_path: torch.nn.Linear}\ndata: {class_path: TextBytes}\n")
+    (tmp_path / "my_other.py").write_text(MINE.replace("lightning.pytorch", "pytorch_lightning"))
     (tmp_path / "unknown_class.yaml").write_text("trainer: {callbacks: [Throughput, {class_path: Thruput}]}\n")
     (tmp_path / "misspelt.yaml").write_text("modle: {class_path: GPT}\n")
     before = set(sys.modules)
@@ -109,6 +110,7 @@ CLASSES = {
     "--config=unknown_class.yaml": r"trainer\.callbacks of unknown_class\.yaml: there is no Callback 'Thruput' .*; did you",
     "--model=torch.nn.Linear": "does not correspond to a subclass of LightningModule",
     "--config=other_kind.yaml": r"torch\.nn\.Linear does not correspond to a subclass of LightningModule",
+    "--model=my_other.Net": r"Net is a class of pytorch_lightning, and .*: change its imports, or use .*LightningCLI with",
     "--model=my_module.Net": r"--data is missing, and Net has no train_dataloader\(\) of its own; give --data=",
     "--model=my_module.Net --model.init_args.height=3": r"'my_module\.Net': .*'height' is not .*; its settings are width",
     "--data=TextBytes": r"fit\.model",
@@ -162,6 +164,10 @@ def test_the_current_folder_is_left_out_where_python_was_told_so(my_modules: Pat
     [
         ("{class_path: no_module.Net}", "'no_module.Net': No module named 'no_module'"),
         ("{class_path: torch.nn.Linear}", "torch.nn.Linear does not correspond to a subclass of LightningModule"),
+        (
+            "{class_path: my_other.Net, init_args: {width: 3}}",
+            "Net is a class of pytorch_lightning, and lightning-ptm takes",
+        ),
         ("{class_path: GPT2}", "there is no LightningModule 'GPT2'"),
         ("{class_path: GPT, init_args: {widht: 3}}", "; did you mean 'width'?"),
     ],

@@ -11,6 +11,7 @@ I3: after set-up, the pages in use in every tier are exactly those of the invent
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -125,6 +126,10 @@ class RunInputs:
     progress: Progress = dataclasses.field(default_factory=lambda: Progress(shown=False))
     poison: bool = False
     file_ops: FileOps | None = None
+
+
+IN_PROGRESS: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""Engines of all runs in progress in this process, of Trainers of either package."""
 
 
 class Engine:

@@ -351,8 +351,10 @@ _LIBRARIES = frozenset(
     {
         "contextlib",
         "lightning",
+        "lightning_fabric",
         "lightning_ptm",
         "lightning_utilities",
+        "pytorch_lightning",
         "torch",
         "torchmetrics",
         "typing_extensions",  # wraps functions that torch has deprecated

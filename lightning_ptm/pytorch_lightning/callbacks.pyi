@@ -1,0 +1,5 @@
+"""For type checkers, which cannot find the module: its files are those of lightning_ptm.callbacks."""
+
+from typing import Any
+
+def __getattr__(name: str) -> Any: ...
